@@ -1,0 +1,7 @@
+"""Algorithms as small pure functions: filters, credit and losses, bundled by recipes. The trainer never asks for a name."""
+
+from assay.algos.algorithm import Algorithm, LossBatch, LossOut
+from assay.algos.recipes import RECIPES, make_algorithm
+from assay.algos.sums import Sums, metrics
+
+__all__ = ["RECIPES", "Algorithm", "LossBatch", "LossOut", "Sums", "make_algorithm", "metrics"]

@@ -1,0 +1,199 @@
+"""`assay data`: prepare fixed files from a task, show a few problems, check golds and overlap."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from assay.rewards import JudgePool
+from assay.tasks import SPLITS, Task, make_task, overlap
+from assay.tasks.base import LazyPrompts, NoSuchSplit, is_gold, seeded_shuffle
+from assay.tasks.files import jsonl_text, write_atomically
+from assay.tasks.rows import prepared_row
+from assay.tasks.sources import MANIFEST
+from assay.types import Prompt, UserError
+
+HELP = "prepare, show or check the problems of a task"
+PREPARABLE = ("gsm8k", "math", "countdown", "abacus")
+GENERATED_TRAIN_SIZE = 10_000
+LAZY_CHECKED = 1_000  # gold answers checked of a split without end
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="data_command", required=True, metavar="prepare|show|check")
+    prepare = commands.add_parser("prepare", help="write train, validation and a fixed evaluation file")
+    prepare.add_argument("name", choices=PREPARABLE)
+    prepare.add_argument("--out", type=Path, help="folder to write to (default data/NAME)")
+    prepare.add_argument("--eval-size", type=int, default=500, help="problems of the evaluation file, drawn from test")
+    prepare.add_argument("--val-size", type=int, default=500, help="validation problems, carved from train")
+    prepare.add_argument("--train-size", type=int, help=f"generated tasks only (default {GENERATED_TRAIN_SIZE})")
+    prepare.add_argument("--seed", type=int, default=0, help="of the carving, the draw and the generator")
+    prepare.add_argument("--force", action="store_true", help="replace files that are there already")
+    add_task_arguments(prepare)
+    show = commands.add_parser("show", help="print a few problems")
+    show.add_argument("name", help="a task's name, or a dotted path such as my_file.py:MyTask")
+    add_task_arguments(show)
+    show.add_argument("--split", default="train", choices=SPLITS)
+    show.add_argument("-n", type=int, default=3)
+    check = commands.add_parser("check", help="judge every gold answer, and look for train problems in test")
+    check.add_argument("name", help="a task's name, or a dotted path such as my_file.py:MyTask")
+    add_task_arguments(check)
+    check.add_argument("--limit", type=int, help=f"golds checked a split (default all, or {LAZY_CHECKED} if generated)")
+
+
+def add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--path", help="local source; without it the Hugging Face hub, or the generator")
+    parser.add_argument(
+        "--arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of the task, e.g. --arg max_steps=4",
+    )
+
+
+def task_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE pairs; a value that reads as JSON is taken as such, any other as text."""
+    parsed = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise UserError(f'--arg needs NAME=VALUE, not "{pair}"')
+        try:
+            parsed[name] = json.loads(value)
+        except json.JSONDecodeError:
+            parsed[name] = value
+    return parsed
+
+
+def run(args: argparse.Namespace) -> int:
+    commands = {"prepare": run_prepare, "show": run_show, "check": run_check}
+    return commands[args.data_command](args)
+
+
+def run_prepare(args: argparse.Namespace) -> int:
+    if args.eval_size < 1 or args.val_size < 1:
+        raise UserError("--eval-size and --val-size must be at least 1")
+    out: Path = args.out or Path("data") / args.name
+    eval_name = f"test{args.eval_size}.jsonl"
+    names = ("train.jsonl", "validation.jsonl", eval_name, MANIFEST)
+    present = [name for name in names if (out / name).exists()]
+    if present and not args.force:
+        raise UserError(f"{out} already holds {', '.join(present)}: choose another --out, or --force to replace them")
+    task, splits = prepare_splits(args)
+    texts = {
+        name: jsonl_text([prepared_row(prompt, task.bare_question(prompt)) for prompt in prompts])
+        for name, prompts in zip(names[:3], splits, strict=True)
+    }
+    files = {
+        name: {"rows": len(prompts), "sha256": hashlib.sha256(texts[name].encode()).hexdigest()}
+        for name, prompts in zip(names[:3], splits, strict=True)
+    }
+    manifest = {
+        "task": task.name,
+        "source": args.path or ("generated" if isinstance(task.prompts("train"), LazyPrompts) else "hub"),
+        "seed": args.seed,
+        "args": task_arguments(args.arg),
+        "judge": task.judge_kind,
+        "extract": task.default_extract,
+        "files": files,
+    }
+    make_folder(out)
+    for name, text in texts.items():
+        write_atomically(out / name, text)
+    write_atomically(out / MANIFEST, json.dumps(manifest, indent=2) + "\n")  # last: it vouches for the others
+    print(json.dumps({"out": str(out), **manifest}, indent=2))
+    return 0
+
+
+def prepare_splits(
+    args: argparse.Namespace,
+) -> tuple[Task, tuple[Sequence[Prompt], Sequence[Prompt], Sequence[Prompt]]]:
+    """Train, validation and evaluation; the last is the head of a seeded shuffle of test, in that order."""
+    extra = task_arguments(args.arg)
+    generated = args.name == "abacus" or (args.name == "countdown" and args.path is None)
+    if generated:
+        task = make_task(args.name, args.path, **{"seed": args.seed, **extra})
+        train, validation, test = (task.prompts(split) for split in ("train", "validation", "test"))
+        train_size = args.train_size if args.train_size is not None else GENERATED_TRAIN_SIZE
+        if train_size < 1:
+            raise UserError("--train-size must be at least 1")
+        return task, (train[:train_size], validation[: args.val_size], test[: args.eval_size])
+    if args.path is not None and Path(args.path).is_file():
+        raise UserError(
+            f"{args.path} is one file: give a folder with train.jsonl and test.jsonl, so that they stay apart"
+        )
+    if args.train_size is not None:
+        raise UserError("--train-size is for generated tasks: the train file takes all that validation leaves")
+    task = make_task(args.name, args.path, **{"seed": args.seed, "val_size": args.val_size, **extra})
+    test = task.prompts("test")
+    if args.eval_size > len(test):
+        raise UserError(f"--eval-size {args.eval_size} is more than the {len(test)} problems of the test split")
+    chosen = seeded_shuffle(len(test), args.seed)[: args.eval_size]
+    return task, (task.prompts("train"), task.prompts("validation"), [test[index] for index in chosen])
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create the folder {folder}: {error.strerror}") from None
+
+
+def run_show(args: argparse.Namespace) -> int:
+    if args.n < 1:
+        raise UserError("-n must be at least 1")
+    task = make_task(args.name, args.path, **task_arguments(args.arg))
+    for prompt in task.prompts(args.split)[: args.n]:
+        print(f"--- {prompt.id}")
+        for message in prompt.messages:
+            print(f"[{message['role']}] {message['content']}")
+        print(f"[answer] {prompt.answer}")
+        if prompt.solution is not None:
+            print(f"[solution] {prompt.solution}")
+    return 0
+
+
+def run_check(args: argparse.Namespace) -> int:
+    if args.limit is not None and args.limit < 1:
+        raise UserError("--limit must be at least 1")
+    task = make_task(args.name, args.path, **task_arguments(args.arg))
+    splits, reasons = {}, []
+    for split in SPLITS:
+        try:
+            splits[split] = task.prompts(split)
+        except NoSuchSplit as error:
+            reasons.append(str(error))
+    if not splits:
+        raise UserError("; ".join(reasons))
+    with JudgePool(task.judge()) as pool:
+        golds = {split: check_split_golds(task, prompts, pool, args.limit) for split, prompts in splits.items()}
+    train = splits.get("train")
+    against = {split: prompts for split, prompts in splits.items() if split != "train" and train is not None}
+    summary = {
+        "task": task.name,
+        "gold": golds,
+        "overlap_with_train": {split: asdict(overlap(train, prompts)) for split, prompts in against.items() if train},
+        "missing_splits": [split for split in SPLITS if split not in splits],
+        "ok": not any(gold["failed"] for gold in golds.values()),
+    }
+    print(json.dumps(summary, indent=2))
+    return 0 if summary["ok"] else 1
+
+
+def check_split_golds(task: Task, prompts: Sequence[Prompt], pool: JudgePool, limit: int | None) -> dict[str, Any]:
+    if limit is None and isinstance(prompts, LazyPrompts):
+        limit = LAZY_CHECKED
+    chosen = list(prompts[:limit])
+    verdicts = pool.judge([(task.gold_completion(prompt), prompt.answer, prompt.fields) for prompt in chosen])
+    failed = [
+        {"id": prompt.id, "status": str(verdict.status), "parsed": verdict.parsed, "answer": prompt.answer}
+        for prompt, verdict in zip(chosen, verdicts, strict=True)
+        if not is_gold(verdict)
+    ]
+    return {"problems": len(prompts), "checked": len(chosen), "failed": len(failed), "examples": failed[:10]}

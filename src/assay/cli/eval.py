@@ -1,0 +1,163 @@
+"""`assay eval`: models on the same problems, with intervals, and each against the first with a paired test."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from assay.config import MeasureConfig
+from assay.runs.console import Console
+from assay.settings import load_settings, parse_overrides, read_toml
+from assay.types import Prompt, UserError
+
+if TYPE_CHECKING:
+    from assay.evals.report import Report
+    from assay.tasks import Task
+    from assay.types import Group
+
+HELP = """Measure one or several models on the same problems.
+
+Checkpoints of a run (run:NAME@best) bring the run's own task, prompt and reward settings along; options change them.
+  assay eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --task.path data/gsm8k
+  assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1"""
+SETTINGS = MeasureConfig
+GENERATED = 500  # problems taken from a split that has no end, unless eval.final_examples says otherwise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="folder, hub id, GGUF file or run:NAME@STEP")
+    parser.add_argument("--data", metavar="FILE", help="JSONL file with the problems, e.g. from assay data prepare")
+    parser.add_argument("--split", choices=("train", "validation", "test"), help="split of the task [test]")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers here")
+    parser.add_argument("--answers", metavar="FILE", help="write every answer and its verdict here, as JSONL")
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console()
+    cfg = settings_of(args)
+    for file in (args.json, args.answers):
+        check_new(file)
+    from assay.evals.report import compare
+    from assay.train import setup
+
+    task = setup.build_task(cfg.task)
+    prompts = problems(task, cfg)
+    reports = {model: measure(model, cfg, task, prompts, args.answers, console) for model in args.models}
+    first = reports[args.models[0]]
+    found: list[dict[str, Any]] = []
+    for model, report in reports.items():
+        entry = {"model": model, "task": cfg.task.name, "split": cfg.eval.final_split, **report.summary()}
+        if report is not first:
+            paired = compare(first, report)
+            entry["paired"] = {"against": args.models[0], "p_value": paired.p_value}
+            entry["paired"] |= {"gained": paired.gained, "lost": paired.lost}
+        found.append(entry)
+    show(found, console)
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def settings_of(args: argparse.Namespace) -> MeasureConfig:
+    """The options over the settings of the first model that is a run's checkpoint."""
+    overrides = parse_overrides(args.overrides)
+    if args.data:
+        if not Path(args.data).is_file():
+            raise UserError(f"no file at {args.data}: --data takes a JSONL file with one problem a line")
+        overrides["task.path"] = args.data
+        overrides.setdefault("task.name", overrides.pop("task", "jsonl"))
+    if args.split:
+        overrides["eval.final_split"] = args.split
+    runs_dir = Path(str(overrides.get("runs_dir", MeasureConfig().runs_dir)))
+    inherited = inherited_settings(args.models, runs_dir) if not {"task", "task.name"} & set(overrides) else {}
+    return load_settings(MeasureConfig, None, {**inherited, **overrides})
+
+
+def inherited_settings(models: Sequence[str], runs_dir: Path) -> dict[str, Any]:
+    from assay.runs.resolve import find_run
+
+    for model in models:
+        if model.startswith("run:"):
+            tree = read_toml(find_run(model.removeprefix("run:").partition("@")[0], runs_dir) / "config.toml")
+            tree["eval"]["max_new_tokens"] = tree["eval"]["max_new_tokens"] or tree["sampling"]["max_new_tokens"]
+            sections = ("task", "prompt", "reward", "eval")
+            return {f"{s}.{key}": value for s in sections for key, value in tree.get(s, {}).items()}
+    return {}
+
+
+def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
+    from assay.tasks.base import UNLIMITED
+    from assay.train import setup
+
+    prompts = task.prompts(cfg.eval.final_split)
+    count = cfg.eval.final_examples or (GENERATED if len(prompts) >= UNLIMITED else 0)
+    return list(setup.take(prompts, count, cfg.eval.final_split))
+
+
+def measure(
+    model: str, cfg: MeasureConfig, task: Task, prompts: Sequence[Prompt], answers: str | None, console: Console
+) -> Report:
+    from assay.engine.base import SamplingParams
+    from assay.evals.evaluate import evaluate
+    from assay.rewards import JudgePool
+    from assay.rollout import Collector
+    from assay.train import setup
+
+    renderer, engine = setup.build_server(model, cfg, task)
+    params = SamplingParams(
+        n=cfg.eval.samples,
+        temperature=cfg.eval.temperature,
+        top_k=cfg.eval.top_k,
+        top_p=cfg.eval.top_p,
+        max_new_tokens=cfg.eval.max_new_tokens or 512,
+    )
+    console.note(f"{model}: {len(prompts)} problems x {params.n}")
+    with JudgePool(setup.build_judge(cfg.reward, task), cfg.reward.workers, cfg.reward.timeout_s) as judge:
+        report, groups = evaluate(Collector(engine, renderer, judge), prompts, params, cfg.seed)
+    if answers:
+        write_answers(Path(answers), model, groups)
+    return report
+
+
+def write_answers(file: Path, model: str, groups: Sequence[Group]) -> None:
+    with file.open("a", encoding="utf-8") as out:
+        for group in groups:
+            for rollout in group.rollouts:
+                verdict = rollout.verdict
+                row: dict[str, Any] = {"model": model, "id": group.prompt.id, "question": group.prompt.question}
+                row |= {"answer": group.prompt.answer, "completion": rollout.text, "length": rollout.length}
+                row |= {"status": verdict and str(verdict.status), "parsed": verdict and verdict.parsed}
+                out.write(json.dumps(row) + "\n")
+
+
+def check_new(file: str | None) -> None:
+    if file and Path(file).exists():
+        raise UserError(f"{file} exists already: choose another name, or remove it first")
+    if file and not Path(file).absolute().parent.is_dir():
+        raise UserError(f"there is no folder {Path(file).absolute().parent}: make it first")
+
+
+def show(found: Sequence[dict[str, Any]], console: Console) -> None:
+    samples = found[0]["samples"]
+    columns = ["model", "accuracy", "95 % interval", "format", "cut off", "tokens"]
+    columns += [f"pass@{samples}", f"majority@{samples}"] if samples > 1 else []
+    columns += ["against the first"] if len(found) > 1 else []
+    rows = []
+    for entry in found:
+        low, high = entry["ci95"]
+        row = [entry["model"], percent(entry["accuracy"]), f"{percent(low)} to {percent(high)}"]
+        row += [percent(entry["format"]), percent(entry["truncated"]), f"{entry['mean_length']:.0f}"]
+        if samples > 1:
+            row += [percent(entry[kind][str(samples)]) for kind in ("pass_at_k", "majority_at_k")]
+        if len(found) > 1:
+            paired = entry.get("paired")
+            row.append(f"+{paired['gained']} -{paired['lost']}, p = {paired['p_value']:.2g}" if paired else "")
+        rows.append(row)
+    console.table(f"{found[0]['task']}, {found[0]['split']} split, {found[0]['n']} problems", columns, rows)
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"

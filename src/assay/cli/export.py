@@ -1,0 +1,59 @@
+"""assay export: a Hugging Face folder from a checkpoint, a model folder or a GGUF file."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from assay.runs.resolve import resolve_model
+from assay.types import UserError
+
+HELP = "write a Hugging Face folder from a checkpoint"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="SOURCE", help="run:NAME@best (or @last, @STEP), a folder, hub id or GGUF file"
+    )
+    parser.add_argument("dest", metavar="DEST", type=Path, help="folder to make; must be new or empty")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="default: float32")
+    parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder that holds the runs (default: runs)")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_destination(args.dest)
+    source = resolve_model(args.source, args.dir)
+    unfinished = args.dest.with_name(f".{args.dest.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        convert(source, unfinished, args.dtype)
+        unfinished.replace(args.dest)  # onto an empty folder at most: anything else makes it fail
+    except OSError as error:
+        raise UserError(f"cannot write {args.dest} ({error.strerror or error}): choose another folder") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"{args.source} -> {args.dest} ({args.dtype})")
+    return 0
+
+
+def check_destination(dest: Path) -> None:
+    if dest.is_dir() and any(dest.iterdir()):
+        raise UserError(f"{dest} is not empty: choose a new folder, nothing is overwritten")
+    if dest.exists() and not dest.is_dir():
+        raise UserError(f"{dest} is a file: choose a new folder")
+
+
+def convert(source: str, folder: Path, dtype: str) -> None:
+    """Load in float32, so that nothing is rounded twice, and save as asked."""
+    import torch
+
+    from assay.models import load_model, save_model
+    from assay.text import load_tokenizer
+
+    tokenizer = load_tokenizer(source)
+    model = load_model(source, device=torch.device("cpu"), dtype=torch.float32)
+    target = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+    save_model(model, folder, target, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
+    tokenizer.save(folder)

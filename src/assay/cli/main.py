@@ -1,0 +1,97 @@
+"""The command line: one subcommand a module, imported only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from assay import __version__
+from assay.types import UserError
+
+COMMANDS = {
+    "train": "reinforce a model on a task, as a config file says",
+    "sft": "train on worked solutions only (the warm start of a config)",
+    "eval": "measure one or several models, with intervals and a paired test",
+    "chat": "talk to one or several models, and have answers graded",
+    "score": "judge completions that you already have",
+    "data": "prepare, show and check the data of a task",
+    "runs": "list and compare runs",
+    "export": "write a checkpoint as a Hugging Face folder",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        return dispatch(words)
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"assay: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("assay: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # e.g. `assay runs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if words[0] == "--version":
+        print(f"assay {__version__}")
+        return 0
+    name, *rest = words
+    if name not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"choose one of {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command '{name}': {hint}")
+    module = importlib.import_module(f"assay.cli.{name}")
+    parser = Parser(prog=f"assay {name}", description=module.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    module.add_arguments(parser)
+    if getattr(module, "SETTINGS", None) is None:
+        return module.run(parser.parse_args(rest))
+    # Commands with settings take any --section.key VALUE besides their own options.
+    if "-h" in rest or "--help" in rest:
+        from assay.cli.settings_help import settings_help
+
+        print(parser.format_help() + "\n" + settings_help(module.SETTINGS))
+        return 0
+    args, rest = parser.parse_known_args(rest)
+    args.overrides = rest
+    return module.run(args)
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes become one line like any other, in place of a usage dump."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "assay: teach language models to reason by reinforcement learning with verifiable rewards",
+            "",
+            "usage: assay COMMAND [...]        assay COMMAND --help says more",
+            "",
+            *lines,
+            "",
+            "start here: assay train configs/demo.toml",
+            "any command takes --debug, which shows the traceback of an error",
+        ]
+    )

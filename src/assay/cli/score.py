@@ -1,0 +1,267 @@
+"""`assay score`: judge completions that are already there, and audit one judge with another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePool, MathVerifyJudge, RewardMix, check_verdicts
+from assay.types import Status, UserError, Verdict
+
+if TYPE_CHECKING:
+    from assay.rewards.batches import Item
+    from assay.tasks import Task
+    from assay.tasks.files import Row
+
+HELP = "judge the completions in a JSONL file"
+SHOWN_DISAGREEMENTS = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    forms = "|".join(EXTRACTORS)
+    parser.description = (
+        "Judge each row of a JSONL file ('completion', and 'gold' or 'answer'; for countdown 'nums' and 'target'), "
+        "write it with a 'verdict' to OUT.jsonl in the same order, and print a summary as JSON."
+    )
+    parser.add_argument("file", metavar="FILE.jsonl", help="the completions, one JSON object a line")
+    parser.add_argument("--task", metavar="NAME", help="gsm8k, math, countdown, abacus, or my_file.py:MyTask")
+    parser.add_argument("--extract", metavar=forms, help="the form that answers must have (default: the task's)")
+    parser.add_argument("--lenient", action="store_true", help="take an answer in any other form, or the last number")
+    parser.add_argument("--reward", metavar="FILE.py:FN", help="your own reward function in place of the task's judge")
+    parser.add_argument("--correct", type=float, metavar="R", help="reward of a correct answer (default 1)")
+    parser.add_argument("--wrong", type=float, metavar="R", help="reward of a wrong answer (default 0)")
+    parser.add_argument("--unparsable", type=float, metavar="R", help="reward without a readable answer (default 0)")
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, metavar="S", help="seconds an answer may take (default 5)"
+    )
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="judging processes (default 2)")
+    parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="where to write the judged rows")
+    parser.add_argument("--force", action="store_true", help="replace OUT.jsonl if it is there already")
+    parser.add_argument(
+        "--against",
+        metavar="KIND",
+        help=f"judge again and list the disagreements: {forms}|lenient|math-verify, or FILE.py:FN",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from assay.tasks.files import read_jsonl
+
+    started = time.perf_counter()
+    source, out = Path(args.file), Path(args.out)
+    check_output(out, source, args.force)
+    task = load_task(args)
+    judge = shaped(first_judge(args, task), args)
+    other = second_judge(args, task)
+    try:
+        rows = read_jsonl(source)
+    except UserError:
+        raise
+    except ValueError as error:  # e.g. an integer with more digits than Python will read
+        raise UserError(f"{source} cannot be read: {error}") from None
+    items = [as_item(row, task) for row in rows]
+    verdicts = judge_all(judge, items, args)
+    check_verdicts(verdicts)
+    audited = judge_all(other, items, args) if other is not None else None
+    write_rows(out, rows, verdicts)
+    summary = summarize(verdicts, args, out)
+    if audited is not None:
+        check_verdicts(audited)
+        summary |= audit(verdicts, audited, rows, args.against)
+    summary["seconds"] = round(time.perf_counter() - started, 3)
+    print(json.dumps(summary, indent=2))
+    report_failures(verdicts, rows)
+    return 0
+
+
+def load_task(args: argparse.Namespace) -> Task | None:
+    from assay.tasks import make_task
+
+    if args.task is None and args.reward is None:
+        raise UserError("say how to judge: --task NAME (gsm8k, math, countdown, abacus) or --reward FILE.py:FUNCTION")
+    return make_task(args.task) if args.task is not None else None
+
+
+def first_judge(args: argparse.Namespace, task: Task | None) -> Judge:
+    if args.reward is not None:
+        if args.extract is not None or args.lenient:
+            raise UserError("--reward judges by itself: leave out --extract and --lenient")
+        return FunctionJudge(args.reward)
+    assert task is not None
+    return task.judge(args.extract, strict=not args.lenient)
+
+
+def shaped(judge: Judge, args: argparse.Namespace) -> Judge:
+    values = {name: getattr(args, name) for name in ("correct", "wrong", "unparsable")}
+    given = {name: value for name, value in values.items() if value is not None}
+    return RewardMix(judge, **given) if given else judge
+
+
+def second_judge(args: argparse.Namespace, task: Task | None) -> Judge | None:
+    kind = args.against
+    if kind is None:
+        return None
+    if kind == "math-verify":
+        return MathVerifyJudge()
+    if ":" in kind:
+        return FunctionJudge(kind)
+    if kind not in EXTRACTORS and kind != "lenient":
+        known = ", ".join([*EXTRACTORS, "lenient", "math-verify"])
+        raise UserError(f"unknown judge '{kind}' for --against: choose one of {known}, or name a function FILE.py:FN")
+    if task is None:
+        raise UserError(f"--against {kind} needs --task")
+    if kind == "lenient":
+        return task.judge(args.extract, strict=False)
+    return task.judge(kind, strict=True)
+
+
+def as_item(row: Row, task: Task | None) -> Item:
+    """What the judge gets: the completion, the gold answer, and all the row's fields."""
+    completion = row.values.get("completion")
+    if not isinstance(completion, str):
+        have = "is not a string" if "completion" in row.values else "is missing"
+        raise UserError(f"{row.where}: the field 'completion' {have}")
+    return completion, gold_answer(row, task), {k: v for k, v in row.values.items() if k != "completion"}
+
+
+def gold_answer(row: Row, task: Task | None) -> str:
+    values: Mapping[str, Any] = row.values
+    stated = values.get("gold", values.get("answer"))
+    if task is not None and task.judge_kind == "countdown":
+        missing = [name for name in ("nums", "target") if values.get(name) is None]
+        if missing:
+            raise UserError(f"{row.where}: the field '{missing[0]}' is missing; a countdown row needs nums and target")
+        return str(values["target"])
+    if isinstance(stated, bool) or not isinstance(stated, str | int | float | None):
+        raise UserError(f"{row.where}: the gold answer must be a string or a number, not {type(stated).__name__}")
+    if stated is None and (task is None or task.name != "math" or "solution" not in values):
+        raise UserError(f"{row.where}: the row has neither 'gold' nor 'answer'")
+    if task is None or (task.name == "gsm8k" and "####" not in str(stated)):
+        return str(stated)  # already the bare answer
+    try:
+        return task.gold({**values, "answer": stated})
+    except UserError as error:
+        raise UserError(f"{row.where}: {error}") from None
+
+
+def judge_all(judge: Judge, items: Sequence[Item], args: argparse.Namespace) -> list[Verdict]:
+    with JudgePool(judge, workers=args.workers, timeout_s=args.timeout) as pool:
+        return pool.judge(items)
+
+
+def check_output(out: Path, source: Path, force: bool) -> None:
+    """Before any work: nothing is overwritten unasked, and the input never."""
+    if not source.exists():
+        raise UserError(f"there is no file {source}")
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder: name a file in it")
+    if out.exists() and os.path.samefile(out, source):
+        raise UserError(f"--out {out} is the input itself: choose another name")
+    if out.is_file() and not force:
+        raise UserError(f"--out {out} is there already: choose another name, or --force to replace it")
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}")
+    target = out.parent if not out.exists() or out.is_file() else out
+    if not os.access(target, os.W_OK):
+        raise UserError(f"--out {out} cannot be written: {target} is not writable")
+
+
+def write_rows(out: Path, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
+    from assay.runs.files import replacing
+
+    def write_to(file: IO[bytes]) -> None:
+        for row, verdict in zip(rows, verdicts, strict=True):
+            file.write(json.dumps({**row.values, "verdict": asdict(verdict)}).encode("ascii") + b"\n")
+
+    try:
+        if out.exists() and not out.is_file():  # a device or a pipe: nothing there to put in its place
+            with out.open("wb") as device:
+                write_to(device)
+        else:
+            with replacing(out.resolve()) as file:
+                write_to(file)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written: {error.strerror or error}") from None
+
+
+def summarize(verdicts: Sequence[Verdict], args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    from assay.evals.stats import wilson
+
+    n = len(verdicts)
+    correct = sum(verdict.correct for verdict in verdicts)
+    counts = Counter(verdict.status.value for verdict in verdicts)
+    return {
+        "file": args.file,
+        "out": str(out),
+        "task": args.task,
+        "judge": args.reward or f"{args.extract or 'default'}{', lenient' if args.lenient else ''}",
+        "n": n,
+        "correct": correct,
+        "accuracy": correct / n,
+        "ci95": list(wilson(correct, n)),
+        "mean_reward": sum(verdict.reward for verdict in verdicts) / n,
+        "status": {status.value: counts[status.value] for status in Status},
+    }
+
+
+def audit(verdicts: Sequence[Verdict], audited: Sequence[Verdict], rows: Sequence[Row], kind: str) -> dict[str, Any]:
+    """Where the second judge saw it otherwise: any change of status, and among these the changes of right and wrong."""
+    disagreements = [
+        {
+            "row": index,
+            "where": row.where,
+            "status": first.status.value,
+            "parsed": first.parsed,
+            "against_status": second.status.value,
+            "against_parsed": second.parsed,
+            "changes_correctness": first.correct != second.correct,
+        }
+        for index, (first, second, row) in enumerate(zip(verdicts, audited, rows, strict=True))
+        if first.status is not second.status
+    ]
+    print_disagreements(disagreements, kind)
+    return {
+        "against": kind,
+        "against_accuracy": sum(verdict.correct for verdict in audited) / len(audited),
+        "agreement": 1 - sum(bool(entry["changes_correctness"]) for entry in disagreements) / len(verdicts),
+        "disagreements": disagreements,
+    }
+
+
+def print_disagreements(disagreements: Sequence[Mapping[str, Any]], kind: str) -> None:
+    say = f"{len(disagreements)} disagreement{'' if len(disagreements) == 1 else 's'} with {kind}"
+    print(say, file=sys.stderr)
+    if not disagreements:
+        return
+    table = [("row", "status", "parsed", "against", "parsed")]
+    for entry in disagreements[:SHOWN_DISAGREEMENTS]:
+        first, second = _short(entry["parsed"]), _short(entry["against_parsed"])
+        table.append((str(entry["row"]), entry["status"], first, entry["against_status"], second))
+    widths = [max(len(line[column]) for line in table) for column in range(5)]
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), file=sys.stderr)
+    if len(disagreements) > SHOWN_DISAGREEMENTS:
+        print(f"... and {len(disagreements) - SHOWN_DISAGREEMENTS} more, in the summary", file=sys.stderr)
+
+
+def report_failures(verdicts: Sequence[Verdict], rows: Sequence[Row]) -> None:
+    failures = [(v, row) for v, row in zip(verdicts, rows, strict=True) if v.status is Status.ERROR]
+    if failures:
+        verdict, row = failures[0]
+        detail = verdict.detail.encode("ascii", "backslashreplace").decode()
+        print(f"{len(failures)} rows could not be judged; the first, {row.where}: {detail}", file=sys.stderr)
+
+
+def _short(parsed: str | None, limit: int = 32) -> str:
+    """One printable line, whatever the answer holds."""
+    text = "-" if parsed is None else " ".join(parsed.split())
+    text = text.encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= limit else text[: limit - 3] + "..."

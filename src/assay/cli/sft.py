@@ -1,0 +1,32 @@
+"""`assay sft`: the warm start of a config as a run of its own."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+
+from assay.cli.train import start
+from assay.config import TrainConfig
+from assay.runs.console import Console
+from assay.settings import load_settings, parse_overrides
+from assay.types import UserError
+
+HELP = "Train on a task's worked solutions (the [sft] section), measured before and after; train.steps is ignored."
+SETTINGS = TrainConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="TOML file, e.g. configs/demo.toml; or give all settings as options")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and estimate memory; train nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console()
+    warnings.showwarning = lambda message, *_: console.warn(str(message))
+    cfg = load_settings(TrainConfig, args.config, parse_overrides(args.overrides))
+    if not cfg.sft.steps:
+        raise UserError("nothing to do: set sft.steps, e.g. --sft.steps 200")
+    cfg.name = cfg.name or (f"{Path(args.config).stem}-sft" if args.config else "sft")
+    cfg.train.steps, cfg.train.epochs = 0, 0.0
+    return start(cfg, console, args.dry_run)

@@ -1,0 +1,101 @@
+"""`assay train`: from a config file to a trained, measured model."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import Any
+
+from assay.config import TrainConfig
+from assay.runs.console import Console
+from assay.settings import load_settings, parse_overrides
+from assay.types import UserError
+
+HELP = "Reinforce a model on a task, as a config file says. Every setting can be changed on the command line."
+SETTINGS = TrainConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="TOML file, e.g. configs/demo.toml")
+    parser.add_argument("--resume", metavar="RUN", help="go on with this run (name or folder) from its last checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and estimate memory; train nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    overrides = parse_overrides(args.overrides)
+    console = Console()
+    warnings.showwarning = lambda message, *_: console.warn(str(message))
+    if args.resume:
+        return resume(args, overrides, console)
+    if not args.config:
+        raise UserError("no config: give a TOML file, e.g. assay train configs/demo.toml, or --resume RUN")
+    cfg = load_settings(TrainConfig, args.config, overrides)
+    cfg.name = cfg.name or Path(args.config).stem
+    return start(cfg, console, args.dry_run)
+
+
+def start(cfg: TrainConfig, console: Console, dry_run: bool = False) -> int:
+    if dry_run:
+        from assay.train.dry import dry_run as check
+
+        for line in check(cfg, console):
+            console.note(line)
+        return 0
+    from assay.train.start import new_run
+
+    return go(new_run(cfg, console), console)
+
+
+def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console) -> int:
+    from assay.runs import Run
+    from assay.runs.resolve import find_run
+    from assay.train.start import resume_run
+
+    runs_dir = Path(str(overrides.get("runs_dir", TrainConfig().runs_dir)))
+    path = find_run(args.resume, runs_dir)
+    cfg = load_settings(TrainConfig, path / "config.toml", overrides)
+    before = load_settings(TrainConfig, path / "config.toml", {})
+    asked = load_settings(TrainConfig, args.config, overrides) if args.config else cfg
+    if asked.model != before.model:
+        raise UserError(
+            f"run {path.name} trains {before.model.source or 'another model'}, not {asked.model.source or 'this one'}: "
+            "resume without changing the model, or start a new run"
+        )
+    with Run.open(path, write=True) as opened:
+        return go(resume_run(cfg, opened, console), console)
+
+
+def go(parts: Any, console: Console) -> int:
+    from assay.train.loop import train
+
+    try:
+        with parts.run, parts.collector.judge:
+            summary = train(parts)
+    except KeyboardInterrupt:
+        console.stop()
+        console.note(f"stopped at step {parts.state.step}; go on with: assay train --resume {parts.run.path}")
+        raise
+    finally:
+        console.stop()
+    show(summary, parts.run.path, console)
+    return 0
+
+
+def show(summary: dict[str, Any], path: Path, console: Console) -> None:
+    """The closing table, where the run lies, and what to try next."""
+    rows = []
+    for name in ("before", "after"):
+        found = summary[name]
+        low, high = found["ci95"]
+        interval = f"{100 * low:.1f} to {100 * high:.1f} %"
+        rows.append([name, f"{100 * found['accuracy']:.1f} %", interval, found["n"], f"{found['mean_length']:.0f}"])
+    title = f"{summary['task']}, {summary['split']} split, {summary['algorithm']}, {summary['steps']} steps"
+    console.table(title, ["", "accuracy", "95 % interval", "problems", "tokens"], rows)
+    paired, gain = summary["paired"], summary["after"]["accuracy"] - summary["before"]["accuracy"]
+    console.note(
+        f"{100 * gain:+.1f} points; {paired['gained']} problems gained, {paired['lost']} lost, "
+        f"paired p = {paired['p_value']:.1e}; {summary['wall_s']:.0f} s in all"
+    )
+    console.note(f"the run lies in {path} (summary.json, curves.png, metrics.jsonl, rollouts/, checkpoints/)")
+    console.note(f"next: assay chat run:{path.name}@last    assay runs    assay export run:{path.name}@last DEST")

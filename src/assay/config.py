@@ -1,0 +1,311 @@
+"""The typed settings of a run. The string below a field is its help; `assay train --help` prints them all."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Split = Literal["train", "validation", "test"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The policy. `model = "SOURCE"` is short for `model.source`."""
+
+    source: str = ""
+    """Hugging Face folder, hub id, GGUF file, run:NAME@STEP (@last, @best), or preset:NAME for a fresh small model"""
+    tokenizer: str = ""
+    """tokenizer from another folder or hub id; for presets 'words' (the task's own words) or 'characters'"""
+    max_length: Count = 0
+    """longest prompt + completion in tokens; 0: what the model was made for (presets: 512)"""
+    trust_remote_code: bool = False
+    """run Python code that comes with a hub model; only for models you trust"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"source": value} if isinstance(value, str) else value
+
+
+class TaskConfig(Section):
+    """What to solve. `task = "NAME"` is short for `task.name`."""
+
+    name: str = ""
+    """gsm8k, math, countdown, abacus, jsonl, or your own as package.module:Thing or file.py:Thing"""
+    path: str = ""
+    """folder or JSONL file with the data, or a hub id; empty: the task's own default"""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """the task's own knobs, e.g. task.args.max_steps = 3"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class PromptConfig(Section):
+    """How a problem becomes tokens."""
+
+    style: Literal["auto", "chat", "raw"] = "auto"
+    """chat: the tokenizer's template; raw: prompt.template, for base models; auto: chat, where there is a template"""
+    template: str = ""
+    """raw prompt with {question}, {examples}, {system} or any field of the problem"""
+    system: str = ""
+    """system message"""
+    system_file: str = ""
+    """file to read the system message from"""
+    few_shot: Count = 0
+    """worked examples put before each question"""
+    few_shot_file: str = ""
+    """JSONL with question and solution columns to take them from; empty: the train split"""
+
+
+class RewardConfig(Section):
+    """How an answer is judged."""
+
+    extract: Literal["", "boxed", "hash", "answer-tag", "last-number"] = ""
+    """the form in which the final answer must stand; empty: the task's own"""
+    strict: bool = True
+    """only that form counts; false: other forms are tried as well"""
+    accuracy: float = 1.0
+    """weight of a right answer"""
+    format: float = 0.0
+    """weight of having the asked form, right or wrong"""
+    format_pattern: str = ""
+    """regular expression that defines the form; empty: a final answer could be extracted"""
+    length: float = 0.0
+    """weight of being short: 1 up to target_length characters, falling to 0 at twice that"""
+    target_length: Positive = 1000
+    """see length"""
+    correct: float = 1.0
+    """accuracy of a right answer"""
+    wrong: float = 0.0
+    """accuracy of a wrong answer"""
+    unparsable: float = 0.0
+    """accuracy where no answer could be read"""
+    function: str = ""
+    """your own reward in place of the task's: package.module:function or file.py:function"""
+    workers: Count = 2
+    """judging processes; 0 judges in the training process, without isolation"""
+    timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    """hard time limit for one answer"""
+
+
+class SamplingConfig(Section):
+    """How training answers are sampled."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """1 samples from the policy itself"""
+    top_k: Count = 0
+    """0: off. Truncation makes importance ratios inexact"""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """1: off. Truncation makes importance ratios inexact"""
+    max_new_tokens: Positive = 256
+    """answers are cut off here"""
+    stop: list[str] = Field(default_factory=list)
+    """strings that end an answer, besides the model's own end tokens"""
+
+
+class AlgoConfig(Section):
+    """The algorithm: a recipe, and what you change about it. Empty values mean the recipe's own."""
+
+    recipe: str = "grpo"
+    """reinforce, grpo, dr_grpo, dapo, rloo or simple"""
+    advantage: str | None = None
+    """group_mean, group_norm, leave_one_out, batch_mean or none"""
+    policy_loss: str | None = None
+    """reinforce or ppo_clip"""
+    clip_low: NonNegative | None = None
+    """how far below 1 the ratio may go"""
+    clip_high: NonNegative | None = None
+    """how far above 1 the ratio may go"""
+    aggregate: str | None = None
+    """what the loss averages over: token, sequence or constant (length)"""
+    kl: Literal["k1", "k2", "k3"] | None = None
+    """estimator of the divergence from the reference"""
+    kl_coef: NonNegative | None = None
+    """weight of that divergence; above 0 a reference model is kept"""
+    reference: str = ""
+    """model to stay close to; empty: the policy as it was when reinforcement began"""
+    entropy_coef: float | None = None
+    """weight of an entropy bonus"""
+    drop_zero_variance: bool | None = None
+    """leave out groups in which all rewards are equal"""
+    resample: Count | None = None
+    """rounds of new prompts drawn to replace such groups"""
+    mask_overlong: bool | None = None
+    """leave answers that were cut off out of the loss"""
+    soft_overlong_buffer: Fraction | None = None
+    """last part of the length limit over which a punishment grows, as a fraction of it; 0: none"""
+    soft_overlong_weight: NonNegative | None = None
+    """largest length punishment"""
+    updates: Positive | None = None
+    """optimizer steps that each batch of rollouts is split into; 1 is on-policy"""
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """learning rate"""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """decay after the warm-up"""
+    warmup: Count = 0
+    """steps of linear warm-up"""
+    final: Fraction = 0.0
+    """fraction of the learning rate that linear and cosine schedules end with"""
+    initial: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """fraction of the learning rate to start from, for all steps"""
+    weight_decay: NonNegative = 0.0
+    """decoupled; not applied to vectors (norms and biases)"""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's moments"""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon"""
+    max_grad_norm: NonNegative = 1.0
+    """gradients are scaled down to this norm; 0: never"""
+
+
+class LoopConfig(Section):
+    """The loop."""
+
+    steps: Count = 100
+    """batches of rollouts to train on"""
+    epochs: NonNegative = 0.0
+    """length in passes over the train split instead of steps; 0: use steps"""
+    prompts: Positive = 16
+    """prompts a step"""
+    samples: Positive = 8
+    """answers a prompt"""
+    passes: Positive = 1
+    """times the trainer goes over each batch of rollouts"""
+    token_budget: Positive = 16384
+    """most tokens in one forward and backward pass; memory goes with it, the result does not"""
+    max_train_prompts: Count = 0
+    """use only the first so many prompts of the train split; 0: all"""
+
+
+class SftConfig(Section):
+    """A supervised warm start on worked solutions, before reinforcement."""
+
+    steps: Count = 0
+    """optimizer steps; 0: no warm start"""
+    batch: Positive = 64
+    """solutions a step"""
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    """learning rate, linear to 0"""
+    warmup: Count = 10
+    """steps of linear warm-up"""
+    weight_decay: NonNegative = 0.0
+    """as in optim"""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """task knobs that differ for the demonstrations, e.g. sft.args.noise = 0.3"""
+
+
+class EvalConfig(Section):
+    """How models are measured."""
+
+    every: Count = 0
+    """evaluate on eval.split every so many steps; 0: only at the start and the end"""
+    split: Split = "validation"
+    """what the periodic evaluation and the choice of the best checkpoint look at"""
+    final_split: Split = "test"
+    """what before and after are measured on"""
+    examples: Count = 200
+    """problems of the periodic evaluation; 0: all"""
+    final_examples: Count = 0
+    """problems of before and after; 0: all"""
+    samples: Positive = 1
+    """answers a problem"""
+    temperature: NonNegative = 0.0
+    """0 is greedy"""
+    top_k: Count = 0
+    """0: off"""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """1: off"""
+    max_new_tokens: Count = 0
+    """0: as in training"""
+
+
+class SaveConfig(Section):
+    """Checkpoints and rollout files."""
+
+    every: Count = 50
+    """checkpoint every so many steps; 0: only at the end"""
+    keep: Positive = 2
+    """latest checkpoints kept, besides the best one"""
+    rollouts: Annotated[int, Field(ge=-1)] = -1
+    """steps whose rollouts are kept on disk; -1: all, 0: none"""
+
+
+class LogConfig(Section):
+    """Where metrics go besides the run directory."""
+
+    wandb: str = ""
+    """Weights & Biases project; empty: off"""
+    tensorboard: bool = False
+    """write TensorBoard files into the run directory"""
+
+
+class EngineConfig(Section):
+    """Generation."""
+
+    name: Literal["auto", "native", "hf"] = "auto"
+    """native for the Llama and Qwen families, hf for everything else"""
+    max_batch: Positive = 256
+    """sequences decoded at once"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: as the device prefers"""
+
+
+class TrainConfig(Section):
+    """A training run."""
+
+    name: str = ""
+    """name of the run; empty: that of the config file"""
+    runs_dir: str = "runs"
+    """folder that holds the runs"""
+    seed: int = 0
+    """of everything: data order, sampling, fresh weights"""
+    device: str = "auto"
+    """cuda, mps, cpu or auto"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """computation in training; master weights are always float32"""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    prompt: PromptConfig = Field(default_factory=PromptConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    algo: AlgoConfig = Field(default_factory=AlgoConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    train: LoopConfig = Field(default_factory=LoopConfig)
+    sft: SftConfig = Field(default_factory=SftConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    save: SaveConfig = Field(default_factory=SaveConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+
+
+class MeasureConfig(Section):
+    """An evaluation of finished models: the sections of a training run that matter to it."""
+
+    runs_dir: str = "runs"
+    """folder that holds the runs"""
+    seed: int = 0
+    """of sampling"""
+    device: str = "auto"
+    """cuda, mps, cpu or auto"""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    prompt: PromptConfig = Field(default_factory=PromptConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)

@@ -1,0 +1,72 @@
+"""Engines: prompts in, completions out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from assay.engine.base import Engine, OnToken, Request, SamplingParams
+from assay.engine.hf import HFEngine
+from assay.engine.native import NativeEngine
+from assay.engine.stopping import Decode
+from assay.models.base import PolicyModel
+from assay.models.decoder import Decoder
+from assay.types import UserError
+
+__all__ = ["ENGINES", "Engine", "HFEngine", "NativeEngine", "OnToken", "Request", "SamplingParams", "make_engine"]
+
+
+def make_native(
+    model: PolicyModel,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    max_batch: int,
+    max_length: int | None,
+    decode: Decode | None,
+) -> Engine:
+    if not isinstance(model, Decoder):
+        raise UserError("the native engine serves the Llama, Qwen2 and Qwen3 families: use engine 'hf' for this model")
+    return NativeEngine(
+        model.spec, device=device, dtype=dtype, max_batch=max_batch, max_length=max_length, decode=decode
+    )
+
+
+def make_hf(
+    model: PolicyModel,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    max_batch: int,
+    max_length: int | None,
+    decode: Decode | None,
+) -> Engine:
+    if isinstance(model, Decoder):
+        raise UserError("the hf engine serves models loaded through transformers: use engine 'native' for this model")
+    return HFEngine(model, device=device, dtype=dtype, max_batch=max_batch, max_length=max_length, decode=decode)
+
+
+ENGINES: dict[str, Callable[..., Engine]] = {"native": make_native, "hf": make_hf}
+
+
+def make_engine(
+    name: str,
+    model: PolicyModel,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    max_batch: int = 256,
+    max_length: int | None = None,
+    decode: Decode | None = None,
+) -> Engine:
+    """An engine with its own copy of the model's weights, as version 0; "auto" picks by the kind of model."""
+    if name == "auto":
+        name = "native" if isinstance(model, Decoder) else "hf"
+    if name not in ENGINES:
+        raise UserError(f"unknown engine '{name}': choose one of auto, {', '.join(ENGINES)}")
+    engine = ENGINES[name](
+        model, device=device, dtype=dtype, max_batch=max_batch, max_length=max_length, decode=decode
+    )
+    engine.load_weights(model.weights(), version=0)
+    return engine

@@ -1,0 +1,1 @@
+"""How good a model is, with intervals: pass@k, paired tests, evaluation on tasks."""

@@ -1,0 +1,97 @@
+"""What an evaluation found: every answer's outcome, and the numbers that follow from them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from assay.evals.stats import Paired, bootstrap, majority_at_k, mcnemar, paired_test, pass_at_k_curve, wilson
+from assay.types import Group, Status
+
+Outcome = tuple[Status, str | None, int, bool]  # status, parsed answer, tokens, cut off
+READABLE = (Status.OK, Status.WRONG)  # an answer stood in the asked form
+
+
+@dataclass(frozen=True)
+class Report:
+    """Outcomes of Q questions with n answers each."""
+
+    ids: list[str]
+    correct: np.ndarray  # [Q, n] bool
+    parsed: list[list[str | None]]
+    statuses: list[list[Status]]
+    lengths: np.ndarray  # [Q, n] tokens
+    truncated: np.ndarray  # [Q, n] bool
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Report:
+        rows = [[(r.verdict, r.length, r.truncated) for r in group.rollouts] for group in groups]
+        outcomes = [
+            [(v.status, v.parsed, length, cut) for v, length, cut in row if v is not None]  # all are judged by now
+            for row in rows
+        ]
+        return cls._from([group.prompt.id for group in groups], outcomes)
+
+    @classmethod
+    def read(cls, lines: Sequence[Mapping[str, Any]]) -> Report:
+        """From the lines of an evaluation file of a run."""
+        outcomes: dict[str, list[Outcome]] = {}
+        for line in lines:
+            verdict = line["verdict"]
+            outcome = (Status(verdict["status"]), verdict["parsed"], line["length"], line["truncated"])
+            outcomes.setdefault(line["prompt_id"], []).append(outcome)
+        return cls._from(list(outcomes), list(outcomes.values()))
+
+    @classmethod
+    def _from(cls, ids: list[str], outcomes: list[list[Outcome]]) -> Report:
+        return cls(
+            ids=ids,
+            correct=np.array([[status is Status.OK for status, *_ in row] for row in outcomes], dtype=bool),
+            parsed=[[parsed for _, parsed, *_ in row] for row in outcomes],
+            statuses=[[status for status, *_ in row] for row in outcomes],
+            lengths=np.array([[length for *_, length, _ in row] for row in outcomes]),
+            truncated=np.array([[cut for *_, cut in row] for row in outcomes], dtype=bool),
+        )
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.correct.mean())
+
+    @property
+    def ci95(self) -> tuple[float, float]:
+        """Wilson for one answer a question; with more, questions are resampled: a question's answers go together."""
+        questions, samples = self.correct.shape
+        if samples == 1:
+            return wilson(int(self.correct.sum()), questions)
+        return bootstrap(self.correct.mean(axis=1), seed=0)
+
+    def summary(self) -> dict[str, Any]:
+        questions, samples = self.correct.shape
+        flat = [status for row in self.statuses for status in row]
+        found: dict[str, Any] = {
+            "accuracy": self.accuracy,
+            "ci95": list(self.ci95),
+            "n": questions,
+            "samples": samples,
+            "mean_length": float(self.lengths.mean()),
+            "truncated": float(self.truncated.mean()),
+            "format": sum(status in READABLE for status in flat) / len(flat),
+            "statuses": {str(status): count for status, count in sorted(Counter(flat).items())},
+        }
+        if samples > 1:
+            ks = range(1, samples + 1)
+            found["pass_at_k"] = {str(k): v for k, v in pass_at_k_curve(self.correct, ks).items()}
+            found["majority_at_k"] = {str(k): majority_at_k(self.parsed, self.correct, k) for k in ks}
+        return found
+
+
+def compare(before: Report, after: Report) -> Paired:
+    """Is `after` different from `before` on the same questions?"""
+    assert before.ids == after.ids, "a paired test needs the same questions in the same order"
+    if before.correct.shape[1] == after.correct.shape[1] == 1:
+        return mcnemar(before.correct[:, 0], after.correct[:, 0])
+    return paired_test(before.correct.mean(axis=1), after.correct.mean(axis=1), seed=0)

@@ -1,0 +1,180 @@
+"""Intervals, pass@k, majority votes and paired tests. Plain numpy; accuracies are fractions from 0 to 1."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from assay.types import UserError
+
+Answer = str | None
+
+CHUNK = 1_000_000  # numbers drawn at once, to bound memory
+MAX_SCALE = 1024  # the largest common denominator looked for by the exact paired test
+MAX_EXACT_WORK = 200_000_000  # additions; beyond that the paired test samples
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The same questions before and after: how many got better or worse, and the chance of that if nothing changed."""
+
+    p_value: float
+    gained: int
+    lost: int
+
+
+def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson score interval of a proportion; (0, 1) when nothing was measured."""
+    if not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes of {n}")
+    if n == 0:
+        return 0.0, 1.0
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    share = successes / n
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    # At the ends the interval touches 0 and 1 exactly; rounding must not push it off.
+    low = 0.0 if successes == 0 else max(centre - half, 0.0)
+    high = 1.0 if successes == n else min(centre + half, 1.0)
+    return low, high
+
+
+def bootstrap(
+    values_per_question: ArrayLike, seed: int, n: int = 10_000, confidence: float = 0.95
+) -> tuple[float, float]:
+    """Percentile interval of the mean, resampling questions (samples of one question are not independent).
+
+    It has no width where all values are equal; for one answer a question use `wilson`.
+    """
+    values = np.asarray(values_per_question, dtype=np.float64)
+    if values.ndim != 1 or values.size == 0:
+        raise UserError("an interval needs at least one question: the evaluation set is empty.")
+    rng = np.random.default_rng(seed)
+    rows = max(CHUNK // values.size, 1)
+    means = [
+        values[rng.integers(0, values.size, size=(min(rows, n - start), values.size))].mean(axis=1)
+        for start in range(0, n, rows)
+    ]
+    low, high = np.quantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that at least one of k samples is right, unbiased, from c right ones of n (Chen et al. 2021)."""
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} from {c} right of {n} samples: needs 0 <= c <= n and 1 <= k <= n")
+    # 1 - C(n-c, k) / C(n, k) as a product of factors in [0, 1]; one of them is 0 when fewer than k samples are wrong.
+    return 1.0 - math.prod(max(1.0 - k / i, 0.0) for i in range(n - c + 1, n + 1))
+
+
+def pass_at_k_values(correct: ArrayLike, k: int) -> NDArray[np.float64]:
+    """pass@k of each question, from correct[question, sample]: what `bootstrap` takes."""
+    table = np.asarray(correct, dtype=bool)
+    n = table.shape[1]
+    by_count = np.array([pass_at_k(n, c, k) for c in range(n + 1)])
+    return by_count[table.sum(axis=1)]
+
+
+def pass_at_k_curve(correct: ArrayLike, ks: Iterable[int]) -> dict[int, float]:
+    """Mean pass@k over questions for each k, from correct[question, sample]."""
+    return {k: float(pass_at_k_values(correct, k).mean()) for k in ks}
+
+
+def majority_correct(answers: Sequence[Answer], correct: Sequence[bool], k: int) -> bool:
+    """Whether the most frequent of a question's first k answers is right.
+
+    Ties go to the answer seen first. A missing answer (None) casts no vote; without votes the question is wrong. Votes
+    are for equal strings, and an answer is as right as the first sample that gave it.
+    """
+    votes = Counter(answer for answer in answers[:k] if answer is not None)
+    if not votes:
+        return False
+    winner = max(votes, key=votes.__getitem__)  # a Counter keeps the order of first sight, and max takes the first
+    return bool(correct[list(answers).index(winner)])
+
+
+def majority_at_k(answers: Sequence[Sequence[Answer]], correct: ArrayLike, k: int) -> float:
+    """Share of questions whose majority answer over the first k samples is right; answers and correct are [Q][n]."""
+    table = np.asarray(correct, dtype=bool)
+    if not answers or not 1 <= k <= table.shape[1]:
+        raise ValueError(f"majority@{k} of {len(answers)} questions with samples {table.shape[1:]}")
+    right = [majority_correct(row, row_correct, k) for row, row_correct in zip(answers, table.tolist(), strict=True)]
+    return sum(right) / len(right)
+
+
+def mcnemar(before: ArrayLike, after: ArrayLike) -> Paired:
+    """Exact two-sided McNemar test on right/wrong of the same questions, one answer each."""
+    was, now = np.asarray(before, dtype=bool), np.asarray(after, dtype=bool)
+    _require_same_questions(was, now)
+    gained, lost = int((~was & now).sum()), int((was & ~now).sum())
+    return Paired(_sign_test(gained, lost), gained, lost)
+
+
+def paired_test(before_means: ArrayLike, after_means: ArrayLike, seed: int, rounds: int = 20_000) -> Paired:
+    """Two-sided sign-flip test of the mean difference between per-question means (several answers a question).
+
+    Means of n samples are multiples of 1/n, so the null distribution can be computed exactly; for one answer a question
+    this is McNemar's test. Other values (or too many) are sampled, and the p-value is then at least 1 / (rounds + 1).
+    """
+    was, now = np.asarray(before_means, dtype=np.float64), np.asarray(after_means, dtype=np.float64)
+    _require_same_questions(was, now)
+    differences = now - was
+    scale = _common_denominator(differences)
+    units = np.rint(differences * scale).astype(np.int64) if scale else None
+    if units is not None and np.abs(units).sum() * np.count_nonzero(units) <= MAX_EXACT_WORK:
+        return Paired(_exact_sign_flip(units), int((units > 0).sum()), int((units < 0).sum()))
+    p_value = _sampled_sign_flip(differences, seed, rounds)
+    return Paired(p_value, int((differences > 1e-9).sum()), int((differences < -1e-9).sum()))
+
+
+def _require_same_questions(before: NDArray, after: NDArray) -> None:
+    if before.shape != after.shape or before.ndim != 1:
+        raise ValueError(f"a paired test needs the same questions twice, not {before.shape} and {after.shape}")
+
+
+def _sign_test(gained: int, lost: int) -> float:
+    """P(a fair coin is at least this lopsided), in whole numbers: thousands of flips cannot overflow or lose digits."""
+    flips = gained + lost
+    ways = tail = 1  # C(flips, 0)
+    for i in range(1, min(gained, lost) + 1):
+        ways = ways * (flips - i + 1) // i
+        tail += ways
+    return min(2 * tail / 2**flips, 1.0)
+
+
+def _common_denominator(values: NDArray[np.float64]) -> int | None:
+    for scale in range(1, MAX_SCALE + 1):
+        scaled = values * scale
+        if np.abs(scaled - np.rint(scaled)).max(initial=0.0) < 1e-6:
+            return scale
+    return None
+
+
+def _exact_sign_flip(units: NDArray[np.int64]) -> float:
+    """P(|sum of randomly signed units| >= |their sum|), building up the distribution of the positively signed part."""
+    sizes = np.abs(units[units != 0])
+    total, observed = int(sizes.sum()), abs(int(units.sum()))
+    chance = np.zeros(total + 1)
+    chance[0] = 1.0
+    for size in sizes:
+        chance[size:] = (chance[size:] + chance[: total + 1 - size]) / 2
+        chance[:size] /= 2
+    # The signed sum is 2 * positive - total: the lower tail, doubled, holds only small terms and keeps its digits.
+    return min(2 * float(chance[: (total - observed) // 2 + 1].sum()), 1.0)
+
+
+def _sampled_sign_flip(differences: NDArray[np.float64], seed: int, rounds: int) -> float:
+    rng = np.random.default_rng(seed)
+    observed = abs(differences.sum()) - 1e-9  # equal sums added up in another order must count as reached
+    rows = max(CHUNK // differences.size, 1)
+    reached = 0
+    for start in range(0, rounds, rows):
+        signs = rng.integers(0, 2, size=(min(rows, rounds - start), differences.size), dtype=np.int8) * 2 - 1
+        reached += int((np.abs(signs @ differences) >= observed).sum())
+    return (reached + 1) / (rounds + 1)

@@ -1,0 +1,170 @@
+"""Our decoder for the Llama, Qwen2 and Qwen3 families: one definition that trains and serves.
+
+Submodules carry Hugging Face's names, so that the state dict *is* the canonical checkpoint. Tokens are packed: every
+tensor is [N, ...] over all tokens of all sequences. Where sequences meet is known to one place only, the `attend`
+callable: the trainer passes causal attention over packed sequences, an engine passes attention over its KV cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from assay.models.attention import PackedCausal
+from assay.models.base import PolicyModel
+from assay.models.spec import LLAMA3_SCALING, ModelSpec
+
+# (layer, queries [N, heads, d], keys [N, kv_heads, d], values [N, kv_heads, d]) -> [N, heads, d]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, spec.head_dim
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(spec.hidden, queries, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(spec.hidden, keys, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(spec.hidden, keys, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(queries, spec.hidden, bias=spec.out_bias)
+        self.q_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self.o_proj(out.flatten(-2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden, spec.intermediate, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(spec.hidden, spec.intermediate, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(spec.intermediate, spec.hidden, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(spec, layer)
+        self.mlp = Mlp(spec)
+        self.input_layernorm = Norm(spec.hidden, spec.norm_eps)
+        self.post_attention_layernorm = Norm(spec.hidden, spec.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Trunk(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden)
+        self.layers = nn.ModuleList(Layer(spec, i) for i in range(spec.layers))
+        self.norm = Norm(spec.hidden, spec.norm_eps)
+
+
+class Decoder(PolicyModel):
+    inv_freq: Tensor
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.vocab_size, self.max_length = spec.vocab_size, spec.max_length
+        self.model = Trunk(spec)
+        self.lm_head = nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+        if spec.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.register_buffer("inv_freq", rope_frequencies(spec).to(torch.get_default_device()), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
+        """Moves and casts, but neither rounds the rotary frequencies nor splits a tied head (as `to_empty` would)."""
+        super()._apply(fn, recurse)
+        self.inv_freq = rope_frequencies(self.spec).to(self.inv_freq.device)
+        if self.spec.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        return self
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [N, D] for token ids [N] at positions [N]."""
+        x = self.model.embed_tokens(ids)
+        angles = positions[:, None].float() * self.inv_freq.float()  # [N, d/2]
+        cos, sin = angles.cos()[:, None].to(x.dtype), angles.sin()[:, None].to(x.dtype)  # [N, 1, d/2]
+        for layer in self.model.layers:
+            x = layer(x, cos, sin, attend)
+        return self.model.norm(x)
+
+    def hidden(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        layout = PackedCausal(lengths, ids.device)
+        return self(ids, layout.positions, layout)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.named_parameters()  # a tied head is listed once, as the embedding
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Fresh weights: normal, with the residual projections scaled down by depth."""
+        generator = torch.Generator().manual_seed(seed)
+        residual = 0.02 / math.sqrt(2 * self.spec.layers)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                std = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+                weight.copy_(torch.empty(weight.shape, device="cpu").normal_(0.0, std, generator=generator))
+            elif name.endswith("bias"):
+                weight.zero_()
+            else:
+                weight.fill_(1.0)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding in the half-split layout that Hugging Face checkpoints use."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def rope_frequencies(spec: ModelSpec) -> Tensor:
+    steps = torch.arange(0, spec.head_dim, 2, dtype=torch.int64, device="cpu").float()
+    freq = 1.0 / (spec.rope_theta ** (steps / spec.head_dim))
+    scaling = dict(spec.rope_scaling)
+    kind = scaling.get("rope_type", "default")
+    if kind == "linear":
+        freq = freq / scaling["factor"]
+    elif kind == "llama3":
+        freq = llama3_frequencies(freq, **{key: scaling[key] for key in LLAMA3_SCALING})
+    return freq
+
+
+def llama3_frequencies(
+    freq: Tensor,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> Tensor:
+    """Slow rotations are stretched by `factor`, fast ones kept, and those between are blended."""
+    turns = original_max_position_embeddings * freq / (2 * math.pi)  # rotations within the original context
+    blend = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    return (1 - blend) * freq / factor + blend * freq

@@ -1,0 +1,51 @@
+"""Where a model lives and in which number format."""
+
+from __future__ import annotations
+
+import torch
+
+from assay.types import UserError
+
+DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """The named device, or the best one there is: cuda, then mps, then cpu."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if has_mps() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "mps", "cpu"):
+        raise UserError(f"unknown device '{name}': use auto, cuda, cuda:N, mps or cpu")
+    if device.type == "cuda":
+        check_cuda(name, device)
+    if device.type == "mps" and not has_mps():
+        raise UserError("device 'mps' was asked for, but this machine or this torch has no MPS: use auto or cpu")
+    return device
+
+
+def has_mps() -> bool:
+    return torch.backends.mps.is_available()
+
+
+def check_cuda(name: str, device: torch.device) -> None:
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"device '{name}' was asked for, but torch {torch.__version__} sees no CUDA GPU: use auto or cpu"
+        )
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise UserError(f"device '{name}' was asked for, but there are {count} GPUs, numbered from 0")
+
+
+def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.dtype:
+    """The named dtype, or bfloat16 on GPUs that compute in it and float32 elsewhere."""
+    if name == "auto":
+        native = torch.device(device).type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float32
+    if name not in DTYPES:
+        hint = " (float16 overflows in training)" if name in ("float16", "fp16", "half") else ""
+        raise UserError(f"dtype '{name}' is not supported{hint}: use auto, float32 or bfloat16")
+    return DTYPES[name]

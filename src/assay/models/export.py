@@ -1,0 +1,136 @@
+"""Writes a model as a Hugging Face folder that transformers, vLLM and others load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.models.base import PolicyModel
+from assay.models.decoder import Decoder
+from assay.models.fallback import HFModel, no_progress_bars
+from assay.models.spec import spec_to_hf
+from assay.types import UserError
+
+SHARD_BYTES = 5 * 10**9
+
+
+def save_model(
+    model: PolicyModel,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    eos_ids: Sequence[int] = (),
+    pad_id: int | None = None,
+    bos_id: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Saves config, generation config and weights, cast to `dtype` if given. The tokenizer is saved by its owner."""
+    folder = Path(folder)
+    dtype = dtype or next(model.parameters()).dtype
+    tokens = special_tokens(eos_ids, pad_id, bos_id)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        drop_old_weights(folder)
+        if isinstance(model, HFModel):
+            save_fallback(model, folder, dtype, tokens, shard_bytes)
+        elif isinstance(model, Decoder):
+            config = {
+                **spec_to_hf(model.spec),
+                **no_tokens(),
+                **tokens,
+                "dtype": name_of(dtype),
+                "torch_dtype": name_of(dtype),
+            }
+            write_json(folder / "config.json", config)
+            write_json(folder / "generation_config.json", tokens)
+            write_weights(folder, model.weights(), dtype, shard_bytes)
+        else:
+            raise TypeError(f"cannot save a {type(model).__name__}")
+    except OSError as error:
+        raise UserError(
+            f"cannot write the model to '{folder}' ({error}): choose a folder that can be written"
+        ) from error
+
+
+def special_tokens(eos_ids: Sequence[int], pad_id: int | None, bos_id: int | None) -> dict[str, Any]:
+    eos = list(eos_ids)
+    known = {"eos_token_id": eos[0] if len(eos) == 1 else eos or None, "pad_token_id": pad_id, "bos_token_id": bos_id}
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def no_tokens() -> dict[str, None]:
+    """Written out, because the families' own defaults (1 and 2 for Llama) would otherwise be taken for this model's."""
+    return {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
+
+
+def save_fallback(model: HFModel, folder: Path, dtype: torch.dtype, tokens: dict[str, Any], shard_bytes: int) -> None:
+    hf = model.hf
+    if hf.generation_config is not None:
+        for key, value in tokens.items():
+            setattr(hf.generation_config, key, value)
+    with no_progress_bars():
+        hf.save_pretrained(folder, state_dict=cast_state(hf.state_dict(), dtype), max_shard_size=shard_bytes)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "config.json", {**config, "dtype": name_of(dtype)})
+
+
+def cast_state(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Floating weights in another dtype; tied ones still share their memory, or they would be written twice."""
+    done: dict[tuple[int, torch.Size], Tensor] = {}
+    for tensor in state.values():
+        done.setdefault((tensor.data_ptr(), tensor.shape), tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return {name: done[tensor.data_ptr(), tensor.shape] for name, tensor in state.items()}
+
+
+def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int) -> None:
+    """One model.safetensors, or numbered shards with an index; one shard is in memory at a time."""
+    from safetensors.torch import save_file
+
+    weights = list(weights)
+    shards = list(split(weights, dtype.itemsize, shard_bytes))
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in shard}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, name)
+    if len(shards) > 1:
+        total = sum(weight.numel() for _, weight in weights) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def split(
+    weights: Sequence[tuple[str, Tensor]], item_bytes: int, shard_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive weights, at most `shard_bytes` together unless a single one is larger."""
+    shard: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, weight in weights:
+        own = weight.numel() * item_bytes
+        if shard and size + own > shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append((name, weight))
+        size += own
+    yield shard
+
+
+def drop_old_weights(folder: Path) -> None:
+    """Weights of an earlier save under other file names would be loaded in place of these."""
+    for pattern in ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"):
+        for file in folder.glob(pattern):
+            file.unlink()
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,234 @@
+"""Reads GGUF files: shape from the metadata, weights dequantised one at a time under their Hugging Face names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from assay.models.base import PolicyModel
+from assay.models.decoder import llama3_frequencies
+from assay.models.fallback import load_fallback
+from assay.models.fill import Filler
+from assay.models.spec import FAMILIES, LLAMA3_SCALING, ModelSpec
+from assay.types import UserError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+LLAMA3_USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+PLAIN = ("F32", "F16", "BF16")
+VALUES_AT_ONCE = 1 << 24  # 64 MB of fp32
+
+
+def is_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def load_gguf(path: Path, *, device: str | torch.device, dtype: torch.dtype) -> PolicyModel:
+    """Our decoder for Llama, Qwen2 and Qwen3 files; transformers for other architectures."""
+    reader = open_gguf(path)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    spec = spec_from_gguf(reader, tensors, path)
+    if spec is None:
+        return load_fallback(path.parent, device=device, dtype=dtype, gguf_file=path.name)
+    filler = Filler(spec, f"the model in '{path}'", device, dtype)
+    for name, tensor in tensors.items():
+        if name == "rope_freqs.weight" or (name == "token_embd.weight" and spec.tied and "output.weight" in tensors):
+            continue  # in the spec already; and of a tied embedding's two copies the output is the more exact one
+        target = "model.embed_tokens.weight" if name == "output.weight" and spec.tied else hf_name(name)
+        write = write_permuted(tensor, spec) if is_permuted(name, spec) else write_rows(tensor)
+        try:
+            filler.place(target, tensor.shape.tolist()[::-1], write)
+        except (NotImplementedError, KeyError) as error:
+            raise UserError(f"'{path}': {name} is stored as {tensor.tensor_type.name}, which cannot be read") from error
+    return filler.finish()
+
+
+def open_gguf(path: Path) -> GGUFReader:
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise UserError("reading a GGUF file needs the gguf package: pip install gguf") from error
+
+    class PlainReader(GGUFReader):
+        """Looks at the file through a plain array: slices of numpy's memmap class are several times slower."""
+
+        @property
+        def data(self) -> Any:
+            return self.__dict__["data"]
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self.__dict__["data"] = np.asarray(mapped)
+
+    try:
+        reader = PlainReader(path)
+    except (ValueError, IndexError, OSError, KeyError) as error:
+        raise UserError(f"'{path}' is damaged or incomplete ({error}): fetch it again") from error
+    if int(value_of(reader, "split.count", 1)) > 1:
+        raise UserError(
+            f"'{path}' is one part of a split model: join the parts into one .gguf (llama-gguf-split --merge)"
+        )
+    return reader
+
+
+def value_of(reader: GGUFReader, key: str, default: Any = None) -> Any:
+    field = reader.get_field(key)
+    return default if field is None else field.contents()
+
+
+def spec_from_gguf(reader: GGUFReader, tensors: dict[str, ReaderTensor], path: Path) -> ModelSpec | None:
+    """The spec, or None where our decoder does not cover the architecture."""
+    family = value_of(reader, "general.architecture")
+
+    def number(key: str, default: Any = None) -> Any:
+        value = value_of(reader, f"{family}.{key}", default)
+        if value is None:
+            raise UserError(f"'{path}' lacks {family}.{key} in its metadata: fetch it again")
+        return value
+
+    if family not in FAMILIES or value_of(reader, f"{family}.expert_count", 0):
+        return None
+    if "token_embd.weight" not in tensors:
+        raise UserError(f"'{path}' has no token embedding: it is not a whole language model")
+    heads, hidden = int(number("attention.head_count")), int(number("embedding_length"))
+    head_dim = int(number("attention.key_length", hidden // heads))
+    if number("rope.dimension_count", head_dim) != head_dim:
+        return None
+    return ModelSpec(
+        family=family,
+        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        hidden=hidden,
+        layers=int(number("block_count")),
+        heads=heads,
+        kv_heads=int(number("attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        intermediate=int(number("feed_forward_length")),
+        max_length=int(number("context_length")),
+        rope_theta=shortest(number("rope.freq_base", 10_000.0)),
+        rope_scaling=rope_scaling(number, tensors, head_dim, path),
+        norm_eps=shortest(number("attention.layer_norm_rms_epsilon", 1e-6)),
+        tied=is_tied(tensors),
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        out_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+    )
+
+
+def shortest(value: float) -> float:
+    """Metadata numbers are fp32: 9.99999974e-06 stands for 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def rope_scaling(
+    number: Callable[..., Any], tensors: dict[str, ReaderTensor], head_dim: int, path: Path
+) -> tuple[tuple[str, Any], ...]:
+    kind = number("rope.scaling.type", "none")
+    if "rope_freqs.weight" in tensors:
+        divisors = dequantise(tensors["rope_freqs.weight"])
+        return llama3_scaling(divisors, float(number("rope.freq_base", 10_000.0)), head_dim, path)
+    if kind == "linear":
+        return (("factor", float(number("rope.scaling.factor"))), ("rope_type", "linear"))
+    if kind != "none":
+        raise UserError(
+            f"'{path}' stretches its context by '{kind}' rope scaling, which is not supported: only linear and llama3"
+        )
+    return ()
+
+
+def llama3_scaling(divisors: Tensor, theta: float, head_dim: int, path: Path) -> tuple[tuple[str, Any], ...]:
+    """Llama 3.x files hold each frequency's divisor instead of the rule; find the rule and check that it gives them."""
+    if bool((divisors == 1.0).all()):
+        return ()
+    rule: dict[str, Any] = {"factor": float(divisors.max()), **LLAMA3_USUAL}
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    expected = frequencies / llama3_frequencies(frequencies, **rule)
+    if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-3):
+        raise UserError(
+            f"'{path}' has rotary frequencies that follow no known rule: load the original Hugging Face folder"
+        )
+    return (*((key, rule[key]) for key in sorted(LLAMA3_SCALING)), ("rope_type", "llama3"))
+
+
+def is_tied(tensors: dict[str, ReaderTensor]) -> bool:
+    """Tied, if there is no output head or it is the embedding up to rounding; judged on a sample of rows."""
+    if "output.weight" not in tensors:
+        return True
+    pair = (tensors["token_embd.weight"], tensors["output.weight"])
+    if not np.array_equal(pair[0].shape, pair[1].shape):
+        return False
+    stride = max(1, int(pair[0].shape[1]) // 2048)
+    embedding, output = (dequantise(tensor, slice(None, None, stride)) for tensor in pair)
+    tolerance = (
+        0.01 if all(tensor.tensor_type.name in PLAIN for tensor in pair) else 0.3
+    )  # unrelated matrices differ by 1.4
+    return bool((embedding - output).norm() <= tolerance * output.norm())
+
+
+def dequantise(tensor: ReaderTensor, rows: slice = slice(None)) -> Tensor:
+    from gguf import dequantize
+
+    values = np.asarray(dequantize(tensor.data[rows], tensor.tensor_type), dtype=np.float32)
+    return torch.from_numpy(values if values.flags.writeable else values.copy())  # fp32 is a view of the read-only file
+
+
+def hf_name(name: str) -> str:
+    if found := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        layer, part, kind = found.groups()
+        return f"model.layers.{layer}.{INNER.get(part, part)}.{kind}"
+    part, _, kind = name.rpartition(".")
+    return f"{OUTER.get(part, part)}.{kind}"
+
+
+def is_permuted(name: str, spec: ModelSpec) -> bool:
+    return spec.family == "llama" and name.endswith(("attn_q.weight", "attn_q.bias", "attn_k.weight", "attn_k.bias"))
+
+
+def write_rows(tensor: ReaderTensor) -> Callable[[Tensor], None]:
+    """Dequantises some rows at a time: a large embedding is never in memory twice."""
+
+    def write(target: Tensor) -> None:
+        step = max(1, VALUES_AT_ONCE // max(1, target[0].numel()))
+        for start in range(0, len(target), step):
+            rows = slice(start, start + step)
+            target[rows].copy_(dequantise(tensor, rows))
+
+    return write
+
+
+def write_permuted(tensor: ReaderTensor, spec: ModelSpec) -> Callable[[Tensor], None]:
+    """Llama files interleave the two halves of each head's rotary pairs; Hugging Face keeps the halves apart."""
+    heads = spec.heads if ".attn_q." in tensor.name else spec.kv_heads
+
+    def write(target: Tensor) -> None:
+        interleaved = dequantise(tensor)
+        pairs = interleaved.view(heads, spec.head_dim // 2, 2, *interleaved.shape[1:])
+        target.copy_(pairs.transpose(1, 2).reshape(interleaved.shape))
+
+    return write

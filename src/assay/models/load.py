@@ -1,0 +1,155 @@
+"""Loads a model from a Hugging Face folder, a GGUF file or the hub."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.models.base import PolicyModel
+from assay.models.decoder import Decoder
+from assay.models.fallback import load_fallback
+from assay.models.fill import Filler
+from assay.models.gguf import is_gguf, load_gguf
+from assay.models.spec import ModelSpec, spec_from_hf
+from assay.types import UserError
+
+FORMS = "a Hugging Face folder, a .gguf file, a hub id such as org/name, preset:NAME, or run:NAME@STEP"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+
+
+def load_model(
+    source: str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    cache_dir: str | Path | None = None,
+) -> PolicyModel:
+    """Our decoder where it covers the model, else transformers' own model behind the same interface."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        if not is_gguf(path):
+            raise UserError(f"'{source}' is a file, but not a GGUF: give {FORMS}")
+        return load_gguf(path, device=device, dtype=dtype)
+    if not path.is_dir():
+        path = fetch_model(source, cache_dir)
+    return load_folder(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def fetch_model(source: str, cache_dir: str | Path | None = None) -> Path:
+    """Downloads a model of the hub, or finds it in the local cache, and says where it lies."""
+    if not HUB_ID.fullmatch(source):
+        raise UserError(f"there is no model at '{source}': give {FORMS}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(source, cache_dir=cache_dir, allow_patterns=[*SMALL_FILES, "*.safetensors"]))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(source, cache_dir=cache_dir, allow_patterns=["pytorch_model*"])
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"'{source}' is no folder here, and it could not be fetched from the Hugging Face hub ({reason}): "
+            "give a local folder or a .gguf file"
+        ) from error
+    return folder
+
+
+def load_folder(
+    folder: Path, *, device: str | torch.device, dtype: torch.dtype, trust_remote_code: bool = False
+) -> PolicyModel:
+    config = read_json(folder / "config.json", f"'{folder}' is not a model folder: it has no config.json; give {FORMS}")
+    spec = spec_from_hf(config)
+    files = weight_files(folder)
+    if spec is None:
+        return load_fallback(folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    return load_decoder(folder, spec, files, device=device, dtype=dtype)
+
+
+def load_decoder(
+    folder: Path, spec: ModelSpec, files: list[Path], *, device: str | torch.device, dtype: torch.dtype
+) -> Decoder:
+    filler = Filler(spec, f"the model in '{folder}'", device, dtype)
+    for file in files:
+        (place_safetensors if file.suffix == ".safetensors" else place_pickled)(file, filler)
+    return filler.finish()
+
+
+def place_safetensors(file: Path, filler: Filler) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt", device="cpu") as stored:
+            for name in stored.keys():  # noqa: SIM118 (a file, not a dict)
+                shape = stored.get_slice(name).get_shape()
+                filler.place(name, shape, partial(copy_stored, stored, name))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"'{file}' is damaged or incomplete ({error}): fetch it again") from error
+
+
+def copy_stored(stored: Any, name: str, target: Tensor) -> None:
+    target.copy_(stored.get_tensor(name))
+
+
+def copy_to(tensor: Tensor, target: Tensor) -> None:
+    target.copy_(tensor)
+
+
+def place_pickled(file: Path, filler: Filler) -> None:
+    for name, tensor in read_pickled(file):
+        filler.place(name, tensor.shape, partial(copy_to, tensor))
+
+
+def read_pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Weights of a pytorch_model.bin, read without running anything that it may carry."""
+    try:
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise UserError(f"'{file}' is damaged, or holds more than plain weights: fetch safetensors instead") from error
+    yield from stored.items()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights; safetensors are preferred."""
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        single, index = folder / f"{stem}.{suffix}", folder / f"{stem}.{suffix}.index.json"
+        if single.is_file():
+            return [single]
+        if index.is_file():
+            return indexed_files(index)
+    loose = sorted(folder.glob("*.safetensors"))
+    if not loose:
+        raise UserError(f"'{folder}' has a config.json but no weights: model.safetensors or its index is missing")
+    return loose
+
+
+def indexed_files(index: Path) -> list[Path]:
+    places = read_json(index, f"'{index}' is missing").get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise UserError(f"'{index}' names no weights: fetch the model again")
+    files = [index.parent / name for name in sorted(set(places.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise UserError(f"'{index.parent}' lacks {', '.join(missing)}, which its index names: fetch the model again")
+    return files
+
+
+def read_json(file: Path, if_missing: str) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(if_missing) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"'{file}' cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"'{file}' holds no JSON object: fetch the model again")
+    return content

@@ -1,0 +1,125 @@
+"""The shape of a decoder, read from and written as a Hugging Face config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from assay.types import UserError
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    family: str  # a key of FAMILIES
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    max_length: int  # longest sequence the positions were made for
+    rope_theta: float = 10_000.0
+    rope_scaling: tuple[tuple[str, Any], ...] = ()  # sorted items of Hugging Face's rope parameters, type included
+    norm_eps: float = 1e-6
+    tied: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, computed without building the model."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (2 * queries + 2 * keys)
+        attention += (queries + 2 * keys) * self.qkv_bias + self.hidden * self.out_bias
+        attention += 2 * self.head_dim * self.qk_norm
+        mlp = 3 * self.hidden * self.intermediate + (2 * self.intermediate + self.hidden) * self.mlp_bias
+        embeddings = self.vocab_size * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.layers * (attention + mlp + 2 * self.hidden) + self.hidden
+
+
+def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
+    """The spec for a Hugging Face config, or None where our decoder does not cover the model."""
+    family = str(config.get("model_type", ""))
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    if (
+        family not in FAMILIES
+        or kind not in ("default", "linear", "llama3")
+        or config.get("use_sliding_window")
+        or scaling.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0) != 1.0
+        or config.get("hidden_act", "silu") != "silu"
+        or config.get("quantization_config")
+    ):
+        return None
+    needed = {"default": (), "linear": ("factor",), "llama3": LLAMA3_SCALING}[kind]
+    absent = [f"rope_parameters.{key}" for key in needed if key not in scaling]
+    absent += [key for key in REQUIRED if config.get(key) is None]
+    if absent:
+        raise UserError(f"config.json of this {family} model lacks {', '.join(absent)}: fetch the model again")
+    heads = int(config["num_attention_heads"])
+    head_dim = config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads)
+    bias = bool(config.get("attention_bias", False))
+    return ModelSpec(
+        family=family,
+        vocab_size=int(config["vocab_size"]),
+        hidden=int(config["hidden_size"]),
+        layers=int(config["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(head_dim),
+        intermediate=int(config["intermediate_size"]),
+        max_length=int(config.get("max_position_embeddings", 2048)),
+        rope_theta=float(theta),
+        rope_scaling=()
+        if kind == "default"
+        else (*((key, scaling[key]) for key in sorted(needed)), ("rope_type", kind)),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=True if family == "qwen2" else bias,
+        out_bias=False if family == "qwen2" else bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+    )
+
+
+def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """A config.json that transformers loads as the same model."""
+    if spec.family not in FAMILIES:
+        raise UserError(f"unknown model family '{spec.family}': choose one of {', '.join(FAMILIES)}")
+    rope = dict(spec.rope_scaling) or {"rope_type": "default"}
+    return {
+        "architectures": [FAMILIES[spec.family]],
+        "model_type": spec.family,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate,
+        "max_position_embeddings": spec.max_length,
+        # Both spellings: `rope_parameters` is read by transformers 5, the other two by 4 and by most other tools.
+        "rope_parameters": {**rope, "rope_theta": spec.rope_theta},
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": dict(spec.rope_scaling) or None,
+        "rms_norm_eps": spec.norm_eps,
+        "tie_word_embeddings": spec.tied,
+        "attention_bias": spec.qkv_bias and spec.family != "qwen2",
+        "mlp_bias": spec.mlp_bias,
+        "hidden_act": "silu",
+        "use_cache": True,
+    }

@@ -1,0 +1,78 @@
+"""Users' own classes and functions, named by where they stand: "package.module:name" or "path/to/file.py:name"."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from assay.types import UserError
+
+
+def load_object(path: str) -> Any:
+    """The object at "package.module:name" or "file.py:name"."""
+    place, name = split_path(path)
+    found: Any = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise UserError(f"'{place}' has no '{part}': check the name after ':' in '{path}'")
+        found = getattr(found, part)
+    return found
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """The place and the name in it."""
+    place, colon, name = path.rpartition(":")
+    if not colon or not place or not name:
+        raise UserError(f"'{path}' does not name an object: write package.module:name or file.py:name")
+    return place, name
+
+
+def absolute_path(path: str) -> str:
+    """The same path, valid in other working directories too."""
+    place, name = split_path(path)
+    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else path
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if name == missing or name.startswith(f"{missing}."):
+            raise UserError(
+                f"there is no module '{name}': check the name, or give the file as path/to/file.py:name"
+            ) from None
+        raise UserError(f"importing '{name}' failed: it needs the module '{missing}', which is not installed") from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"'{name}' is not the name of a module: {error}") from None
+    except Exception as error:
+        raise UserError(f"importing '{name}' failed: {type(error).__name__}: {error}") from error
+
+
+def _load_file(file: Path) -> ModuleType:
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise UserError(f"there is no file '{file}': check the path before ':'")
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode(errors='surrogateescape')).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"'{file}' cannot be loaded as Python code")
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # so that it can import its neighbours
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UserError(f"running '{file}' failed: {type(error).__name__}: {error}") from error
+    return module

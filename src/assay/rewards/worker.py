@@ -1,0 +1,91 @@
+"""The judging process, started by the pool: chunks of items come in at stdin, one message goes out for each verdict."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from assay.rewards import latex
+from assay.rewards.frames import receive, send
+from assay.rewards.judge import Judge, judge_safely, one_line
+from assay.types import UserError, Verdict
+
+ORPHAN_GRACE_S = 120.0
+
+
+def main() -> None:
+    incoming, outgoing = _take_pipes()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair: it closes our stdin
+    try:
+        setup = receive(incoming)
+        judge = _start(setup)
+    except EOFError:
+        return
+    except BaseException as error:
+        send(outgoing, ("failed", str(error) if isinstance(error, UserError) else one_line(error)))
+        return
+    latex.loading = lambda: _clock_stopped(outgoing)
+    send(outgoing, ("ready",))
+    try:
+        while True:
+            for index, completion, answer, fields in receive(incoming):
+                # The kernel ends us if the parent died while we are stuck: no bytecode need run for that.
+                signal.setitimer(signal.ITIMER_REAL, setup["timeout_s"] + ORPHAN_GRACE_S)
+                verdict = judge_safely(judge, completion, answer, fields)
+                send(outgoing, ("verdict", index, _plain(verdict)))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except (EOFError, BrokenPipeError):
+        return
+
+
+def _take_pipes() -> tuple[int, int]:
+    """Keep the pipes for ourselves; whatever users' functions print goes to stderr."""
+    incoming, outgoing = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return incoming, outgoing
+
+
+def _start(setup: dict[str, Any]) -> Judge:
+    _limit_memory(setup["memory_gb"])
+    judge: Judge = pickle.loads(setup["judge"])
+    prepare = getattr(judge, "prepare", None)
+    if prepare is not None:
+        prepare()
+    return judge
+
+
+def _limit_memory(gigabytes: float | None) -> None:
+    if gigabytes is None:
+        return
+    import resource
+
+    limit = int(gigabytes * 2**30)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    with suppress(ValueError, OSError):  # not every system lets one limit address space
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+@contextmanager
+def _clock_stopped(outgoing: int) -> Iterator[None]:
+    send(outgoing, ("loading",))
+    try:
+        yield
+    finally:
+        send(outgoing, ("loaded",))
+
+
+def _plain(verdict: Verdict) -> tuple[float, str, str | None, dict[str, float], str]:
+    """Only plain values travel: what users' functions return may not exist in the parent."""
+    parts = {str(name): float(value) for name, value in verdict.parts.items()}
+    parsed = None if verdict.parsed is None else str(verdict.parsed)
+    return float(verdict.reward), str(verdict.status.value), parsed, parts, str(verdict.detail)

@@ -1,0 +1,213 @@
+"""Abacus: generated word problems of a few sums, with worked solutions. Unlimited, and nothing to download.
+
+A problem's *skeleton* is its start value and its steps, e.g. (7, [("+", 5), ("-", 3)]). A hash of the skeleton alone
+decides its split, whatever the seed, the knobs or the wording: no problem of the test split is ever trained on, not
+even in other words, and two runs with different seeds cannot leak into each other.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from assay.tasks.base import BOXED_INSTRUCTION, UNLIMITED, LazyPrompts, Task, check_split, rng_for, split_of
+from assay.types import Prompt, UserError
+
+Step = tuple[str, int]  # an operation and its operand
+Skeleton = tuple[int, tuple[Step, ...]]
+
+PRONOUNS = {"Ann": "She", "Eva": "She", "Ben": "He", "Tom": "He"}
+ITEMS = ("coins", "books", "pens", "shells")
+VERBS = {"+": ("finds", "buys", "wins"), "-": ("loses", "sells", "drops"), "*": ("multiplies",)}
+STYLES = ("tokens", "plain")
+MAX_DRAWS = 20_000  # a split that needs more than this holds next to nothing: say so instead of searching on
+
+
+def split_words(text: str) -> list[str]:
+    """Words, numbers and symbols of a text: whitespace and punctuation are the only borders."""
+    return re.findall(r"[A-Za-z]+|[0-9]+|#+|[^\sA-Za-z0-9]", text)
+
+
+def apply(value: int, step: Step) -> int:
+    operation, operand = step
+    return {"+": value + operand, "-": value - operand, "*": value * operand}[operation]
+
+
+@dataclass(frozen=True)
+class Abacus(Task):
+    """The knobs. Every number that occurs, right or wrong, lies between 0 and `max_value`."""
+
+    min_steps: int = 2
+    max_steps: int = 3
+    max_change: int = 9  # largest operand of + and -
+    max_factor: int = 3  # largest operand of *
+    min_start: int = 1
+    max_start: int = 9
+    max_value: int = 40
+    operations: str = "+-"  # any of + - *; one that is written twice comes twice as often
+    distractors: int = 0  # sentences about somebody else's things, which do not matter
+    style: str = "tokens"  # tokens: words set apart by spaces, ends in "#### 9"; plain: natural text, ends in \boxed{9}
+    noise: float = (
+        0.0  # probability that a step of `solution` states a wrong result and goes on from it; `answer` stays right
+    )
+    noise_reach: int = 5  # how far off a wrong result may be
+    instruction: str = BOXED_INSTRUCTION  # plain style only
+    seed: int = 0
+    train_size: int = UNLIMITED
+    eval_size: int = UNLIMITED  # of validation and of test
+
+    name = "abacus"
+
+    def __post_init__(self) -> None:
+        problems = {
+            "min_steps must be at least 1 and at most max_steps": 1 <= self.min_steps <= self.max_steps,
+            "max_change must be at least 1": self.max_change >= 1,
+            "max_factor must be at least 2": self.max_factor >= 2,
+            "min_start must be at least 0 and at most max_start": 0 <= self.min_start <= self.max_start,
+            "max_value must be at least max_start": self.max_value >= self.max_start,
+            'operations must be one or more of "+-*"': bool(self.operations) and set(self.operations) <= set("+-*"),
+            "distractors must be between 0 and 3": 0 <= self.distractors <= 3,
+            f"style must be one of {', '.join(STYLES)}": self.style in STYLES,
+            "noise must be between 0 and 1": 0.0 <= self.noise <= 1.0,
+            "noise_reach must be at least 1": self.noise_reach >= 1,
+            "train_size and eval_size must be at least 1": min(self.train_size, self.eval_size) >= 1,
+        }
+        for sentence, holds in problems.items():
+            if not holds:
+                raise UserError(f"abacus: {sentence}")
+
+    @property
+    def default_extract(self) -> str:  # type: ignore[override]
+        return "hash" if self.style == "tokens" else "boxed"
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        check_split(split)
+        size = self.train_size if split == "train" else self.eval_size
+        return LazyPrompts(partial(self.problem, split), size)
+
+    def problem(self, split: str, index: int) -> Prompt:
+        """Problem number `index` of a split: a function of the seed, the split and the index, and of the knobs."""
+        rng = rng_for("abacus", self.seed, split, index)
+        start, steps = self._skeleton(rng, split)
+        solution_rng = rng_for("abacus noise", self.seed, split, index)  # of its own: noise must not change the problem
+        value = start
+        for step in steps:
+            value = apply(value, step)
+        return Prompt(
+            id=f"abacus/{split}/{index}",
+            messages=({"role": "user", "content": self._question(rng, start, steps)},),
+            answer=str(value),
+            solution=self._solution(start, steps, solution_rng),
+            fields={"start": start, "steps": [list(step) for step in steps]},
+        )
+
+    def gold_completion(self, prompt: Prompt) -> str:
+        """The worked solution without noise."""
+        steps = tuple((operation, operand) for operation, operand in prompt.fields["steps"])
+        return self._solution(prompt.fields["start"], steps, None)
+
+    def words(self, digits: bool = False) -> list[str]:
+        """Every word and symbol that prompts and solutions can hold; numbers whole, or digit by digit if `digits`."""
+        numbers = range(10) if digits else range(self.max_value + 1)
+        texts = [self._solution(0, [(operation, 0) for operation in self.operations], None)]
+        for name, pronoun in PRONOUNS.items():
+            for item in ITEMS:
+                texts += [self._closing(name, item)] + [self._opening(name, number, item) for number in (0, 1)]
+                for operation in self.operations:
+                    for verb in VERBS[operation]:
+                        texts += [self._sentence(pronoun, verb, (operation, number), item) for number in (0, 1)]
+        found = {word for text in texts for word in split_words(text) if not (digits and word.isdigit())}
+        return sorted(found | {str(number) for number in numbers})
+
+    def _skeleton(self, rng: random.Random, split: str) -> Skeleton:
+        for _ in range(MAX_DRAWS):
+            skeleton = self._draw(rng)
+            if skeleton is not None and split_of(canonical(skeleton)) == split:
+                return skeleton
+        raise UserError(
+            f"abacus: these knobs leave no problem for the {split} split; allow more steps or larger numbers"
+        )
+
+    def _draw(self, rng: random.Random) -> Skeleton | None:
+        """A random skeleton, or None if the numbers ran into a corner from which no operation leads on."""
+        start = value = rng.randint(self.min_start, self.max_start)
+        steps = []
+        for _ in range(rng.randint(self.min_steps, self.max_steps)):
+            largest = {
+                "+": min(self.max_change, self.max_value - value),
+                "-": min(self.max_change, value),
+                "*": min(self.max_factor, self.max_value // value) if value else 0,
+            }
+            possible = [op for op in self.operations if largest[op] >= (2 if op == "*" else 1)]
+            if not possible:
+                return None
+            operation = rng.choice(possible)
+            step = (operation, rng.randint(2 if operation == "*" else 1, largest[operation]))
+            steps.append(step)
+            value = apply(value, step)
+        return start, tuple(steps)
+
+    def _question(self, rng: random.Random, start: int, steps: Sequence[Step]) -> str:
+        name, item = rng.choice(list(PRONOUNS)), rng.choice(ITEMS)
+        pronoun = PRONOUNS[name]
+        sentences = [self._opening(name, start, item)]
+        sentences += [self._sentence(pronoun, rng.choice(VERBS[step[0]]), step, item) for step in steps]
+        # Somebody with the other pronoun and other things, so that the question keeps one meaning.
+        others = [other for other in PRONOUNS if PRONOUNS[other] != pronoun]
+        for other_item in rng.sample([other for other in ITEMS if other != item], self.distractors):
+            number = rng.randint(self.min_start, self.max_start)
+            sentences.insert(rng.randint(1, len(sentences)), self._opening(rng.choice(others), number, other_item))
+        return " ".join([*sentences, self._closing(name, item)])
+
+    def _opening(self, name: str, number: int, item: str) -> str:
+        return f"{name} has {number} {item} ." if self.style == "tokens" else f"{name} has {counted(number, item)}."
+
+    def _sentence(self, pronoun: str, verb: str, step: Step, item: str) -> str:
+        operation, operand = step
+        if self.style == "tokens":
+            return f"{pronoun} {verb} {operand} ."
+        if operation == "*":
+            return f"{pronoun} multiplies the number of {item} by {operand}."
+        return f"{pronoun} {verb} {counted(operand, item)}."
+
+    def _closing(self, name: str, item: str) -> str:
+        if self.style == "tokens":
+            return f"How many {item} ?"
+        return f"How many {item} does {name} have now?\n{self.instruction}".rstrip()
+
+    def _solution(self, start: int, steps: Sequence[Step], noise_rng: random.Random | None) -> str:
+        value, equations = start, []
+        for number, step in enumerate(steps):
+            result = apply(value, step)
+            if noise_rng is not None and noise_rng.random() < self.noise:
+                result = self._wrong_result(result, steps[number + 1 :], noise_rng)
+            equations.append(f"{value} {step[0]} {step[1]} = {result}")
+            value = result
+        if self.style == "tokens":
+            return " ; ".join([*equations, f"#### {value}"])
+        return "\n".join([*equations, f"The final answer is \\boxed{{{value}}}."])
+
+    def _wrong_result(self, right: int, rest: Sequence[Step], rng: random.Random) -> int:
+        """A nearby value from which the rest stays within 0..max_value; the right one if there is none."""
+        nearby = range(right - self.noise_reach, right + self.noise_reach + 1)
+        wrong = [value for value in nearby if value != right and self._stays_in_range(value, rest)]
+        return rng.choice(wrong) if wrong else right
+
+    def _stays_in_range(self, value: int, steps: Sequence[Step]) -> bool:
+        for step in (("+", 0), *steps):
+            value = apply(value, step)
+            if not 0 <= value <= self.max_value:
+                return False
+        return True
+
+
+def counted(number: int, item: str) -> str:
+    return f"{number} {item.removesuffix('s') if number == 1 else item}"
+
+
+def canonical(skeleton: Skeleton) -> str:
+    start, steps = skeleton
+    return f"abacus {start} " + " ".join(f"{operation}{operand}" for operation, operand in steps)

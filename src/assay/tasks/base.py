@@ -1,0 +1,134 @@
+"""What a task is: prompts by split, a default judge, and proof that its own gold answers are judged correct."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+from assay.rewards import CountdownJudge, Judge, MathJudge
+from assay.rewards.extract import check_extractor
+from assay.types import Prompt, UserError, Verdict
+
+SPLITS = ("train", "validation", "test")
+UNLIMITED = 2**31  # what a generated split says its length is
+ANSWER_FORMS = {"boxed": "\\boxed{%s}", "hash": "#### %s", "answer-tag": "<answer>%s</answer>", "last-number": "%s"}
+BOXED_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+class NoSuchSplit(UserError):
+    """The source of a task does not hold this split."""
+
+
+class Task(ABC):
+    """Something to solve. A subclass gives prompts; the rest has defaults that suit answers which are numbers."""
+
+    name: str = "task"
+    default_extract: str = "boxed"
+    judge_kind: str = "math"  # or "countdown"
+    instruction: str = ""  # what `prompts` appends to a question, if anything
+
+    @abstractmethod
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        """The problems of "train", "validation" or "test"; the three never share one."""
+
+    def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
+        """The default accuracy judge; `extract` overrides where the final answer is looked for."""
+        return named_judge(self.judge_kind, extract or self.default_extract, strict)
+
+    def gold(self, row: Mapping[str, Any]) -> str:
+        """The gold answer of a raw row."""
+        return str(row["answer"])
+
+    def gold_completion(self, prompt: Prompt) -> str:
+        """A completion that the task's judge must find correct."""
+        return prompt.solution if prompt.solution is not None else state_answer(prompt.answer, self.default_extract)
+
+    def bare_question(self, prompt: Prompt) -> str:
+        """The question without the instruction."""
+        return prompt.question.removesuffix(f"\n{self.instruction}")
+
+
+def named_judge(kind: str, extract: str, strict: bool = True) -> Judge:
+    judges: dict[str, type[MathJudge | CountdownJudge]] = {"math": MathJudge, "countdown": CountdownJudge}
+    if kind not in judges:
+        raise UserError(f'unknown judge "{kind}": use math, countdown, or a function such as my_file.py:reward')
+    return judges[kind](extract=extract, strict=strict)
+
+
+class LazyPrompts(Sequence[Prompt]):
+    """Prompts made when they are asked for, from their index alone; slices stay lazy."""
+
+    def __init__(self, make: Callable[[int], Prompt], indices: int | range) -> None:
+        self._make = make
+        self._indices = range(indices) if isinstance(indices, int) else indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> LazyPrompts: ...
+    def __getitem__(self, index: int | slice) -> Prompt | LazyPrompts:
+        if isinstance(index, slice):
+            return LazyPrompts(self._make, self._indices[index])
+        return self._make(self._indices[index])
+
+
+def check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise UserError(f'unknown split "{split}": use one of {", ".join(SPLITS)}')
+
+
+def stable_hash(text: str) -> int:
+    """The same integer on every machine and in every process, unlike hash()."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+
+
+def split_of(canonical: str) -> str:
+    """The one split a generated problem may appear in, by its content: a tenth each for test and validation."""
+    return {0: "test", 1: "validation"}.get(stable_hash(canonical) % 10, "train")
+
+
+def rng_for(*key: object) -> random.Random:
+    return random.Random(stable_hash("\x1f".join(map(str, key))))
+
+
+def state_answer(answer: str, extract: str) -> str:
+    """The shortest text from which `extract` reads `answer`."""
+    check_extractor(extract)
+    return ANSWER_FORMS[extract] % answer
+
+
+def carve_validation(n: int, size: int, seed: int) -> tuple[list[int], list[int]]:
+    """Indices of (train, validation): the head of a seeded shuffle, in that order, is validation.
+
+    So the first few of validation are a fair sample of it, even where a file is sorted by subject.
+    """
+    if size < 0 or (size and size >= n):
+        raise UserError(f"cannot carve {size} validation problems from {n}: set val_size between 0 and {max(n - 1, 0)}")
+    shuffled = seeded_shuffle(n, seed)
+    return sorted(shuffled[size:]), shuffled[:size]
+
+
+def seeded_shuffle(n: int, seed: int) -> list[int]:
+    shuffled = list(range(n))
+    random.Random(seed).shuffle(shuffled)
+    return shuffled
+
+
+def check_gold(
+    task: Task, split: str, judge: Callable[..., Verdict] | None = None, limit: int | None = None
+) -> list[str]:
+    """Ids of the problems whose own gold completion is not judged correct; it should be empty."""
+    judge = judge or task.judge()
+    prompts = task.prompts(split)
+    chosen = prompts if limit is None else prompts[:limit]
+    return [p.id for p in chosen if not is_gold(judge(task.gold_completion(p), p.answer, p.fields))]
+
+
+def is_gold(verdict: Verdict) -> bool:
+    return verdict.correct and verdict.reward == 1.0

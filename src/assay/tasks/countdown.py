@@ -1,0 +1,199 @@
+"""Countdown: reach a target with + - * / and every given number exactly once. Generated, or read from JSONL."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, rng_for, split_of
+from assay.tasks.files import Row
+from assay.tasks.rows import RowTask, read_messages, user_message
+from assay.tasks.sources import Source, open_source
+from assay.types import Prompt, UserError
+
+INSTRUCTION = (
+    "Use each number exactly once, with + - * / and parentheses only. Think inside <think> </think> tags, then write "
+    "the expression inside <answer> </answer> tags, for example <answer>(1 + 2) * 3</answer>."
+)
+Value = int | Fraction
+MAX_DRAWS = 100_000  # far beyond what any sensible knobs need
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A value, the expression that gives it, and the sums that lead there."""
+
+    value: Value
+    text: str
+    sums: tuple[str, ...] = ()
+
+
+class Countdown(Task):
+    """Without `path`, generated without end; with one, rows holding `nums` and `target` (and perhaps `messages`)."""
+
+    name = "countdown"
+    default_extract = "answer-tag"
+    judge_kind = "countdown"
+
+    def __init__(
+        self,
+        path: str | None = None,
+        numbers: tuple[int, int] = (3, 4),
+        max_number: int = 99,
+        max_target: int = 100,
+        integers: bool = True,
+        instruction: str = INSTRUCTION,
+        val_size: int | None = None,
+        seed: int = 0,
+        train_size: int = UNLIMITED,
+        eval_size: int = UNLIMITED,
+    ) -> None:
+        if not 2 <= numbers[0] <= numbers[1] <= 6:
+            raise UserError(f"countdown: numbers must be a range within 2 to 6, such as [3, 4], not {list(numbers)}")
+        if min(max_number, max_target, train_size, eval_size) < 1:
+            raise UserError("countdown: max_number, max_target, train_size and eval_size must be at least 1")
+        self.numbers, self.max_number, self.max_target = numbers, max_number, max_target
+        self.integers = integers  # every intermediate result of the worked solution is a whole number above 0
+        self.instruction, self.seed = instruction, seed
+        self.train_size, self.eval_size = train_size, eval_size
+        self._stored = None if path is None else StoredCountdown(open_source(path), instruction, val_size, seed)
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        check_split(split)
+        if self._stored is not None:
+            return self._stored.prompts(split)
+        size = self.train_size if split == "train" else self.eval_size
+        return LazyPrompts(partial(self.problem, split), size)
+
+    def problem(self, split: str, index: int) -> Prompt:
+        rng = rng_for("countdown", self.seed, split, index)
+        for _ in range(MAX_DRAWS):
+            nums = [rng.randint(1, self.max_number) for _ in range(rng.randint(*self.numbers))]
+            found = self._combine(rng, nums)
+            if found is not None and split_of(canonical(nums, int(found.value))) == split:
+                target = int(found.value)
+                return Prompt(
+                    id=f"countdown/{split}/{index}",
+                    messages=user_message(ask(nums, target), self.instruction),
+                    answer=str(target),
+                    solution=worked(found),
+                    fields={"nums": nums, "target": target},
+                )
+        raise UserError(
+            f"countdown: these knobs leave no problem for the {split} split; allow larger numbers or targets"
+        )
+
+    def gold(self, row: Mapping[str, Any]) -> str:
+        return str(row["target"])
+
+    def gold_completion(self, prompt: Prompt) -> str:
+        if prompt.solution is not None:
+            return prompt.solution
+        found = solve(prompt.fields["nums"], prompt.fields["target"])
+        return worked(found) if found else "no expression reaches the target"
+
+    def _combine(self, rng: random.Random, nums: Sequence[int]) -> Term | None:
+        """Join random pairs of terms until one is left: None if a result or the target breaks the rules."""
+        terms = [Term(number, str(number)) for number in nums]
+        while len(terms) > 1:
+            first, second = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
+            operation = rng.choice("+-*/")
+            value = calculate(first.value, operation, second.value)
+            if value is None or (self.integers and (value.denominator != 1 or value < 1)):
+                return None
+            terms.append(join(first, operation, second, value))
+        (last,) = terms
+        return last if last.value.denominator == 1 and 1 <= last.value <= self.max_target else None
+
+
+class StoredCountdown(RowTask):
+    """Existing instances; a row that brings its own `messages` keeps them."""
+
+    name = "countdown"
+
+    def __init__(self, source: Source, instruction: str, val_size: int | None, seed: int) -> None:
+        super().__init__(source, val_size, seed)
+        self.instruction = instruction
+
+    def to_prompt(self, row: Row, split: str) -> Prompt:
+        nums, target = row.column("nums", "numbers"), row.column("target")
+        if not isinstance(nums, list) or not nums or not all(type(number) is int for number in nums):
+            raise UserError(f'{row.where}: "nums" must be a list of whole numbers, not {nums!r}')
+        if type(target) is not int:
+            raise UserError(f'{row.where}: "target" must be a whole number, not {target!r}')
+        own = row.values.get("messages")
+        solution = row.values.get("solution")
+        return Prompt(
+            id=str(row.values.get("id", f"countdown/{split}/{row.key}")),
+            messages=read_messages(own, row.where) if own else user_message(ask(nums, target), self.instruction),
+            answer=str(target),
+            solution=None if solution is None else str(solution),
+            fields={"nums": nums, "target": target},
+        )
+
+
+def ask(nums: Sequence[int], target: int) -> str:
+    return f"Reach {target} with the numbers {', '.join(map(str, nums))}."
+
+
+def worked(found: Term) -> str:
+    sums = "\n".join(found.sums)
+    return f"<think>\n{sums}\n</think>\n<answer>{unwrap(found.text)}</answer>"
+
+
+def unwrap(text: str) -> str:
+    """Without the outermost parentheses, which `join` puts around every sum."""
+    return text[1:-1] if text.startswith("(") else text
+
+
+def calculate(a: Value, operation: str, b: Value) -> Value | None:
+    """Exact: whole numbers stay int, which is many times faster than Fraction; None for a division by zero."""
+    if operation == "+":
+        return a + b
+    if operation == "-":
+        return a - b
+    if operation == "*":
+        return a * b
+    if b == 0:
+        return None
+    return Fraction(a, b) if a % b else a // b
+
+
+def join(left: Term, operation: str, right: Term, value: Value) -> Term:
+    sums = (*left.sums, *right.sums, f"{shown(left.value)} {operation} {shown(right.value)} = {value}")
+    return Term(value, f"({left.text} {operation} {right.text})", sums)
+
+
+def shown(value: Value) -> str:
+    """As an operand: fractions and negative numbers in parentheses."""
+    return str(value) if value.denominator == 1 and value >= 0 else f"({value})"
+
+
+def solve(nums: Sequence[int], target: int) -> Term | None:
+    """An expression that uses every number once and reaches the target, by search; None if there is none."""
+    return _search([Term(number, str(number)) for number in nums], target)
+
+
+def _search(terms: list[Term], target: int) -> Term | None:
+    if len(terms) == 1:
+        return terms[0] if terms[0].value == target else None
+    for i, j in combinations(range(len(terms)), 2):
+        rest = [term for index, term in enumerate(terms) if index not in (i, j)]
+        for first, second in ((terms[i], terms[j]), (terms[j], terms[i])):
+            for operation in "+-*/":
+                value = calculate(first.value, operation, second.value)
+                if value is None or (not rest and value != target):
+                    continue
+                found = _search([*rest, join(first, operation, second, value)], target)
+                if found is not None:
+                    return found
+    return None
+
+
+def canonical(nums: Sequence[int], target: int) -> str:
+    return f"countdown {sorted(nums)} {target}"

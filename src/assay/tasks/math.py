@@ -1,0 +1,74 @@
+"""MATH and MATH-500: competition problems whose solutions end in a \\boxed{} answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from assay.rewards.extract import boxed
+from assay.tasks.base import BOXED_INSTRUCTION, state_answer
+from assay.tasks.files import Row
+from assay.tasks.rows import RowTask, user_message
+from assay.tasks.sources import HubSource, open_source
+from assay.types import Prompt, UserError
+
+TEST_NAME = "HuggingFaceH4/MATH-500"
+TRAIN_NAME = "EleutherAI/hendrycks_math"  # the 7,500 training problems; the 500 are from MATH's test split
+SUBJECTS = (
+    "algebra",
+    "counting_and_probability",
+    "geometry",
+    "intermediate_algebra",
+    "number_theory",
+    "prealgebra",
+    "precalculus",
+)
+HUB = HubSource({"train": (TRAIN_NAME, SUBJECTS, "train"), "test": (TEST_NAME, (None,), "test")})
+
+
+class Math(RowTask):
+    """`path`: a folder with train.jsonl and test.jsonl, or with the original train/SUBJECT/N.json files; one JSONL
+    file; or None for the Hugging Face hub (MATH to train on, MATH-500 to test)."""
+
+    name = "math"
+
+    def __init__(
+        self,
+        path: str | None = None,
+        instruction: str = BOXED_INSTRUCTION,
+        val_size: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(open_source(path, HUB, (TEST_NAME, TRAIN_NAME)), val_size, seed)
+        self.instruction = instruction
+
+    def gold(self, row: Mapping[str, Any]) -> str:
+        """The `answer` column of MATH-500, or the last \\boxed{} of the solution."""
+        if row.get("answer") is not None:
+            return str(row["answer"])
+        found = boxed(str(row.get("solution", "")))
+        if not found.found:
+            raise UserError("math: a row needs an answer, or a solution with a closed \\boxed{}")
+        return found.text
+
+    def to_prompt(self, row: Row, split: str) -> Prompt:
+        problem = str(row.column("problem", "question"))
+        solution = row.values.get("solution")
+        try:
+            answer = self.gold(row.values)
+        except UserError as error:
+            raise UserError(f"{row.where}: {error}") from None
+        subject = row.values.get("subject", row.values.get("type"))
+        details = {"level": row.values.get("level"), "subject": subject}
+        return Prompt(
+            id=f"math/{split}/{row.values.get('unique_id', row.key)}",
+            messages=user_message(problem, self.instruction),
+            answer=answer,
+            solution=None if solution is None else str(solution),
+            fields={name: value for name, value in details.items() if value is not None},
+        )
+
+    def gold_completion(self, prompt: Prompt) -> str:
+        if prompt.solution is not None and boxed(prompt.solution).found:
+            return prompt.solution
+        return state_answer(prompt.answer, self.default_extract)

@@ -1,0 +1,113 @@
+"""From a name or a dotted path, and the arguments of a config, to a Task."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from assay.rewards import load_object
+from assay.tasks.abacus import Abacus
+from assay.tasks.base import Task
+from assay.tasks.countdown import Countdown
+from assay.tasks.gsm8k import GSM8K
+from assay.tasks.jsonl import Jsonl, Rows
+from assay.tasks.math import Math
+from assay.types import UserError
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "abacus": Abacus,
+    "countdown": Countdown,
+    "gsm8k": GSM8K,
+    "jsonl": Jsonl,
+    "math": Math,
+}
+
+
+def make_task(name: str, path: str | None = None, **args: Any) -> Task:
+    """The task of this name, or what a dotted path such as "my_file.py:MyTask" leads to.
+
+    A dotted path may name a Task class, a function that returns a Task, or rows (dicts or Prompts; a list of them, a
+    mapping from splits to lists, or a function returning either).
+    """
+    if path is not None:
+        args["path"] = str(path)
+    if name in TASKS:
+        return _call(TASKS[name], name, args)
+    if ":" not in name:
+        known = ", ".join(TASKS)
+        raise UserError(f'unknown task "{name}"{_nearest(name, TASKS)}; known: {known}, or my_file.py:MyTask')
+    return _from_object(load_object(name), name, args)
+
+
+def _from_object(thing: Any, name: str, args: dict[str, Any]) -> Task:
+    if isinstance(thing, type):
+        if not issubclass(thing, Task):
+            raise UserError(f"{name} is a class, but not a Task: derive it from assay.tasks.Task")
+        return _call(thing, name, args)
+    rows_args = args
+    if callable(thing) and not isinstance(thing, Task):
+        own = {key: value for key, value in args.items() if key in _parameters(thing)}
+        rows_args = {key: value for key, value in args.items() if key not in own}
+        thing = _call(thing, name, own)
+    if isinstance(thing, Task):
+        if rows_args:
+            raise UserError(f'{name} takes no argument "{next(iter(rows_args))}"')
+        return thing
+    if isinstance(thing, (str, bytes)) or not isinstance(thing, Iterable):
+        raise UserError(
+            f"{name} must be a Task, or rows (dicts or Prompts), or a function giving one; it is {thing!r:.80}"
+        )
+    return _call(Rows, name, rows_args, rows=thing, name=name)
+
+
+def _call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:
+    """Call with arguments from a config: unknown names and wrong types are errors that name the argument."""
+    known = _parameters(function)
+    takes_anything = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    for key in args:
+        if (key in known or takes_anything) and key not in fixed:
+            continue
+        if key == "path":
+            raise UserError(f"{owner} takes no path: its problems do not come from files")
+        open_names = [name for name in known if name not in fixed]
+        raise UserError(
+            f'{owner} takes no argument "{key}"{_nearest(key, open_names)}; it takes {", ".join(open_names) or "none"}'
+        )
+    missing = [key for key, needed in known.items() if needed and key not in args and key not in fixed]
+    if missing:
+        raise UserError(f"{owner} needs the argument {', '.join(missing)}")
+    hints = _hints(function)
+    return function(**{key: _typed(value, hints.get(key), key, owner) for key, value in args.items()}, **fixed)
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
+    """The names a callable takes, and whether each must be given."""
+    keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default is inspect.Parameter.empty for p in parameters if p.kind in keyword}
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(getattr(function, "__init__") if isinstance(function, type) else function)  # noqa: B009
+    except (NameError, TypeError):  # a user's annotations may name what exists for type checkers only
+        return {}
+
+
+def _typed(value: Any, hint: Any, key: str, owner: str) -> Any:
+    if hint is None:
+        return value
+    arbitrary = ConfigDict(arbitrary_types_allowed=True)
+    try:
+        return TypeAdapter(hint, config=arbitrary).validate_python(value)
+    except ValidationError as error:
+        raise UserError(f"{owner}: {key} = {value!r} will not do: {error.errors()[0]['msg']}") from None
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, list(known), n=2, cutoff=0.5)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""

@@ -1,0 +1,99 @@
+"""Tasks read from rows: one prompt a row, and a validation split carved from train when the source brings none."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from assay.tasks.base import NoSuchSplit, Task, carve_validation, check_split
+from assay.tasks.files import Row, listed
+from assay.tasks.sources import Source
+from assay.types import Message, Prompt, UserError
+
+DEFAULT_VALIDATION = 500
+PREPARED_COLUMNS = ("id", "question", "messages", "answer", "solution")
+
+
+class RowTask(Task):
+    """A single file serves every split: train and validation share it out between them, test reads all of it."""
+
+    def __init__(self, source: Source, val_size: int | None = None, seed: int = 0) -> None:
+        self.source = source
+        self.val_size = val_size  # None: 500, or a tenth of a source that holds fewer than 5,000 rows
+        self.seed = seed
+        self._cache: dict[str, list[Prompt]] = {}
+
+    @abstractmethod
+    def to_prompt(self, row: Row, split: str) -> Prompt:
+        """The prompt of one raw row."""
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        check_split(split)
+        if split not in self._cache:
+            self._cache[split] = [self._convert(row, origin) for row, origin in self._rows(split)]
+        if not self._cache[split]:
+            raise NoSuchSplit(
+                f"{self.source.describe()} gives no {split} problems: set val_size, or add a file for the split"
+            )
+        return self._cache[split]
+
+    def _convert(self, row: Row, origin: str) -> Prompt:
+        return prepared_prompt(row) if "messages" in row.values and "id" in row.values else self.to_prompt(row, origin)
+
+    def _rows(self, split: str) -> list[tuple[Row, str]]:
+        """Rows of a split with the name of the split that the source keeps them in, which their ids carry."""
+        given = None if self.source.whole and split == "validation" else self.source.read(split)
+        if split == "test" or (split == "validation" and given is not None):
+            return [(row, split) for row in self._present(given, split)]
+        pool = self._present(given if split == "train" else self.source.read("train"), split)
+        if not self.source.whole and split == "train" and self.source.read("validation") is not None:
+            return [(row, split) for row in pool]
+        size = min(DEFAULT_VALIDATION, len(pool) // 10) if self.val_size is None else self.val_size
+        train, validation = carve_validation(len(pool), size, self.seed)
+        return [(pool[index], "train") for index in (train if split == "train" else validation)]
+
+    def _present(self, rows: list[Row] | None, split: str) -> list[Row]:
+        if rows is None:
+            raise NoSuchSplit(
+                f"{self.source.describe()} has no {split} split: add {split}.jsonl, or name one file as the path"
+            )
+        return rows
+
+
+def prepared_prompt(row: Row) -> Prompt:
+    """A row as `assay data prepare` writes it."""
+    values = row.values
+    return Prompt(
+        id=str(values["id"]),
+        messages=read_messages(values["messages"], row.where),
+        answer=str(values.get("answer", "")),
+        solution=values.get("solution"),
+        fields={name: value for name, value in values.items() if name not in PREPARED_COLUMNS},
+    )
+
+
+def prepared_row(prompt: Prompt, question: str) -> dict[str, Any]:
+    """What `assay data prepare` writes for a prompt."""
+    clash = [name for name in PREPARED_COLUMNS if name in prompt.fields]
+    if clash:
+        raise UserError(f"the fields of {prompt.id} use the reserved names {listed(clash)}: rename them")
+    row = {"id": prompt.id, "question": question, "messages": list(prompt.messages), "answer": prompt.answer}
+    if prompt.solution is not None:
+        row["solution"] = prompt.solution
+    return {**row, **prompt.fields}
+
+
+def read_messages(value: Any, where: str) -> tuple[Message, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise UserError(f'{where}: "messages" must be a list of {{"role", "content"}} objects')
+    for message in value:
+        well_formed = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not well_formed or not isinstance(message.get("content"), str):
+            raise UserError(f'{where}: each message needs a "role" and a "content", both text')
+    return tuple(Message(role=message["role"], content=message["content"]) for message in value)
+
+
+def user_message(question: str, instruction: str = "") -> tuple[Message, ...]:
+    content = f"{question}\n{instruction}" if instruction else question
+    return (Message(role="user", content=content),)

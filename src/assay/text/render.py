@@ -1,0 +1,132 @@
+"""Prompts -> token ids, completions -> token ids and loss masks. The only place that knows chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from assay.text.few_shot import Shot
+from assay.text.raw_template import DEFAULT_TEMPLATE, RawTemplate
+from assay.text.tokenizer import Tokenizer
+from assay.types import Message, Prompt, UserError
+
+Style = Literal["auto", "chat", "raw"]
+PROBE = "ASSAY-REPLY-PROBE"  # stands for a reply when we look what a template puts after one
+
+
+class Renderer:
+    """How one model is asked, and how its answers are read.
+
+    `style`: "chat" through a chat template, "raw" through a plain text template with {question}; "auto" is raw if a
+    `template` is given, else chat. `template`: the raw template, or for "chat" a Jinja template instead of the model's.
+    `system` replaces a prompt's own system message; None leaves that, or else the chat template's default, alone.
+    `add_bos`: None puts a bos token in front where the tokenizer says that its model expects one. Never twice.
+    `stop`: strings that end an answer; None for the style's default.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        style: Style = "auto",
+        template: str | None = None,
+        system: str | None = None,
+        few_shot: Sequence[Shot] = (),
+        add_bos: bool | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> None:
+        if style not in ("auto", "chat", "raw"):
+            raise UserError(f'unknown prompt.style "{style}": use auto, chat or raw')
+        if style == "auto":
+            style = "raw" if template is not None else "chat"
+        if style == "chat" and template is None and not tokenizer.has_chat_template:
+            raise UserError(
+                'the model has no chat template: set prompt.style = "raw" to ask in plain text, or give prompt.template'
+            )
+        if add_bos and tokenizer.bos_id is None:
+            raise UserError("add_bos is set, but the tokenizer has no bos token")
+        self.tokenizer = tokenizer
+        self.style = style
+        self.system = system
+        self.few_shot = tuple(few_shot)
+        self._add_bos = tokenizer.expects_bos if add_bos is None else add_bos
+        self._chat_template = template if style == "chat" else None
+        self._raw = RawTemplate(DEFAULT_TEMPLATE if template is None else template) if style == "raw" else None
+        self._end_id = self._find_end_id()
+        ends = tokenizer.eos_ids if self._end_id is None else (self._end_id, *tokenizer.eos_ids)
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
+        default_stop = self._raw.default_stop if self._raw else ()
+        self.stop: tuple[str, ...] = default_stop if stop is None else tuple(stop)
+
+    def prompt_text(self, prompt: Prompt) -> str:
+        """What the model is asked, as text."""
+        if self._raw:
+            return self._raw.render(prompt, self.system, self.few_shot)
+        return self._chat_text(self._conversation(prompt), open_reply=True)
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """What the model is asked, as token ids; the whole text is tokenised at once."""
+        return self._with_bos(self.tokenizer.encode(self.prompt_text(prompt)))
+
+    def example(self, prompt: Prompt, completion: str) -> tuple[list[int], list[int]]:
+        """Ids and loss mask for supervised training: 0 on the prompt, 1 on the completion and its one end token.
+
+        The completion is tokenised by itself, so that the prompt's ids are exactly those of `prompt_ids`. In raw style
+        a space sets it apart from the prompt, as in the few-shot examples, unless there is whitespace already.
+        """
+        if self._end_id is None:
+            raise UserError("the tokenizer has no end-of-text token, so a completion's end cannot be taught: set one")
+        text = self.prompt_text(prompt)
+        prompt_ids = self._with_bos(self.tokenizer.encode(text))
+        if self._raw:
+            completion = self._raw.gap(text, completion) + completion
+        completion_ids = [*self._without_end(self.tokenizer.encode(completion)), self._end_id]
+        return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a completion, without its end token and other special tokens."""
+        return self.tokenizer.decode(self._without_end(ids))
+
+    def _conversation(self, prompt: Prompt) -> list[Message]:
+        messages: list[Message] = list(prompt.messages)
+        opening: list[Message] = [message for message in messages[:1] if message["role"] == "system"]
+        rest = messages[len(opening) :]
+        if self.system is not None:
+            opening = [{"role": "system", "content": self.system}]
+        for question, solution in self.few_shot:
+            opening += [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
+        return opening + rest
+
+    def _chat_text(self, messages: Sequence[Message], open_reply: bool = False) -> str:
+        from jinja2 import TemplateError  # late: with the tokenizer's own libraries
+
+        try:
+            return self.tokenizer.chat_text(messages, template=self._chat_template, open_reply=open_reply)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(f"the chat template refuses these messages ({roles}): {error}") from error
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        bos = self.tokenizer.bos_id
+        return [bos, *ids] if self._add_bos and bos is not None and ids[:1] != [bos] else ids
+
+    def _without_end(self, ids: Sequence[int]) -> list[int]:
+        kept = list(ids)
+        while kept and kept[-1] in self.stop_token_ids:
+            kept.pop()
+        return kept
+
+    def _find_end_id(self) -> int | None:
+        """The token after a reply: the first special one that the chat template puts there, else eos."""
+        if self._raw:
+            return self.tokenizer.eos_id
+        asked: Message = {"role": "user", "content": "?"}
+        text = self._chat_text([asked, {"role": "assistant", "content": PROBE}])
+        _, found, after = text.rpartition(PROBE)
+        if not found and self._chat_template is not None:
+            raise UserError(
+                'prompt.template is no Jinja chat template: with {question} in it, set prompt.style = "raw"'
+            )
+        ids = self.tokenizer.encode(after) if found else []
+        ends = [index for index in ids if index in self.tokenizer.eos_ids or index in self.tokenizer.special_ids]
+        return ends[0] if ends else self.tokenizer.eos_id

@@ -1,0 +1,66 @@
+"""A checkpoint: the model as a Hugging Face folder, the optimizer's moments, and where the loop stood. No pickle."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from assay.models import PolicyModel, save_model
+from assay.runs import checkpoints
+from assay.text import Tokenizer
+from assay.types import UserError
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class State:
+    """Where the loop stands. All randomness is keyed by seed and step, so there is no generator state to keep."""
+
+    step: int = 0
+    cursor: int = 0  # prompts taken from the stream
+    tokens: int = 0  # written by the policy in training so far
+    wall_s: float = 0.0  # of everything, over all resumes
+    facts: dict[str, Any] = field(default_factory=dict)  # what the summary needs from before, e.g. the warm start
+
+
+def save(
+    run_path: Path, state: State, policy: PolicyModel, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
+) -> None:
+    with checkpoints.saving(run_path, state.step) as folder:
+        save_model(policy, folder / "model", eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
+        tokenizer.save(folder / "model")
+        save_file(optimizer_tensors(policy, optimizer), folder / "optimizer.safetensors")
+        (folder / "state.json").write_text(json.dumps(asdict(state), indent=1))
+
+
+def load_state(run_path: Path, step: int) -> State:
+    return State(**json.loads((checkpoints.folder(run_path, step) / "state.json").read_text()))
+
+
+def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
+    """Put the saved moments back, by parameter name."""
+    tensors = load_file(checkpoints.folder(run_path, step) / "optimizer.safetensors")
+    for name, parameter in policy.named_parameters():
+        saved = {kind: tensors[f"{name}|{kind}"] for kind in MOMENTS if f"{name}|{kind}" in tensors}
+        if saved and saved["exp_avg"].shape != parameter.shape:
+            raise UserError(
+                f"the checkpoint's optimizer state does not fit the model ({name}): resume with the run's own model"
+            )
+        if saved:
+            optimizer.state[parameter] = {
+                kind: value if kind == "step" else value.to(parameter.device) for kind, value in saved.items()
+            }
+
+
+def optimizer_tensors(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}|{kind}": torch.as_tensor(value).detach().contiguous()
+        for name, parameter in policy.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }

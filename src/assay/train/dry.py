@@ -1,0 +1,73 @@
+"""A check of everything before hours are spent: settings, data, prompts, one judged answer, and memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from assay.config import TrainConfig
+from assay.models.decoder import Decoder
+from assay.runs.console import Console
+from assay.train import setup
+from assay.train.stages import Parts
+from assay.train.start import assemble
+from assay.types import UserError
+
+GIB = 2**30
+
+
+def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
+    parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), time.perf_counter())
+    with parts.collector.judge as judge:
+        prompts = parts.stream.next(min(cfg.train.prompts, 64))
+        lengths = [len(parts.collector.renderer.prompt_ids(prompt)) for prompt in prompts]
+        longest, limit = max(lengths), parts.collector.engine.max_length
+        yield f"task {cfg.task.name}: {len(parts.stream.prompts):,} train problems; {parts.total_steps} steps"
+        new = cfg.sampling.max_new_tokens
+        yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
+        if longest + new > limit:
+            yield f"warning: a prompt and its answer can pass the context of {limit} tokens and are cut off there"
+        verdict = judge.judge([("", prompts[0].answer, prompts[0].fields)])[0]
+        yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
+    check_writable(Path(cfg.runs_dir))
+    total = 0.0
+    for name, size in memory(parts, longest).items():
+        total += size
+        yield f"{name:<28}{size / GIB:8.2f} GiB"
+    yield f"{'memory in all, about':<28}{total / GIB:8.2f} GiB on {parts.updater.policy.device}"
+    yield "everything is in order"
+
+
+def memory(parts: Parts, prompt: int) -> dict[str, float]:
+    """Bytes by purpose, at the peak of a step. An estimate: kernels, fragmentation and the interpreter come on top."""
+    cfg, policy, engine = parts.cfg, parts.updater.policy, parts.collector.engine
+    count = sum(p.numel() for p in policy.parameters())
+    half = 2 if parts.updater.dtype == torch.bfloat16 else 4
+    served = torch.finfo(engine.dtype).bits // 8
+    found = {
+        "weights, gradients, AdamW": 16.0 * count,
+        "engine's copy of the weights": float(served * count),
+        "reference": float(half * count) if parts.algo.needs_reference else 0.0,
+    }
+    tokens = cfg.train.token_budget
+    if isinstance(policy, Decoder):
+        spec = policy.spec
+        length = min(prompt + cfg.sampling.max_new_tokens, engine.max_length)
+        sequences = min(cfg.engine.max_batch, cfg.train.prompts * cfg.train.samples)
+        found["KV cache"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * served * length * sequences
+        # What backward keeps of one token in one layer: about 10 hidden-sized tensors, attention's, and 4 of the MLP's.
+        kept = 10 * spec.hidden + 4 * spec.heads * spec.head_dim + 4 * spec.intermediate
+        found["activations"] = float(tokens * spec.layers * kept * half)
+    logits = min(tokens * policy.vocab_size, 1 << 25)
+    found["logits"] = 4.0 * 3 * logits
+    return {name: size for name, size in found.items() if size}
+
+
+def check_writable(runs_dir: Path) -> None:
+    place = next(p for p in (runs_dir, *runs_dir.absolute().parents) if p.exists())
+    if not os.access(place, os.W_OK):
+        raise UserError(f"{place} is not writable: choose another folder with --runs_dir")

@@ -1,0 +1,38 @@
+"""The loop, on one screen. What each line does is one call away, in `stages`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from assay.train.stages import Parts, begin, describe, due, finish, learning_rate, log, measure, sample, save
+from assay.train.stages import keep_rollouts as keep
+from assay.train.sync import sync_weights
+
+
+def train(parts: Parts) -> dict[str, Any]:
+    """Warm start, before, the loop, after. Returns the summary that it wrote."""
+    cfg, state = parts.cfg, parts.state
+    if not parts.resumed:
+        begin(parts)
+    parts.console.start(parts.total_steps, parts.run.name)
+    while state.step < parts.total_steps:
+        started = time.perf_counter()
+        groups, dropped = sample(parts)
+        parts.algo.credit(groups)
+        sampled = time.perf_counter()
+        metrics = parts.updater.update(groups, parts.algo, learning_rate(parts), cfg.train.passes)
+        trained = time.perf_counter()
+        state.step += 1
+        sync_weights(parts.updater.policy, parts.collector.engine, version=state.step)
+        metrics |= describe(groups, dropped)
+        metrics |= {"time/sample": sampled - started, "time/train": trained - sampled}
+        metrics |= {f"time/{part}": seconds for part, seconds in parts.collector.seconds.items()}
+        keep(parts, [*groups, *dropped])
+        if due(cfg.eval.every, parts):
+            metrics |= measure(parts, cfg.eval.split)
+        log(parts, metrics | {"time/step": time.perf_counter() - started})
+        if due(cfg.save.every, parts):
+            save(parts, metrics.get("eval/accuracy"))
+    parts.console.stop()
+    return finish(parts)

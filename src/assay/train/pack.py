@@ -1,0 +1,83 @@
+"""Rollouts -> micro-batches: packed tokens with what the loss needs of each; weights are settled before any split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from assay.types import Group, Rollout
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence to train on."""
+
+    ids: list[int]
+    trained: list[int]  # 1 for tokens in the loss
+    behaviour_logprobs: list[float]  # of the sampler, aligned with ids
+    advantage: float
+    weight: float  # of each of its trained tokens in the loss of the whole batch
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Row:
+        return cls(rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, rollout.advantage, 0.0)
+
+
+@dataclass
+class MicroBatch:
+    """N packed tokens; the [M] tensors hold the trained ones among them only."""
+
+    ids: Tensor  # [N]
+    lengths: list[int]  # of the sequences
+    trained: Tensor  # [N] bool
+    behaviour_logprobs: Tensor  # [M]
+    advantages: Tensor  # [M]
+    weights: Tensor  # [M]
+    ref_logprobs: Tensor | None = None  # [M]
+
+
+def rows_of(groups: Sequence[Group], token_weights: Callable[[Tensor], Tensor]) -> list[Row]:
+    """One row for each rollout, weighted over all of them; masked rollouts count in the weights but carry no loss."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = torch.tensor([0 if rollout.masked else rollout.length for rollout in rollouts])
+    weights = token_weights(lengths).tolist()
+    return [
+        replace(Row.of(rollout), weight=weight)
+        for rollout, weight in zip(rollouts, weights, strict=True)
+        if not rollout.masked
+    ]
+
+
+def split_rows(rows: Sequence[Row], token_budget: int) -> Iterator[list[Row]]:
+    """Parts of at most `token_budget` tokens (a longer sequence is a part of its own), of similar lengths."""
+    part: list[Row] = []
+    size = 0
+    for row in sorted(rows, key=lambda row: len(row.ids)):
+        if part and size + len(row.ids) > token_budget:
+            yield part
+            part, size = [], 0
+        part.append(row)
+        size += len(row.ids)
+    if part:
+        yield part
+
+
+def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = torch.float32) -> MicroBatch:
+    trained = torch.tensor([bit for row in rows for bit in row.trained], dtype=torch.bool)
+    counts = torch.tensor([sum(row.trained) for row in rows])
+    behaviour = torch.tensor([p for row in rows for p in row.behaviour_logprobs], dtype=dtype)[trained]
+
+    def each_token(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=dtype).repeat_interleave(counts).to(device)
+
+    return MicroBatch(
+        ids=torch.tensor([t for row in rows for t in row.ids]).to(device),
+        lengths=[len(row.ids) for row in rows],
+        trained=trained.to(device),
+        behaviour_logprobs=behaviour.to(device),
+        advantages=each_token([row.advantage for row in rows]),
+        weights=each_token([row.weight for row in rows]),
+    )

@@ -1,0 +1,148 @@
+"""Settings -> the parts of a run: task, judge, tokenizer, model, renderer, engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from assay.algos import Algorithm, make_algorithm
+from assay.config import EngineConfig, MeasureConfig, ModelConfig, PromptConfig, RewardConfig, TaskConfig, TrainConfig
+from assay.engine.base import Engine
+from assay.models import PolicyModel, build_preset, load_model, pick_device, pick_dtype
+from assay.rewards import FunctionJudge, Judge, RewardMix
+from assay.rewards.importing import load_object
+from assay.runs.resolve import resolve_model
+from assay.tasks import Task, make_task
+from assay.tasks.base import UNLIMITED
+from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
+from assay.text.few_shot import few_shot_from_prompts, load_few_shot, read_text_file
+from assay.types import Prompt, UserError
+
+PRESET = "preset:"
+PRESET_LENGTH = 512
+
+
+def build_task(cfg: TaskConfig, **changes: object) -> Task:
+    if not cfg.name:
+        raise UserError(
+            "no task: set task.name to gsm8k, math, countdown, abacus, jsonl, or your own, e.g. --task gsm8k"
+        )
+    return make_task(cfg.name, cfg.path or None, **{**cfg.args, **changes})
+
+
+def take(prompts: Sequence[Prompt], count: int, split: str, endless: bool = False) -> Sequence[Prompt]:
+    """The first `count` prompts (0: all, which must not be endless unless that is fine)."""
+    if not len(prompts):
+        raise UserError(f"the {split} split is empty: check task.path")
+    if not count and not endless and len(prompts) >= UNLIMITED:
+        raise UserError(
+            f"the {split} split is generated and endless: "
+            "say how many problems to use (eval.examples, eval.final_examples)"
+        )
+    return prompts[:count] if count else prompts
+
+
+def build_judge(cfg: RewardConfig, task: Task) -> Judge:
+    judge = FunctionJudge(cfg.function) if cfg.function else task.judge(cfg.extract or None, cfg.strict)
+    return RewardMix(
+        judge,
+        accuracy=cfg.accuracy,
+        format=cfg.format,
+        length=cfg.length,
+        correct=cfg.correct,
+        wrong=cfg.wrong,
+        unparsable=cfg.unparsable,
+        format_pattern=cfg.format_pattern or None,
+        target_length=cfg.target_length,
+    )
+
+
+def build_tokenizer(cfg: ModelConfig, source: str, task: Task | None) -> Tokenizer:
+    if cfg.tokenizer not in ("", "words", "characters"):
+        return load_tokenizer(cfg.tokenizer, trust_remote_code=cfg.trust_remote_code)
+    if not source.startswith(PRESET):
+        return load_tokenizer(source, trust_remote_code=cfg.trust_remote_code)
+    if cfg.tokenizer == "characters":
+        return char_tokenizer()
+    words = getattr(task, "words", None)
+    if words is None:
+        raise UserError("this task has no list of words: set model.tokenizer to 'characters' or a tokenizer's folder")
+    return word_tokenizer(words())
+
+
+def build_policy(cfg: ModelConfig, source: str, tokenizer: Tokenizer, device: torch.device, seed: int) -> PolicyModel:
+    """The policy in float32: master weights are never anything less, whatever the computation's dtype."""
+    if source.startswith(PRESET):
+        name = source.removeprefix(PRESET)
+        return build_preset(name, tokenizer.vocab_size, cfg.max_length or PRESET_LENGTH, seed).to(device)
+    return load_model(source, device=device, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code)
+
+
+def model_source(cfg: ModelConfig, runs_dir: str) -> str:
+    if not cfg.source:
+        raise UserError("no model: set model.source, e.g. --model Qwen/Qwen2.5-0.5B-Instruct, a folder, or preset:tiny")
+    return resolve_model(cfg.source, Path(runs_dir))
+
+
+def build_renderer(cfg: PromptConfig, tokenizer: Tokenizer, task: Task | None) -> Renderer:
+    if cfg.system and cfg.system_file:
+        raise UserError("prompt.system and prompt.system_file are both set: keep one of them")
+    examples: Sequence[tuple[str, str]] = ()
+    if cfg.few_shot and cfg.few_shot_file:
+        examples = load_few_shot(cfg.few_shot_file, cfg.few_shot)
+    elif cfg.few_shot and task is not None:
+        examples = few_shot_from_prompts(task.prompts("train"), cfg.few_shot)
+    return Renderer(
+        tokenizer,
+        style=cfg.style,
+        template=cfg.template or None,
+        system=read_text_file(cfg.system_file) if cfg.system_file else cfg.system or None,
+        few_shot=examples,
+    )
+
+
+def build_engine(cfg: EngineConfig, policy: PolicyModel, renderer: Renderer, max_length: int) -> Engine:
+    from assay.engine import make_engine
+
+    return make_engine(
+        cfg.name,
+        policy,
+        device=policy.device,
+        dtype=pick_dtype(cfg.dtype, policy.device),
+        max_batch=cfg.max_batch,
+        max_length=min(max_length or policy.max_length, policy.max_length),
+        decode=renderer.decode,
+    )
+
+
+def build_algorithm(cfg: TrainConfig) -> Algorithm:
+    """The recipe with the user's changes; advantage and policy_loss may be functions given by path."""
+    changes = cfg.algo.model_dump(exclude_none=True, exclude={"recipe", "reference"})
+    for key in ("advantage", "policy_loss"):
+        if ":" in str(changes.get(key, "")):
+            changes[key] = load_object(changes[key])
+    known = {f.name for f in fields(Algorithm)}
+    assert set(changes) <= known, set(changes) - known
+    algo = make_algorithm(cfg.algo.recipe, max_new_tokens=cfg.sampling.max_new_tokens, **changes)
+    algo.check_samples(cfg.train.samples)
+    return algo
+
+
+def build_server(model: str, cfg: MeasureConfig, task: Task | None) -> tuple[Renderer, Engine]:
+    """A finished model, ready to answer: in the engine's dtype, with nothing kept for training."""
+    settings = cfg.model.model_copy(update={"source": model})
+    source = model_source(settings, cfg.runs_dir)
+    if source.startswith(PRESET):
+        raise UserError(f"{model} is untrained: name a checkpoint (run:NAME@last), a folder, a hub id or a GGUF file")
+    device = pick_device(cfg.device)
+    renderer = build_renderer(cfg.prompt, build_tokenizer(settings, source, task), task)
+    policy = load_model(
+        source,
+        device=device,
+        dtype=pick_dtype(cfg.engine.dtype, device),
+        trust_remote_code=settings.trust_remote_code,
+    )
+    return renderer, build_engine(cfg.engine, policy, renderer, cfg.model.max_length)

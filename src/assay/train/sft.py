@@ -1,0 +1,47 @@
+"""A supervised warm start on worked solutions: reinforcement's own packing, loss and optimizer, with advantage 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from assay.algos import Algorithm
+from assay.config import SftConfig
+from assay.text import Renderer
+from assay.train.data import PromptStream
+from assay.train.optim import make_adamw, rate
+from assay.train.pack import Row
+from assay.train.update import Updater
+from assay.types import Prompt, UserError
+
+# Minus the mean log-probability of the solution's tokens is REINFORCE with an advantage of 1.
+IMITATION = Algorithm(advantage="none", policy_loss="reinforce", aggregate="token")
+
+
+def warm_start(
+    updater: Updater, renderer: Renderer, prompts: Sequence[Prompt], cfg: SftConfig, seed: int
+) -> Iterator[dict[str, float]]:
+    """Train on `cfg.steps` batches of solutions; yields each step's metrics."""
+    stream = PromptStream(prompts, seed)
+    imitator = replace(
+        updater, optimizer=make_adamw(updater.policy, cfg.lr, weight_decay=cfg.weight_decay), temperature=1.0
+    )
+    for step in range(cfg.steps):
+        rows = solution_rows(stream.next(cfg.batch), renderer, updater.policy.max_length)
+        lr = cfg.lr * rate("linear", step, cfg.steps, cfg.warmup)
+        sums, norm, _ = imitator.step(rows, IMITATION, lr)
+        yield {"sft/loss": float(sums.losses["loss/policy"]), "sft/grad_norm": norm, "sft/lr": lr}
+    updater.token_budget = imitator.token_budget
+
+
+def solution_rows(prompts: Sequence[Prompt], renderer: Renderer, max_length: int) -> list[Row]:
+    rows = []
+    for prompt in prompts:
+        if prompt.solution is None:
+            raise UserError(f"prompt {prompt.id} has no worked solution to learn from: set sft.steps = 0, or add them")
+        ids, mask = renderer.example(prompt, prompt.solution)
+        rows.append(Row(ids[:max_length], mask[:max_length], [0.0] * min(len(ids), max_length), 1.0, 0.0))
+    weights = IMITATION.token_weights(torch.tensor([sum(row.trained) for row in rows])).tolist()
+    return [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]

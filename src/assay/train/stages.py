@@ -1,0 +1,228 @@
+"""The stages of a run that the loop calls: sampling, measuring, logging, saving, beginning and finishing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from assay.algos import Algorithm
+from assay.config import TrainConfig
+from assay.engine.base import SamplingParams
+from assay.evals.evaluate import evaluate
+from assay.evals.report import Report, compare
+from assay.rollout import Collector
+from assay.runs import Run, checkpoints, rollouts
+from assay.runs.console import Console
+from assay.runs.curves import draw_curves
+from assay.runs.trackers import Tracker
+from assay.text import Tokenizer
+from assay.train import checkpoint
+from assay.train.checkpoint import State
+from assay.train.data import PromptStream
+from assay.train.optim import rate
+from assay.train.reference import freeze_reference
+from assay.train.sft import warm_start
+from assay.train.sync import sync_weights
+from assay.train.update import Updater
+from assay.types import Group, Prompt
+
+
+@dataclass
+class Parts:
+    """Everything a run is made of; `assay.train.start` builds it."""
+
+    cfg: TrainConfig
+    run: Run
+    tokenizer: Tokenizer
+    collector: Collector
+    updater: Updater
+    algo: Algorithm
+    stream: PromptStream
+    demonstrations: Sequence[Prompt]  # for the warm start
+    evaluations: dict[str, Sequence[Prompt]]  # the problems of each split that is measured
+    total_steps: int
+    state: State
+    console: Console
+    clock: float  # when the run began, less what earlier sittings took
+    resumed: bool = False
+    trackers: list[Tracker] = field(default_factory=list)
+
+
+def begin(parts: Parts) -> None:
+    """The warm start, if there is one, and the first measurement: of what reinforcement starts from.
+
+    A run that is nothing but a warm start is measured before it instead.
+    """
+    cfg = parts.cfg
+    if parts.total_steps and cfg.sft.steps:
+        imitate(parts)
+    log(parts, measure(parts, cfg.eval.final_split, "before"))
+    if not parts.total_steps:
+        imitate(parts)
+    elif parts.algo.needs_reference:
+        freeze_reference(parts.updater, parts.run.path)
+    save(parts)
+
+
+def imitate(parts: Parts) -> None:
+    cfg, console = parts.cfg, parts.console
+    started = time.perf_counter()
+    metrics: dict[str, float] = {}
+    console.start(cfg.sft.steps, f"{parts.run.name}: warm start")
+    steps = warm_start(parts.updater, parts.collector.renderer, parts.demonstrations, cfg.sft, cfg.seed)
+    for step, metrics in enumerate(steps, 1):
+        parts.run.log(0, {"sft/step": step, **metrics})
+        console.step(step, metrics)
+    console.stop()
+    sync_weights(parts.updater.policy, parts.collector.engine, version=0)
+    parts.state.facts["sft"] = {
+        "steps": cfg.sft.steps,
+        "loss": metrics.get("sft/loss"),
+        "wall_s": round(time.perf_counter() - started, 2),
+    }
+
+
+def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
+    """One step's groups, and those the algorithm dropped; new prompts replace dropped ones for as long as it allows."""
+    cfg, state = parts.cfg, parts.state
+    params = SamplingParams(
+        n=cfg.train.samples,
+        temperature=cfg.sampling.temperature,
+        top_k=cfg.sampling.top_k,
+        top_p=cfg.sampling.top_p,
+        max_new_tokens=cfg.sampling.max_new_tokens,
+        stop=tuple(cfg.sampling.stop),
+    )
+    kept: list[Group] = []
+    dropped: list[Group] = []
+    for _ in range(1 + parts.algo.resample):
+        prompts = parts.stream.next(cfg.train.prompts - len(kept))
+        groups, rejected = parts.algo.keep(parts.collector.collect(prompts, params, (cfg.seed, state.step)))
+        kept += groups
+        dropped += rejected
+        if len(kept) == cfg.train.prompts:
+            break
+    state.cursor = parts.stream.cursor
+    state.tokens += sum(rollout.length for group in (*kept, *dropped) for rollout in group.rollouts)
+    return kept, dropped
+
+
+def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, float]:
+    """What the rollouts of a step look like."""
+    every = [*groups, *dropped]
+    answers = [rollout for group in every for rollout in group.rollouts]
+    count = len(answers)
+    statuses = Counter(str(r.verdict.status) for r in answers if r.verdict)
+    mean = sum(r.reward for r in answers) / count
+    kept_mass = [turn.completion.kept_mass for r in answers for turn in r.turns]
+    return {
+        "reward/mean": mean,
+        "reward/std": (sum((r.reward - mean) ** 2 for r in answers) / count) ** 0.5,
+        "reward/correct": statuses["ok"] / count,
+        "groups/zero_variance": sum(len(set(group.rewards)) == 1 for group in every) / len(every),
+        "groups/dropped": float(len(dropped)),
+        "length/mean": sum(r.length for r in answers) / count,
+        "length/max": float(max(r.length for r in answers)),
+        "length/truncated": sum(r.truncated for r in answers) / count,
+        "sampling/kept_mass": sum(kept_mass) / len(kept_mass),
+        **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
+    }
+
+
+def learning_rate(parts: Parts) -> float:
+    cfg = parts.cfg.optim
+    fraction = rate(cfg.schedule, parts.state.step, parts.total_steps, cfg.warmup, cfg.final)
+    return cfg.lr * cfg.initial * fraction
+
+
+def due(every: int, parts: Parts) -> bool:
+    """Every so many steps and at the end; never, where `every` is 0 and it is not the end."""
+    return parts.state.step == parts.total_steps or (every > 0 and parts.state.step % every == 0)
+
+
+def measure(parts: Parts, split: str, label: str = "eval") -> dict[str, float]:
+    """Evaluate the policy as it is now, and keep the answers."""
+    cfg = parts.cfg
+    params = SamplingParams(
+        n=cfg.eval.samples,
+        temperature=cfg.eval.temperature,
+        top_k=cfg.eval.top_k,
+        top_p=cfg.eval.top_p,
+        max_new_tokens=cfg.eval.max_new_tokens or cfg.sampling.max_new_tokens,
+        stop=tuple(cfg.sampling.stop),
+    )
+    started = time.perf_counter()
+    report, groups = evaluate(parts.collector, parts.evaluations[f"{label}:{split}"], params, cfg.seed)
+    rollouts.write_rollouts(parts.run.path, parts.state.step, groups, "eval", split=f"{label}-{split}")
+    found = report.summary()
+    return {
+        f"{label}/accuracy": report.accuracy,
+        f"{label}/low": found["ci95"][0],
+        f"{label}/high": found["ci95"][1],
+        f"{label}/length": found["mean_length"],
+        f"{label}/truncated": found["truncated"],
+        f"{label}/format": found["format"],
+        "time/eval": time.perf_counter() - started,
+        **{f"{label}/pass@{k}": value for k, value in found.get("pass_at_k", {}).items()},
+        **{f"{label}/majority@{k}": value for k, value in found.get("majority_at_k", {}).items()},
+    }
+
+
+def keep_rollouts(parts: Parts, groups: Sequence[Group]) -> None:
+    count = parts.cfg.save.rollouts
+    if count:
+        rollouts.write_rollouts(parts.run.path, parts.state.step, groups)
+        rollouts.keep_rollouts(parts.run.path, "all" if count < 0 else count)
+
+
+def log(parts: Parts, metrics: dict[str, float]) -> None:
+    parts.state.wall_s = time.perf_counter() - parts.clock
+    metrics = metrics | {"time/wall": parts.state.wall_s}
+    parts.run.log(parts.state.step, metrics)
+    parts.console.step(parts.state.step, metrics)
+    for tracker in parts.trackers:
+        tracker.log(parts.state.step, metrics)
+
+
+def save(parts: Parts, accuracy: float | None = None) -> None:
+    """A checkpoint; it is the best one if its accuracy on the validation problems is."""
+    path = parts.run.path
+    parts.state.wall_s = time.perf_counter() - parts.clock
+    checkpoint.save(path, parts.state, parts.updater.policy, parts.updater.optimizer, parts.tokenizer)
+    best = checkpoints.read_best(path)
+    if accuracy is not None and (best is None or accuracy > best["value"]):
+        checkpoints.set_best(path, parts.state.step, accuracy)
+    checkpoints.prune(path, parts.cfg.save.keep)
+
+
+def finish(parts: Parts) -> dict[str, Any]:
+    """The last measurement, the paired test, the summary and the curves."""
+    cfg, run, state = parts.cfg, parts.run, parts.state
+    split = cfg.eval.final_split
+    log(parts, measure(parts, split, "after"))
+    before = Report.read(rollouts.read_lines(run.path, 0, "eval", f"before-{split}"))
+    after = Report.read(rollouts.read_lines(run.path, state.step, "eval", f"after-{split}"))
+    paired = compare(before, after)
+    summary = {
+        "run": run.name,
+        "task": cfg.task.name,
+        "model": cfg.model.source,
+        "algorithm": cfg.algo.recipe if parts.total_steps else "sft",
+        "steps": state.step,
+        "wall_s": round(time.perf_counter() - parts.clock, 2),
+        "split": split,
+        "before": before.summary(),
+        "after": after.summary(),
+        "paired": {"p_value": paired.p_value, "gained": paired.gained, "lost": paired.lost},
+        "tokens": state.tokens,
+        "seed": cfg.seed,
+        **state.facts,
+    }
+    run.write_summary(summary)
+    draw_curves(run.path)
+    for tracker in parts.trackers:
+        tracker.close()
+    return summary

@@ -1,0 +1,133 @@
+"""Settings -> a run that is ready to train: new, or resumed from its last checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from assay.config import TrainConfig
+from assay.models import pick_device, pick_dtype
+from assay.rewards import JudgePool
+from assay.rollout import Collector
+from assay.runs import Run, checkpoints
+from assay.runs.console import Console
+from assay.runs.trackers import make_trackers
+from assay.settings import to_toml
+from assay.tasks import Task
+from assay.tasks.overlap import overlap
+from assay.train import checkpoint, setup
+from assay.train.data import PromptStream
+from assay.train.optim import make_adamw
+from assay.train.reference import load_reference
+from assay.train.stages import Parts
+from assay.train.update import Updater
+from assay.types import Prompt, UserError
+
+
+def new_run(cfg: TrainConfig, console: Console) -> Parts:
+    """Everything that can fail on the user's settings fails before a run directory is made."""
+    clock = time.perf_counter()
+    parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), clock)
+    parts.run = Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg))
+    if parts.algo.needs_reference:
+        load_reference(parts.updater, parts.run.path, cfg.algo.reference, cfg.runs_dir)
+    parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, parts.run)
+    return parts
+
+
+def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
+    """Go on from the last sound checkpoint; whatever the run wrote after it is cut back."""
+    clock = time.perf_counter()
+    step, complaints = checkpoints.last_sound(run.path)
+    for complaint in complaints:
+        console.warn(f"{complaint}: going on from an earlier checkpoint")
+    source = setup.model_source(cfg.model, cfg.runs_dir)
+    if step is not None:
+        source = str(checkpoints.folder(run.path, step) / "model")
+    parts = assemble(cfg, console, source, clock)
+    parts.run = run
+    run.cut_back(-1 if step is None else step)
+    if step is not None:
+        parts.state = checkpoint.load_state(run.path, step)
+        checkpoint.load_optimizer(run.path, step, parts.updater.policy, parts.updater.optimizer)
+        parts.stream.cursor, parts.resumed = parts.state.cursor, True
+        parts.clock -= parts.state.wall_s
+    if parts.algo.needs_reference:
+        load_reference(parts.updater, parts.run.path, cfg.algo.reference, cfg.runs_dir)
+    parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, run)
+    return parts
+
+
+def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> Parts:
+    algo = setup.build_algorithm(cfg)
+    device = pick_device(cfg.device)
+    task = setup.build_task(cfg.task)
+    train = setup.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
+    evaluations = evaluation_prompts(cfg, task)
+    report_overlap(train, evaluations, console)
+    tokenizer = setup.build_tokenizer(cfg.model, source, task)
+    renderer = setup.build_renderer(cfg.prompt, tokenizer, task)
+    policy = setup.build_policy(cfg.model, source, tokenizer, device, cfg.seed)
+    if tokenizer.vocab_size > policy.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {policy.vocab_size}: "
+            "they do not belong together; set model.tokenizer to the model's own"
+        )
+    o = cfg.optim
+    updater = Updater(
+        policy,
+        make_adamw(policy, o.lr, o.betas, o.eps, o.weight_decay),
+        temperature=cfg.sampling.temperature,
+        max_grad_norm=o.max_grad_norm,
+        token_budget=cfg.train.token_budget,
+        dtype=pick_dtype(cfg.dtype, device),
+    )
+    engine = setup.build_engine(cfg.engine, policy, renderer, cfg.model.max_length)
+    judge = JudgePool(setup.build_judge(cfg.reward, task), cfg.reward.workers, cfg.reward.timeout_s)
+    if cfg.sampling.top_k or cfg.sampling.top_p < 1:
+        console.warn("sampling is truncated (top_k or top_p): importance ratios are inexact; see sampling/kept_mass")
+    return Parts(
+        cfg=cfg,
+        run=Run(Path()),
+        tokenizer=tokenizer,
+        collector=Collector(engine, renderer, judge),
+        updater=updater,
+        algo=algo,
+        stream=PromptStream(train, cfg.seed),
+        demonstrations=setup.build_task(cfg.task, **cfg.sft.args).prompts("train") if cfg.sft.steps else (),
+        evaluations=evaluations,
+        total_steps=total_steps(cfg, len(train)),
+        state=checkpoint.State(),
+        console=console,
+        clock=clock,
+    )
+
+
+def total_steps(cfg: TrainConfig, prompts: int) -> int:
+    return -(-int(cfg.train.epochs * prompts) // cfg.train.prompts) if cfg.train.epochs else cfg.train.steps
+
+
+def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Prompt]]:
+    """By label and split: the problems of the periodic evaluation, and those of before and after."""
+    final = setup.take(task.prompts(cfg.eval.final_split), cfg.eval.final_examples, cfg.eval.final_split)
+    found = {f"{label}:{cfg.eval.final_split}": final for label in ("before", "after")}
+    if cfg.train.steps or cfg.train.epochs:
+        periodic = setup.take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
+        found[f"eval:{cfg.eval.split}"] = periodic
+    return found
+
+
+def report_overlap(train: Sequence[Prompt], evaluations: dict[str, Sequence[Prompt]], console: Console) -> None:
+    for label, prompts in evaluations.items():
+        if label.startswith("after:"):
+            continue  # the same problems as before
+        found = overlap(train, prompts)
+        name = label.partition(":")[2]
+        if found.n_shared:
+            console.warn(
+                f"{found.n_shared} of the {found.n_eval} {name} problems are in the train split too "
+                f"(e.g. {found.examples[0]}): accuracies on them are too good to be true"
+            )
+        else:
+            console.note(f"no overlap between {found.n_train_checked:,} train and {found.n_eval:,} {name} problems")

@@ -1,0 +1,115 @@
+"""From a batch of rollouts to changed weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from assay.algos import Algorithm, LossBatch, Sums, metrics
+from assay.models import PolicyModel
+from assay.models.logprobs import token_logprobs
+from assay.train.optim import clip_gradients, set_rate
+from assay.train.pack import MicroBatch, Row, pack, rows_of, split_rows
+from assay.types import Group
+
+
+@dataclass
+class Updater:
+    """The policy, its optimizer, and how a batch goes through them."""
+
+    policy: PolicyModel
+    optimizer: torch.optim.Optimizer
+    temperature: float = 1.0
+    max_grad_norm: float = 1.0
+    token_budget: int = 16384  # halved, for good, whenever a micro-batch does not fit into memory
+    dtype: torch.dtype = torch.float32  # of the computation; weights stay as they are
+    reference: PolicyModel | None = None
+
+    def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
+        """`passes` times over the groups, each time in `algo.updates` optimizer steps."""
+        size = -(-len(groups) // algo.updates)
+        parts = [rows_of(groups[i : i + size], algo.token_weights) for i in range(0, len(groups), size)]
+        steps = [self.step(rows, algo, lr) for _ in range(passes) for rows in parts if rows]
+        if not steps:
+            return {"optim/lr": lr, "optim/skipped": 1.0}
+        sums, norms, skipped = zip(*steps, strict=True)
+        return metrics(sum(sums), updates=len(steps)) | {
+            "optim/lr": lr,
+            "optim/grad_norm": sum(norms) / len(norms),
+            "optim/skipped": float(sum(skipped)),
+        }
+
+    def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
+        """One optimizer step. The split into micro-batches changes memory and time, not the result."""
+        while True:
+            try:
+                sums = self._accumulate(rows, algo)
+                break
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not out_of_memory(error) or not self._shrink(rows):
+                    raise
+        norm = float(clip_gradients(self.policy.parameters(), self.max_grad_norm))
+        finite = bool(torch.isfinite(torch.tensor(norm)))
+        if finite:
+            set_rate(self.optimizer, lr)
+            self.optimizer.step()
+        else:
+            warnings.warn("the gradient is not finite: this update is skipped", stacklevel=2)
+        self.optimizer.zero_grad(set_to_none=True)
+        return sums, norm, not finite
+
+    def _accumulate(self, rows: Sequence[Row], algo: Algorithm) -> Sums:
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = [pack(part, self.policy.device, self._loss_dtype) for part in split_rows(rows, self.token_budget)]
+        return sum(self._backward(part, algo) for part in parts)  # type: ignore[return-value]
+
+    def _backward(self, part: MicroBatch, algo: Algorithm) -> Sums:
+        ref_logprobs = self._ref_logprobs(part) if algo.needs_reference else None
+        with self._computing():
+            logprobs, entropy = token_logprobs(self.policy, part.ids, part.lengths, part.trained, self.temperature)
+        out = algo.loss(
+            LossBatch(
+                logprobs=logprobs,
+                behaviour_logprobs=part.behaviour_logprobs,
+                advantages=part.advantages,
+                weights=part.weights,
+                entropy=entropy if algo.needs_entropy else entropy.detach(),
+                ref_logprobs=ref_logprobs,
+            )
+        )
+        out.total.backward()
+        return out.sums
+
+    @torch.no_grad()
+    def _ref_logprobs(self, part: MicroBatch) -> Tensor:
+        assert self.reference is not None, "an algorithm with a KL term needs a reference model"
+        with self._computing():
+            return token_logprobs(self.reference, part.ids, part.lengths, part.trained, self.temperature)[0]
+
+    def _computing(self) -> AbstractContextManager:
+        return torch.autocast(self.policy.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    @property
+    def _loss_dtype(self) -> torch.dtype:
+        return torch.float64 if next(self.policy.parameters()).dtype == torch.float64 else torch.float32
+
+    def _shrink(self, rows: Sequence[Row]) -> bool:
+        """Halve the budget; False when a single sequence is already all there is in a micro-batch."""
+        longest = max(len(row.ids) for row in rows)
+        if self.token_budget <= longest:
+            return False
+        self.token_budget = max(min(self.token_budget, sum(len(row.ids) for row in rows)) // 2, longest)
+        self.optimizer.zero_grad(set_to_none=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        warnings.warn(f"out of memory: going on with train.token_budget = {self.token_budget}", stacklevel=2)
+        return True
+
+
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

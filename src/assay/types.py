@@ -1,0 +1,139 @@
+"""The nouns of the house. Standard library only, so that every room can speak them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypedDict
+
+
+class UserError(ValueError):
+    """Something the user can mend. The command line prints it as one line and exits with code 2."""
+
+
+class Message(TypedDict):
+    role: str  # system, user, assistant or tool
+    content: str
+
+
+class Finish(StrEnum):
+    """Why the engine stopped writing a completion."""
+
+    STOP = "stop"  # a stop token or stop string
+    LENGTH = "length"  # max_new_tokens, or the end of the context
+
+
+class Status(StrEnum):
+    """What a judge found. A judge that failed is data too: never a silent zero."""
+
+    OK = "ok"
+    WRONG = "wrong"
+    NO_ANSWER = "no_answer"  # nothing that looks like a final answer
+    UNPARSABLE = "unparsable"  # there is an answer, but it cannot be read
+    TIMEOUT = "timeout"  # the judge ran past its time limit
+    ERROR = "error"  # the judge itself failed; `detail` says how
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem of a task: what is asked, and what its judge needs to know."""
+
+    id: str  # stable over runs, e.g. "gsm8k/train/17"
+    messages: tuple[Message, ...]
+    answer: str = ""  # the gold answer
+    solution: str | None = None  # a worked solution, for SFT and few-shot examples
+    fields: Mapping[str, Any] = field(default_factory=dict)  # anything else: nums, target, level, ...
+
+    @property
+    def question(self) -> str:
+        """The last user message."""
+        return next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), "")
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a judge says of one completion."""
+
+    reward: float
+    status: Status
+    parsed: str | None = None  # the answer as it was extracted
+    parts: dict[str, float] = field(default_factory=dict)  # the reward's components, before weighting
+    detail: str = ""  # one line, for people
+
+    @property
+    def correct(self) -> bool:
+        return self.status is Status.OK
+
+
+@dataclass(slots=True)
+class Completion:
+    """What the engine wrote for one sample. Log-probabilities are of the sampled tokens, one for each token id."""
+
+    token_ids: list[int]
+    engine_logprobs: list[float]  # at the sampling temperature, before top-k/top-p: what the trainer recomputes
+    sampling_logprobs: list[float]  # after truncation: what the token was really drawn with
+    finish: Finish
+    version: int = 0  # of the weights that wrote it
+    kept_mass: float = 1.0  # mean probability kept by top-k/top-p; 1 without truncation
+
+
+@dataclass(slots=True)
+class Turn:
+    """Tokens given to the policy (a prompt, a tool's answer: never trained on), then what it wrote."""
+
+    context_ids: list[int]
+    completion: Completion
+    text: str  # the completion, decoded, without special tokens
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One attempt at a prompt, from the first token to the verdict."""
+
+    prompt: Prompt
+    sample: int  # index within its group
+    turns: list[Turn]
+    verdict: Verdict | None = None
+    reward: float = 0.0  # what the algorithm learns from: the verdict's reward after shaping
+    advantage: float = 0.0
+    masked: bool = False  # a filter took it out of the loss (e.g. cut off at the length limit)
+
+    @property
+    def text(self) -> str:
+        return "".join(turn.text for turn in self.turns)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [t for turn in self.turns for t in (*turn.context_ids, *turn.completion.token_ids)]
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 for each token that the policy sampled, 0 for what it was given."""
+        return [m for turn in self.turns for m in ([0] * len(turn.context_ids) + [1] * len(turn.completion.token_ids))]
+
+    @property
+    def engine_logprobs(self) -> list[float]:
+        """Aligned with `token_ids`; 0 where the loss mask is 0."""
+        return [p for turn in self.turns for p in ([0.0] * len(turn.context_ids) + turn.completion.engine_logprobs)]
+
+    @property
+    def length(self) -> int:
+        """Tokens written by the policy."""
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+    @property
+    def truncated(self) -> bool:
+        return self.turns[-1].completion.finish is Finish.LENGTH
+
+
+@dataclass(slots=True)
+class Group:
+    """All attempts at one prompt in one step: what group baselines compare."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [rollout.reward for rollout in self.rollouts]

@@ -1,0 +1,268 @@
+"""The whole algorithm: keep, credit, and a loss that does not depend on how a batch is split."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from assay.algos.algorithm import Algorithm, LossBatch
+from assay.algos.recipes import RECIPES, make_algorithm
+from assay.algos.sums import Sums, metrics
+from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
+
+VOCAB, WIDTH = 7, 5
+
+
+def make_group(name: str, samples: list[tuple[float, int]], limit: int = 10) -> Group:
+    """Samples are (verdict's reward, tokens); those that reach the limit were cut off."""
+    prompt = Prompt(id=name, messages=())
+    rollouts = []
+    for index, (reward, length) in enumerate(samples):
+        finish = Finish.LENGTH if length >= limit else Finish.STOP
+        completion = Completion([0] * length, [-1.0] * length, [-1.0] * length, finish)
+        rollouts.append(Rollout(prompt, index, [Turn([1], completion, "")], Verdict(reward, Status.WRONG)))
+    return Group(prompt, rollouts)
+
+
+def all_rollouts(groups: list[Group]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+class Batch:
+    """Random sequences for a linear softmax policy in float64, small enough to check by brute force."""
+
+    def __init__(self, seed: int, lengths: tuple[int, ...] = (3, 1, 6, 0, 4, 2, 5, 0, 1)) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.lengths = lengths
+        self.theta = normal(WIDTH, VOCAB)
+        self.features = [normal(length, WIDTH) for length in lengths]
+        self.tokens = [torch.randint(VOCAB, (length,), generator=generator) for length in lengths]
+        self.behaviour = [-1.9 + 0.5 * normal(length) for length in lengths]
+        self.reference = [-1.9 + 0.5 * normal(length) for length in lengths]
+        self.engine = [b + 0.01 * normal(length) for b, length in zip(self.behaviour, lengths, strict=True)]
+        self.advantages = normal(len(lengths))
+
+    def loss_batch(self, theta: Tensor, members: list[int], weights: Tensor) -> LossBatch:
+        def cat(parts: list[Tensor]) -> Tensor:
+            return torch.cat([parts[i] for i in members]) if members else theta.new_zeros(0)
+
+        repeats = torch.tensor([self.lengths[i] for i in members], dtype=torch.long)
+        features = cat(self.features).reshape(-1, WIDTH)
+        logprobs = (features @ theta).log_softmax(-1)
+        tokens = cat(self.tokens).long()
+        index = torch.tensor(members, dtype=torch.long)
+        return LossBatch(
+            logprobs=logprobs.gather(1, tokens[:, None])[:, 0],
+            behaviour_logprobs=cat(self.behaviour),
+            advantages=self.advantages[index].repeat_interleave(repeats),
+            weights=weights[index].repeat_interleave(repeats),
+            entropy=-(logprobs.exp() * logprobs).sum(-1),
+            ref_logprobs=cat(self.reference),
+            engine_logprobs=cat(self.engine),
+        )
+
+    def run(self, algorithm: Algorithm, splits: list[list[int]]) -> tuple[float, Tensor, Sums]:
+        """Accumulated loss, gradient and sums over micro-batches."""
+        weights = algorithm.token_weights(torch.tensor(self.lengths))
+        theta = self.theta.clone().requires_grad_()
+        outs = []
+        for members in splits:
+            out = algorithm.loss(self.loss_batch(theta, members, weights))
+            out.total.backward()
+            outs.append(out)
+        assert theta.grad is not None
+        return (
+            sum(float(out.total.detach()) for out in outs),
+            theta.grad,
+            sum((out.sums for out in outs[1:]), outs[0].sums),
+        )
+
+
+def random_splits(count: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    order = list(range(count))
+    rng.shuffle(order)
+    cuts = sorted(rng.sample(range(count + 1), rng.randint(1, count)))
+    return [order[a:b] for a, b in itertools.pairwise([0, *cuts, count])]
+
+
+def with_everything_on(recipe: str) -> Algorithm:
+    return make_algorithm(recipe, kl="k3", kl_coef=0.3, entropy_coef=0.1, max_new_tokens=10)
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("seed", range(8))
+def test_loss_gradient_and_metrics_do_not_depend_on_the_split(recipe: str, seed: int) -> None:
+    batch, algorithm = Batch(seed), with_everything_on(recipe)
+    whole, whole_gradient, whole_sums = batch.run(algorithm, [list(range(len(batch.lengths)))])
+    for split_seed in range(4):
+        splits = random_splits(len(batch.lengths), 100 * seed + split_seed)
+        total, gradient, sums = batch.run(algorithm, splits)
+        assert total == pytest.approx(whole, abs=1e-12)
+        torch.testing.assert_close(gradient, whole_gradient, atol=1e-12, rtol=0)
+        assert metrics(sums) == pytest.approx(metrics(whole_sums), abs=1e-12)
+
+
+def test_grpo_loss_written_out_the_long_way() -> None:
+    """The paper's objective in scalar Python: mean over sequences of mean over tokens, clip and k3 term inside."""
+    batch, algorithm = Batch(3), make_algorithm("grpo", kl_coef=0.04)
+    total, _, sums = batch.run(algorithm, [list(range(len(batch.lengths)))])
+    per_sequence, clipped = [], 0
+    for i, length in enumerate(batch.lengths):
+        terms = []
+        for t in range(length):
+            logits = (batch.features[i][t] @ batch.theta).tolist()
+            logprob = logits[int(batch.tokens[i][t])] - math.log(sum(math.exp(x) for x in logits))
+            ratio, advantage = math.exp(logprob - float(batch.behaviour[i][t])), float(batch.advantages[i])
+            unclipped, held = ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage
+            clipped += held < unclipped
+            ref_ratio = math.exp(float(batch.reference[i][t]) - logprob)
+            terms.append(-min(unclipped, held) + 0.04 * (ref_ratio - math.log(ref_ratio) - 1))
+        if terms:
+            per_sequence.append(sum(terms) / length)
+    assert total == pytest.approx(sum(per_sequence) / len(per_sequence), abs=1e-12)
+    assert clipped > 0
+    assert metrics(sums)["policy/clip_fraction"] == pytest.approx(clipped / sum(batch.lengths))
+
+
+def test_metrics_values() -> None:
+    algorithm = make_algorithm("dapo", kl="k1", kl_coef=0.5, entropy_coef=0.25)
+    behaviour, engine = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.0, -1.2, -1.9])
+    batch = LossBatch(
+        logprobs=torch.tensor([-1.0, -0.5, -2.0], requires_grad=True),
+        behaviour_logprobs=behaviour,
+        advantages=torch.tensor([1.0, 1.0, -1.0]),
+        weights=torch.full((3,), 1 / 3),
+        entropy=torch.tensor([0.3, 0.6, 0.9]),
+        ref_logprobs=torch.tensor([-1.5, -1.5, -1.5]),
+        engine_logprobs=engine,
+    )
+    out = algorithm.loss(batch)
+    found = metrics(out.sums)
+    assert found["loss/policy"] == pytest.approx((-1 - 1.28 + 1) / 3)
+    assert found["policy/kl"] == pytest.approx((0.5 + 1.0 - 0.5) / 3)
+    assert found["loss/kl"] == pytest.approx(0.5 / 3)
+    assert found["policy/entropy"] == pytest.approx(0.6)
+    assert found["loss/entropy"] == pytest.approx(-0.15)
+    assert found["loss/total"] == pytest.approx(float(out.total.detach()))
+    assert found["loss/total"] == pytest.approx(found["loss/policy"] + found["loss/kl"] + found["loss/entropy"])
+    assert found["policy/clip_fraction"] == found["policy/clip_high_fraction"] == pytest.approx(1 / 3)
+    assert found["policy/clip_low_fraction"] == 0
+    assert found["policy/ratio_mean"] == pytest.approx((2 + math.exp(0.5)) / 3)
+    assert found["policy/ratio_max"] == pytest.approx(math.exp(0.5))
+    assert found["mismatch/logprob_abs_diff"] == pytest.approx(0.1)
+    assert found["mismatch/logprob_abs_diff_max"] == pytest.approx(0.2)
+    expected_kl = sum(math.exp(d) - 1 - d for d in (behaviour - engine).tolist()) / 3
+    assert found["mismatch/kl"] == pytest.approx(expected_kl, rel=1e-5)
+    two_updates = metrics(out.sums + out.sums, updates=2)
+    assert two_updates == pytest.approx(found)
+    assert not any(value.requires_grad for value in (*out.sums.losses.values(), *out.sums.per_token.values()))
+
+
+def test_mismatch_falls_back_to_behaviour_against_the_policy() -> None:
+    zeros = torch.zeros(2)
+    batch = LossBatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -2.3]), zeros, zeros)
+    found = metrics(RECIPES["simple"].loss(batch).sums)
+    assert found["mismatch/logprob_abs_diff"] == pytest.approx(0.2)
+    assert "policy/kl" not in found
+    assert "policy/entropy" not in found
+    assert "policy/clip_fraction" not in found
+
+
+def test_empty_micro_batch_adds_nothing_and_has_all_keys() -> None:
+    batch, algorithm = Batch(0), with_everything_on("grpo")
+    whole = list(range(len(batch.lengths)))
+    _, _, sums = batch.run(algorithm, [[], whole])
+    assert metrics(sums) == pytest.approx(metrics(batch.run(algorithm, [whole])[2]), abs=1e-15)
+    total, gradient, _ = batch.run(algorithm, [[]])
+    assert total == 0
+    assert not gradient.any()
+
+
+def test_credit_sets_rewards_and_advantages() -> None:
+    groups = [make_group("a", [(1, 3), (0, 3), (0, 3)]), make_group("b", [(2, 1), (0, 9)])]
+    make_algorithm("dr_grpo").credit(groups)
+    assert [r.reward for r in all_rollouts(groups)] == [1, 0, 0, 2, 0]
+    assert [r.advantage for r in all_rollouts(groups)] == pytest.approx([2 / 3, -1 / 3, -1 / 3, 1, -1])
+    make_algorithm("reinforce").credit(groups)
+    assert [r.advantage for r in all_rollouts(groups)] == pytest.approx([0.4, -0.6, -0.6, 1.4, -0.6])
+
+
+def test_dapo_keeps_mixed_groups_and_punishes_length() -> None:
+    dapo = make_algorithm("dapo", max_new_tokens=10)
+    groups = [make_group("mixed", [(1, 9), (0, 5)]), make_group("solved", [(1, 10), (1, 2)])]
+    kept, dropped = dapo.keep(groups)
+    assert [g.prompt.id for g in kept] == ["mixed"]
+    assert [r.reward for r in dropped[0].rollouts] == [0, 1]  # 10 of 10 tokens: -1; dropped ones log their reward
+    dapo.credit(kept)
+    assert [r.reward for r in kept[0].rollouts] == [0.5, 0]  # the buffer is 2 tokens: 9 lies half way
+    scale = 0.25 / (0.5 / 2**0.5 + 1e-4)
+    assert [r.advantage for r in kept[0].rollouts] == pytest.approx([scale, -scale])
+    dapo.credit(kept)
+    assert [r.reward for r in kept[0].rollouts] == [0.5, 0]  # shaping starts from the verdict, never adds up
+
+
+def test_masked_rollouts_stay_in_the_baseline() -> None:
+    algorithm = make_algorithm("simple", mask_overlong=True)
+    groups = [make_group("a", [(1, 3), (0, 10)])]
+    kept, dropped = algorithm.keep(groups)
+    algorithm.credit(kept)
+    assert dropped == []
+    assert [(r.masked, r.advantage) for r in kept[0].rollouts] == [(False, 0.5), (True, -0.5)]
+
+
+def test_keep_without_filters_keeps_all() -> None:
+    groups = [make_group("a", [(1, 10), (1, 3)])]
+    assert RECIPES["grpo"].keep(groups) == (groups, [])
+    assert not groups[0].rollouts[0].masked
+
+
+def test_own_functions_run_and_are_checked() -> None:
+    def doubled(rewards: list[Tensor]) -> list[Tensor]:
+        return [2 * rewards_G for rewards_G in rewards]
+
+    def squared(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float, high: float):
+        return logprobs.square(), {"square": logprobs.square()}
+
+    algorithm = make_algorithm("simple", advantage=doubled, policy_loss=squared)
+    groups = [make_group("a", [(3, 1)])]
+    algorithm.check_samples(1)
+    algorithm.credit(groups)
+    assert groups[0].rollouts[0].advantage == 6
+    one = torch.ones(1)
+    assert metrics(algorithm.loss(LossBatch(-3 * one, one, one, one)).sums)["policy/square"] == 9
+    with pytest.raises(UserError, match="one finite number for each"):
+        make_algorithm("simple", advantage=lambda rewards: [r / 0 for r in rewards]).credit(groups)
+    with pytest.raises(UserError, match="gave 0 groups"):
+        make_algorithm("simple", advantage=lambda rewards: []).credit(groups)
+    with pytest.raises(UserError, match="shape"):
+        make_algorithm("simple", policy_loss=lambda *_: (torch.zeros(()), {})).loss(LossBatch(one, one, one, one))
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "dapo", "rloo", "simple"])
+def test_one_sample_a_prompt_is_refused_early(recipe: str) -> None:
+    with pytest.raises(UserError, match="raise samples"):
+        RECIPES[recipe].check_samples(1)
+    RECIPES[recipe].check_samples(2)
+    RECIPES["reinforce"].check_samples(1)
+
+
+def test_rewards_must_be_finite() -> None:
+    with pytest.raises(UserError, match=r"reward of a \(sample 1\) is nan"):
+        RECIPES["simple"].credit([make_group("a", [(1, 2), (math.nan, 2)])])
+
+
+def test_the_length_limit_is_asked_for() -> None:
+    with pytest.raises(UserError, match="max_new_tokens"):
+        RECIPES["dr_grpo"].token_weights(torch.tensor([1, 2]))
+    with pytest.raises(UserError, match="max_new_tokens"):
+        RECIPES["dapo"].credit([make_group("a", [(1, 2), (0, 2)])])

@@ -1,0 +1,54 @@
+"""Filters on hand-made groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from assay.algos.filters import drop_zero_variance, mask_overlong, soft_overlong
+from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
+
+
+def make_group(name: str, samples: list[tuple[float, int, bool]]) -> Group:
+    """Samples are (verdict's reward, tokens, truncated)."""
+    prompt = Prompt(id=name, messages=())
+    rollouts = []
+    for index, (reward, length, truncated) in enumerate(samples):
+        finish = Finish.LENGTH if truncated else Finish.STOP
+        completion = Completion([7] * length, [-1.0] * length, [-1.0] * length, finish)
+        verdict = Verdict(reward, Status.OK if reward > 0 else Status.WRONG)
+        rollouts.append(Rollout(prompt, index, [Turn([1, 2], completion, "text")], verdict, reward=reward))
+    return Group(prompt, rollouts)
+
+
+def test_drop_zero_variance() -> None:
+    mixed = make_group("mixed", [(1, 3, False), (0, 3, False)])
+    solved = make_group("solved", [(1, 3, False), (1, 5, False)])
+    failed = make_group("failed", [(0, 3, False), (0, 5, True)])
+    kept, dropped = drop_zero_variance([solved, mixed, failed])
+    assert [group.prompt.id for group in kept] == ["mixed"]
+    assert [group.prompt.id for group in dropped] == ["solved", "failed"]
+
+
+def test_drop_zero_variance_reads_the_verdict_not_the_shaped_reward() -> None:
+    solved = make_group("solved", [(1, 3, False), (1, 9, False)])
+    solved.rollouts[1].reward = 0.5
+    assert drop_zero_variance([solved]) == ([], [solved])
+
+
+def test_mask_overlong() -> None:
+    group = make_group("a", [(1, 3, False), (0, 8, True), (0, 8, True)])
+    assert mask_overlong([group]) == 2
+    assert [rollout.masked for rollout in group.rollouts] == [False, True, True]
+    assert group.rewards == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("length", "punishment"), [(0, 0), (60, 0), (79, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (120, -1)]
+)
+def test_soft_overlong_is_piecewise_linear(length: int, punishment: float) -> None:
+    group = make_group("a", [(1.0, length, False)])
+    soft_overlong([group], max_tokens=100, buffer=20, weight=1.0)
+    assert group.rewards == [pytest.approx(1.0 + punishment)]
+    group = make_group("a", [(1.0, length, False)])
+    soft_overlong([group], max_tokens=100, buffer=20, weight=0.3)
+    assert group.rewards == [pytest.approx(1.0 + 0.3 * punishment)]

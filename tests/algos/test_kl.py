@@ -1,0 +1,65 @@
+"""KL estimators: values, expectations and expected gradients by summing over a small vocabulary."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from assay.algos.kl import KL
+
+POLICY_LOGITS = torch.tensor([0.2, -1.0, 0.7, 0.0], dtype=torch.float64)
+REF_LOGPROBS = torch.tensor([0.5, -0.3, 0.1, -0.9], dtype=torch.float64).log_softmax(0)
+
+
+@settings(deadline=None)
+@given(logprob=st.floats(-8, 0), ref=st.floats(-8, 0))
+def test_values(logprob: float, ref: float) -> None:
+    values = {
+        name: float(estimate(torch.tensor(logprob, dtype=torch.float64), torch.tensor(ref, dtype=torch.float64)))
+        for name, estimate in KL.items()
+    }
+    assert values["k1"] == pytest.approx(logprob - ref, abs=1e-12)
+    assert values["k2"] == pytest.approx((logprob - ref) ** 2 / 2, abs=1e-12)
+    ratio = math.exp(ref) / math.exp(logprob)
+    assert values["k3"] == pytest.approx(ratio - 1 - math.log(ratio), rel=1e-9, abs=1e-9)
+    assert values["k3"] >= 0
+
+
+def expected_value_and_gradient(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens sampled from the policy: probabilities weigh the estimate but are not differentiated, as in training."""
+    logits = POLICY_LOGITS.clone().requires_grad_()
+    estimate = KL[name](logits.log_softmax(0), REF_LOGPROBS)
+    mean = (logits.detach().softmax(0) * estimate).sum()
+    return mean.detach(), torch.autograd.grad(mean, logits)[0]
+
+
+def true_gradient(direction: str) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = POLICY_LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    if direction == "policy||ref":
+        divergence = (logprobs.exp() * (logprobs - REF_LOGPROBS)).sum()
+    else:
+        divergence = (REF_LOGPROBS.exp() * (REF_LOGPROBS - logprobs)).sum()
+    return divergence.detach(), torch.autograd.grad(divergence, logits)[0]
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(name: str) -> None:
+    torch.testing.assert_close(expected_value_and_gradient(name)[0], true_gradient("policy||ref")[0])
+
+
+def test_expected_gradients_are_as_documented() -> None:
+    k1, k2, k3 = (expected_value_and_gradient(name)[1] for name in ("k1", "k2", "k3"))
+    torch.testing.assert_close(k1, torch.zeros_like(k1), atol=1e-12, rtol=0)
+    torch.testing.assert_close(k2, true_gradient("policy||ref")[1])
+    torch.testing.assert_close(k3, true_gradient("ref||policy")[1])
+    assert not torch.allclose(k2, k3)
+
+
+@pytest.mark.parametrize("name", list(KL))
+def test_far_apart_stays_finite_in_float32(name: str) -> None:
+    assert KL[name](torch.tensor([-300.0, 0.0]), torch.tensor([0.0, -300.0])).isfinite().all()

@@ -1,0 +1,68 @@
+"""Recipes are valid, distinct, and changed only by settings that exist."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from assay.algos.recipes import RECIPES, make_algorithm
+from assay.types import UserError
+
+
+def test_names_and_defining_settings() -> None:
+    assert set(RECIPES) == {"reinforce", "grpo", "dr_grpo", "dapo", "rloo", "simple"}
+    defining = {n: (a.advantage, a.policy_loss, a.aggregate, a.clip_low, a.clip_high) for n, a in RECIPES.items()}
+    assert defining["grpo"] == ("group_norm", "ppo_clip", "sequence", 0.2, 0.2)
+    assert defining["dr_grpo"] == ("group_mean", "ppo_clip", "constant", 0.2, 0.2)
+    assert defining["dapo"] == ("group_norm", "ppo_clip", "token", 0.2, 0.28)
+    assert defining["simple"][:3] == ("group_mean", "reinforce", "token")
+    assert defining["rloo"][:3] == ("leave_one_out", "reinforce", "constant")
+    assert defining["reinforce"][:3] == ("batch_mean", "reinforce", "token")
+    assert RECIPES["dapo"].drop_zero_variance
+    assert all(not recipe.needs_reference for recipe in RECIPES.values())
+
+
+def test_overrides_change_a_copy() -> None:
+    changed = make_algorithm("grpo", kl_coef=0.04, max_new_tokens=64)
+    assert (changed.kl, changed.kl_coef, changed.max_new_tokens) == ("k3", 0.04, 64)
+    assert changed.needs_reference
+    assert RECIPES["grpo"].kl_coef == 0.0
+    assert dataclasses.replace(changed, kl_coef=0.0, max_new_tokens=0) == RECIPES["grpo"]
+
+
+def test_own_functions_are_accepted() -> None:
+    def halved(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [rewards_G / 2 for rewards_G in rewards]
+
+    assert make_algorithm("simple", advantage=halved).advantage is halved
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        ("gpro", {}, "unknown recipe 'gpro': did you mean 'grpo'"),
+        ("zzz", {}, "There are reinforce, grpo"),
+        ("grpo", {"clip_hihg": 0.3}, "unknown algorithm setting 'clip_hihg': did you mean 'clip_high'"),
+        ("grpo", {"advantage": "group_nrom"}, "unknown advantage 'group_nrom': did you mean 'group_norm'"),
+        ("grpo", {"policy_loss": "ppo"}, "unknown policy_loss 'ppo'"),
+        ("grpo", {"aggregate": "tokens"}, "did you mean 'token'"),
+        ("grpo", {"kl": "k4"}, "unknown kl 'k4'"),
+        ("grpo", {"clip_low": -0.1}, "clip_low = -0.1 must not be negative"),
+        ("grpo", {"clip_high": float("nan")}, "clip_high = nan must be a number"),
+        ("grpo", {"clip_high": "0.2"}, "clip_high = '0.2' must be a number"),
+        ("grpo", {"updates": 0}, "updates = 0 must be a whole number of at least 1"),
+        ("grpo", {"updates": 1.5}, "updates = 1.5 must be a whole number"),
+        ("grpo", {"updates": True}, "updates = True must be a whole number"),
+        ("dapo", {"resample": -1}, "resample = -1"),
+        ("dapo", {"drop_zero_variance": False}, "set drop_zero_variance = true"),
+        ("dapo", {"soft_overlong_buffer": 4096}, "fraction of max_new_tokens"),
+        ("simple", {"kl_coef": 0.1}, "needs an estimator"),
+    ],
+)
+def test_mistakes_are_named(recipe: str, overrides: dict, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        make_algorithm(recipe, **overrides)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+
+import pytest
+
+from assay.cli import data
+from assay.tasks import make_task, overlap
+from assay.types import UserError
+
+
+def assay_data(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    data.add_arguments(parser)
+    return data.run(parser.parse_args([str(word) for word in words]))
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for split, n in (("train", 40), ("test", 30)):
+        rows = [{"question": f"{split} {i}?", "answer": f"It is {i}.\n#### {i}"} for i in range(n)]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_prepare_writes_fixed_files_that_read_back_the_same(tmp_path, source, capsys):
+    out = tmp_path / "out"
+    words = ["prepare", "gsm8k", "--path", source, "--val-size", 10, "--eval-size", 20, "--seed", 5]
+    assert assay_data(*words, "--out", out) == 0
+    rows = {name: read(out / name) for name in ("train.jsonl", "validation.jsonl", "test20.jsonl")}
+    assert [len(part) for part in rows.values()] == [30, 10, 20]
+    assert len({row["question"] for part in rows.values() for row in part}) == 60
+    first = rows["train.jsonl"][0]
+    assert first["messages"][0]["content"].startswith(first["question"] + "\nPlease reason")
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["seed"] == 5 and manifest["files"]["test20.jsonl"]["rows"] == 20
+    for name, about in manifest["files"].items():
+        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == about["sha256"]
+    original, prepared = make_task("gsm8k", source, val_size=10, seed=5), make_task("jsonl", out)
+    for split in ("train", "validation"):
+        assert list(prepared.prompts(split)) == list(original.prompts(split))
+        assert list(make_task("gsm8k", out).prompts(split)) == list(original.prompts(split))
+    assert {p.id for p in prepared.prompts("test")} < {p.id for p in original.prompts("test")}
+
+    again = tmp_path / "again"
+    assert assay_data(*words, "--out", again) == 0
+    assert all((again / name).read_bytes() == (out / name).read_bytes() for name in rows)
+    words[-1] = 6
+    assert assay_data(*words, "--out", again, "--force") == 0
+    assert (again / "test20.jsonl").read_bytes() != (out / "test20.jsonl").read_bytes()
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["abacus", "countdown"])
+def test_prepared_files_of_generated_tasks_know_their_judge(tmp_path, name, capsys):
+    out = tmp_path / name
+    sizes = ("--train-size", 40, "--val-size", 10, "--eval-size", 15)
+    assert assay_data("prepare", name, "--out", out, *sizes) == 0
+    assert list(make_task("jsonl", out).prompts("train")) == list(make_task(name).prompts("train")[:40])
+    capsys.readouterr()
+    for path in (out, out / "test15.jsonl"):
+        assert assay_data("check", "jsonl", "--path", path) == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert summary["ok"] and summary["gold"]["test"]["checked"] == 15
+
+
+def test_nothing_is_overwritten_without_force(tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ["prepare", "abacus", "--out", out, "--train-size", 5, "--val-size", 2, "--eval-size", 2]
+    assert assay_data(*words) == 0
+    before = (out / "train.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"already holds train.jsonl.*--force"):
+        assay_data(*words, "--seed", 9)
+    assert (out / "train.jsonl").read_bytes() == before
+    assert assay_data(*words, "--seed", 9, "--force", "--arg", "style=plain", "--arg", "max_steps=2") == 0
+    assert "\\boxed{" in read(out / "train.jsonl")[0]["solution"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "manifest.json",
+        "test2.jsonl",
+        "train.jsonl",
+        "validation.jsonl",
+    ]
+    capsys.readouterr()
+
+
+def test_show(capsys):
+    assert assay_data("show", "abacus", "--split", "test", "-n", 2) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("--- abacus/test/") == 2 and "[solution]" in printed and "####" in printed
+
+
+def test_check_reports_golds_and_overlap(tmp_path, capsys):
+    bad = {"question": "Two and two?", "answer": "4", "solution": "It is \\boxed{5}."}
+    good = {"question": "One and one?", "answer": "2", "solution": "It is \\boxed{2}."}
+    (tmp_path / "train.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(bad))
+    (tmp_path / "test.jsonl").write_text(json.dumps(good))
+    assert assay_data("check", "jsonl", "--path", tmp_path, "--arg", "extract=boxed") == 1
+    summary = json.loads(capsys.readouterr().out)
+    assert not summary["ok"] and summary["missing_splits"] == ["validation"]
+    assert summary["gold"]["train"]["failed"] == 1
+    assert summary["gold"]["train"]["examples"] == [
+        {"id": "jsonl/train/1", "status": "wrong", "parsed": "5", "answer": "4"}
+    ]
+    assert summary["overlap_with_train"]["test"]["n_shared"] == 1
+    assert assay_data("check", "abacus", "--limit", 20) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["ok"] and summary["gold"]["test"]["checked"] == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prepare", "gsm8k", "--path", "SOURCE", "--eval-size", 31], "more than the 30 problems"),
+        (["prepare", "gsm8k", "--path", "SOURCE", "--val-size", 40, "--eval-size", 5], "cannot carve 40"),
+        (["prepare", "gsm8k", "--path", "SOURCE/train.jsonl"], "is one file"),
+        (["prepare", "gsm8k", "--path", "SOURCE", "--train-size", 3], "for generated tasks"),
+        (["prepare", "abacus", "--val-size", 0], "at least 1"),
+        (["prepare", "abacus", "--arg", "style"], "NAME=VALUE"),
+        (["prepare", "abacus", "--train-size", 1, "--out", "SOURCE/train.jsonl/x"], "cannot create the folder"),
+        (["show", "abacus", "-n", 0], "-n must be"),
+        (["check", "gsm8k", "--path", "nowhere"], "there is no file or folder"),
+    ],
+)
+def test_bad_input(words, message, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        assay_data(*(str(word).replace("SOURCE", str(source)) for word in words))
+    assert not (tmp_path / "data").exists()
+
+
+def test_prepared_splits_do_not_overlap(tmp_path, capsys):
+    assert assay_data("prepare", "abacus", "--out", tmp_path, "--train-size", 500, "--eval-size", 200, "--force") == 0
+    task = make_task("jsonl", tmp_path)
+    assert overlap(task.prompts("train"), task.prompts("test")).n_shared == 0
+    capsys.readouterr()

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from assay.cli import export, runs
+from assay.runs import Run, checkpoints
+from assay.types import UserError
+
+CONFIG = """
+name = "{name}"
+seed = 7
+[task]
+name = "abacus"
+[model]
+source = "preset:tiny"
+[algo]
+recipe = "grpo"
+[optim]
+lr = {lr}
+[train]
+steps = 240
+"""
+SUMMARY = {
+    "task": "abacus",
+    "model": "preset:tiny",
+    "algorithm": "grpo",
+    "steps": 240,
+    "wall_s": 190.0,
+    "before": {"accuracy": 0.33, "ci95": [0.29, 0.37], "n": 500},
+    "after": {"accuracy": 0.67, "ci95": [0.63, 0.71], "n": 500},
+    "paired": {"p_value": 1.25e-20, "gained": 180, "lost": 10},
+    "seed": 7,
+}
+
+
+def call(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    runs.add_arguments(parser)
+    return runs.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Path:
+    finished = Run.create(tmp_path, "demo", CONFIG.format(name="demo", lr=1e-4))
+    finished.log(240, {"reward/mean": 0.7})
+    finished.write_summary(SUMMARY)
+    finished.close()
+    stopped = Run.create(tmp_path, "fast", CONFIG.format(name="fast", lr=4e-4))
+    stopped.log(12, {"reward/mean": 0.1})
+    stopped.close()
+    return tmp_path
+
+
+def test_list(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--dir", runs_dir) == 0
+    title, headings, first, second = capsys.readouterr().out.splitlines()
+    assert title == f"Runs in {runs_dir}"
+    assert headings.split()[:3] == ["run", "state", "task"]
+    for wanted in ("finished", "abacus", "grpo", "240/240", "33.0% [29.0, 37.0]", "67.0% [63.0, 71.0]", "1.2e-20"):
+        assert wanted in first
+    assert "3m10s" in first
+    assert second.split()[:6] == ["fast", "stopped", "abacus", "preset:tiny", "grpo", "12/240"]
+
+
+def test_compare_shows_settings_that_differ(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("demo", runs_dir / "fast", "--dir", runs_dir) == 0
+    out = capsys.readouterr().out
+    results, differing = out.split("Settings that differ\n")
+    assert "+180 / -10" in results
+    assert [line.split() for line in differing.splitlines()] == [["demo", "fast"], ["optim.lr", "0.0001", "0.0004"]]
+
+
+def test_json(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call("--dir", runs_dir, "--json")
+    listed = json.loads(capsys.readouterr().out)
+    assert [(fact["run"], fact["state"], fact["steps"]) for fact in listed] == [
+        ("demo", "finished", 240),
+        ("fast", "stopped", 12),
+    ]
+    assert listed[0]["after"] == SUMMARY["after"]
+    call("demo", "fast", "--dir", runs_dir, "--json")
+    assert json.loads(capsys.readouterr().out)["differences"] == {"optim.lr": [1e-4, 4e-4]}
+
+
+def test_a_living_run_is_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Run.create(tmp_path, "now", ""):
+        call("--dir", tmp_path, "--json")
+    assert json.loads(capsys.readouterr().out)[0]["state"] == "running"
+
+
+def test_sparse_summary_is_read_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run.create(tmp_path, "sparse", "")
+    run.write_summary({"after": {"accuracy": 0.5}, "paired": None})
+    run.close()
+    assert call("--dir", tmp_path) == 0
+    assert "50.0%" in capsys.readouterr().out
+
+
+def test_a_damaged_run_does_not_hide_the_others(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs_dir / "fast" / "metrics.jsonl").write_text("{\n")
+    assert call("--dir", runs_dir) == 0
+    out = capsys.readouterr().out
+    assert "demo" in out
+    assert "damaged" in out
+    with pytest.raises(UserError, match="line 1"):
+        call("fast", "--dir", runs_dir)
+
+
+def test_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--dir", tmp_path / "none") == 0
+    assert "assay train" in capsys.readouterr().out
+
+
+def test_unknown_run(runs_dir: Path) -> None:
+    with pytest.raises(UserError, match="did you mean demo"):
+        call("dmo", "--dir", runs_dir)
+
+
+def export_call(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    export.add_arguments(parser)
+    return export.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def test_export_overwrites_nothing(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "precious").write_text("x")
+    with pytest.raises(UserError, match="not empty"):
+        export_call("run:demo", full, "--dir", tmp_path)
+    with pytest.raises(UserError, match="is a file"):
+        export_call("run:demo", full / "precious", "--dir", tmp_path)
+    assert (full / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_export_of_a_checkpoint_loads_in_transformers(tmp_path: Path, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from assay.models import build_preset, load_model, save_model
+    from assay.text import char_tokenizer
+
+    tokenizer = char_tokenizer()
+    model = build_preset("tiny", tokenizer.vocab_size, 64, seed=0)
+    run = Run.create(tmp_path, "demo", "")
+    with checkpoints.saving(run.path, 3) as folder:
+        save_model(model, folder / "model", eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
+        tokenizer.save(folder / "model")
+    checkpoints.set_best(run.path, 3, 0.5)
+    (tmp_path / "out").mkdir()  # empty: can be used
+    assert export_call("run:demo@best", tmp_path / "out", "--dir", tmp_path, "--dtype", dtype) == 0
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert str(exported.dtype) == f"torch.{dtype}"
+    ids = tokenizer.encode("12 + 7 = 19")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("12 + 7 = 19") == ids
+    with torch.no_grad():
+        logits = exported.float()(torch.tensor([ids])).logits[0]
+        again = load_model(str(tmp_path / "out"))
+        wanted = (model if dtype == "float32" else again).hidden(torch.tensor(ids), [len(ids)])
+        wanted = (model if dtype == "float32" else again).unembed(wanted)
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
+    assert {path.name for path in tmp_path.iterdir()} == {"demo", "out"}
+
+
+def test_export_of_an_unknown_run_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run 'demo'"):
+        export_call("run:demo", tmp_path / "out", "--dir", tmp_path)
+    assert not any(tmp_path.iterdir())

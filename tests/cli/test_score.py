@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assay.cli import score
+from assay.types import UserError
+
+GSM8K = Path(os.environ.get("ASSAY_GSM8K", Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"))
+
+Score = Callable[..., tuple[dict[str, Any], list[dict[str, Any]], str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Score:
+    def run_score(rows: list[dict[str, Any]] | str, *options: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+        """The summary, the rows written, and what was said on stderr."""
+        source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
+        source.write_text(text, encoding="utf-8")
+        parser = argparse.ArgumentParser()
+        score.add_arguments(parser)
+        assert score.run(parser.parse_args([str(source), "--out", str(out), *options])) == 0
+        printed = capsys.readouterr()
+        written = out.read_text(encoding="utf-8").split("\n")
+        assert written.pop() == ""
+        return json.loads(printed.out), [json.loads(line) for line in written], printed.err
+
+    return run_score
+
+
+def statuses(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["verdict"]["status"] for row in rows]
+
+
+def test_gsm8k_rows(run: Score) -> None:
+    rows = [
+        {"id": 7, "gold": "1,200", "completion": r"\boxed{1200}", "extra": {"a": [1, None, "é\u2028"]}},
+        {"answer": "6 * 12 = <<6*12=72>>72\n#### 72", "completion": r"so \boxed{72 \text{ clips}}"},
+        {"gold": 72, "answer": "ignored", "completion": r"\boxed{73}"},
+        {"gold": "72", "completion": "72"},
+        {"gold": "72", "completion": r"\boxed{72"},
+    ]
+    summary, written, _ = run(rows, "--task", "gsm8k")
+    assert statuses(written) == ["ok", "ok", "wrong", "no_answer", "unparsable"]
+    assert [{k: v for k, v in row.items() if k != "verdict"} for row in written] == rows
+    assert written[0]["verdict"] == {
+        "reward": 1.0,
+        "status": "ok",
+        "parsed": "1200",
+        "parts": {"accuracy": 1.0, "format": 1.0},
+        "detail": "",
+    }
+    assert (summary["n"], summary["accuracy"], summary["mean_reward"]) == (5, 0.4, 0.4)
+    assert summary["ci95"] == pytest.approx([0.1176, 0.7693], abs=1e-4)  # Wilson's, for 2 of 5
+    expected = {"ok": 2, "wrong": 1, "no_answer": 1, "unparsable": 1, "timeout": 0, "error": 0}
+    assert summary["status"] == expected
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K folder: set ASSAY_GSM8K")
+@pytest.mark.parametrize(("split", "n"), [("train", 7473), ("test", 1319)])
+def test_gsm8ks_own_answers(run: Score, split: str, n: int) -> None:
+    lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [{**row, "completion": row["answer"]} for row in map(json.loads, lines)]
+    summary, _, _ = run(rows, "--task", "gsm8k", "--extract", "hash")
+    assert (summary["n"], summary["correct"], summary["mean_reward"]) == (n, n, 1.0)
+
+
+def test_countdown_rows(run: Score) -> None:
+    rows = [
+        {"nums": [3, 4, 5], "target": 17, "completion": "<answer>3*4+5</answer>"},
+        {"nums": [3, 4, 5], "target": 17, "completion": "<answer>3*4+5+0</answer>"},
+        {"nums": [3, 4, 5], "target": 17, "completion": "<answer>9**9**9**9</answer>"},
+    ]
+    summary, written, _ = run(rows, "--task", "countdown")
+    assert statuses(written) == ["ok", "wrong", "unparsable"] and summary["correct"] == 1
+
+
+def test_math_and_abacus_rows(run: Score) -> None:
+    rows = [
+        {"answer": r"\frac{\sqrt{2}}{2}", "completion": r"\boxed{\frac{1}{\sqrt{2}}}"},
+        {"solution": r"thus \boxed{\dfrac{1}{2}}", "completion": r"\boxed{0.5}"},
+    ]
+    assert statuses(run(rows, "--task", "math")[1]) == ["ok", "ok"]
+    from assay.tasks import make_task
+
+    task = make_task("abacus")
+    prompts = task.prompts("test")[:5]
+    rows = [{"gold": prompt.answer, "completion": task.gold_completion(prompt)} for prompt in prompts]
+    assert run(rows, "--task", "abacus", "--force")[0]["accuracy"] == 1.0
+
+
+def test_lenient_and_values(run: Score) -> None:
+    rows = [{"gold": "5", "completion": text} for text in (r"\boxed{5}", r"\boxed{6}", "it is 5", "none")]
+    summary, written, _ = run(rows, "--task", "gsm8k", "--lenient", "--correct", "2", "--unparsable", "-1")
+    assert statuses(written) == ["ok", "wrong", "ok", "no_answer"]
+    assert [row["verdict"]["reward"] for row in written] == [2.0, 0.0, 2.0, -1.0] and summary["mean_reward"] == 0.75
+
+
+def test_lone_surrogates_survive(run: Score) -> None:
+    text = "x \\ud800 \\udc00\\ud83d \\u0000 \\u2028 \\ud83d\\ude00 \\\\boxed{\\ud800}"
+    _, written, _ = run('{"gold": "\\udfff", "\\ud800": "\\udead", "completion": "' + text + '"}\n', "--task", "gsm8k")
+    assert written[0]["completion"] == json.loads(f'"{text}"')
+    assert written[0]["\ud800"] == "\udead" and written[0]["verdict"]["parsed"] == "\ud800"
+
+
+def test_own_reward_function(run: Score, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "async def reward(completion, answer, level, **fields):\n"
+        "    if level == 9: raise KeyError('nine')\n"
+        "    return {'reward': level / 2, 'parsed': answer}\n"
+    )
+    rows = [{"gold": "g", "completion": "c", "level": level} for level in (1, 2, 9)]
+    summary, written, said = run(rows, "--reward", f"{file}:reward")
+    assert statuses(written) == ["wrong", "ok", "error"] and summary["mean_reward"] == 0.5
+    assert "in.jsonl:3" in said and "KeyError: 'nine'" in said
+    with pytest.raises(UserError, match=r"all 1 answers.*nine"):
+        run(rows[2:], "--reward", f"{file}:reward", "--force")
+
+
+def test_audit(run: Score, tmp_path: Path) -> None:
+    rows = [
+        {"gold": "5", "completion": r"\boxed{5} #### 5"},
+        {"gold": "5", "completion": r"\boxed{5} #### 6"},
+        {"gold": "5", "completion": "#### 5"},
+        {"gold": "5", "completion": "no number"},
+    ]
+    summary, _, said = run(rows, "--task", "gsm8k", "--against", "hash")
+    assert [entry["row"] for entry in summary["disagreements"]] == [1, 2]
+    first = summary["disagreements"][0]
+    assert (first["status"], first["parsed"], first["against_status"], first["against_parsed"]) == (
+        "ok",
+        "5",
+        "wrong",
+        "6",
+    )
+    assert summary["agreement"] == 0.5 and "2 disagreements with hash" in said and "no_answer" in said
+
+    summary, _, _ = run(rows, "--task", "gsm8k", "--against", "lenient", "--force")
+    assert [(e["row"], e["against_status"]) for e in summary["disagreements"]] == [(2, "ok")]
+    summary, _, _ = run(rows[:1], "--task", "gsm8k", "--against", "math-verify", "--force")
+    assert summary["disagreements"] == [] and summary["against_accuracy"] == 1.0
+    (tmp_path / "mine.py").write_text("def reward(completion, answer): return 0")
+    summary, _, _ = run(rows, "--task", "gsm8k", "--against", f"{tmp_path / 'mine.py'}:reward", "--force")
+    assert [entry["row"] for entry in summary["disagreements"]] == [0, 1, 2, 3]
+
+
+GOOD = '{"gold": "5", "completion": "#### 5"}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "word"),
+    [
+        (GOOD + "{oops\n", ["--task", "gsm8k"], "in.jsonl:2"),
+        (GOOD + "[1]\n", ["--task", "gsm8k"], "in.jsonl:2"),
+        ('{"gold": "5"}\n', ["--task", "gsm8k"], "in.jsonl:1.*'completion' is missing"),
+        ('{"gold": "5", "completion": 5}\n', ["--task", "gsm8k"], "not a string"),
+        ('{"completion": "5"}\n', ["--task", "gsm8k"], "'gold'"),
+        ('{"completion": "5"}\n', ["--task", "math"], "'gold'"),
+        ('{"gold": [5], "completion": "5"}\n', ["--task", "gsm8k"], "list"),
+        ('{"completion": "5", "nums": [1]}\n', ["--task", "countdown"], "'target' is missing"),
+        ("", ["--task", "gsm8k"], "empty"),
+        ("\n \n", ["--task", "gsm8k"], "empty"),
+        ('{"gold": ' + "9" * 5000 + ', "completion": ""}', ["--task", "gsm8k"], "cannot be read|not valid JSON"),
+        (GOOD, ["--task", "gsm9k"], "gsm9k"),
+        (GOOD, [], "--task"),
+        (GOOD, ["--task", "gsm8k", "--extract", "boxt"], "boxt"),
+        (GOOD, ["--task", "gsm8k", "--against", "boxt"], "boxt"),
+        (GOOD, ["--task", "gsm8k", "--reward", "nowhere.py:reward"], "nowhere.py"),
+        (GOOD, ["--task", "gsm8k", "--timeout", "0"], "time limit"),
+        (GOOD, ["--task", "gsm8k", "--correct", "nan"], "finite"),
+    ],
+)
+def test_bad_input(run: Score, tmp_path: Path, text: str, options: list[str], word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        run(text, *options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+def test_bad_files(run: Score, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no file"):
+        score.run(argparse.Namespace(file=str(tmp_path / "missing.jsonl"), out="x.jsonl", force=False))
+    for out, word in (
+        (tmp_path / "in.jsonl", "input itself"),
+        (tmp_path / "no" / "out.jsonl", "no folder"),
+        (tmp_path, "is a folder"),
+    ):
+        with pytest.raises(UserError, match=word):
+            run(GOOD, "--task", "gsm8k", "--force", "--out", str(out))
+    assert (tmp_path / "in.jsonl").read_text() == GOOD
+
+
+def test_nothing_is_overwritten_unasked(run: Score, tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("precious")
+    with pytest.raises(UserError, match="--force"):
+        run(GOOD, "--task", "gsm8k")
+    assert (tmp_path / "out.jsonl").read_text() == "precious"
+    assert run(GOOD, "--task", "gsm8k", "--extract", "hash", "--force")[0]["accuracy"] == 1.0
+
+
+def test_judging_a_judged_file_again(run: Score, tmp_path: Path) -> None:
+    run(GOOD, "--task", "gsm8k")
+    _, written, _ = run((tmp_path / "out.jsonl").read_text(), "--task", "gsm8k", "--extract", "hash", "--force")
+    assert statuses(written) == ["ok"]

@@ -1,0 +1,34 @@
+"""Shared set-up: where real data and models are looked for, and settings that keep tests quick and repeatable."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Test machines are shared and slow at times: a deadline would fail what is right.
+settings.register_profile("assay", deadline=None, derandomize=True)
+settings.load_profile("assay")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu_items:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def gsm8k_folder() -> Path:
+    """The GSM8K files, where they are present."""
+    folder = Path(os.environ.get("ASSAY_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
+    if not (folder / "train.jsonl").exists():
+        pytest.skip("GSM8K is not here: set ASSAY_GSM8K to a folder with train.jsonl and test.jsonl")
+    return folder

@@ -1,0 +1,65 @@
+"""Small models and the comparison that house rules define, shared by the engine's tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from assay.models.base import PolicyModel
+from assay.models.decoder import Decoder
+from assay.models.spec import ModelSpec
+
+GAP = 1e-4  # a first divergence is allowed where the two best logits are closer than this
+
+
+def small_spec(family: str = "qwen3", **changes: object) -> ModelSpec:
+    values: dict[str, object] = dict(
+        family=family,
+        vocab_size=61,
+        hidden=32,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        intermediate=48,
+        max_length=96,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tied=family != "llama",
+    )
+    return ModelSpec(**(values | changes))  # type: ignore[arg-type]
+
+
+def small_decoder(spec: ModelSpec, seed: int = 0) -> Decoder:
+    """Random weights large enough that attention and every bias matter."""
+    model = Decoder(spec)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.empty(weight.shape).normal_(0.0, 1.0, generator=generator)
+            weight.copy_(noise * 0.25 if weight.dim() == 2 else 1.0 + 0.3 * noise)
+    return model
+
+
+def random_prompts(count: int, vocabulary: int, seed: int = 0, shortest: int = 1, longest: int = 20) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(vocabulary) for _ in range(draw.randint(shortest, longest))] for _ in range(count)]
+
+
+@torch.no_grad()
+def logits_after(model: PolicyModel, ids: Sequence[int]) -> Tensor:
+    """Logits [len(ids), V] of a whole sequence, by the trainer's own path."""
+    return model.unembed(model.hidden(torch.tensor(list(ids)), [len(ids)])).float()
+
+
+def assert_same_tokens(model: PolicyModel, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> None:
+    """Identical, or a first divergence at a top-two gap under `GAP`."""
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            best, second = logits_after(model, [*prompt, *ours[:place]])[-1].topk(2).values
+            assert best - second < GAP, f"token {place}: {a} is not {b}"
+            return
+    assert len(ours) == len(theirs)

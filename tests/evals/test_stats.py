@@ -1,0 +1,179 @@
+"""Statistics against scipy, published numbers and brute-force enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from assay.evals.stats import (
+    Paired,
+    bootstrap,
+    majority_at_k,
+    majority_correct,
+    mcnemar,
+    paired_test,
+    pass_at_k,
+    pass_at_k_curve,
+    pass_at_k_values,
+    wilson,
+)
+from assay.types import UserError
+
+
+@settings(deadline=None)
+@given(n=st.integers(1, 2000), data=st.data(), confidence=st.sampled_from([0.8, 0.95, 0.99]))
+def test_wilson_equals_scipy(n: int, data: st.DataObject, confidence: float) -> None:
+    successes = data.draw(st.integers(0, n))
+    expected = scipy_stats.binomtest(successes, n).proportion_ci(confidence, method="wilson")
+    assert wilson(successes, n, confidence) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_wilson_published_values_and_ends() -> None:
+    # Newcombe 1998, table I, score method without continuity correction
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+    assert wilson(1, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)
+    assert wilson(0, 20) == (0.0, pytest.approx(0.1611, abs=5e-5))
+    assert wilson(20, 20)[1] == 1.0
+    assert wilson(0, 0) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="3 successes of 2"):
+        wilson(3, 2)
+
+
+def test_bootstrap_is_deterministic_and_close_to_the_normal_interval() -> None:
+    values = np.random.default_rng(0).binomial(4, 0.6, size=400) / 4
+    low, high = bootstrap(values, seed=1)
+    assert (low, high) == bootstrap(values, seed=1)
+    assert (low, high) != bootstrap(values, seed=2)
+    half = 1.96 * values.std() / math.sqrt(len(values))
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.003)
+    narrow = bootstrap(values, seed=1, confidence=0.5)
+    assert low < narrow[0] < values.mean() < narrow[1] < high
+
+
+def test_bootstrap_equals_full_enumeration_of_resamples() -> None:
+    values = np.array([0.0, 0.25, 1.0, 0.5])
+    means = [np.mean(resample) for resample in itertools.product(values, repeat=4)]
+    exact = np.quantile(means, [0.025, 0.975])
+    assert bootstrap(values, seed=0, n=100_000) == pytest.approx(tuple(exact), abs=1e-9)
+
+
+def test_bootstrap_edges_and_speed() -> None:
+    assert bootstrap([0.5], seed=0) == (0.5, 0.5)
+    assert bootstrap(np.ones(7), seed=0) == (1.0, 1.0)
+    with pytest.raises(UserError, match="at least one question"):
+        bootstrap([], seed=0)
+    start = time.perf_counter()
+    bootstrap(np.random.default_rng(0).random(1319), seed=0)
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_equals_all_subsets(n: int) -> None:
+    for right, k in itertools.product(range(n + 1), range(1, n + 1)):
+        samples = [True] * right + [False] * (n - right)
+        subsets = [any(chosen) for chosen in itertools.combinations(samples, k)]
+        assert pass_at_k(n, right, k) == pytest.approx(np.mean(subsets), abs=1e-12)
+
+
+def test_pass_at_k_stays_exact_for_many_samples() -> None:
+    exact = 1 - math.comb(9_000, 100) / math.comb(10_000, 100)
+    assert pass_at_k(10_000, 1_000, 100) == pytest.approx(exact, rel=1e-12)
+    assert pass_at_k(5, 0, 3) == 0.0
+    for bad in ((5, 6, 1), (5, 1, 6), (5, 1, 0)):
+        with pytest.raises(ValueError, match="pass@"):
+            pass_at_k(*bad)
+
+
+def test_pass_at_k_curve() -> None:
+    correct = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=bool)
+    curve = pass_at_k_curve(correct, range(1, 5))
+    brute = {k: np.mean([[any(c) for c in itertools.combinations(row, k)] for row in correct]) for k in range(1, 5)}
+    assert curve == pytest.approx(brute)
+    assert curve[1] == pytest.approx(correct.mean())
+    assert pass_at_k_values(correct, 2).tolist() == pytest.approx([0.5, 5 / 6, 0])
+
+
+def test_majority() -> None:
+    assert majority_correct(["7", "8", "8"], [True, False, False], 3) is False
+    assert majority_correct(["7", "8", "8"], [True, False, False], 2) is True  # a tie: the first seen wins
+    assert majority_correct([None, None, "7"], [False, False, True], 3) is True  # a missing answer is no vote
+    assert majority_correct([None, "7"], [False, True], 1) is False  # nobody voted
+    answers = [["1", "2", "2"], ["3", "3", "4"]]
+    correct = [[False, True, True], [False, False, True]]
+    assert [majority_at_k(answers, correct, k) for k in (1, 2, 3)] == [0.0, 0.0, 0.5]
+    with pytest.raises(ValueError, match="majority@4"):
+        majority_at_k(answers, correct, 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(gained=st.integers(0, 3000), lost=st.integers(0, 3000), same=st.integers(0, 3))
+def test_mcnemar_equals_scipy(gained: int, lost: int, same: int) -> None:
+    before = [False] * gained + [True] * lost + [True] * same
+    after = [True] * gained + [False] * lost + [True] * same
+    found = mcnemar(before, after)
+    assert (found.gained, found.lost) == (gained, lost)
+    expected = scipy_stats.binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
+    assert found.p_value == pytest.approx(expected, rel=1e-6, abs=1e-300)
+
+
+def test_mcnemar_by_hand() -> None:
+    assert mcnemar([], []) == Paired(1.0, 0, 0)
+    assert mcnemar([True, False], [True, False]) == Paired(1.0, 0, 0)
+    assert mcnemar([0] * 10, [1] * 10).p_value == 2 / 2**10
+    assert mcnemar([0] * 20_000, [1] * 20_000) == Paired(0.0, 20_000, 0)  # below the smallest float, and no overflow
+    with pytest.raises(ValueError, match="same questions"):
+        mcnemar([True], [True, False])
+
+
+def sign_flip_by_enumeration(differences: np.ndarray) -> float:
+    sums = [abs(np.dot(signs, differences)) for signs in itertools.product([-1, 1], repeat=len(differences))]
+    return float(np.mean(np.array(sums) >= abs(differences.sum()) - 1e-9))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    counts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=9),
+)
+def test_paired_test_equals_enumeration_of_signs(counts: list[tuple[int, int]]) -> None:
+    before = np.array([b / 4 for b, _ in counts])
+    after = np.array([a / 6 for _, a in counts])  # the numbers of samples may differ
+    found = paired_test(before, after, seed=0)
+    assert found.p_value == pytest.approx(sign_flip_by_enumeration(after - before), abs=1e-12)
+    assert found.gained == sum(a / 6 > b / 4 + 1e-12 for b, a in counts)
+    assert found.lost == sum(a / 6 < b / 4 - 1e-12 for b, a in counts)
+
+
+@settings(deadline=None)
+@given(pairs=st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60))
+def test_paired_test_of_single_answers_is_mcnemar(pairs: list[tuple[bool, bool]]) -> None:
+    before, after = [b for b, _ in pairs], [a for _, a in pairs]
+    exact, found = mcnemar(before, after), paired_test(before, after, seed=0)
+    assert found.p_value == pytest.approx(exact.p_value, rel=1e-9)
+    assert (found.gained, found.lost) == (exact.gained, exact.lost)
+
+
+def test_paired_test_samples_where_values_have_no_common_denominator() -> None:
+    rng = np.random.default_rng(5)
+    before, after = rng.random(12), rng.random(12) + 0.2
+    found = paired_test(before, after, seed=3)
+    assert found == paired_test(before, after, seed=3)
+    exact = sign_flip_by_enumeration(after - before)
+    assert found.p_value == pytest.approx(exact, abs=4 * math.sqrt(exact / 20_000) + 1e-4)
+    assert found.p_value != exact
+
+
+def test_paired_test_finds_tiny_p_values_quickly() -> None:
+    rng = np.random.default_rng(0)
+    before, after = rng.binomial(8, 0.3, size=1319) / 8, rng.binomial(8, 0.6, size=1319) / 8
+    start = time.perf_counter()
+    found = paired_test(before, after, seed=0)
+    assert time.perf_counter() - start < 5
+    assert 0 < found.p_value < 1e-50

@@ -1,0 +1,91 @@
+"""Our decoder against transformers, and what must hold when it is moved or cast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from assay.models import Decoder, load_model, spec_from_hf, spec_to_hf
+from assay.models.presets import build_preset, preset
+
+CASES = {
+    "llama": ("llama", None, {}),
+    "llama tied": ("llama", None, {"tie_word_embeddings": True}),
+    "llama biases": ("llama", None, {"attention_bias": True, "mlp_bias": True}),
+    "llama wide heads": ("llama", None, {"head_dim": 24}),
+    "llama narrow heads": ("llama", None, {"head_dim": 2, "num_key_value_heads": 1}),
+    "llama without groups": ("llama", None, {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
+    "llama 3 scaling": ("llama", "llama3", {}),
+    "llama linear scaling": ("llama", "linear", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", None, {}),
+    "qwen2 tied": ("qwen2", None, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2 linear scaling": ("qwen2", "linear", {}),
+    "qwen3": ("qwen3", None, {}),
+    "qwen3 tied, wide heads": ("qwen3", None, {"tie_word_embeddings": True, "head_dim": 16}),
+    "qwen3 biases": ("qwen3", None, {"attention_bias": True}),
+    "qwen3 llama3 scaling": ("qwen3", "llama3", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case, make_hf, logit_difference, tmp_path):
+    family, scaling, changes = CASES[case]
+    hf = make_hf(family, scaling, **changes)
+    hf.save_pretrained(tmp_path)
+    model = load_model(str(tmp_path))
+    assert isinstance(model, Decoder)
+    assert (
+        model.spec.parameters == sum(p.numel() for p in hf.parameters()) == sum(p.numel() for p in model.parameters())
+    )
+    assert logit_difference(model, hf) < 1e-4
+    assert logit_difference(model, hf, lengths=[9, 9]) < 1e-4  # equal lengths take the path without padding
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_transformers(case, make_hf, tmp_path):
+    family, scaling, changes = CASES[case]
+    hf = make_hf(family, scaling, **changes)
+    hf.save_pretrained(tmp_path)
+    model = load_model(str(tmp_path))
+    ids = torch.arange(12) % 7
+    hf(input_ids=ids[None]).logits.logsumexp(-1).sum().backward()
+    model.unembed(model.hidden(ids, [12])).logsumexp(-1).sum().backward()
+    expected = dict(hf.named_parameters())
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, expected[name].grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_sequences_do_not_see_each_other():
+    model = build_preset("nano", vocab_size=20, max_length=64, seed=0)
+    ids = torch.arange(18) % 20
+    other = ids.clone()
+    other[:5] += 1
+    with torch.no_grad():
+        first, second = (model.hidden(packed, [5, 13])[5:] for packed in (ids, other))
+    assert torch.equal(first, second)
+
+
+def test_casting_keeps_the_rotary_frequencies_exact():
+    model = build_preset("nano", vocab_size=20, max_length=64, seed=0)
+    before = model.inv_freq.clone()
+    model.to(torch.bfloat16)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert model.inv_freq.dtype == torch.float32 and torch.equal(model.inv_freq, before)
+    assert model.hidden(torch.arange(6), [6]).dtype == torch.bfloat16
+
+
+def test_a_tied_head_stays_tied_when_materialised():
+    with torch.device("meta"):
+        model = Decoder(preset("nano", vocab_size=20, max_length=64))
+    model.to_empty(device="cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.inv_freq.device.type == "cpu"
+    assert "lm_head.weight" not in dict(model.weights())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_spec_survives_the_config(case, make_hf):
+    family, scaling, changes = CASES[case]
+    spec = spec_from_hf(make_hf(family, scaling, **changes).config.to_dict())
+    assert spec is not None
+    assert spec_from_hf(spec_to_hf(spec)) == spec

@@ -1,0 +1,240 @@
+"""GGUF files, written here and read back; and a real one against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from assay.models import Decoder, HFModel, load_model, spec_from_hf
+from assay.models.decoder import llama3_frequencies, rope_frequencies
+from assay.types import UserError
+
+gguf = pytest.importorskip("gguf")
+Q8, Q4, F32, F16 = (getattr(gguf.GGMLQuantizationType, name) for name in ("Q8_0", "Q4_0", "F32", "F16"))
+HF_TO_GGUF = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def gguf_name(name: str) -> str:
+    outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    if name in outer or name == "lm_head.weight":
+        return outer.get(name, "output.weight")
+    layer, part = name.removeprefix("model.layers.").split(".", 1)
+    part, kind = part.rsplit(".", 1)
+    return f"blk.{layer}.{HF_TO_GGUF[part]}.{kind}"
+
+
+def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp does to Llama's queries and keys, row by row: x0 x1 .. y0 y1 .. becomes x0 y0 x1 y1 .."""
+    width = len(weight) // heads
+    order = [
+        head * width + half * (width // 2) + i for head in range(heads) for i in range(width // 2) for half in (0, 1)
+    ]
+    return weight[order]
+
+
+def write_gguf(
+    path: Path,
+    hf: Any,
+    arch: str,
+    kinds: dict[str, Any] | None = None,
+    extra: dict[str, np.ndarray] | None = None,
+    **metadata: Any,
+) -> None:
+    """A GGUF of a transformers model; `kinds` says how some tensors are stored (others in fp32)."""
+    config = hf.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+    for name, value in metadata.items():
+        getattr(writer, name)(value)
+    tensors = {gguf_name(name): weight.detach().numpy() for name, weight in hf.named_parameters()}
+    for name, value in {**tensors, **(extra or {})}.items():
+        if arch == "llama" and ".attn_q." in name:
+            value = interleave(value, config.num_attention_heads)
+        if arch == "llama" and ".attn_k." in name:
+            value = interleave(value, config.num_key_value_heads)
+        kind = (kinds or {}).get(name, F32)
+        writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(value), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def same_weights(model: Any, hf: Any) -> bool:
+    ours, theirs = dict(model.weights()), dict(hf.named_parameters())
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5}),
+        ("llama", {"head_dim": 24}),
+        ("qwen2", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
+    ],
+)
+def test_spec_and_weights_come_back_exactly(arch, changes, make_hf, logit_difference, tmp_path):
+    hf = make_hf(arch, **changes)
+    write_gguf(tmp_path / "m.gguf", hf, arch)
+    model = load_model(str(tmp_path / "m.gguf"))
+    assert isinstance(model, Decoder)
+    assert model.spec == spec_from_hf(hf.config.to_dict())
+    assert same_weights(model, hf)
+    assert logit_difference(model, hf) < 1e-4
+
+
+def test_quantised_weights_are_dequantised_in_place(make_hf, tmp_path):
+    hf = make_hf("llama", hidden_size=64, intermediate_size=64, tie_word_embeddings=True)
+    kinds = {"token_embd.weight": Q8, "blk.0.attn_q.weight": Q8, "blk.1.ffn_up.weight": F16}
+    write_gguf(tmp_path / "m.gguf", hf, "llama", kinds)
+    weights = load_model(str(tmp_path / "m.gguf")).state_dict()
+    for name, exact in hf.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        kind = kinds.get(gguf_name(name), F32)
+        bound = {F32: 0.0, F16: 1e-3, Q8: 0.01}[kind] * float(exact.abs().max())
+        error = float((weights[name] - exact).abs().max())
+        assert error <= bound and (kind == F32 or error > 0), name
+
+
+def test_large_tensors_are_read_in_pieces(make_hf, tmp_path, monkeypatch):
+    monkeypatch.setattr("assay.models.gguf.VALUES_AT_ONCE", 100)  # three rows of the embedding
+    hf = make_hf("qwen2")
+    write_gguf(tmp_path / "m.gguf", hf, "qwen2")
+    assert same_weights(load_model(str(tmp_path / "m.gguf")), hf)
+
+
+@pytest.mark.parametrize("embedding_kind", [Q4, F16])
+def test_a_tied_embedding_takes_the_better_output_copy(make_hf, tmp_path, embedding_kind):
+    hf = make_hf("qwen2", hidden_size=64, intermediate_size=64, tie_word_embeddings=True)
+    output = hf.lm_head.weight.detach().numpy()
+    kinds = {"token_embd.weight": embedding_kind}
+    write_gguf(tmp_path / "m.gguf", hf, "qwen2", kinds, extra={"output.weight": output})
+    model = load_model(str(tmp_path / "m.gguf"))
+    assert isinstance(model, Decoder) and model.spec.tied
+    assert torch.equal(model.model.embed_tokens.weight, hf.lm_head.weight)
+
+
+def test_an_output_of_its_own_stays_apart(make_hf, tmp_path):
+    hf = make_hf("qwen2", hidden_size=64, intermediate_size=64)
+    write_gguf(tmp_path / "m.gguf", hf, "qwen2", {"token_embd.weight": Q4, "output.weight": Q8})
+    model = load_model(str(tmp_path / "m.gguf"))
+    assert isinstance(model, Decoder) and not model.spec.tied
+    assert float((model.lm_head.weight - hf.lm_head.weight).detach().abs().max()) < 0.02
+
+
+def test_linear_scaling_is_read(make_hf, logit_difference, tmp_path):
+    hf = make_hf("llama", "linear")
+    linear = {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR, "add_rope_scaling_factor": 4.0}
+    write_gguf(tmp_path / "m.gguf", hf, "llama", **linear)
+    assert logit_difference(load_model(str(tmp_path / "m.gguf")), hf) < 1e-4
+
+
+def test_llama3_scaling_is_recovered_from_its_divisors(make_hf, logit_difference, tmp_path):
+    rule = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, **rule}
+    hf = make_hf("llama", rope_parameters=rope, head_dim=32, max_position_embeddings=131072)
+    plain = 1.0 / 500_000.0 ** (torch.arange(0, 32, 2).float() / 32)
+    divisors = (plain / llama3_frequencies(plain, **rule)).numpy()
+    write_gguf(tmp_path / "m.gguf", hf, "llama", extra={"rope_freqs.weight": divisors})
+    model = load_model(str(tmp_path / "m.gguf"))
+    assert isinstance(model, Decoder) and dict(model.spec.rope_scaling) == {"rope_type": "llama3", **rule}
+    torch.testing.assert_close(rope_frequencies(model.spec), hf.model.rotary_emb.inv_freq)
+    assert logit_difference(model, hf) < 1e-4
+    odd = np.linspace(1, 5, 16, dtype=np.float32)
+    write_gguf(tmp_path / "odd.gguf", hf, "llama", extra={"rope_freqs.weight": odd})
+    with pytest.raises(UserError, match="no known rule"):
+        load_model(str(tmp_path / "odd.gguf"))
+
+
+def test_what_cannot_be_read_is_one_clear_line(make_hf, tmp_path):
+    hf = make_hf("llama")
+    write_gguf(tmp_path / "yarn.gguf", hf, "llama", add_rope_scaling_type=gguf.RopeScalingType.YARN)
+    with pytest.raises(UserError, match="yarn"):
+        load_model(str(tmp_path / "yarn.gguf"))
+    write_gguf(tmp_path / "m.gguf", hf, "llama")
+    whole = (tmp_path / "m.gguf").read_bytes()
+    for size in (20, 300, len(whole) // 2, len(whole) - 100):
+        (tmp_path / "cut.gguf").write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"cut\.gguf' is damaged"):
+            load_model(str(tmp_path / "cut.gguf"))
+    write_gguf(tmp_path / "rwkv.gguf", hf, "unheard-of")
+    with pytest.raises(UserError, match=r"transformers cannot load the model in .*rwkv\.gguf"):
+        load_model(str(tmp_path / "rwkv.gguf"))
+
+
+SENTENCES = [  # in SmolLM2's tokens: a fact, a word problem, a line of code
+    [504, 3575, 282, 4649, 314, 7042, 30],
+    [62, 6927, 542, 3459, 23026, 288, 216, 36, 40, 282, 874, 2428, 281, 4124, 28, 284, 965, 1041, 3459, 2745, 347, 800],
+    [1604, 803, 24, 81, 28, 278, 727, 472, 1003, 253, 1232, 278],
+]
+
+
+def real_model(folder: Path, name: str) -> Path:
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files only with accelerate")
+    if not (folder / name).is_file():
+        pytest.skip(f"{name} is not in {folder} (set ASSAY_MODELS)")
+    return folder / name
+
+
+@pytest.mark.slow
+def test_smollm2_equals_transformers(real_models):
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    path = real_model(real_models, "smollm2-135m-instruct.q4_1.gguf")
+    model = load_model(str(path))
+    assert isinstance(model, Decoder) and model.spec.tied and model.spec.parameters == 134_515_008
+    dense = GgufConfig(dequantize=True)
+    hf = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=dense
+    )
+    assert same_weights(model, hf)
+    lengths = [len(sentence) for sentence in SENTENCES]
+    with torch.no_grad():
+        packed = model.unembed(
+            model.hidden(torch.tensor([token for sentence in SENTENCES for token in sentence]), lengths)
+        ).split(lengths)
+        for sentence, logits in zip(SENTENCES, packed, strict=True):
+            expected = hf.eval()(input_ids=torch.tensor([sentence])).logits[0]
+            assert float((logits - expected).abs().max()) < 1e-4
+        surprise = torch.nn.functional.cross_entropy(packed[0][:-1], torch.tensor(SENTENCES[0][1:]))
+    assert float(surprise) < 4.0  # it knows that the capital of France is Paris; a guess would give 10.8
+
+
+@pytest.mark.slow
+def test_gemma3_comes_through_transformers(real_models):
+    path = real_model(real_models, "gemma-3-270m.q4_k_m.gguf")
+    model = load_model(str(path))
+    assert isinstance(model, HFModel) and model.vocab_size == 262_144 and model.max_length == 32_768
+    ids = torch.tensor([2, 818, 5279, 529, 7001, 563])  # <bos>The capital of France is
+    with torch.no_grad():
+        likely = model.unembed(model.hidden(ids, [6]))[-1].topk(5).indices.tolist()
+    assert 9079 in likely  # " Paris"

@@ -1,0 +1,58 @@
+"""Reading configs of both generations of transformers."""
+
+from __future__ import annotations
+
+import pytest
+
+from assay.models import spec_from_hf
+from assay.types import UserError
+
+BASE = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+}
+LLAMA3 = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+
+
+def test_both_spellings_of_rope_give_the_same_spec():
+    new = spec_from_hf({**BASE, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}})
+    old = spec_from_hf({**BASE, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}})
+    older = spec_from_hf({**BASE, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}})
+    assert new == old == older
+    assert new is not None and new.rope_theta == 5e5 and dict(new.rope_scaling) == {"rope_type": "llama3", **LLAMA3}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "mistral"},
+        {"hidden_act": "gelu"},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"model_type": "qwen2", "use_sliding_window": True},
+        {"quantization_config": {"quant_method": "gptq"}},
+        {"partial_rotary_factor": 0.5},
+    ],
+)
+def test_what_the_decoder_does_not_cover_is_left_to_the_fallback(change):
+    assert spec_from_hf({**BASE, **change}) is None
+
+
+def test_qwen3_heads_are_128_wide_unless_said_otherwise():
+    spec = spec_from_hf({**BASE, "model_type": "qwen3"})
+    assert spec is not None and spec.head_dim == 128 and spec.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({key: BASE[key] for key in BASE if key != "vocab_size"}, "vocab_size"),
+        ({**BASE, "rope_scaling": {"rope_type": "linear"}}, "rope_parameters.factor"),
+    ],
+)
+def test_an_incomplete_config_names_what_is_missing(config, named):
+    with pytest.raises(UserError, match=named):
+        spec_from_hf(config)

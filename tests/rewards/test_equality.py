@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from assay.rewards.equality import equal
+from assay.rewards.limits import Unreadable
+from assay.rewards.numeric import read_quantity, tidy
+
+SAME_NUMBERS = r"""
+72 | 72
+72. | 72
+72.0 | 72
+072 | 72
+-0 | 0
+1,200 | 1200
+1200 | 1,200
+1{,}200 | 1200
+1,\!200 | 1200
+11,\! 111,\! 111 | 11111111
+1\,200 | 1200
+1 200 | 1200
+109,200,000 | 109200000
+$18 | 18
+\$18 | 18
+$18$ | 18
+$$18$$ | 18
+\(18\) | 18
+**18** | 18
+\boxed{18} | 18
+\text{18} | 18
+\$1,234.50 | 1234.5
+€20 | 20
+US$20 | 20
+-$5 | -5
+$-5 | -5
+−5 | -5
+–5 | -5
++5 | 5
+- 5 | -5
+５ | 5
+18 dollars | 18
+18 dollars per day | 18
+\$18 \text{ dollars} | $18
+18\text{ cm} | 18
+18 \, \mathrm{cm}^2 | 18
+18 square feet | 18
+18 eggs | 18
+5cm | 5 centimeters
+10 km/h | 10
+10\text{ miles/hour} | 10
+5^\circ | 5
+5^{\circ} | 5
+5° | 5
+90 degrees | 90^\circ
+7 p.m. | 7
+50% | 50
+50\% | 50
+50 percent | 50%
+50% | 0.5
+0.5 | 50%
+50 | 50%
+1/2 | 0.5
+1 / 2 | 0.5
+\frac{1}{2} | 0.5
+\dfrac12 | 1/2
+\tfrac{1}{2} | 1/2
+-\frac{1}{2} | -0.5
+\frac{-1}{2} | -0.5
+1 1/2 | 1.5
+1\frac{1}{2} | 3/2
+-1\frac{1}{2} | -3/2
+3½ | 3.5
+3/4 cups | .75
+\frac{3}{4} \text{ cup} | 0.75
+.5 | 0.5
+1e3 | 1000
+1.5 \times 10^{3} | 1500
+3*10^4 | 30000
+5 million | 5000000
+$5 million | 5,000,000
+The answer is 18 | 18
+Final answer: 18 | 18
+"""
+
+DIFFERENT_NUMBERS = r"""
+5 | -5
+12 | 1,2
+5 m | 5 cm
+20 minutes | 20 hours
+0.5% | 50%
+50 | 0.5
+0.33 | 1/3
+0.1 | 0.10000000000000000000001
+5 million | 5
+1 1/2 | 11/2
+5 cents | $5
+1 2 | 12
+"""
+
+SAME_EXPRESSIONS = r"""
+x=5 | 5
+9*2=18 | 18
+2^{10} | 1024
+2**10 | 1024
+2^{3^{2}} | 512
+(x^2)^3 | x^6
+e^{x^2} | e^{x \cdot x}
+2^{1009} | 2 \cdot 2^{1008}
+10! | 3628800
+\sqrt{4} | 2
+sqrt(4) | 2
+\sqrt2 | \sqrt{2}
+2\sqrt{3} | \sqrt{12}
+\frac{\sqrt{2}}{2} | \frac{1}{\sqrt{2}}
+(1,2) | (1, 2)
+\{1,2\} | \{2,1\}
+x+1 | 1+x
+(x+1)^2 | x^2+2x+1
+6-5i | 6 - 5i
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
+\left( 3, \frac{\pi}{2} \right) | (3, \pi/2)
+x \in [-2,7] | [-2,7]
+"""
+
+DIFFERENT_EXPRESSIONS = r"""
+12,00 | 1200
+5x | 5
+5 x | 5
+2 pi | 2
+2\pi | 2
+5 or 6 | 5
+3 and 4 | 3
+5, 6 | 5
+5, 6 | 6
+\sqrt{2} | 1.41
+(1,2) | (2, 1)
+x^2 | x^3
+5:30 | 5
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix}1\\3\end{pmatrix}
+"""
+
+TEXTS = [
+    ("Evelyn", r"\text{Evelyn}", True),
+    ("evelyn", "Evelyn", True),
+    ("listen", "silent", False),
+    (r"\text{(C)}", "C", True),
+    ("B", "C", False),
+    ("5:30", "5:30", True),
+]
+
+UNREADABLE = r"""
+hello
+five
+1/0
+\frac{1}{0}
+3 1/0
+1e999999999
+1e-999999999
+9**9**9**9
+9^{9^{9^{9}}}
+9^9^9^9
+9^{9^9}
+9**(9**(9**9))
+x^{x^{x^{x}}}
+10^{10^{10}}
+2^{99999999}
+999999999!
+9!!!!
+{5
+"""
+
+
+def pairs(table: str) -> list[tuple[str, str]]:
+    return [(answer, gold) for answer, gold in (line.split(" | ") for line in table.strip().splitlines())]
+
+
+@pytest.mark.parametrize(("answer", "gold"), pairs(SAME_NUMBERS))
+def test_same_numbers(answer: str, gold: str) -> None:
+    assert read_quantity(tidy(answer)) is not None, "the fast path must read it"
+    assert equal(answer, gold)
+
+
+@pytest.mark.parametrize(("answer", "gold"), pairs(DIFFERENT_NUMBERS))
+def test_different_numbers(answer: str, gold: str) -> None:
+    assert not equal(answer, gold)
+
+
+@pytest.mark.parametrize(("answer", "gold"), pairs(SAME_EXPRESSIONS))
+def test_same_expressions(answer: str, gold: str) -> None:
+    assert equal(answer, gold)
+
+
+@pytest.mark.parametrize(("answer", "gold"), pairs(DIFFERENT_EXPRESSIONS))
+def test_different_expressions(answer: str, gold: str) -> None:
+    assert not equal(answer, gold)
+
+
+@pytest.mark.parametrize(("answer", "gold", "same"), TEXTS)
+def test_text_answers(answer: str, gold: str, same: bool) -> None:
+    assert equal(answer, gold) is same
+
+
+@pytest.mark.parametrize("answer", [*UNREADABLE.strip().splitlines(), "9" * 1000, "(" * 500 + "1" + ")" * 500])
+def test_hostile_and_senseless_answers_are_refused_at_once(answer: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(Unreadable):
+        equal(answer, "5")
+    assert time.perf_counter() - started < 2
+
+
+def test_ten_megabytes_are_refused_at_once() -> None:
+    started = time.perf_counter()
+    with pytest.raises(Unreadable, match="longer than"):
+        equal("9" * 10_000_000, "5")
+    assert time.perf_counter() - started < 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(-(10**15), 10**15), st.integers(0, 4))
+def test_every_spelling_of_a_number_is_the_number(units: int, places: int) -> None:
+    value = Fraction(units, 10**places)
+    digits = f"{abs(units):0{places + 1}d}"
+    whole, decimals = digits[: len(digits) - places], digits[len(digits) - places :]
+    sign = "-" if units < 0 else ""
+    tail = f".{decimals}" if places else ""
+    for text in (
+        f"{sign}{int(whole):,}{tail}",
+        f"{sign}${whole}{tail}",
+        f"{sign}{whole}{tail} apples",
+        f"${units}/{10**places}$",
+    ):
+        quantity = read_quantity(tidy(text))
+        assert quantity is not None and quantity.value == value, text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(alphabet="0123456789.,-+$%/\\frac{}^ e\u2212½\ud800xm", max_size=25))
+def test_reading_any_text_never_fails_otherwise(text: str) -> None:
+    try:
+        quantity = read_quantity(tidy(text))
+    except Unreadable:
+        return
+    assert quantity is None or isinstance(quantity.value, Fraction)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from fractions import Fraction
+
+import pytest
+
+from assay.tasks import Countdown, check_gold, make_task
+from assay.tasks.base import SPLITS
+from assay.tasks.countdown import solve
+from assay.types import UserError
+
+
+def reachable(nums: tuple[int, ...]) -> set[Fraction]:
+    """All values of expressions that use every number once: by splitting into two parts, not by joining pairs."""
+    if len(nums) == 1:
+        return {Fraction(nums[0])}
+    values = set()
+    for size in range(1, len(nums)):
+        for left in itertools.combinations(range(len(nums)), size):
+            right = [index for index in range(len(nums)) if index not in left]
+            for a in reachable(tuple(nums[i] for i in left)):
+                for b in reachable(tuple(nums[i] for i in right)):
+                    values |= {a + b, a - b, a * b} | ({a / b} if b else set())
+    return values
+
+
+def test_instances_are_solvable_and_within_the_knobs():
+    task = Countdown(max_number=30, max_target=60)
+    lengths = set()
+    for prompt in task.prompts("train")[:40]:
+        nums, target = prompt.fields["nums"], prompt.fields["target"]
+        lengths.add(len(nums))
+        assert all(1 <= number <= 30 for number in nums) and 1 <= target <= 60
+        assert Fraction(target) in reachable(tuple(nums))
+        assert str(target) in prompt.question and all(str(number) in prompt.question for number in nums)
+    assert lengths == {3, 4}
+
+
+def test_solutions_are_true_and_golds_judged_correct():
+    for integers in (True, False):
+        task = Countdown(integers=integers)
+        for split in SPLITS:
+            assert check_gold(task, split, limit=60) == []
+        for prompt in task.prompts("train")[:100]:
+            thought, expression = re.fullmatch(
+                r"<think>\n(.*)\n</think>\n<answer>(.*)</answer>", prompt.solution, re.DOTALL
+            ).groups()
+            assert sorted(map(int, re.findall(r"\d+", expression))) == sorted(prompt.fields["nums"])
+            assert abs(eval(expression) - prompt.fields["target"]) < 1e-9
+            for line in thought.split("\n"):
+                left, right = line.split(" = ")
+                assert abs(eval(left) - eval(right)) < 1e-9
+                assert not integers or re.fullmatch(r"[1-9]\d*", right)
+
+
+def test_splits_share_no_instance_in_any_order():
+    seen = {split: set() for split in SPLITS}
+    for seed in (0, 1):
+        task = Countdown(seed=seed, numbers=(3, 3), max_number=12, max_target=30)
+        for split in SPLITS:
+            for prompt in task.prompts(split)[:400]:
+                seen[split].add((tuple(sorted(prompt.fields["nums"])), prompt.fields["target"]))
+    assert min(map(len, seen.values())) > 100
+    assert not seen["train"] & seen["test"]
+    assert not seen["train"] & seen["validation"]
+    assert not seen["validation"] & seen["test"]
+
+
+def test_the_solver_agrees_with_brute_force():
+    for nums in ((1, 2, 3), (4, 4, 7), (2, 3, 5, 9)):
+        values = reachable(nums)
+        for target in range(1, 60):
+            found = solve(nums, target)
+            assert (found is not None) == (Fraction(target) in values)
+            assert found is None or found.value == target
+
+
+def test_existing_files_are_read(tmp_path):
+    own = [{"role": "user", "content": "my own wording"}]
+    rows = [{"nums": [2, 3, 4], "target": 14, "messages": own}] + [
+        {"nums": [n, 3, 4], "target": n + 7} for n in range(9)
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = make_task("countdown", path=str(tmp_path / "mine.jsonl"))
+    test = task.prompts("test")
+    assert test[0].messages == tuple(own) and test[0].fields == {"nums": [2, 3, 4], "target": 14}
+    assert "Reach 8 with the numbers 1, 3, 4." in test[2].question
+    assert check_gold(task, "test") == []
+    (tmp_path / "mine.jsonl").write_text('{"nums": [1, 1], "target": 99}\n')
+    assert check_gold(make_task("countdown", path=str(tmp_path / "mine.jsonl")), "test") == ["countdown/test/0"]
+
+
+def test_bad_input(tmp_path):
+    file = tmp_path / "bad.jsonl"
+    for row, message in (
+        ({"nums": "1 2", "target": 3}, '"nums" must be a list'),
+        ({"nums": [1, 2], "target": "3"}, '"target" must be'),
+        ({"target": 3}, 'has no column "nums" or "numbers"; it has "target"'),
+    ):
+        file.write_text(json.dumps(row))
+        with pytest.raises(UserError, match=message):
+            make_task("countdown", path=str(file)).prompts("test")
+    with pytest.raises(UserError, match="numbers must be a range"):
+        Countdown(numbers=(3, 9))

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from assay.tasks import TASKS, Abacus, check_gold, make_task
+from assay.types import UserError
+
+OWN = """
+from assay.tasks import Task, Abacus
+from assay.types import Prompt
+
+class Mine(Task):
+    name = "mine"
+    def __init__(self, size: int = 3, path: str | None = None):
+        self.size, self.path = size, path
+    def prompts(self, split):
+        ask = lambda n: ({"role": "user", "content": f"{split} {n}"},)
+        return [Prompt(f"mine/{split}/{n}", ask(n), str(n)) for n in range(self.size)]
+
+class NotATask:
+    pass
+
+def build(max_steps: int):
+    return Abacus(max_steps=max_steps)
+
+def rows(n=10):
+    return [{"question": f"{i} and {i}?", "answer": 2 * i} for i in range(n)]
+
+def prompts():
+    return Mine(20).prompts("train")
+
+ROWS = rows(12)
+SPLITS = {"train": rows(10), "test": rows(2)}
+NUMBER = 7
+EMPTY = []
+STRINGS = ["a", "b"]
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path}/own.py:"
+
+
+def test_own_classes_and_functions(own):
+    assert len(make_task(own + "Mine").prompts("train")) == 3
+    assert len(make_task(own + "Mine", size=5).prompts("train")) == 5
+    assert make_task(own + "Mine", "some/where").path == "some/where"
+    assert check_gold(make_task(own + "Mine"), "test") == []
+    assert make_task(own + "build", max_steps=4) == Abacus(max_steps=4)
+    assert make_task("assay.tasks:Abacus", max_steps=5) == Abacus(max_steps=5)
+
+
+def test_own_rows(own):
+    task = make_task(own + "rows", n=40, extract="hash", val_size=10)
+    assert (len(task.prompts("train")), len(task.prompts("validation"))) == (30, 10)
+    assert task.judge().extract == "hash" and check_gold(task, "train") == []
+    assert len(make_task(own + "ROWS").prompts("test")) == 12
+    by_split = make_task(own + "SPLITS")
+    assert (len(by_split.prompts("train")), len(by_split.prompts("test"))) == (9, 2)
+    prompts = make_task(own + "prompts", val_size=0).prompts("train")
+    assert [prompt.id for prompt in prompts] == [f"mine/train/{n}" for n in range(20)]
+    assert prompts[7].question == "train 7" and prompts[7].answer == "7"
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("gsm8", {}, r'unknown task "gsm8" \(did you mean gsm8k\?\)'),
+        ("abacus", {"max_step": 3}, r'takes no argument "max_step" \(did you mean max_steps'),
+        ("abacus", {"max_steps": "many"}, "max_steps = 'many' will not do"),
+        ("abacus", {"path": "x"}, "abacus takes no path"),
+        ("countdown", {"numbers": [3]}, "numbers = .* will not do"),
+        ("OWN:Mine", {"sise": 3}, r"did you mean size\?"),
+        ("OWN:NotATask", {}, "not a Task"),
+        ("OWN:build", {}, "needs the argument max_steps"),
+        ("OWN:build", {"max_steps": 3, "extract": "hash"}, 'takes no argument "extract"'),
+        ("OWN:rows", {"extrakt": "hash"}, r"did you mean extract"),
+        ("OWN:NUMBER", {}, "must be a Task, or rows"),
+        ("OWN:Missing", {}, "has no 'Missing'"),
+        ("no_such_module_here:Thing", {}, "there is no module"),
+    ],
+)
+def test_bad_names_and_arguments(own, name, args, message):
+    with pytest.raises(UserError, match=message):
+        make_task(name.replace("OWN:", own), **args)
+
+
+def test_bad_rows(own):
+    with pytest.raises(UserError, match="gave no rows"):
+        make_task(own + "EMPTY").prompts("train")
+    with pytest.raises(UserError, match="must give dict rows or Prompts, but row 0 is str"):
+        make_task(own + "STRINGS").prompts("train")
+
+
+def test_config_values_take_the_types_of_the_task():
+    assert make_task("countdown", numbers=[3, 3]).numbers == (3, 3)
+    assert make_task("abacus", noise=0).noise == 0.0
+    assert set(TASKS) == {"abacus", "countdown", "gsm8k", "jsonl", "math"}
+
+
+DIGEST = """
+import hashlib
+from assay.tasks import make_task
+digest = hashlib.sha256()
+for name in ("abacus", "countdown"):
+    for split in ("train", "validation", "test"):
+        for prompt in make_task(name, seed=3).prompts(split)[:50]:
+            digest.update(repr(prompt).encode())
+print(digest.hexdigest())
+"""
+
+
+def test_generated_problems_are_the_same_in_every_process():
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    digests = set()
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": source}
+        done = subprocess.run(
+            [sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, check=True
+        )
+        digests.add(done.stdout.strip())
+    assert len(digests) == 1 and len(digests.pop()) == len(hashlib.sha256().hexdigest())

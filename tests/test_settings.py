@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from assay.config import MeasureConfig, TrainConfig
+from assay.settings import keys, load_settings, parse_overrides, to_toml
+from assay.types import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(words: str, file: Path | None = None) -> TrainConfig:
+    return load_settings(TrainConfig, file, parse_overrides(words.split()))
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "run.toml"
+    file.write_text(text)
+    return file
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path, 'seed = 3\n[optim]\nlr = 0.5\nwarmup = 7\n[task]\nname = "abacus"\nargs = {max_steps = 2}\n')
+    cfg = load("--optim.lr 1e-4 --task.args.min_steps=1 --eval.temperature 0.7", file)
+    assert (cfg.seed, cfg.optim.lr, cfg.optim.warmup, cfg.eval.temperature) == (3, 1e-4, 7, 0.7)
+    assert cfg.task.args == {"max_steps": 2, "min_steps": 1}
+    assert cfg.optim.eps == TrainConfig().optim.eps
+
+
+def test_overrides_read_toml_values_strings_and_bare_switches() -> None:
+    words = ["--a.b", "1", "--c=x/y z", "--flag", "--list", "['p', 'q']", "--low", "-3", "--some-key", "true"]
+    expected = {"a.b": 1, "c": "x/y z", "flag": True, "list": ["p", "q"], "low": -3, "some_key": True}
+    assert parse_overrides(words) == expected
+
+
+def test_short_forms_work_in_files_and_on_the_command_line(tmp_path: Path) -> None:
+    file = write(tmp_path, 'model = "folder/a"\ntask = "gsm8k"\n')
+    assert load("", file).model.source == "folder/a"
+    cfg = load("--model folder/b --model.max_length 64 --task.path data", file)
+    assert (cfg.model.source, cfg.model.max_length) == ("folder/b", 64)
+    assert (cfg.task.name, cfg.task.path) == ("gsm8k", "data")
+    table = write(tmp_path, '[model]\nsource = "folder/a"\nmax_length = 99\n')
+    assert load("--model folder/c", table).model.model_dump()["max_length"] == 99
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--optim.lrr 1", ("'optim.lrr'", "command line", "'optim.lr'")),
+        ("--train.lr 1", ("'train.lr'", "'optim.lr'")),
+        ("--optim.lr fast", ("'optim.lr'", "number", "'fast'")),
+        ("--train.samples 0", ("'train.samples'", "greater than or equal to 1")),
+        ("--dtype float8", ("'dtype'", "'bfloat16'", "'float8'")),
+        ("--seed.more 1", ("'seed'",)),
+        ("optim.lr", ("unexpected argument 'optim.lr'",)),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(words: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as error:
+        load(words)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_mistakes_in_a_file_name_the_file_and_count_the_rest(tmp_path: Path) -> None:
+    file = write(tmp_path, "[train]\nstps = 3\n[optim]\nlr = -1\n")
+    with pytest.raises(
+        UserError, match=r"'train.stps' in .*run.toml: did you mean 'train.steps'\? \(and 1 more problem\)"
+    ):
+        load("", file)
+    with pytest.raises(UserError, match="no config file at"):
+        load("", tmp_path / "none.toml")
+    with pytest.raises(UserError, match="is not valid TOML"):
+        load("", write(tmp_path, "a = = 1"))
+    with pytest.raises(UserError, match="is a folder"):
+        load("", tmp_path)
+
+
+def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
+    words = ["--task.args", '{"odd key" = [1, 2.5], deep = {x = "q\\"uote"}}', "--algo.kl_coef", "0.1"]
+    cfg = load_settings(TrainConfig, None, parse_overrides([*words, "--sampling.stop", '["\\n\\n"]']))
+    assert cfg.task.args == {"odd key": [1, 2.5], "deep": {"x": 'q"uote'}} and cfg.sampling.stop == ["\n\n"]
+    assert load("", write(tmp_path, to_toml(cfg))) == cfg
+
+
+def test_every_setting_has_a_help_text() -> None:
+    for kind in (TrainConfig, MeasureConfig):
+        assert not [key for key, field in keys(kind) if not field.description]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda f: f.name)
+def test_every_shipped_config_is_valid(file: Path) -> None:
+    cfg = load_settings(TrainConfig, file, {})
+    assert cfg.model.source and cfg.task.name
+    assert tomllib.loads(file.read_text())

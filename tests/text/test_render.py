@@ -1,0 +1,261 @@
+"""Prompts, completions and exact masks, with several chat formats and raw templates."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+
+from assay.text import Renderer, Tokenizer, char_tokenizer, word_tokenizer
+from assay.types import Message, Prompt, UserError
+
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|head|>{{ m['role'] }}<|body|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|head|>assistant<|body|>\n\n{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] | trim }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+TURN_END = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "builtin": "<eos>"}
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "builtin": None}
+EXTRA = ["<|im_start|>", "<|im_end|>", "<|head|>", "<|body|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"]
+
+
+def tokenizer_for(form: str, adds_bos: bool = False) -> Tokenizer:
+    """The character tokenizer with a chat format's special tokens and template."""
+    hf = char_tokenizer().hf
+    hf.add_special_tokens({"additional_special_tokens": EXTRA}, replace_extra_special_tokens=False)
+    if TEMPLATES[form] is not None:
+        hf.chat_template = TEMPLATES[form]
+    if adds_bos:
+        hf.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return Tokenizer(hf)
+
+
+def ask(question: str, *, system: str | None = None, **fields: object) -> Prompt:
+    messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": question})
+    return Prompt(id="test/0", messages=tuple(messages), fields=fields)
+
+
+FORMS = {form: tokenizer_for(form) for form in TEMPLATES}
+PROMPT = ask("What is 2+3?")
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+@given(completion=st.text(alphabet="abc 0123+=\\{}#.\n", max_size=20))
+def test_masks_are_exact(form: str, completion: str) -> None:
+    tokenizer = FORMS[form]
+    renderer = Renderer(tokenizer)
+    prompt_ids = renderer.prompt_ids(PROMPT)
+    ids, mask = renderer.example(PROMPT, completion)
+    assert ids[: len(prompt_ids)] == prompt_ids
+    assert mask == [0] * len(prompt_ids) + [1] * (len(ids) - len(prompt_ids))
+    taught = [index for index, bit in zip(ids, mask, strict=True) if bit]
+    assert tokenizer.decode(taught, skip_special=False) == completion + TURN_END[form]
+    assert renderer.decode(taught) == completion
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_an_example_is_how_the_template_itself_writes_a_conversation(form: str) -> None:
+    tokenizer = FORMS[form]
+    ids, _ = Renderer(tokenizer).example(PROMPT, "2+3=5")
+    whole = tokenizer.hf.apply_chat_template(
+        [*PROMPT.messages, {"role": "assistant", "content": "2+3=5"}], return_dict=True
+    )["input_ids"]
+    assert ids == whole[: len(ids)]
+    assert tokenizer.decode(whole[len(ids) :], skip_special=False).strip() == ""
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_the_end_token_comes_once(form: str) -> None:
+    tokenizer, end = FORMS[form], TURN_END[form]
+    renderer = Renderer(tokenizer)
+    assert renderer.example(PROMPT, "5" + end) == renderer.example(PROMPT, "5")
+    assert renderer.stop_token_ids[0] == tokenizer.encode(end)[0]
+    assert set(tokenizer.eos_ids) <= set(renderer.stop_token_ids)
+    assert renderer.stop == ()
+
+
+def test_a_template_without_an_end_token_ends_with_eos() -> None:
+    renderer = Renderer(
+        FORMS["builtin"],
+        style="chat",
+        template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
+    )
+    assert renderer.example(PROMPT, "5")[0][-1] == FORMS["builtin"].eos_id
+
+
+def test_the_end_token_may_be_one_that_nobody_lists() -> None:
+    template = "{% for m in messages %}<|head|>{{ m['content'] }}<|body|>{% endfor %}"
+    renderer = Renderer(FORMS["builtin"], style="chat", template=template)
+    end = FORMS["builtin"].encode("<|body|>")[0]
+    assert renderer.example(PROMPT, "5")[0][-1] == end
+    assert end in renderer.stop_token_ids
+    assert renderer.decode([*FORMS["builtin"].encode("5"), end]) == "5"
+
+
+@pytest.mark.parametrize("form", ["llama3", "gemma", "chatml"])
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_bos_is_there_once_where_it_is_expected(form: str, adds_bos: bool) -> None:
+    tokenizer = tokenizer_for(form, adds_bos)
+    written_by_template = form != "chatml"
+    chat, raw = Renderer(tokenizer), Renderer(tokenizer, style="raw")
+    assert chat.prompt_ids(PROMPT).count(1) == int(written_by_template or adds_bos)
+    assert raw.prompt_ids(PROMPT).count(1) == int(adds_bos)
+    for renderer in (chat, raw):
+        assert 1 not in renderer.prompt_ids(PROMPT)[1:]
+        assert renderer.example(PROMPT, "5")[0].count(1) == renderer.prompt_ids(PROMPT).count(1)
+    assert Renderer(tokenizer, style="raw", template="<bos>{question}").prompt_ids(PROMPT).count(1) == 1
+    assert Renderer(tokenizer, style="raw", add_bos=True).prompt_ids(PROMPT)[0] == 1
+    assert 1 not in Renderer(tokenizer, style="raw", add_bos=False).prompt_ids(PROMPT)
+
+
+def test_system_prompts() -> None:
+    tokenizer = FORMS["chatml"]
+    assert "system\nBe brief.<|im_end|>" in Renderer(tokenizer).prompt_text(PROMPT)  # the template's default
+    own = ask("2+3?", system="Be kind.")
+    assert Renderer(tokenizer).prompt_text(own).startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user")
+    configured = Renderer(tokenizer, system="Be exact.").prompt_text(own)
+    assert "Be exact." in configured and "Be kind." not in configured and "Be brief." not in configured
+    with pytest.raises(UserError, match="no system role here"):
+        Renderer(FORMS["gemma"], system="Be exact.").prompt_ids(PROMPT)
+
+
+def test_few_shot_turns_come_between_system_and_question() -> None:
+    renderer = Renderer(FORMS["builtin"], system="S", few_shot=[("1+1?", "2"), ("2+2?", "4")])
+    expected = "<system>S<user>1+1?<assistant>2<eos><user>2+2?<assistant>4<eos><user>What is 2+3?<assistant>"
+    assert renderer.prompt_text(PROMPT) == expected
+    assert renderer.tokenizer.decode(renderer.prompt_ids(PROMPT), skip_special=False) == expected
+
+
+def test_a_model_without_a_chat_template() -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.hf.chat_template = None
+    for style in ("auto", "chat"):
+        with pytest.raises(UserError, match=r'prompt\.style = "raw".*prompt\.template'):
+            Renderer(tokenizer, style=style)
+    assert Renderer(tokenizer, style="raw").prompt_text(PROMPT) == "Question: What is 2+3?\nAnswer:"
+    assert Renderer(tokenizer, template="Q {question} A").prompt_text(PROMPT) == "Q What is 2+3? A"
+    assert Renderer(tokenizer, style="chat", template=CHATML).prompt_text(PROMPT).endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"style": "chatty"}, "chatty"),
+        ({"style": "chat", "template": "Question: {question}"}, "raw"),
+        ({"style": "chat", "template": "{% for %}"}, "template"),
+        ({"template": "Question: {question"}, "brace"),
+        ({"template": "{question!r}"}, "plain name"),
+        ({"template": "{0}"}, "plain name"),
+        ({"template": "{}"}, "plain name"),
+        ({"template": "no placeholder"}, r"\{question\}"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Renderer(FORMS["builtin"], **settings)  # type: ignore[arg-type]
+
+
+def test_raw_templates_fill_fields_and_keep_literal_braces() -> None:
+    prompt = ask("Make 24", nums=[4, 6], target=24)
+    template = "{question} from {nums}, \\boxed{{{target}}}:"
+    assert Renderer(FORMS["builtin"], template=template).prompt_text(prompt) == "Make 24 from [4, 6], \\boxed{24}:"
+    with pytest.raises(UserError, match=r"unknown placeholder \{numbers\}.*\{nums\}"):
+        Renderer(FORMS["builtin"], template="{question} {numbers}").prompt_ids(prompt)
+    braces = ask("what is {x}?")  # values are not templates
+    assert Renderer(FORMS["builtin"], template="{question}").prompt_text(braces) == "what is {x}?"
+
+
+def test_raw_few_shot_and_system() -> None:
+    shots = [("1+1?", "1+1=2")]
+    renderer = Renderer(FORMS["builtin"], style="raw", few_shot=shots, system="Answer.")
+    asked = "Question: What is 2+3?\nAnswer:"
+    assert renderer.prompt_text(PROMPT) == f"Answer.\n\nQuestion: 1+1?\nAnswer: 1+1=2\n\n{asked}"
+    headed = Renderer(FORMS["builtin"], template="[{system}] Like so:\n{examples}Q: {question}\nA:\n", few_shot=shots)
+    assert headed.prompt_text(ask("2+2?", system="Hm")) == "[Hm] Like so:\nQ: 1+1?\nA:\n1+1=2\n\nQ: 2+2?\nA:\n"
+    with pytest.raises(UserError, match=r"\{examples\}"):
+        Renderer(FORMS["builtin"], template="{question}", few_shot=shots).prompt_ids(PROMPT)
+
+
+def test_raw_conversations_keep_their_earlier_turns() -> None:
+    messages: tuple[Message, ...] = (
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "And 2+2?"},
+    )
+    text = Renderer(FORMS["builtin"], style="raw").prompt_text(Prompt(id="x", messages=messages))
+    assert text == "Question: 1+1?\nAnswer: 2\n\nQuestion: And 2+2?\nAnswer:"
+
+
+def test_raw_examples_set_the_answer_apart_and_end_with_eos() -> None:
+    tokenizer = FORMS["builtin"]
+    for template, completion, expected in [
+        ("A:{question}\nB:", "5", " 5<eos>"),
+        ("A:{question}\nB:", "\n5", "\n5<eos>"),
+        ("A:{question}\nB:\n", "5", "5<eos>"),
+    ]:
+        renderer = Renderer(tokenizer, template=template)
+        ids, mask = renderer.example(PROMPT, completion)
+        start = mask.index(1)
+        assert ids[:start] == renderer.prompt_ids(PROMPT) and all(mask[start:])
+        assert tokenizer.decode(ids[start:], skip_special=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "stop"),
+    [
+        (None, ("\nQuestion:",)),
+        ("Some words.\n{examples}Q: {question}\nA:", ("\nQ:",)),
+        ("{question}", ()),
+        ("- {question}\n", ()),
+        ("Make {target}.", ()),
+    ],
+)
+def test_raw_stop_strings(template: str | None, stop: tuple[str, ...]) -> None:
+    assert Renderer(FORMS["builtin"], style="raw", template=template).stop == stop
+    assert Renderer(FORMS["builtin"], style="raw", template=template, stop=["END"]).stop == ("END",)
+    assert Renderer(FORMS["builtin"], style="raw", template=template, stop=[]).stop == ()
+
+
+def test_no_end_token_at_all_is_said_when_it_matters() -> None:
+    hf = char_tokenizer().hf
+    hf.eos_token = None
+    renderer = Renderer(Tokenizer(hf), style="raw")
+    assert renderer.prompt_ids(PROMPT) and renderer.stop_token_ids == ()
+    with pytest.raises(UserError, match="end-of-text"):
+        renderer.example(PROMPT, "5")
+
+
+def test_word_level_examples() -> None:
+    renderer = Renderer(word_tokenizer(["How", "many", "?", "2", "+", "3", "=", "5", ";", "####"]))
+    ids, mask = renderer.example(ask("How many ?"), "2 + 3 = 5 ; #### 5")
+    assert mask == [0] * 5 + [1] * 9
+    assert renderer.decode(ids[5:]) == "2 + 3 = 5 ; #### 5"
+
+
+def test_smollm2_masks_and_default_system(smollm2: Tokenizer) -> None:
+    tokenizer, renderer = smollm2, Renderer(smollm2)
+    completion = "2 + 3 = 5\n\n5 \\boxed{5}"
+    ids, mask = renderer.example(PROMPT, completion)
+    whole = tokenizer.hf.apply_chat_template(
+        [*PROMPT.messages, {"role": "assistant", "content": completion}], return_dict=True
+    )["input_ids"]
+    assert ids == whole[:-1] and tokenizer.decode(whole[-1:]) == "\n"
+    assert ids[: mask.index(1)] == renderer.prompt_ids(PROMPT)
+    assert ids[-1] == 2 and sum(mask) == len(tokenizer.encode(completion)) + 1
+    assert "helpful AI assistant named SmolLM" in renderer.prompt_text(PROMPT)
+    assert "SmolLM" not in Renderer(tokenizer, system="Be brief.").prompt_text(PROMPT)
+    assert renderer.prompt_ids(PROMPT).count(2) == 2  # system and user; bos is <|im_start|> and not doubled
+    assert renderer.prompt_ids(PROMPT)[:2] != [1, 1]

@@ -1,0 +1,176 @@
+"""The wrapper and the loader, on tokenizers built here and on real ones where their files are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from assay.text import Tokenizer, char_tokenizer, load_tokenizer
+from assay.text.from_gguf import read_metadata
+from assay.types import UserError
+
+
+def byte_level(**kwargs) -> PreTrainedTokenizerFast:
+    """One token for each byte, <|im_end|> and </s> special."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(["</s>", "<|im_end|>", *alphabet])}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    kwargs.setdefault("additional_special_tokens", ["<|im_end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **kwargs)
+
+
+def test_end_tokens_come_from_the_tokenizer_the_turn_ends_and_the_generation_config(tmp_path) -> None:
+    assert Tokenizer(byte_level()).eos_ids == (0, 1)
+    assert Tokenizer(byte_level(additional_special_tokens=[])).eos_ids == (0,)
+    byte_level().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    assert load_tokenizer(str(tmp_path)).eos_ids == (0, 1, 7)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert load_tokenizer(str(tmp_path)).eos_ids == (0, 1, 9)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_decoding_survives_broken_utf8_and_ids_that_are_padding() -> None:
+    tokenizer = Tokenizer(byte_level())
+    euro = tokenizer.encode("1 €")
+    assert len(euro) == 5
+    assert tokenizer.decode(euro) == "1 €"
+    assert tokenizer.decode(euro[:-1]).rstrip("\ufffd") == "1 "
+    assert tokenizer.decode([*euro, tokenizer.vocab_size + 100]) == "1 €"
+    assert tokenizer.decode([*euro, 0, 1]) == "1 €"
+    assert tokenizer.decode([*euro, 0], skip_special=False) == "1 €</s>"
+
+
+def test_decoding_leaves_spaces_before_punctuation_alone() -> None:
+    tokenizer = Tokenizer(byte_level(clean_up_tokenization_spaces=True))
+    text = " do n't  stop , now ! "
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_encoding_survives_lone_surrogates_but_not_other_types() -> None:
+    tokenizer = Tokenizer(byte_level())
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
+    with pytest.raises(TypeError):
+        tokenizer.encode(7)  # type: ignore[arg-type]
+
+
+def test_truncation_and_padding_in_a_file_are_not_obeyed(tmp_path) -> None:
+    hf = byte_level()
+    hf.backend_tokenizer.enable_truncation(3)
+    hf.backend_tokenizer.enable_padding(length=50, pad_id=0, pad_token="</s>")
+    hf.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert len(load_tokenizer(str(tmp_path)).encode("abcdefgh")) == 8
+
+
+def test_without_a_pad_token_an_end_token_pads() -> None:
+    assert Tokenizer(byte_level()).pad_id == 0
+    assert Tokenizer(byte_level()).bos_id is None
+
+
+@pytest.mark.parametrize("make", ["no folder", "empty folder", "a file", "no gguf", "broken gguf", "short gguf"])
+def test_sources_that_are_none(make: str, tmp_path) -> None:
+    folder = tmp_path / "folder"
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "broken.gguf").write_bytes(b"not one")
+    (tmp_path / "short.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    if make == "empty folder":
+        folder.mkdir()
+    names = {"a file": "notes.txt", "no gguf": "no.gguf", "broken gguf": "broken.gguf", "short gguf": "short.gguf"}
+    source = str(tmp_path / names.get(make, "folder"))
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(source)
+    assert source in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_unknown_hub_id_offline_is_one_quick_line(monkeypatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=r'"nobody/no-such-model".*hub cannot be reached'):
+        load_tokenizer("nobody/no-such-model")
+
+
+def write_gguf(path: Path, pre: str, **flags: bool) -> None:
+    """A Llama file without tensors, whose vocabulary is the bytes, a few merges, and three special tokens."""
+    gguf = pytest.importorskip("gguf")
+    tokens = ["<s>", "</s>", "<|eot_id|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "abc"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(8)
+    writer.add_feed_forward_length(8)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["Ċ Ċ"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_eot_token_id(2)
+    writer.add_chat_template("{{ bos_token }}{% for m in messages %}{{ m['content'] }}<|eot_id|>{% endfor %}")
+    for name, value in flags.items():
+        writer.add_bool(f"tokenizer.ggml.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_gives_specials_template_digits_and_bos(tmp_path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "smollm", add_bos_token=True)
+    assert read_metadata(path)["tokenizer.ggml.pre"] == "smollm"
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.eos_ids == (1, 2)
+    assert tokenizer.encode("<s></s><|eot_id|>") == [0, 1, 2]
+    # The digit is cut off first, so the two newlines before it stay one token.
+    assert [tokenizer.decode([index]) for index in tokenizer.encode("\n\n12")] == ["\n\n", "1", "2"]
+    assert tokenizer.chat_text([{"role": "user", "content": "hi"}]) == "<s>hi<|eot_id|>"
+    tokenizer.save(tmp_path / "saved")
+    reloaded = load_tokenizer(str(tmp_path / "saved"))
+    assert tokenizer.expects_bos and reloaded.expects_bos
+    assert reloaded.encode("\n\n12 <|eot_id|>") == tokenizer.encode("\n\n12 <|eot_id|>")
+
+
+def test_llama3_gguf_prefers_whole_words_and_bos_may_be_denied(tmp_path) -> None:
+    write_gguf(tmp_path / "a.gguf", "llama-bpe")
+    write_gguf(tmp_path / "b.gguf", "llama-bpe", add_bos_token=False)
+    tokenizer = load_tokenizer(str(tmp_path / "a.gguf"))
+    assert tokenizer.decode(tokenizer.encode("abc")[:1]) == "abc"  # in the vocabulary, though no merge leads there
+    assert tokenizer.expects_bos
+    assert not load_tokenizer(str(tmp_path / "b.gguf")).expects_bos
+
+
+def test_smollm2_specials_and_template(smollm2: Tokenizer, tmp_path) -> None:
+    assert smollm2.vocab_size == 49152
+    assert smollm2.encode("<|im_start|><|im_end|>") == [1, 2]
+    assert smollm2.eos_ids == (2,) and smollm2.bos_id == 1 and not smollm2.expects_bos
+    assert smollm2.has_chat_template
+    text = "Ann has 1234 coins.\n\n12 + 7 = 19, so it's   €5 — naïve 😀"
+    assert smollm2.decode(smollm2.encode(text)) == text
+    assert smollm2.decode([*smollm2.encode("ok"), 50_000]) == "ok"
+    smollm2.save(tmp_path)
+    assert load_tokenizer(str(tmp_path)).encode(text) == smollm2.encode(text)
+
+
+def test_wrapping_something_slow_is_refused() -> None:
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        Tokenizer(Slow())
+
+
+def test_special_text_in_a_question_is_seen_as_special() -> None:
+    tokenizer = char_tokenizer()
+    assert tokenizer.encode("<eos>") == list(tokenizer.eos_ids)
