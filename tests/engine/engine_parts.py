@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +17,20 @@ GAP = 1e-4  # a first divergence is allowed where the two best logits are closer
 
 
 def small_spec(family: str = "qwen3", **changes: object) -> ModelSpec:
-    values: dict[str, object] = dict(
-        family=family,
-        vocab_size=61,
-        hidden=32,
-        layers=3,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        intermediate=48,
-        max_length=96,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        tied=family != "llama",
-    )
+    values: dict[str, object] = {
+        "family": family,
+        "vocab_size": 61,
+        "hidden": 32,
+        "layers": 3,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "intermediate": 48,
+        "max_length": 96,
+        "qkv_bias": family == "qwen2",
+        "qk_norm": family == "qwen3",
+        "tied": family != "llama",
+    }
     return ModelSpec(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -63,3 +64,16 @@ def assert_same_tokens(model: PolicyModel, prompt: Sequence[int], ours: Sequence
             assert best - second < GAP, f"token {place}: {a} is not {b}"
             return
     assert len(ours) == len(theirs)
+
+
+def greedy_by_transformers(hf: Any, prompt: Sequence[int], new_tokens: int, stops: Sequence[int]) -> list[int]:
+    ids = torch.tensor([list(prompt)])
+    output = hf.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        eos_token_id=list(stops),
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()

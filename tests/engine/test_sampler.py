@@ -44,7 +44,16 @@ def truncated(logits: list[float], temperature: float, top_k: int, top_p: float)
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 3, 1.0), (1.0, 4, 1.0), (1.3, 0, 0.8), (1.0, 5, 0.9), (1.0, 1, 1.0), (1.0, 0, 0.05)],
+    [
+        (1.0, 0, 1.0),
+        (0.7, 0, 1.0),
+        (1.0, 3, 1.0),
+        (1.0, 4, 1.0),
+        (1.3, 0, 0.8),
+        (1.0, 5, 0.9),
+        (1.0, 1, 1.0),
+        (1.0, 0, 0.05),
+    ],
 )
 def test_distribution(temperature: float, top_k: int, top_p: float) -> None:
     draw = draw_many(LOGITS, temperature, top_k, top_p)
@@ -58,6 +67,25 @@ def test_distribution(temperature: float, top_k: int, top_p: float) -> None:
     plain = torch.log_softmax(torch.tensor(LOGITS) / temperature, -1)
     assert torch.allclose(draw.engine_logprobs, plain[draw.tokens], atol=1e-6)
     assert torch.allclose(draw.sampling_logprobs, torch.tensor(expected).log()[draw.tokens], atol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_distribution_over_a_large_vocabulary(top_k: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3000, generator=generator)
+    logits[torch.randperm(3000, generator=generator)[:40]] += 5.0
+    logits[500:1100] = -math.inf
+    tokens = draw_many(logits.tolist(), 1.0, top_k, 1.0).tokens
+    expected, _ = truncated(logits.tolist(), 1.0, top_k, 1.0)
+    probs = torch.tensor(expected, dtype=torch.float64)
+    assert bool((probs[tokens] > 0).all())
+    # Neighbours are put together until each cell expects some 50 draws.
+    cells = (probs.cumsum(0) * (DRAWS // 50)).long().clamp(max=DRAWS // 50 - 1)
+    count = int(cells.max()) + 1
+    counts = torch.bincount(cells[tokens], minlength=count)
+    wanted = torch.zeros(count, dtype=torch.float64).index_add(0, cells, probs) * DRAWS
+    possible = wanted > 0
+    assert stats.chisquare(counts[possible].numpy(), wanted[possible].numpy()).pvalue > 1e-3
 
 
 def test_greedy_takes_the_best_and_scores_it_at_temperature_one() -> None:
@@ -152,4 +180,4 @@ def test_not_a_number_is_reported_for_its_row_alone() -> None:
     ones = torch.ones(2)
     draw = sample(logits, ones, torch.tensor([0, 2]), ones, torch.tensor([3, 4]), torch.tensor([0, 0]))
     assert draw.engine_logprobs.isnan().tolist() == [False, True]
-    assert 0 <= int(draw.tokens.min()) and int(draw.tokens.max()) < 4
+    assert int(draw.tokens.min()) >= 0 and int(draw.tokens.max()) < 4

@@ -23,7 +23,12 @@ def test_a_group_enters_as_there_is_room_and_its_prompt_is_computed_once() -> No
     assert scheduler.release([0, 2]) == [(3, 0)]
     assert [sample.job.index for sample in scheduler.running] == [1, 0]
     (rest,) = scheduler.admit()
-    assert (rest.job.index, [sample.index for sample in rest.samples], rest.first, rest.last) == (1, [1, 2], False, False)
+    assert (rest.job.index, [sample.index for sample in rest.samples], rest.first, rest.last) == (
+        1,
+        [1, 2],
+        False,
+        False,
+    )
 
 
 def test_prompts_stay_within_the_token_budget_but_one_always_enters() -> None:

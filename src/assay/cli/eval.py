@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from assay.cli.inherit import inherited_settings
 from assay.config import MeasureConfig
 from assay.runs.console import Console
-from assay.settings import load_settings, parse_overrides, read_toml
+from assay.settings import load_settings, parse_overrides
 from assay.types import Prompt, UserError
 
 if TYPE_CHECKING:
@@ -74,18 +75,6 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
     runs_dir = Path(str(overrides.get("runs_dir", MeasureConfig().runs_dir)))
     inherited = inherited_settings(args.models, runs_dir) if not {"task", "task.name"} & set(overrides) else {}
     return load_settings(MeasureConfig, None, {**inherited, **overrides})
-
-
-def inherited_settings(models: Sequence[str], runs_dir: Path) -> dict[str, Any]:
-    from assay.runs.resolve import find_run
-
-    for model in models:
-        if model.startswith("run:"):
-            tree = read_toml(find_run(model.removeprefix("run:").partition("@")[0], runs_dir) / "config.toml")
-            tree["eval"]["max_new_tokens"] = tree["eval"]["max_new_tokens"] or tree["sampling"]["max_new_tokens"]
-            sections = ("task", "prompt", "reward", "eval")
-            return {f"{s}.{key}": value for s in sections for key, value in tree.get(s, {}).items()}
-    return {}
 
 
 def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:

@@ -68,9 +68,33 @@ def dispatch(words: list[str]) -> int:
 
         print(parser.format_help() + "\n" + settings_help(module.SETTINGS))
         return 0
-    args, rest = parser.parse_known_args(rest)
-    args.overrides = rest
+    own, overrides = split_words(rest, parser, module.SETTINGS)
+    args = parser.parse_args(own)
+    args.overrides = overrides
     return module.run(args)
+
+
+def split_words(words: Sequence[str], parser: argparse.ArgumentParser, kind: type) -> tuple[list[str], list[str]]:
+    """What is the command's own, and settings as --key=value: wherever they stand, before or after a model or a file."""
+    from assay.settings import keys
+
+    options = {option for action in parser._actions for option in action.option_strings}
+    switches = {key for key, field in keys(kind) if field.annotation is bool}
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        key, equals, _ = word.partition("=")
+        if not word.startswith("--") or key in options:
+            own.append(word)
+        elif equals or not rest or rest[0].startswith("--"):
+            overrides.append(word)
+        elif key[2:].replace("-", "_") in switches and rest[0].lower() not in ("true", "false"):
+            overrides.append(word)
+        else:
+            overrides.append(f"{word}={rest.pop(0)}")
+    return own, overrides
 
 
 class Parser(argparse.ArgumentParser):

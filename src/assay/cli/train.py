@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from assay.config import TrainConfig
 from assay.runs.console import Console
-from assay.settings import load_settings, parse_overrides
+from assay.settings import keys, load_settings, parse_overrides
 from assay.types import UserError
 
 HELP = "Reinforce a model on a task, as a config file says. Every setting can be changed on the command line."
@@ -62,8 +63,22 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
             f"run {path.name} trains {before.model.source or 'another model'}, not {asked.model.source or 'this one'}: "
             "resume without changing the model, or start a new run"
         )
+    for key in differences(before, cfg):
+        if key.startswith("task.") or key in ("eval.final_split", "eval.final_examples"):
+            raise UserError(f"run {path.name} was begun with another {key}: start a new run to change it")
+    if args.config and (others := differences(cfg, asked)):
+        raise UserError(
+            f"{args.config} differs from what run {path.name} was begun with in {', '.join(others[:5])}: "
+            "resume without a config file, and change settings as options"
+        )
     with Run.open(path, write=True) as opened:
         return go(resume_run(cfg, opened, console), console)
+
+
+def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
+    """The settings in which two configs differ, but for what the run is called."""
+    pairs = [(key, getter(one), getter(other)) for key, _ in keys(TrainConfig) for getter in [attrgetter(key)]]
+    return [key for key, left, right in pairs if left != right and key not in ("name", "runs_dir")]
 
 
 def go(parts: Any, console: Console) -> int:

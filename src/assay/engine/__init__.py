@@ -65,8 +65,6 @@ def make_engine(
         name = "native" if isinstance(model, Decoder) else "hf"
     if name not in ENGINES:
         raise UserError(f"unknown engine '{name}': choose one of auto, {', '.join(ENGINES)}")
-    engine = ENGINES[name](
-        model, device=device, dtype=dtype, max_batch=max_batch, max_length=max_length, decode=decode
-    )
+    engine = ENGINES[name](model, device=device, dtype=dtype, max_batch=max_batch, max_length=max_length, decode=decode)
     engine.load_weights(model.weights(), version=0)
     return engine

@@ -17,6 +17,7 @@ class PrefillAttention:
     """Causal attention over packed prompts that keeps their keys and values."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = list(lengths)
         self.packed = PackedCausal(lengths, device)
         self.kept: list[Tensor] = []
 
@@ -24,17 +25,13 @@ class PrefillAttention:
         self.kept.append(torch.stack((k, v)))
         return self.packed(layer, q, k, v)
 
-    def prefixes(self) -> Tensor:
-        """[layers, 2, prompts, kv_heads, longest, head_dim], 0 behind shorter prompts."""
-        stacked = torch.stack(self.kept)
-        layers, pair, _, heads, head_dim = stacked.shape
-        padded = stacked.new_zeros(layers, pair, self.packed.batch * self.packed.longest, heads, head_dim)
-        padded.index_copy_(2, self.packed.slots, stacked)
-        return padded.unflatten(2, (self.packed.batch, self.packed.longest)).transpose(3, 4)
+    def prefixes(self) -> list[Tensor]:
+        """Of each prompt [layers, 2, length, kv_heads, head_dim]: views of one tensor."""
+        return list(torch.stack(self.kept).split(self.lengths, dim=2))
 
 
 class DecodeAttention:
-    """One new token for each of the first slots: store its key and value, then look at everything stored for its slot."""
+    """One new token for each of the first slots: store its key and value, then look at all that its slot holds."""
 
     def __init__(self, cache: SlotCache, lengths: Tensor, longest: int) -> None:
         """`lengths` [B]: tokens stored for each slot before this step; `longest` is at least their maximum."""

@@ -1,4 +1,4 @@
-"""The running sequences as tensors: row i belongs to the sample in slot i. All per-token work is done on whole columns."""
+"""The running sequences as tensors: row i is the sample in slot i, and each token's work is done on whole columns."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class Batch:
         seeds = torch.tensor([signed(sample.job.request.seed) for sample in samples])
         keys = noise_keys(seeds, torch.tensor([sample.index for sample in samples])).tolist()
         integers = [
-            [0, s.job.length, 0, s.job.limit, key, p.top_k, State.RUNNING]
-            + [*p.stop_token_ids, *[-1] * (width - len(p.stop_token_ids))]
+            [0, s.job.length, 0, s.job.limit, key, p.top_k, State.RUNNING, *padded(p.stop_token_ids, width)]
             for s, p, key in zip(samples, params, keys, strict=True)
         ]
         rows = slice(start, start + len(samples))
@@ -134,3 +133,7 @@ class Batch:
         tokens = self.tokens[chosen, : max(counts)].tolist()
         engine, sampling, mass = self.scores[:, chosen, : max(counts)].tolist()
         return [(tokens[i][:c], [engine[i][:c], sampling[i][:c], mass[i][:c]]) for i, c in enumerate(counts)]
+
+
+def padded(stops: Sequence[int], width: int) -> list[int]:
+    return [*stops, *[-1] * (width - len(stops))]

@@ -47,10 +47,9 @@ class SlotCache:
         self._allocate(max(slots, self.slots), capacity)
         self.data[:, :, : old.shape[2], :, : old.shape[4]] = old
 
-    def fill(self, start: int, prefixes: Tensor) -> None:
-        """Put prefixes [layers, 2, count, kv_heads, length, head_dim] at the beginning of slots from `start` on."""
-        count, length = prefixes.shape[2], prefixes.shape[4]
-        self.data[:, :, start : start + count, :, :length] = prefixes
+    def fill(self, start: int, count: int, prefix: Tensor) -> None:
+        """Put one prefix [layers, 2, length, kv_heads, head_dim] at the beginning of `count` slots from `start` on."""
+        self.data[:, :, start : start + count, :, : prefix.shape[2]] = prefix.transpose(2, 3)[:, :, None]
 
     def move(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """Copy the first `length` tokens of slots to other slots; no slot is both a source and a destination."""

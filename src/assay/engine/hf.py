@@ -1,7 +1,8 @@
 """Generation for any causal language model of transformers, with our own loop, sampler and stopping around its cache.
 
-Prompts that run together are padded on the left, so that everyone's next token is in the last column; a mask and explicit positions
-keep the padding out of the result. Where a model takes no positions, only prompts of one length run together.
+Prompts that run together are padded on the left, so that everyone's next token is in the last column; a mask and
+explicit positions keep the padding out of the result. Where a model takes no positions, only prompts of one length run
+together.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class HFEngine:
         self.device = torch.device(device) if device is not None else model.device
         self.model = own_copy(model, self.device, dtype)
         self.hf: Any = self.model.hf
+        self.dtype = dtype or next(model.parameters()).dtype
         self.version = 0
         self.max_length = min(model.max_length, max_length or model.max_length)
         self.max_batch, self.decode = max_batch, decode
@@ -94,7 +96,7 @@ class HFEngine:
         output = self._forward(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), None)
         cache = output.get("past_key_values")
         if not hasattr(cache, "reorder_cache"):
-            raise UserError(f"{type(self.hf).__name__} keeps no key/value cache that can be rearranged: choose another model")
+            raise UserError(f"{type(self.hf).__name__} keeps no key/value cache to rearrange: choose another model")
         counts = torch.tensor([len(admission.samples) for admission in admissions], device=self.device)
         owners = torch.repeat_interleave(counts)
         cache.reorder_cache(owners)
@@ -108,7 +110,7 @@ class HFEngine:
 
 
 def own_copy(model: PolicyModel, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """A copy that shares nothing with the model. Only weights are cast: buffers such as rotary frequencies stay exact."""
+    """A copy that shares nothing with the model. Only weights are cast: buffers (rotary frequencies...) stay exact."""
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     for weight in model.parameters():
         weight.grad = None  # not to be copied along

@@ -1,7 +1,8 @@
-"""The decoder as the engine runs it: the same function as `assay.models.decoder.Decoder`, with fewer and larger operations.
+"""The decoder as the engine runs it: the function of `assay.models.decoder.Decoder`, in fewer and larger operations.
 
-Queries, keys and values come from one product, gate and up from another. The canonical weights, by their Hugging Face names, are
-views of rows of the fused ones: filling the views fills the network, and the fingerprint reads what is really served.
+Queries, keys and values come from one product, gate and up from another. The canonical weights, by their Hugging Face
+names, are views of rows of the fused ones: filling the views fills the network, and the fingerprint reads what is
+really served.
 """
 
 from __future__ import annotations

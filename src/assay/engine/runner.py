@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,22 +15,21 @@ from assay.engine.scheduler import Admission
 
 
 @dataclass(slots=True)
-class Prefixes:
-    """Computed prompts: what their samples start from."""
+class Prefix:
+    """A computed prompt: what its samples start from."""
 
-    kv: Tensor  # [layers, 2, prompts, kv_heads, longest, head_dim]
-    logits: Tensor  # [prompts, vocabulary], of the first new token
+    kv: Tensor  # [layers, 2, length, kv_heads, head_dim]
+    logits: Tensor  # [vocabulary], of the first new token
 
-    def only(self, index: int, length: int) -> Prefixes:
-        """A copy of one of them, so that the others' memory can go."""
-        part = slice(index, index + 1)
-        return Prefixes(self.kv[:, :, part, :, :length].clone(), self.logits[part].clone())
+    def clone(self) -> Prefix:
+        """Both fields are views of all prompts computed together; a copy lets the others' memory go."""
+        return Prefix(self.kv.clone(), self.logits.clone())
 
 
 class Runner:
     def __init__(self, network: FusedDecoder, cache: SlotCache) -> None:
         self.network, self.cache = network, cache
-        self.held: Prefixes | None = None  # the prompt whose samples have entered in part
+        self.held: Prefix | None = None  # the prompt whose samples have entered in part
 
     def drop(self) -> None:
         """Forget everything that was computed."""
@@ -39,14 +38,16 @@ class Runner:
 
     def enter(self, admissions: Sequence[Admission], start: int) -> Tensor:
         """Fill the slots from `start` on for newcomers; returns the logits of their first tokens."""
-        logits = []
-        for prefixes, counts in self._sources(admissions):
-            owners = torch.repeat_interleave(torch.tensor(counts, device=self.cache.device))
-            self.cache.reserve(start + len(owners), prefixes.kv.shape[4] + 1)
-            self.cache.fill(start, prefixes.kv.index_select(2, owners))
-            logits.append(prefixes.logits[owners])
-            start += len(owners)
-        return torch.cat(logits)
+        prefixes = self._prefixes(admissions)
+        counts = [len(admission.samples) for admission in admissions]
+        self.cache.reserve(start + sum(counts), max(prefix.kv.shape[2] for prefix in prefixes) + 1)
+        for prefix, count in zip(prefixes, counts, strict=True):
+            self.cache.fill(start, count, prefix.kv)
+            start += count
+        # Only the last to come can have samples still waiting.
+        self.held = None if admissions[-1].last else prefixes[-1].clone()
+        logits = torch.stack([prefix.logits for prefix in prefixes])
+        return logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
 
     def decode(self, tokens: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Feed the last token of each running sequence; returns the logits of the next."""
@@ -54,25 +55,21 @@ class Runner:
         attend = DecodeAttention(self.cache, lengths, longest)
         return self.network.unembed(self.network.forward(tokens, lengths, attend))
 
-    def _sources(self, admissions: Sequence[Admission]) -> Iterator[tuple[Prefixes, list[int]]]:
-        """Prefixes with the number of samples for each: first the one held, then those computed now."""
-        waiting, held, self.held = list(admissions), self.held, None
-        if not waiting[0].first:
-            assert held is not None
-            resumed = waiting.pop(0)
-            yield held, [len(resumed.samples)]
-            self.held = None if resumed.last else held
-        if waiting:
-            fresh = self._prefill([admission.job.request.prompt_ids for admission in waiting])
-            yield fresh, [len(admission.samples) for admission in waiting]
-            if not waiting[-1].last:
-                self.held = fresh.only(len(waiting) - 1, waiting[-1].job.length)
+    def _prefixes(self, admissions: Sequence[Admission]) -> list[Prefix]:
+        """One for each admission: the one held, if its job goes on, and the others computed now."""
+        fresh = [admission.job.request.prompt_ids for admission in admissions if admission.first]
+        computed = self._prefill(fresh) if fresh else []
+        if admissions[0].first:
+            return computed
+        assert self.held is not None
+        return [self.held, *computed]
 
-    def _prefill(self, prompts: Sequence[Sequence[int]]) -> Prefixes:
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> list[Prefix]:
         device = self.cache.device
         lengths = [len(prompt) for prompt in prompts]
         ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         attend = PrefillAttention(lengths, device)
         hidden = self.network.forward(ids, attend.packed.positions, attend)
         ends = torch.tensor(lengths, device=device).cumsum(0) - 1
-        return Prefixes(attend.prefixes(), self.network.unembed(hidden[ends]))
+        logits = self.network.unembed(hidden[ends])
+        return [Prefix(kv, row) for kv, row in zip(attend.prefixes(), logits, strict=True)]

@@ -1,8 +1,8 @@
 """Drawing tokens: batched, and keyed so that a draw depends on its own row and nothing else.
 
-The noise of a token is one uniform number, an integer hash of (request seed, sample index, position), pushed through the inverse of
-the row's cumulative distribution. Truncation only zeroes probabilities and keeps the vocabulary's order, so a row that asks for none
-draws the same token whether or not its neighbours do.
+The noise of a token is one uniform number, an integer hash of (request seed, sample index, position), pushed through
+the inverse of the row's cumulative distribution. Truncation only zeroes probabilities and keeps the vocabulary's order,
+so a row that asks for none draws the same token whether or not its neighbours do.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+BLOCK = 256  # tokens whose probabilities are summed first when drawing from a large vocabulary
 HEAD = 1024  # truncation looks at this many of the likeliest tokens before it sorts the whole vocabulary
 SLACK = 1 - 1e-6  # top-p: a set short of p by rounding alone has reached it
 
@@ -21,7 +23,7 @@ class Draw:
     """One token a row. A greedy token is certain: its sampling log-probability is 0."""
 
     tokens: Tensor  # [B] int64
-    engine_logprobs: Tensor  # [B] at the sampling temperature (greedy: at 1), before truncation; NaN where the logits were
+    engine_logprobs: Tensor  # [B] at the sampling temperature (greedy: 1), before truncation; NaN where logits are
     sampling_logprobs: Tensor  # [B] after truncation
     kept_mass: Tensor  # [B] probability kept by truncation
 
@@ -38,9 +40,9 @@ def sample(
     random: bool | None = None,
     truncate: bool | None = None,
 ) -> Draw:
-    """Draw from logits [B, V]; everything else is [B], `keys` from `noise_keys`, `positions` counted within the completion.
+    """Draw from logits [B, V]; all else is [B], `keys` from `noise_keys`, `positions` counted within the completion.
 
-    `greedy`, `random` and `truncate` say whether any row is greedy, is not, or is truncated; a caller who knows saves looking.
+    `greedy`, `random` and `truncate` say whether any row is greedy, is not, or is truncated; who knows saves looking.
     """
     if greedy is None:
         greedy = bool((temperature == 0).any())
@@ -77,14 +79,30 @@ def certain_draw(logprobs: Tensor) -> Draw:
 
 def invert(probs: Tensor, noise: Tensor) -> Tensor:
     """The first token at which the cumulative probability exceeds the noise; one of probability 0 is never it."""
-    # In float64: at 32 bits a large vocabulary's unlikely tokens would vanish between neighbouring sums.
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    target = (noise * cumulative[:, -1])[:, None]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
+    vocabulary = probs.shape[-1]
+    # Cumulative sums are float64: at 32 bits a large vocabulary's unlikely tokens would vanish between two of them.
+    if vocabulary <= 4 * BLOCK:
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        return above(cumulative, noise * cumulative[:, -1])
+    # First the block, then the token within it: two short cumulative sums instead of one over everything.
+    blocks = F.pad(probs, (0, -vocabulary % BLOCK)).unflatten(-1, (-1, BLOCK))
+    sums = blocks.sum(-1).double().cumsum(-1)
+    target = noise * sums[:, -1]
+    block = above(sums, target)
+    before = F.pad(sums, (1, 0)).gather(-1, block[:, None])[:, 0]
+    inside = blocks[torch.arange(len(block), device=block.device), block].cumsum(-1, dtype=torch.float64)
+    return (block * BLOCK + above(inside, target - before)).clamp(max=vocabulary - 1)
+
+
+def above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """The first place in each row where the sum exceeds the target, kept below the row's total against rounding."""
+    target = torch.minimum(target, cumulative[:, -1] * (1 - 2.0**-52))
+    found = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return found.clamp(max=cumulative.shape[-1] - 1)  # only sums that are not numbers run past the end
 
 
 def kept(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which tokens survive: the top k, and of these the fewest that hold p of their mass. Ties go to the lower token id."""
+    """Which tokens survive: the top k, and of these the fewest that hold p of their mass. Ties go to the lower id."""
     vocabulary = probs.shape[-1]
     off = (top_k <= 0) | (top_k >= vocabulary)
     limit = torch.where(off, vocabulary, top_k)
@@ -111,7 +129,7 @@ def noise_keys(seeds: Tensor, samples: Tensor) -> Tensor:
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """Float64 in [0, 1), on a grid of 2**-52, so that a product with a sum near 1 stays below that sum."""
+    """Float64 in [0, 1), on a grid of 2**-52."""
     return shift(mix(keys + (positions + 1) * GOLDEN), 12).double() * 2.0**-52
 
 
@@ -120,7 +138,7 @@ def signed(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-# Odd constants with well-mixed bits: the golden ratio's fraction, and Stafford's thirteenth variant of the 64-bit finaliser.
+# Odd constants with well-mixed bits: the golden ratio's fraction, one more like it, and splitmix64's two multipliers.
 GOLDEN = signed(0x9E3779B97F4A7C15)
 WEYL = signed(0xD1B54A32D192ED03)
 MULTIPLIERS = (signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB))

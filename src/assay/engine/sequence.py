@@ -55,14 +55,18 @@ def jobs_for(requests: Sequence[Request], max_length: int, vocab_size: int, can_
     for index, request in enumerate(requests):
         name, length = name_of(request, index), len(request.prompt_ids)
         if length == 0:
-            raise UserError(f"{name}: the prompt is empty (0 tokens; the context holds {max_length}): give at least one token")
+            raise UserError(
+                f"{name}: the prompt is empty (0 tokens; the context holds {max_length}): give at least one token"
+            )
         if length >= max_length:
             raise UserError(
                 f"{name}: the prompt has {length} tokens but the context holds {max_length}, answer included: "
                 "shorten the prompt or raise the maximum length"
             )
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
-            raise UserError(f"{name}: the prompt has token ids outside the vocabulary of {vocab_size}: wrong tokenizer?")
+            raise UserError(
+                f"{name}: the prompt has token ids outside the vocabulary of {vocab_size}: wrong tokenizer?"
+            )
         if request.params.stop and not can_decode:
             raise UserError(f"{name}: stop strings need an engine that was given `decode`; use stop tokens or pass it")
         if "" in request.params.stop:

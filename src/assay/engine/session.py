@@ -14,7 +14,10 @@ from assay.engine.sequence import Sample
 from assay.engine.stopping import Decode, completes_stop
 from assay.types import Completion, Finish, UserError
 
-LOOK_EVERY = 8  # steps between looks at a device that should not wait for the host
+
+def steps_between_looks(device: torch.device) -> int:
+    """How often to ask what has finished: always where that is free, seldom where a device would wait for the host."""
+    return 1 if device.type == "cpu" else 8
 
 
 class Session:
@@ -30,7 +33,7 @@ class Session:
         self.scheduler, self.version = scheduler, version
         self.decode, self.on_token = decode, on_token
         self.watching = on_token is not None or any(request.params.stop for request in requests)
-        self.look_every = 1 if self.watching or device.type == "cpu" else LOOK_EVERY
+        self.look_every = 1 if self.watching else steps_between_looks(device)
         rows = min(scheduler.max_batch, scheduler.pending)
         stop_width = max(len(request.params.stop_token_ids) for request in requests)
         self.batch = Batch(rows, stop_width, max(job.limit for job in scheduler.waiting), device)
@@ -55,7 +58,7 @@ class Session:
         self.scheduler.step += 1
 
     def collect(self) -> list[tuple[int, int]]:
-        """Hand over what has finished and close the gaps; returns the moves (from, to) that other per-slot state has to follow."""
+        """Hand over what has finished and close the gaps; returns the moves (from, to) for other state kept by slot."""
         running = self.scheduler.running
         ended = self.batch.ended(len(running)) if self.scheduler.step % self.look_every == 0 else []
         if not ended:
@@ -80,7 +83,7 @@ class Session:
             self._watch(rows)
 
     def _watch(self, rows: slice) -> None:
-        """Stream tokens and look for stop strings: the only work done in Python for each token, and only if asked for."""
+        """Stream tokens and look for stop strings: the only Python work for each token, and only if asked for."""
         tokens, states = self.batch.token[rows].tolist(), self.batch.state[rows].tolist()
         for row, (token, state) in enumerate(zip(tokens, states, strict=True), start=rows.start):
             sample = self.scheduler.running[row]

@@ -19,7 +19,9 @@ def copy_weights(targets: Mapping[str, Tensor], weights: Iterable[tuple[str, Ten
         if target is None:
             raise UserError(f"the engine's model has no weight '{name}': is this another model's checkpoint?")
         if target.shape != weight.shape:
-            raise UserError(f"weight '{name}' has shape {tuple(weight.shape)}, the engine's model has {tuple(target.shape)}")
+            raise UserError(
+                f"weight '{name}' has shape {tuple(weight.shape)}, the engine's model has {tuple(target.shape)}"
+            )
         target.copy_(weight)
         missing.discard(name)
     if missing:

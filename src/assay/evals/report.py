@@ -39,12 +39,14 @@ class Report:
     @classmethod
     def read(cls, lines: Sequence[Mapping[str, Any]]) -> Report:
         """From the lines of an evaluation file of a run."""
-        outcomes: dict[str, list[Outcome]] = {}
+        outcomes: dict[int, list[Outcome]] = {}
+        ids: dict[int, str] = {}
         for line in lines:
-            verdict = line["verdict"]
+            verdict, group = line["verdict"], line["group"]  # not by id: a user's rows may share one
             outcome = (Status(verdict["status"]), verdict["parsed"], line["length"], line["truncated"])
-            outcomes.setdefault(line["prompt_id"], []).append(outcome)
-        return cls._from(list(outcomes), list(outcomes.values()))
+            outcomes.setdefault(group, []).append(outcome)
+            ids[group] = line["prompt_id"]
+        return cls._from(list(ids.values()), list(outcomes.values()))
 
     @classmethod
     def _from(cls, ids: list[str], outcomes: list[list[Outcome]]) -> Report:

@@ -54,6 +54,7 @@ class Abacus(Task):
         0.0  # probability that a step of `solution` states a wrong result and goes on from it; `answer` stays right
     )
     noise_reach: int = 5  # how far off a wrong result may be
+    slip: float = 0.0  # probability that a step of `solution` forgets to carry or borrow, and goes on from there
     instruction: str = BOXED_INSTRUCTION  # plain style only
     seed: int = 0
     train_size: int = UNLIMITED
@@ -73,6 +74,7 @@ class Abacus(Task):
             f"style must be one of {', '.join(STYLES)}": self.style in STYLES,
             "noise must be between 0 and 1": 0.0 <= self.noise <= 1.0,
             "noise_reach must be at least 1": self.noise_reach >= 1,
+            "slip must be between 0 and 1": 0.0 <= self.slip <= 1.0,
             "train_size and eval_size must be at least 1": min(self.train_size, self.eval_size) >= 1,
         }
         for sentence, holds in problems.items():
@@ -182,13 +184,22 @@ class Abacus(Task):
         value, equations = start, []
         for number, step in enumerate(steps):
             result = apply(value, step)
-            if noise_rng is not None and noise_rng.random() < self.noise:
-                result = self._wrong_result(result, steps[number + 1 :], noise_rng)
+            if noise_rng is not None:
+                result = self._disturbed(value, step, result, steps[number + 1 :], noise_rng)
             equations.append(f"{value} {step[0]} {step[1]} = {result}")
             value = result
         if self.style == "tokens":
             return " ; ".join([*equations, f"#### {value}"])
         return "\n".join([*equations, f"The final answer is \\boxed{{{value}}}."])
+
+    def _disturbed(self, value: int, step: Step, result: int, rest: Sequence[Step], rng: random.Random) -> int:
+        """The result of a step as a sloppy demonstrator states it."""
+        if rng.random() < self.noise:
+            return self._wrong_result(result, rest, rng)
+        slipped = result + forgotten(value, step)
+        if rng.random() < self.slip and self._stays_in_range(slipped, rest):
+            return slipped
+        return result
 
     def _wrong_result(self, right: int, rest: Sequence[Step], rng: random.Random) -> int:
         """A nearby value from which the rest stays within 0..max_value; the right one if there is none."""
@@ -202,6 +213,16 @@ class Abacus(Task):
             if not 0 <= value <= self.max_value:
                 return False
         return True
+
+
+def forgotten(value: int, step: Step) -> int:
+    """How far off a sum is when its carry or borrow is forgotten: 7 + 5 = 2, 12 - 5 = 17; 0 where there is none."""
+    operation, operand = step
+    if operation == "+" and value % 10 + operand % 10 >= 10:
+        return -10
+    if operation == "-" and value % 10 < operand % 10:
+        return 10
+    return 0
 
 
 def counted(number: int, item: str) -> str:

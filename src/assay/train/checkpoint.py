@@ -53,8 +53,10 @@ def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: to
                 f"the checkpoint's optimizer state does not fit the model ({name}): resume with the run's own model"
             )
         if saved:
+            # Fused AdamW counts its steps on the device, the plain one on the CPU.
+            count_device = parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
             optimizer.state[parameter] = {
-                kind: value if kind == "step" else value.to(parameter.device) for kind, value in saved.items()
+                kind: value.to(count_device if kind == "step" else parameter.device) for kind, value in saved.items()
             }
 
 

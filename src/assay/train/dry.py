@@ -69,5 +69,5 @@ def memory(parts: Parts, prompt: int) -> dict[str, float]:
 
 def check_writable(runs_dir: Path) -> None:
     place = next(p for p in (runs_dir, *runs_dir.absolute().parents) if p.exists())
-    if not os.access(place, os.W_OK):
+    if not place.is_dir() or not os.access(place, os.W_OK):
         raise UserError(f"{place} is not writable: choose another folder with --runs_dir")

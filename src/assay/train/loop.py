@@ -15,7 +15,7 @@ def train(parts: Parts) -> dict[str, Any]:
     cfg, state = parts.cfg, parts.state
     if not parts.resumed:
         begin(parts)
-    parts.console.start(parts.total_steps, parts.run.name)
+    parts.console.start(parts.total_steps, parts.run.name, state.step)
     while state.step < parts.total_steps:
         started = time.perf_counter()
         groups, dropped = sample(parts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from assay.algos import Algorithm
 from assay.types import Group, Rollout
 
 
@@ -39,15 +40,21 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # [M]
 
 
-def rows_of(groups: Sequence[Group], token_weights: Callable[[Tensor], Tensor]) -> list[Row]:
-    """One row for each rollout, weighted over all of them; masked rollouts count in the weights but carry no loss."""
+def rows_of(groups: Sequence[Group], algo: Algorithm) -> list[Row]:
+    """One row for each rollout that has a gradient, weighted over all of them.
+
+    Masked rollouts have none, and neither have those with advantage 0 where the loss is made of advantages alone (as ours
+    are; a user's own may not be): leaving them out changes nothing but the time. In a step where half the groups are
+    solved by all or by none, that is half of it.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([0 if rollout.masked else rollout.length for rollout in rollouts])
-    weights = token_weights(lengths).tolist()
+    weights = algo.token_weights(lengths).tolist()
+    regularised = algo.needs_reference or algo.needs_entropy or callable(algo.policy_loss)
     return [
         replace(Row.of(rollout), weight=weight)
         for rollout, weight in zip(rollouts, weights, strict=True)
-        if not rollout.masked
+        if not rollout.masked and (rollout.advantage or regularised)
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 from assay.models import load_model, save_model
@@ -10,24 +9,39 @@ from assay.runs.resolve import resolve_model
 from assay.train.update import Updater
 from assay.types import UserError
 
+KEPT = "reference"  # in the run's folder
 
-def load_reference(updater: Updater, run_path: Path, source: str, runs_dir: str) -> None:
-    """The model that the settings name, or the one a resumed run set aside; else `freeze_reference` makes it later."""
-    kept = run_path / "reference"
-    if not source and not kept.exists():
-        return
-    place = resolve_model(source, Path(runs_dir)) if source else str(kept)
-    reference = load_model(place, device=updater.policy.device, dtype=updater.dtype)
+
+def load_reference(updater: Updater, run_path: Path | None, source: str, runs_dir: str) -> None:
+    """The model that the settings name, or the one that a resumed run set aside.
+
+    With neither (`run_path` is None for a run that has no checkpoint yet), `freeze_reference` makes it later.
+    """
+    if source:
+        place(updater, resolve_model(source, Path(runs_dir)))
+    elif run_path is not None and not (run_path / KEPT).exists():
+        raise UserError(
+            f"{run_path} kept no reference model, for it began without a KL term: name one as algo.reference"
+        )
+    elif run_path is not None:
+        place(updater, str(run_path / KEPT))
+
+
+def freeze_reference(updater: Updater, run_path: Path) -> None:
+    """Take the policy as it is now, unless another model is the reference.
+
+    It comes back from disk, as it does when the run is resumed: both ways it is the same to the last bit.
+    """
+    if updater.reference is None:
+        save_model(updater.policy, run_path / KEPT)
+        place(updater, str(run_path / KEPT))
+
+
+def place(updater: Updater, folder: str) -> None:
+    reference = load_model(folder, device=updater.policy.device, dtype=updater.dtype)
     if reference.vocab_size != updater.policy.vocab_size:
         raise UserError(
             f"the reference has {reference.vocab_size} tokens and the policy {updater.policy.vocab_size}: "
             "choose a reference with the same tokenizer"
         )
     updater.reference = reference.requires_grad_(False).eval()
-
-
-def freeze_reference(updater: Updater, run_path: Path) -> None:
-    """Take the policy as it is now, unless another model is the reference; kept on disk, for resuming."""
-    if updater.reference is None:
-        save_model(updater.policy, run_path / "reference")
-        updater.reference = copy.deepcopy(updater.policy).requires_grad_(False).eval()

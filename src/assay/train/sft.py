@@ -42,6 +42,11 @@ def solution_rows(prompts: Sequence[Prompt], renderer: Renderer, max_length: int
         if prompt.solution is None:
             raise UserError(f"prompt {prompt.id} has no worked solution to learn from: set sft.steps = 0, or add them")
         ids, mask = renderer.example(prompt, prompt.solution)
+        if not any(mask[:max_length]):
+            raise UserError(
+                f"prompt {prompt.id} leaves no room for its solution in a context of {max_length} tokens: "
+                "leave it out, shorten it (fewer few-shot examples?), or raise model.max_length"
+            )
         rows.append(Row(ids[:max_length], mask[:max_length], [0.0] * min(len(ids), max_length), 1.0, 0.0))
     weights = IMITATION.token_weights(torch.tensor([sum(row.trained) for row in rows])).tolist()
     return [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]

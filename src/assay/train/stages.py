@@ -188,8 +188,10 @@ def log(parts: Parts, metrics: dict[str, float]) -> None:
 
 
 def save(parts: Parts, accuracy: float | None = None) -> None:
-    """A checkpoint; it is the best one if its accuracy on the validation problems is."""
+    """A checkpoint; it is the best one if its accuracy on the periodic problems is, unless those are the test split."""
     path = parts.run.path
+    if parts.cfg.eval.split == "test":
+        accuracy = None
     parts.state.wall_s = time.perf_counter() - parts.clock
     checkpoint.save(path, parts.state, parts.updater.policy, parts.updater.optimizer, parts.tokenizer)
     best = checkpoints.read_best(path)

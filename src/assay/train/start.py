@@ -15,12 +15,14 @@ from assay.runs.console import Console
 from assay.runs.trackers import make_trackers
 from assay.settings import to_toml
 from assay.tasks import Task
+from assay.tasks.base import UNLIMITED
 from assay.tasks.overlap import overlap
 from assay.train import checkpoint, setup
 from assay.train.data import PromptStream
 from assay.train.optim import make_adamw
 from assay.train.reference import load_reference
 from assay.train.stages import Parts
+from assay.train.sync import sync_weights
 from assay.train.update import Updater
 from assay.types import Prompt, UserError
 
@@ -29,9 +31,9 @@ def new_run(cfg: TrainConfig, console: Console) -> Parts:
     """Everything that can fail on the user's settings fails before a run directory is made."""
     clock = time.perf_counter()
     parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), clock)
-    parts.run = Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg))
     if parts.algo.needs_reference:
-        load_reference(parts.updater, parts.run.path, cfg.algo.reference, cfg.runs_dir)
+        load_reference(parts.updater, None, cfg.algo.reference, cfg.runs_dir)
+    parts.run = Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg))
     parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, parts.run)
     return parts
 
@@ -42,19 +44,21 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
     step, complaints = checkpoints.last_sound(run.path)
     for complaint in complaints:
         console.warn(f"{complaint}: going on from an earlier checkpoint")
-    source = setup.model_source(cfg.model, cfg.runs_dir)
-    if step is not None:
+    if step is None:
+        source = setup.model_source(cfg.model, cfg.runs_dir)
+    else:
         source = str(checkpoints.folder(run.path, step) / "model")
     parts = assemble(cfg, console, source, clock)
     parts.run = run
-    run.cut_back(-1 if step is None else step)
+    if parts.algo.needs_reference:
+        load_reference(parts.updater, None if step is None else run.path, cfg.algo.reference, cfg.runs_dir)
     if step is not None:
         parts.state = checkpoint.load_state(run.path, step)
         checkpoint.load_optimizer(run.path, step, parts.updater.policy, parts.updater.optimizer)
+        sync_weights(parts.updater.policy, parts.collector.engine, version=step)
         parts.stream.cursor, parts.resumed = parts.state.cursor, True
         parts.clock -= parts.state.wall_s
-    if parts.algo.needs_reference:
-        load_reference(parts.updater, parts.run.path, cfg.algo.reference, cfg.runs_dir)
+    run.cut_back(-1 if step is None else step)  # last: a resume that fails leaves the run as it was
     parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, run)
     return parts
 
@@ -105,6 +109,8 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
 
 
 def total_steps(cfg: TrainConfig, prompts: int) -> int:
+    if cfg.train.epochs and prompts >= UNLIMITED:
+        raise UserError("an endless train split has no epochs: set train.steps, or train.max_train_prompts to bound it")
     return -(-int(cfg.train.epochs * prompts) // cfg.train.prompts) if cfg.train.epochs else cfg.train.steps
 
 

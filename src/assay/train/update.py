@@ -32,8 +32,8 @@ class Updater:
 
     def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
         """`passes` times over the groups, each time in `algo.updates` optimizer steps."""
-        size = -(-len(groups) // algo.updates)
-        parts = [rows_of(groups[i : i + size], algo.token_weights) for i in range(0, len(groups), size)]
+        size = max(-(-len(groups) // algo.updates), 1)  # a filter may have dropped every group
+        parts = [rows_of(groups[i : i + size], algo) for i in range(0, len(groups), size)]
         steps = [self.step(rows, algo, lr) for _ in range(passes) for rows in parts if rows]
         if not steps:
             return {"optim/lr": lr, "optim/skipped": 1.0}

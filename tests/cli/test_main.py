@@ -1,0 +1,145 @@
+"""The front door: help, unknown commands, one line for every mistake, `python -m assay`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from assay import __version__
+from assay.cli.main import COMMANDS, Parser, main, split_words
+from assay.config import TrainConfig
+from assay.settings import keys, parse_overrides
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+def test_without_words_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        said = capsys.readouterr().out
+        assert all(f"\n  {name} " in said for name in COMMANDS) and "--debug" in said
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"assay {__version__}\n"
+
+
+@pytest.mark.parametrize(("word", "hint"), [("trian", "'train'"), ("evla", "'eval'"), ("zzz", "choose one of train")])
+def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str], word: str, hint: str) -> None:
+    assert main([word]) == 2
+    found = capsys.readouterr()
+    assert hint in found.err and found.err.count("\n") == 1 and not found.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    try:
+        assert main([command, "--help"]) == 0
+    except SystemExit as leaving:  # argparse's own way, for commands without settings
+        assert leaving.code == 0
+    assert f"usage: assay {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_help_lists_every_setting_in_its_group(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "--help"]) == 0
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert "general:" in lines
+    for key, field in keys(TrainConfig):
+        (line,) = [number for number, text in enumerate(lines) if text.startswith(f"  --{key} ")]
+        assert (field.description or "").split()[0] in lines[line]
+        section = key.rpartition(".")[0]
+        heading = next(text for text in reversed(lines[:line]) if text and not text.startswith(" "))
+        assert heading.startswith(f"{section}: " if section else "general:")
+    assert max(map(len, lines)) <= 120
+    assert "[16384]" in said  # defaults are shown
+
+
+def test_arguments_that_argparse_refuses_are_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["eval"], ["eval", "m", "--split", "tset"], ["train", "a.toml", "b.toml"], ["train", "--resume"]):
+        assert main(words) == 2, words
+        found = capsys.readouterr()
+        assert found.err.startswith("assay: ") and found.err.count("\n") == 1 and "--help" in found.err
+
+
+def test_debug_shows_the_traceback_and_without_it_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "nowhere.toml"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    for words in (["--debug", "train", "nowhere.toml"], ["train", "nowhere.toml", "--debug"]):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "Traceback" in said and "UserError" in said
+        assert said.splitlines()[-1].startswith("assay: no config file at nowhere.toml")
+
+
+def test_a_mistake_of_several_lines_is_told_in_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from assay.types import UserError
+
+    def fails(words: list[str]) -> int:
+        raise UserError("one\n  two\r\nthree")
+
+    monkeypatch.setattr("assay.cli.main.dispatch", fails)
+    assert main(["x"]) == 2
+    assert capsys.readouterr().err == "assay: one two three\n"
+
+
+def test_an_interrupt_is_not_an_error_of_ours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("assay.cli.main.dispatch", stopped)
+    assert main(["x"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def words_of(text: str) -> tuple[list[str], dict[str, object]]:
+    parser = Parser(prog="assay")
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--split")
+    parser.add_argument("--fast", action="store_true")
+    own, overrides = split_words(text.split(), parser, TrainConfig)
+    return own, parse_overrides(overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "own", "overrides"),
+    [
+        ("m --optim.lr 1e-4", "m", {"optim.lr": 1e-4}),
+        ("--optim.lr 1e-4 m n", "m n", {"optim.lr": 1e-4}),
+        ("--task abacus m --split test", "m --split test", {"task": "abacus"}),
+        ("--optim.lr=1e-4 m --fast n", "m --fast n", {"optim.lr": 1e-4}),
+        ("--log.tensorboard m", "m", {"log.tensorboard": True}),  # a switch does not swallow the model
+        ("--log.tensorboard false m", "m", {"log.tensorboard": False}),
+        ("--reward.wrong -1 m", "m", {"reward.wrong": -1}),
+        ("m --reward.strict --seed 3", "m", {"reward.strict": True, "seed": 3}),
+        ("m --train.token-budget 7", "m", {"train.token_budget": 7}),
+        ("m --unknown.key 7", "m", {"unknown.key": 7}),
+        ("--split=test m", "--split=test m", {}),
+    ],
+)
+def test_settings_may_stand_before_or_after_what_they_are_for(
+    text: str, own: str, overrides: dict[str, object]
+) -> None:
+    assert words_of(text) == (own.split(), overrides)
+
+
+def test_python_m_assay_is_assay() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    module = subprocess.run([sys.executable, "-m", "assay", "trian"], capture_output=True, text=True, env=environment)
+    assert module.returncode == 2 and module.stderr == "assay: unknown command 'trian': did you mean 'train'?\n"
+    whole = subprocess.run([sys.executable, "-m", "assay"], capture_output=True, text=True, env=environment)
+    assert whole.returncode == 0 and "usage: assay COMMAND" in whole.stdout
+
+
+def test_a_listener_that_leaves_early_is_no_error() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    script = f"{sys.executable} -m assay train --help | head -1; exit ${{PIPESTATUS[0]}}"
+    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
+    assert found.returncode in (0, 141) and "Traceback" not in found.stderr

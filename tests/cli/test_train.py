@@ -1,0 +1,397 @@
+"""`assay train` from the outside: what it writes, what it says, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import SmallRuns, gpt2_folder
+
+from assay.cli.main import main
+from assay.config import TrainConfig
+from assay.settings import load_settings
+
+TASK_FILE = '''
+"""A task of one's own: is the number even?"""
+from assay.tasks import Task
+from assay.types import Prompt
+
+
+class Parity(Task):
+    name = "parity"
+    default_extract = "last-number"
+
+    def __init__(self, largest: int = 20) -> None:
+        self.largest = largest
+
+    def prompts(self, split):
+        place = ("train", "validation", "test").index(split)
+        numbers = [n for n in range(self.largest) if (n % 3) == place]
+        return [
+            Prompt(f"parity/{n}", ({"role": "user", "content": f"{n} :"},), str(n % 2), solution=f"{n % 2}")
+            for n in numbers
+        ]
+
+    def words(self):
+        return [":", *map(str, range(self.largest))]
+
+
+def close(completion, answer):
+    return 1.0 if completion.strip() == answer else len(completion) % 3 / 10
+
+
+async def later(completion, answer):
+    return {"reward": close(completion, answer), "parsed": completion[:1], "parts": {"length": len(completion)}}
+'''
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> SmallRuns:
+    return SmallRuns(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
+    """One whole run, with worker processes, a warm start and everything a run writes."""
+    small = SmallRuns(tmp_path_factory.mktemp("finished"))
+    words = ("--sft.steps", 2, "--sft.batch", 4, "--reward.workers", 1, "--seed", 11, "--eval.every", 1)
+    assert small.train(*words) == 0
+    return small
+
+
+def is_fraction(value: Any) -> bool:
+    return isinstance(value, float) and 0 <= value <= 1
+
+
+def test_the_summary_holds_what_it_promises(finished: SmallRuns) -> None:
+    summary = finished.summary()
+    assert (summary["task"], summary["model"], summary["algorithm"]) == ("abacus", "preset:nano", "grpo")
+    assert (summary["steps"], summary["seed"]) == (2, 11)
+    assert isinstance(summary["wall_s"], float) and summary["wall_s"] > summary["sft"]["wall_s"] > 0
+    for name in ("before", "after"):
+        measured = summary[name]
+        low, high = measured["ci95"]
+        assert is_fraction(measured["accuracy"]) and is_fraction(low) and is_fraction(high)
+        assert low <= measured["accuracy"] <= high and measured["n"] == 5
+    paired = summary["paired"]
+    assert is_fraction(paired["p_value"]) and all(isinstance(paired[key], int) for key in ("gained", "lost"))
+    assert paired["gained"] - paired["lost"] == round(5 * (summary["after"]["accuracy"] - summary["before"]["accuracy"]))
+    assert isinstance(summary["tokens"], int) and 18 <= summary["tokens"] <= 2 * 9 * 8
+
+
+def test_the_run_directory_is_complete(finished: SmallRuns) -> None:
+    run = finished.runs / "small"
+    for name in ("config.toml", "metrics.jsonl", "environment.json", "summary.json", "curves.png"):
+        assert (run / name).stat().st_size > 0, name
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(f.name for f in (run / "rollouts").iterdir()) == [
+        f"step-00000{step}.{kind}" for step in (1, 2) for kind in ("jsonl", "npz")
+    ]
+    for step in (0, 2):
+        assert (finished.checkpoint(step) / "model" / "tokenizer.json").is_file()
+    rows = finished.metrics()
+    assert [row["sft/step"] for row in rows if "sft/step" in row] == [1, 2]
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [1, 2]
+    assert sum("before/accuracy" in row for row in rows) == sum("after/accuracy" in row for row in rows) == 1
+    walls = [row["time/wall"] for row in rows if "time/wall" in row]
+    assert walls == sorted(walls)
+
+
+def test_the_saved_config_is_the_resolved_one(finished: SmallRuns) -> None:
+    saved = load_settings(TrainConfig, finished.runs / "small" / "config.toml", {})
+    assert (saved.seed, saved.sft.steps, saved.train.prompts, saved.optim.eps) == (11, 2, 3, 1e-8)
+    tree = tomllib.loads((finished.runs / "small" / "config.toml").read_text())
+    assert tree["optim"]["betas"] == [0.9, 0.95]  # defaults are written out
+
+
+def test_before_is_measured_after_the_warm_start(finished: SmallRuns) -> None:
+    rows = finished.metrics()
+    last_sft = max(i for i, row in enumerate(rows) if "sft/loss" in row)
+    before = next(i for i, row in enumerate(rows) if "before/accuracy" in row)
+    assert last_sft < before
+
+
+@pytest.mark.parametrize("tag", ["@0", "@2", "@last", "@best", ""])
+def test_checkpoints_are_models_to_start_from(small: SmallRuns, finished: SmallRuns, tag: str) -> None:
+    words = ["train", str(small.config), "--model", f"run:small{tag}", "--runs_dir", str(finished.runs)]
+    name = f"from{tag.replace('@', '-')}"
+    assert main([*words, "--name", name, "--train.steps", "1", "--reward.function", f"{small.folder}/reward.py:reward"]) == 0
+    step = {"@0": 0, "@2": 2, "@last": 2, "": 2}.get(tag)
+    begun = (finished.checkpoint(0, name) / "model/model.safetensors").read_bytes()
+    sources = [step] if step is not None else [json.loads((finished.runs / "small/checkpoints/best.json").read_text())["step"]]
+    assert begun in [(finished.checkpoint(s) / "model/model.safetensors").read_bytes() for s in sources]
+    assert finished.summary(name)["model"] == f"run:small{tag}"
+
+
+def test_a_name_that_is_taken_gets_a_number(small: SmallRuns) -> None:
+    assert small.train("--train.steps", 1) == 0
+    before = small.files()
+    assert small.train("--train.steps", 1) == 0
+    assert small.train("--train.steps", 1, "--name", "small") == 0
+    assert sorted(path.name for path in small.runs.iterdir()) == ["small", "small-2", "small-3"]
+    assert small.summary("small-2")["run"] == "small-2"
+    now = small.files()
+    assert all(now[file] == content for file, content in before.items())
+
+
+def test_it_says_how_it_went_where_it_lies_and_what_to_do_next(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small.train() == 0
+    found = capsys.readouterr()
+    said = found.out
+    assert re.search(r"before +\d+\.\d %", said) and re.search(r"after +\d+\.\d %", said)
+    assert re.search(r"[+-]\d+\.\d points; \d+ problems gained, \d+ lost, paired p = ", said)
+    assert str(small.runs / "small") in said and "next: assay chat run:small@last" in said
+    assert re.search(r"step 2/2  reward \d\.\d\d", said)
+    assert "\x1b[" not in said and not found.err  # plain lines, as nobody watches a terminal
+
+
+def test_overlap_between_train_and_test_is_reported(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"question": f"{n} + 1", "answer": n + 1} for n in range(30)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    data = small.folder / "data"
+    data.mkdir()
+    (data / "train.jsonl").write_text("".join(lines[:20]))
+    (data / "test.jsonl").write_text("".join(lines[16:26]))
+    words = ("--task", "jsonl", "--task.path", data, "--task.args", "{}", "--model.tokenizer", "characters")
+    assert small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--train.steps", 1) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"warning: [34] of the 10 test problems are in the train split too", said)  # validation is carved
+    assert re.search(r"no overlap between 18 train and 2 validation problems", said)
+
+
+def test_a_task_and_a_reward_of_ones_own(small: SmallRuns) -> None:
+    file = small.folder / "parity.py"
+    file.write_text(TASK_FILE)
+    words = ("--task", f"{file}:Parity", "--task.args", "{largest = 30}", "--eval.final_examples", 0)
+    assert small.train(*words, "--reward.function", f"{file}:close", "--name", "mine", "--reward.workers", 1) == 0
+    assert small.summary("mine")["before"]["n"] == 10
+    assert small.train(*words, "--reward.function", f"{file}:later", "--name", "async") == 0
+    line = json.loads((small.runs / "async/rollouts/step-000001.jsonl").read_text().splitlines()[0])
+    assert line["prompt_id"].startswith("parity/") and "length" in line["verdict"]["parts"]
+    assert small.train(*words, "--reward.function", "", "--sft.steps", 3, "--name", "own-judge") == 0
+    assert small.summary("own-judge")["task"] == f"{file}:Parity"
+
+
+def test_an_advantage_and_a_loss_of_ones_own(small: SmallRuns) -> None:
+    file = small.folder / "mine.py"
+    file.write_text(
+        "def best_only(rewards):\n    return [(r == r.max()).double() for r in rewards]\n\n\n"
+        "def plain(logprobs, behaviour, advantages, low, high):\n    return -advantages * logprobs, {}\n"
+    )
+    assert small.train("--algo.advantage", f"{file}:best_only", "--algo.policy_loss", f"{file}:plain") == 0
+    lines = (small.runs / "small/rollouts/step-000001.jsonl").read_text().splitlines()
+    assert {json.loads(line)["advantage"] for line in lines} <= {0.0, 1.0}
+
+
+def test_prepared_files_are_trained_on(small: SmallRuns) -> None:
+    data = small.folder / "data"
+    sizes = ["--train-size", "12", "--val-size", "4", "--eval-size", "6"]
+    assert main(["data", "prepare", "abacus", "--out", str(data), *sizes]) == 0
+    words = ("--task", "jsonl", "--task.path", data, "--task.args", "{}", "--model.tokenizer", "characters")
+    assert small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--reward.function", "") == 0
+    assert small.summary()["before"]["n"] == 6
+
+
+def test_a_dry_run_checks_everything_and_writes_nothing(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    before = small.files()
+    assert small.train("--dry-run", "--algo.kl_coef", 0.1) == 0
+    said = capsys.readouterr().out
+    assert "everything is in order" in said and "24 train problems; 2 steps" in said
+    assert re.search(r"memory in all, about +\d+\.\d\d GiB on cpu", said)
+    for part in ("weights, gradients, AdamW", "engine's copy", "reference", "KV cache", "activations", "logits"):
+        assert part in said
+    assert {k: v for k, v in small.files().items() if "__pycache__" not in k} == before and not small.runs.exists()
+
+
+def test_a_dry_run_finds_what_a_run_would_stumble_over(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    stumbles: list[tuple[tuple[object, ...], str]] = [
+        (("--sft.steps", 1, "--task", f"{small.folder}/rows.py:rows", "--task.args", "{}"), "no worked solution"),
+        (("--algo.kl_coef", 0.1, "--algo.reference", "run:none@last"), "no run 'none'"),
+        (("--model.max_length", 4), "leaves no room"),
+        (("--reward.function", f"{small.folder}/reward.py:raises"), "cannot judge"),
+    ]
+    (small.folder / "rows.py").write_text(
+        "rows = {s: [{'question': f'{n} {s}', 'answer': n} for n in range(9)] for s in ('train', 'validation', 'test')}"
+    )
+    for words, message in stumbles:
+        assert small.train("--dry-run", "--model.tokenizer", "characters", *words) == 2, words
+        assert message in capsys.readouterr().err
+
+
+def test_fallback_models_are_estimated_too(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.train("--dry-run", "--model", gpt2_folder(small.folder / "gpt2")) == 0
+    assert "memory in all" in capsys.readouterr().out
+
+
+def test_settings_may_come_first(small: SmallRuns) -> None:
+    words = ["train", "--train.steps", "1", "--log.tensorboard=false", str(small.config), "--runs_dir", str(small.runs)]
+    assert main(words) == 0
+    assert small.summary()["steps"] == 1
+
+
+def empty(small: SmallRuns) -> str:
+    (small.folder / "empty.jsonl").write_text("\n\n")
+    return f"{small.folder}/empty.jsonl"
+
+
+def broken_line(small: SmallRuns) -> str:
+    (small.folder / "broken.jsonl").write_text('{"question": "1", "answer": 1}\n{"question": \n')
+    return f"{small.folder}/broken.jsonl"
+
+
+def file_for_a_folder(small: SmallRuns) -> str:
+    (small.folder / "taken").write_text("")
+    return f"{small.folder}/taken/runs"
+
+
+def truncated_weights(small: SmallRuns) -> str:
+    folder = gpt2_folder(small.folder / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    return str(folder)
+
+
+def other_vocabulary(small: SmallRuns) -> str:
+    from assay.text import char_tokenizer
+
+    char_tokenizer().save(small.folder / "characters")
+    return f"{small.folder}/characters"
+
+
+Words = Callable[[SmallRuns], list[object]]
+BAD: dict[str, tuple[Words, str]] = {
+    "a missing task": (lambda s: ["--task", ""], "no task: set task.name"),
+    "an unknown task": (lambda s: ["--task", "abacsu"], "did you mean abacus"),
+    "an unknown task of one's own": (lambda s: ["--task", "nowhere.py:Task"], "there is no file"),
+    "an argument the task does not take": (lambda s: ["--task.args.max_stepz", 3], "did you mean max_steps"),
+    "an unknown recipe": (lambda s: ["--algo.recipe", "gpro"], "did you mean 'grpo'"),
+    "an unknown advantage": (lambda s: ["--algo.advantage", "group_men"], "did you mean 'group_mean'"),
+    "no model": (lambda s: ["--model", ""], "no model: set model.source"),
+    "an unknown preset": (lambda s: ["--model", "preset:nanoo"], "did you mean 'nano'"),
+    "a model folder that is not there": (lambda s: ["--model", "./nothing/here"], "nothing/here"),
+    "a model of an unknown run": (lambda s: ["--model", "run:none@last"], "no run 'none'"),
+    "an unknown model on the hub": (lambda s: ["--model", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
+    "a folder without a model": (lambda s: ["--model", s.folder], "tokenizer"),
+    "damaged weights": (lambda s: ["--model", truncated_weights(s)], "cut"),
+    "a tokenizer of another model": (lambda s: ["--model", gpt2_folder(s.folder / "g"), "--model.tokenizer", other_vocabulary(s)], "do not belong together"),
+    "a model without a chat template": (lambda s: ["--model", gpt2_folder(s.folder / "g", chat=False)], "no chat template"),
+    "an empty dataset": (lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", empty(s)], "is empty"),
+    "a broken line": (lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", broken_line(s)], "broken.jsonl:2"),
+    "missing data": (lambda s: ["--task", "gsm8k", "--task.args", "{}", "--task.path", "no/where"], "no/where"),
+    "an endless evaluation": (lambda s: ["--task.args", "{}", "--eval.final_examples", 0], "endless"),
+    "epochs of an endless split": (lambda s: ["--task.args", "{}", "--train.epochs", 1], "endless"),
+    "a group of one": (lambda s: ["--train.samples", 1], "at least two"),
+    "a reward function that is not there": (lambda s: ["--reward.function", f"{s.folder}/reward.py:nope"], "has no 'nope'"),
+    "a bad pattern": (lambda s: ["--reward.format_pattern", "("], "not a regular expression"),
+    "a folder that cannot be made": (lambda s: ["--runs_dir", file_for_a_folder(s)], "choose another folder"),
+    "a name that is a path": (lambda s: ["--name", "../elsewhere"], "cannot name a run"),
+    "an unknown key": (lambda s: ["--train.stpes", 3], "did you mean 'train.steps'"),
+    "a wrong type": (lambda s: ["--train.steps", "many"], "'train.steps'"),
+    "an unknown device": (lambda s: ["--device", "tpu9"], "tpu9"),
+    "an unknown reference": (lambda s: ["--algo.kl_coef", 0.1, "--algo.reference", "run:none@last"], "no run 'none'"),
+    "a reference of another vocabulary": (
+        lambda s: ["--algo.kl_coef", 0.1, "--model.tokenizer", "characters", "--algo.reference", gpt2_folder(s.folder / "g")],
+        "the same tokenizer",
+    ),
+    "an engine for other models": (lambda s: ["--engine.name", "hf"], "engine"),
+    "two system prompts": (lambda s: ["--prompt.system", "a", "--prompt.system_file", "b"], "keep one"),
+    "a system prompt that is not there": (lambda s: ["--prompt.system_file", "no.txt"], "no.txt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_leaves_no_trace(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words, message = BAD[name]
+    given = [str(word) for word in words(small)]
+    capsys.readouterr()
+    before = small.files()
+    runs_dir = [] if "--runs_dir" in given else ["--runs_dir", str(small.runs)]
+    assert main(["train", str(small.config), *given, *runs_dir]) == 2
+    found = capsys.readouterr()
+    assert message in found.err, found.err
+    assert found.err.startswith("assay: ") and found.err.count("\n") == 1 and "Traceback" not in found.out + found.err
+    assert {k: v for k, v in small.files().items() if "__pycache__" not in k} == before
+    assert not small.runs.exists() or not list(small.runs.iterdir())
+
+
+LATE: dict[str, tuple[list[object], str]] = {
+    "a reward function that raises": (["--reward.function", "reward.py:raises"], "ZeroDivisionError: cannot judge"),
+    "a reward that is not a number": (["--reward.function", "reward.py:not_a_number"], "nan"),
+    "prompts longer than the context": (["--model.max_length", 8], "leaves no room in a context of 8"),
+    "solutions longer than the context": (["--model.max_length", 8, "--sft.steps", 1], "leaves no room"),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", LATE)
+def test_what_shows_at_the_first_answers_is_one_line_too(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, workers: int
+) -> None:
+    monkeypatch.chdir(small.folder)
+    words, message = LATE[name]
+    assert small.train(*words, "--reward.workers", workers) == 2
+    found = capsys.readouterr()
+    assert message in found.err and found.err.count("\n") == 1 and "Traceback" not in found.out + found.err
+    assert not list(small.runs.glob("*/summary.json"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = = 1", "is not valid TOML"),
+        ("[train]\nstps = 1", "'train.stps'"),
+        ("train = 3", "'train'"),
+        ("\x00", "is not valid TOML"),
+        ("", "no task"),
+    ],
+)
+def test_bad_config_files_are_named(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    file = small.folder / "bad.toml"
+    file.write_text(text)
+    assert small.train(config=file) == 2
+    found = capsys.readouterr()
+    assert message in found.err and found.err.count("\n") == 1
+    assert not small.runs.exists()
+
+
+def test_no_config_and_a_config_that_is_not_there(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train"]) == 2
+    assert "give a TOML file" in capsys.readouterr().err
+    assert small.train(config=small.folder / "none.toml") == 2
+    assert "no config file at" in capsys.readouterr().err
+    assert small.train(config=small.folder) == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
+def test_truncated_sampling_is_warned_about(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.train("--sampling.top_k", 3, "--train.steps", 1) == 0
+    assert "warning: sampling is truncated" in capsys.readouterr().out
+    (row,) = [row for row in small.metrics() if "sampling/kept_mass" in row]
+    assert 0 < row["sampling/kept_mass"] < 1
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("assay.train.loop.sample", interrupted)
+        assert small.train() == 130
+    found = capsys.readouterr()
+    assert f"assay train --resume {small.runs / 'small'}" in found.out and "Traceback" not in found.err
+    assert main(["train", "--resume", str(small.runs / "small")]) == 0
+    assert small.summary()["steps"] == 2

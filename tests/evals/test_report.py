@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from assay.evals.report import Report, compare
+from assay.evals.stats import wilson
+from assay.runs.rollouts import read_lines, write_rollouts
+from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
+
+
+def make_groups(questions: int, samples: int, seed: int = 0, ids: list[str] | None = None) -> list[Group]:
+    draw = random.Random(seed)
+    groups = []
+    for question in range(questions):
+        prompt = Prompt(ids[question] if ids else f"q/{question}", ())
+        rollouts = []
+        for sample in range(samples):
+            status = draw.choice([Status.OK, Status.OK, Status.WRONG, Status.NO_ANSWER, Status.UNPARSABLE])
+            parsed = {Status.OK: "7", Status.WRONG: draw.choice("89")}.get(status)
+            finish = draw.choice([Finish.STOP, Finish.LENGTH])
+            written = [1] * draw.randint(1, 20)
+            completion = Completion(written, [0.0] * len(written), [0.0] * len(written), finish)
+            turns = [Turn([2, 3], completion, "")]
+            rollouts.append(Rollout(prompt, sample, turns, Verdict(float(status is Status.OK), status, parsed)))
+        groups.append(Group(prompt, rollouts))
+    return groups
+
+
+def same(one: Report, other: Report) -> bool:
+    arrays = all(np.array_equal(getattr(one, n), getattr(other, n)) for n in ("correct", "lengths", "truncated"))
+    return arrays and all(getattr(one, n) == getattr(other, n) for n in ("ids", "parsed", "statuses"))
+
+
+@pytest.mark.parametrize(("questions", "samples"), [(40, 1), (25, 4), (1, 1), (1, 3)])
+def test_numbers_are_those_of_counting(questions: int, samples: int) -> None:
+    groups = make_groups(questions, samples)
+    answers = [rollout for group in groups for rollout in group.rollouts]
+    verdicts = [rollout.verdict for rollout in answers if rollout.verdict]
+    found = Report.of(groups).summary()
+    assert found["n"] == questions and found["samples"] == samples
+    assert found["accuracy"] == pytest.approx(fmean(v.status is Status.OK for v in verdicts))
+    assert found["mean_length"] == pytest.approx(fmean(r.length for r in answers))
+    assert found["truncated"] == pytest.approx(fmean(r.truncated for r in answers))
+    assert found["format"] == pytest.approx(fmean(v.parsed is not None for v in verdicts))
+    assert sum(found["statuses"].values()) == len(answers)
+    assert found["statuses"].get("ok", 0) == sum(v.status is Status.OK for v in verdicts)
+    low, high = found["ci95"]
+    assert 0 <= low <= found["accuracy"] <= high <= 1
+    if samples == 1:
+        assert (low, high) == wilson(sum(v.correct for v in verdicts), questions)
+        assert "pass_at_k" not in found
+    json.dumps(found)  # plain numbers only
+
+
+def test_pass_at_k_and_majority_by_brute_force() -> None:
+    groups = make_groups(12, 4, seed=2)
+    found = Report.of(groups).summary()
+    for k in range(1, 5):
+        passes, majorities = [], []
+        for group in groups:
+            verdicts = [r.verdict for r in group.rollouts if r.verdict]
+            subsets = list(itertools.combinations(verdicts, k))
+            passes.append(fmean(any(v.correct for v in subset) for subset in subsets))
+            votes = [v.parsed for v in verdicts[:k] if v.parsed is not None]
+            winner = max(votes, key=lambda vote: (votes.count(vote), -votes.index(vote))) if votes else None
+            majorities.append(winner == "7")
+        assert found["pass_at_k"][str(k)] == pytest.approx(fmean(passes))
+        assert found["majority_at_k"][str(k)] == pytest.approx(fmean(majorities))
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_report_read_from_a_run_is_the_report_of_its_groups(tmp_path: Path, samples: int) -> None:
+    groups = make_groups(15, samples, seed=3)
+    write_rollouts(tmp_path, 4, groups, "eval", split="test")
+    assert same(Report.read(read_lines(tmp_path, 4, "eval", "test")), Report.of(groups))
+
+
+def test_questions_that_share_an_id_stay_apart(tmp_path: Path) -> None:
+    groups = make_groups(4, 2, ids=["a", "b", "a", "c"])
+    write_rollouts(tmp_path, 0, groups, "eval")
+    assert same(Report.read(read_lines(tmp_path, 0, "eval")), Report.of(groups))
+
+
+def test_one_answer_each_is_compared_by_mcnemar() -> None:
+    from scipy.stats import binomtest
+
+    before, after = Report.of(make_groups(60, 1, seed=4)), Report.of(make_groups(60, 1, seed=5))
+    found = compare(before, after)
+    was, now = before.correct[:, 0], after.correct[:, 0]
+    assert (found.gained, found.lost) == (int((~was & now).sum()), int((was & ~now).sum()))
+    assert found.p_value == pytest.approx(binomtest(found.gained, found.gained + found.lost).pvalue)
+
+
+def test_several_answers_are_compared_by_flipping_signs() -> None:
+    before, after = Report.of(make_groups(9, 3, seed=6)), Report.of(make_groups(9, 3, seed=7))
+    differences = after.correct.mean(axis=1) - before.correct.mean(axis=1)
+    sums = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in signs_of(9)]
+    reached = fmean(value >= abs(differences.sum()) - 1e-9 for value in sums)
+    found = compare(before, after)
+    assert found.p_value == pytest.approx(reached)
+    assert (found.gained, found.lost) == (int((differences > 1e-9).sum()), int((differences < -1e-9).sum()))
+
+
+def signs_of(count: int) -> itertools.product:
+    return itertools.product((-1, 1), repeat=count)
+
+
+def test_other_questions_cannot_be_compared() -> None:
+    with pytest.raises(AssertionError, match="same questions"):
+        compare(Report.of(make_groups(3, 1)), Report.of(make_groups(3, 1, ids=["x", "y", "z"])))

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from assay.models import Decoder, HFModel, ModelSpec
+from assay.models.logprobs import token_logprobs
+from assay.models.spec import spec_from_hf
+
+LENGTHS = [5, 2, 17, 9]
+
+
+def decoder_of(hf: Any) -> Decoder:
+    spec = spec_from_hf(hf.config.to_dict())
+    assert isinstance(spec, ModelSpec)
+    model = Decoder(spec)
+    model.load_state_dict(hf.state_dict(), strict=False)
+    return model
+
+
+def packed(vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Token ids and a scattered choice of tokens, never the first of a sequence."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(vocabulary, (sum(LENGTHS),), generator=generator)
+    chosen = torch.rand(len(ids), generator=generator) < 0.7
+    start = 0
+    for length in LENGTHS:
+        chosen[start] = False
+        start += length
+    return ids, chosen
+
+
+def plainly(logits_of: Callable[[Tensor], Tensor], ids: Tensor, chosen: Tensor, temperature: float) -> tuple:
+    """One sequence at a time, all logits at once."""
+    logprobs, entropies = [], []
+    for sequence, marks in zip(ids.split(LENGTHS), chosen.split(LENGTHS), strict=True):
+        every = torch.softmax(logits_of(sequence) / temperature, -1).log()
+        for place in marks.nonzero().squeeze(1).tolist():
+            row = every[place - 1]
+            logprobs.append(row[sequence[place]])
+            entropies.append(-(row.exp() * row).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_logprobs_and_entropy_are_those_of_transformers(
+    make_hf: Callable[..., Any], family: str, temperature: float
+) -> None:
+    hf = make_hf(family)
+    model = decoder_of(hf)
+    ids, chosen = packed(model.vocab_size)
+    with torch.no_grad():
+        expected = plainly(lambda s: hf(input_ids=s[None]).logits[0], ids, chosen, temperature)
+        found = token_logprobs(model, ids, LENGTHS, chosen, temperature)
+    assert found[0].shape == (int(chosen.sum()),)
+    assert (found[0] - expected[0]).abs().max() < 1e-4 and (found[1] - expected[1]).abs().max() < 1e-4
+    assert expected[1].std() > 0.01  # or the comparison would say little
+
+
+def test_a_fallback_model_goes_the_same_way() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    hf = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=48)).eval()
+    ids, chosen = packed(61)
+    with torch.no_grad():
+        expected = plainly(lambda s: hf(input_ids=s[None]).logits[0], ids, chosen, 1.0)
+        found = token_logprobs(HFModel(hf), ids, LENGTHS, chosen)
+    assert (found[0] - expected[0]).abs().max() < 1e-5 and (found[1] - expected[1]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("slice_size", [1, 3, 7, 22, 10**6])
+def test_slices_change_neither_values_nor_gradients(make_hf: Callable[..., Any], slice_size: int) -> None:
+    model = decoder_of(make_hf("qwen3")).double()
+    ids, chosen = packed(model.vocab_size)
+    mix = torch.randn(int(chosen.sum()), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+    def run(at_once: int) -> tuple[Tensor, Tensor, Tensor]:
+        model.zero_grad(set_to_none=True)
+        logprobs, entropy = token_logprobs(model, ids, LENGTHS, chosen, 0.8, logits_at_once=at_once)
+        ((logprobs + 0.3 * entropy) * mix).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        return logprobs.detach(), entropy.detach(), gradient
+
+    whole, parts = run(10**9), run(slice_size * model.vocab_size)
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(whole, parts, strict=True))
+    assert whole[2].norm() > 0.1
+
+
+def test_a_slice_is_never_larger_than_asked(make_hf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder_of(make_hf("llama"))
+    ids, chosen = packed(model.vocab_size)
+    seen: list[int] = []
+    unembed = model.unembed
+    monkeypatch.setattr(model, "unembed", lambda hidden: (seen.append(len(hidden)), unembed(hidden))[1])
+    with torch.no_grad():
+        token_logprobs(model, ids, LENGTHS, chosen, logits_at_once=4 * model.vocab_size)
+    assert max(seen) <= 4 and sum(seen) == int(chosen.sum())
+
+
+def test_scores_are_computed_in_full_precision_whatever_the_models(make_hf: Callable[..., Any]) -> None:
+    model = decoder_of(make_hf("llama")).bfloat16()
+    ids, chosen = packed(model.vocab_size)
+    logprobs, entropy = token_logprobs(model, ids, LENGTHS, chosen)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+
+
+def test_nothing_chosen_gives_nothing(make_hf: Callable[..., Any]) -> None:
+    model = decoder_of(make_hf("llama"))
+    ids, chosen = packed(model.vocab_size)
+    logprobs, entropy = token_logprobs(model, ids, LENGTHS, torch.zeros_like(chosen))
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from assay.engine import make_engine
+from assay.engine.base import SamplingParams
+from assay.models import build_preset
+from assay.rewards import JudgePool
+from assay.rollout import Collector, request_seed
+from assay.tasks import make_task
+from assay.text import Renderer, word_tokenizer
+from assay.types import Group, Prompt, Status, UserError, Verdict
+
+TASK: Any = make_task("abacus", eval_size=40)
+PARAMS = SamplingParams(n=3, temperature=1.0, max_new_tokens=6)
+
+
+@dataclass(frozen=True)
+class Echo:
+    """Says in its verdict what it was shown."""
+
+    def __call__(self, completion: str, answer: str, fields: Any) -> Verdict:
+        return Verdict(float(len(completion)), Status.WRONG, parsed=f"{completion}|{answer}|{fields['start']}")
+
+
+def collector(judge: Any = None, max_length: int = 64, workers: int = 0) -> Collector:
+    tokenizer = word_tokenizer(TASK.words())
+    policy = build_preset("nano", tokenizer.vocab_size, 64, seed=3)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(3.0 if weight.dim() == 2 else 1.0)  # sharper than fresh weights: answers should differ
+    renderer = Renderer(tokenizer)
+    engine = make_engine(
+        "native", policy, device="cpu", dtype=torch.float32, max_length=max_length, decode=renderer.decode
+    )
+    return Collector(engine, renderer, JudgePool(judge or Echo(), workers, 5.0))
+
+
+def written(group: Group) -> list[list[int]]:
+    return [rollout.turns[0].completion.token_ids for rollout in group.rollouts]
+
+
+def test_a_seed_depends_on_its_four_inputs_and_on_nothing_else() -> None:
+    base = (1, 2, "abacus/train/3", 0)
+    assert request_seed(*base) == request_seed(1, 2, "abacus/train/3") == request_seed(*base)
+    others = [(2, 2, base[2], 0), (1, 3, base[2], 0), (1, 2, "abacus/train/4", 0), (1, 2, base[2], 1)]
+    # Digits must not run into each other: (1, 12) is not (11, 2), nor is a step part of an id.
+    others += [(11, 2, "x", 0), (1, 12, "x", 0), (1, 1, "2|x", 0), (1, -1, "x", 0), (-1, 1, "x", 0)]
+    seeds = {request_seed(*each) for each in [base, *others]}
+    assert len(seeds) == 1 + len(others)
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+    assert isinstance(request_seed(0, 0, "\ud800"), int)  # an id may hold any text that JSON can
+
+
+def test_seeds_are_the_same_on_every_machine() -> None:
+    import hashlib
+
+    digest = hashlib.blake2b(b"7|4|gsm8k/train/17|0", digest_size=8).digest()
+    assert request_seed(7, 4, "gsm8k/train/17") == int.from_bytes(digest, "little", signed=True)
+
+
+def test_a_prompt_gets_the_same_answers_alone_or_among_others() -> None:
+    part = collector()
+    prompts = list(TASK.prompts("test")[:8])
+    together = part.collect(prompts, PARAMS, (5, 2))
+    assert len({str(written(group)) for group in together}) == 8
+    for place in (0, 3, 7):
+        alone = part.collect([prompts[place]], PARAMS, (5, 2))[0]
+        assert written(alone) == written(together[place])
+    backwards = part.collect(prompts[::-1], PARAMS, (5, 2))
+    assert [written(group) for group in backwards[::-1]] == [written(group) for group in together]
+    more = part.collect(prompts[:2], SamplingParams(n=5, temperature=1.0, max_new_tokens=6), (5, 2))
+    assert [written(group)[:3] for group in more] == [written(group) for group in together[:2]]
+
+
+@pytest.mark.parametrize("seed", [(6, 2), (5, 3)])
+def test_another_run_or_step_draws_other_answers(seed: tuple[int, int]) -> None:
+    part = collector()
+    prompts = list(TASK.prompts("test")[:4])
+    first, second = part.collect(prompts, PARAMS, (5, 2)), part.collect(prompts, PARAMS, seed)
+    assert [written(group) for group in first] != [written(group) for group in second]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_verdict_is_about_the_answer_it_stands_beside(workers: int) -> None:
+    part = collector(TASK.judge() if workers else Echo(), workers=workers)
+    prompts = list(TASK.prompts("test")[:6])
+    with part.judge:
+        groups = part.collect(prompts, PARAMS, (0, 0))
+    assert [group.prompt.id for group in groups] == [prompt.id for prompt in prompts]
+    alone = TASK.judge()
+    for group in groups:
+        assert [rollout.sample for rollout in group.rollouts] == [0, 1, 2]
+        for rollout in group.rollouts:
+            assert rollout.prompt is group.prompt and rollout.verdict is not None
+            assert rollout.text == part.renderer.decode(rollout.turns[0].completion.token_ids)
+            if workers:
+                expected = alone(rollout.text, group.prompt.answer, group.prompt.fields)
+                assert (rollout.verdict.status, rollout.verdict.parsed) == (expected.status, expected.parsed)
+            else:
+                shown = f"{rollout.text}|{group.prompt.answer}|{group.prompt.fields['start']}"
+                assert rollout.verdict.parsed == shown
+                assert rollout.reward == rollout.verdict.reward == len(rollout.text)
+
+
+def test_tokens_are_those_of_the_engine_and_the_prompt_is_context() -> None:
+    part = collector()
+    prompt = TASK.prompts("test")[0]
+    rollout = part.collect([prompt], PARAMS, (0, 0))[0].rollouts[0]
+    context = part.renderer.prompt_ids(prompt)
+    assert rollout.token_ids[: len(context)] == context
+    assert rollout.loss_mask == [0] * len(context) + [1] * rollout.length
+    assert len(rollout.engine_logprobs) == len(rollout.token_ids)
+
+
+def test_a_prompt_that_fills_the_context_is_named() -> None:
+    part = collector(max_length=8)
+    long = Prompt("long/1", ({"role": "user", "content": "1 " * 20},), "1", fields={"start": 1})
+    with pytest.raises(UserError, match=r"long/1 has \d+ tokens, which leaves no room in a context of 8"):
+        part.collect([long], PARAMS, (0, 0))
+
+
+def test_a_judge_that_fails_on_everything_is_the_users_to_mend(tmp_path: Any) -> None:
+    from assay.rewards import FunctionJudge
+
+    (tmp_path / "broken.py").write_text(
+        "def reward(completion, answer):\n    raise KeyError('x')\n"
+        "def sometimes(completion, answer, start):\n    return 1.0 if start % 2 else float('nan')\n"
+    )
+    prompts = list(TASK.prompts("test")[:6])
+    with pytest.raises(UserError, match=r"failed on all 18 answers.*KeyError"):
+        collector(FunctionJudge(f"{tmp_path}/broken.py:reward")).collect(prompts, PARAMS, (0, 0))
+    groups = collector(FunctionJudge(f"{tmp_path}/broken.py:sometimes")).collect(prompts, PARAMS, (0, 0))
+    for group in groups:
+        status = Status.OK if group.prompt.fields["start"] % 2 else Status.ERROR
+        assert all(r.verdict is not None and r.verdict.status is status for r in group.rollouts)
+
+
+def test_time_is_told_by_its_parts() -> None:
+    part = collector()
+    part.collect(list(TASK.prompts("test")[:2]), PARAMS, (0, 0))
+    assert set(part.seconds) == {"generate", "judge"} and all(value >= 0 for value in part.seconds.values())

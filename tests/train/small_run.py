@@ -1,0 +1,104 @@
+"""Runs so small that they take a second: a nano model, a handful of problems, a reward that never bores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from assay.cli.main import main
+
+# Random models solve nothing: a reward that looks at the letters gives every group winners and losers.
+REWARD = """
+def reward(completion, answer):
+    return sum(map(ord, completion)) % 4 / 3
+
+def raises(completion, answer):
+    raise ZeroDivisionError("cannot judge")
+
+def not_a_number(completion, answer):
+    return float("nan")
+"""
+
+CONFIG = """
+model = "preset:nano"
+[task]
+name = "abacus"
+args = {{train_size = 24, eval_size = 10}}
+[sampling]
+max_new_tokens = 8
+[train]
+steps = 2
+prompts = 3
+samples = 3
+[optim]
+lr = 1e-3
+[eval]
+examples = 4
+final_examples = 5
+[reward]
+workers = 0
+function = "{folder}/reward.py:reward"
+"""
+
+
+class SmallRuns:
+    """`assay` in this process, with a folder for its runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.runs = folder, folder / "runs"
+        self.config = folder / "small.toml"
+        (folder / "reward.py").write_text(REWARD)
+        self.config.write_text(CONFIG.format(folder=folder))
+
+    def train(self, *words: object, config: object = None) -> int:
+        return self("train", config or self.config, *words)
+
+    def __call__(self, command: str, *words: object) -> int:
+        return main([command, *map(str, words), "--runs_dir", str(self.runs)])
+
+    def resume(self, name: str, *words: object) -> int:
+        return self("train", "--resume", name, *words)
+
+    def summary(self, name: str = "small") -> dict[str, Any]:
+        return json.loads((self.runs / name / "summary.json").read_text())
+
+    def metrics(self, name: str = "small") -> list[dict[str, Any]]:
+        lines = (self.runs / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def timeless(self, name: str = "small") -> list[dict[str, Any]]:
+        """Metrics without clocks: what a run with the same seed must repeat."""
+        return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in self.metrics(name)]
+
+    def checkpoint(self, step: int, name: str = "small") -> Path:
+        return self.runs / name / "checkpoints" / f"step-{step:06d}"
+
+    def files(self) -> dict[str, bytes]:
+        """Everything there is, to see whether anything was overwritten."""
+        return {str(p.relative_to(self.folder)): p.read_bytes() for p in self.folder.rglob("*") if p.is_file()}
+
+
+def gpt2_folder(folder: Path, chat: bool = True) -> Path:
+    """A random GPT-2 with a tokenizer of abacus words, as transformers saves them."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from assay.tasks import make_task
+    from assay.text import word_tokenizer
+
+    words = make_task("abacus").words()  # type: ignore[attr-defined]
+    tokenizer = word_tokenizer(words)
+    if not chat:
+        tokenizer.hf.chat_template = None
+    config = GPT2Config(
+        vocab_size=tokenizer.vocab_size,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=96,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder

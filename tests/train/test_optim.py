@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from train_parts import tiny_decoder
+
+from assay.train.optim import clip_gradients, make_adamw, rate, set_rate
+
+
+def test_warm_up_rises_in_equal_steps_to_one() -> None:
+    for kind in ("constant", "linear", "cosine"):
+        assert [rate(kind, step, 100, warmup=4) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+        assert rate(kind, 4, 100, warmup=4) == 1.0
+
+
+@pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize(("total", "warmup"), [(10, 0), (50, 7), (1, 0)])
+def test_schedules_have_their_closed_forms(total: int, warmup: int, final: float) -> None:
+    for step in range(warmup, total + 1):
+        part = (step - warmup) / (total - warmup)
+        assert rate("constant", step, total, warmup, final) == 1.0
+        assert rate("linear", step, total, warmup, final) == pytest.approx(1 + (final - 1) * part)
+        cosine = final + (1 - final) * (1 + math.cos(math.pi * part)) / 2
+        assert rate("cosine", step, total, warmup, final) == pytest.approx(cosine)
+    assert rate("linear", total, total, warmup, final) == pytest.approx(final)
+    assert rate("cosine", total, total, warmup, final) == pytest.approx(final)
+
+
+def test_a_warm_up_longer_than_the_run_is_no_error() -> None:
+    assert [rate("linear", step, 3, warmup=10) for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
+    assert 0 <= rate("cosine", 0, 0) <= 1
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1.0, 1e3])
+def test_clipping_is_that_of_torch(max_norm: float) -> None:
+    ours, theirs = tiny_decoder(), tiny_decoder()
+    for model in (ours, theirs):
+        generator = torch.Generator().manual_seed(1)
+        for p in model.parameters():
+            p.grad = torch.empty(p.shape, dtype=p.dtype).normal_(generator=generator)
+    norm = clip_gradients(ours.parameters(), max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+    assert float(norm) == pytest.approx(float(expected))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-12)
+
+
+def test_a_limit_of_zero_never_clips() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.tensor([3.0, 4.0, 0.0])
+    assert float(clip_gradients([weight], 0.0)) == 5.0
+    assert weight.grad.tolist() == [3.0, 4.0, 0.0]
+
+
+def test_only_matrices_decay() -> None:
+    model = tiny_decoder()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = make_adamw(model, lr=0.1, weight_decay=0.5)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        expected = before[name] * (1 - 0.1 * 0.5) if p.dim() >= 2 else before[name]
+        assert torch.allclose(p, expected, rtol=1e-12), name
+
+
+def test_a_step_is_that_of_plain_adamw() -> None:
+    model, other = tiny_decoder(), tiny_decoder()
+    ours = make_adamw(model, lr=1.0, betas=(0.8, 0.9), eps=1e-6)
+    theirs = torch.optim.AdamW(other.parameters(), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0, fused=False)
+    set_rate(ours, 0.01)
+    for seed in range(3):
+        for each in (model, other):
+            generator = torch.Generator().manual_seed(seed)
+            for p in each.parameters():
+                p.grad = torch.empty(p.shape, dtype=p.dtype).normal_(generator=generator)
+        ours.step()
+        theirs.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_frozen_parameters_are_left_to_themselves() -> None:
+    model = tiny_decoder()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    optimizer = make_adamw(model, lr=0.1)
+    listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert id(model.model.embed_tokens.weight) not in listed

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from train_parts import make_groups, tiny_decoder
+
+from assay.algos import make_algorithm
+from assay.train.pack import Row, pack, rows_of, split_rows
+
+
+def row(length: int, mark: float = 0.0) -> Row:
+    return Row([1] * length, [0, *[1] * (length - 1)], [0.0] * length, mark, 1.0)
+
+
+@pytest.mark.parametrize("token_budget", [1, 5, 10, 23, 1000])
+def test_parts_keep_to_the_budget_and_every_row_comes_once(token_budget: int) -> None:
+    draw = random.Random(token_budget)
+    rows = [row(draw.randint(2, 14), mark) for mark in range(40)]
+    parts = list(split_rows(rows, token_budget))
+    assert sorted(r.advantage for part in parts for r in part) == list(range(40))
+    assert all(len(part) == 1 or sum(len(r.ids) for r in part) <= token_budget for part in parts)
+    for part, following in zip(parts, parts[1:], strict=False):  # no part could have taken the next row as well
+        assert sum(len(r.ids) for r in part) + len(following[0].ids) > token_budget
+
+
+def test_no_rows_make_no_parts() -> None:
+    assert list(split_rows([], 10)) == []
+
+
+def test_packing_lines_everything_up_with_the_trained_tokens() -> None:
+    algo = make_algorithm("grpo")
+    groups = make_groups(tiny_decoder())
+    algo.credit(groups)
+    rows = rows_of(groups, algo)
+    batch = pack(rows, "cpu", torch.float64)
+    ids, trained, place = batch.ids.tolist(), batch.trained.tolist(), 0
+    for part, length in zip(rows, batch.lengths, strict=True):
+        assert ids[place : place + length] == part.ids
+        place += length
+    assert place == len(ids) == len(trained)
+    flat = [
+        (bit, logprob, r.advantage, r.weight)
+        for r in rows
+        for bit, logprob in zip(r.trained, r.behaviour_logprobs, strict=True)
+    ]
+    assert [bool(bit) for bit, *_ in flat] == trained
+    expected = [values for bit, *values in flat if bit]
+    found = torch.stack([batch.behaviour_logprobs, batch.advantages, batch.weights], 1)
+    assert torch.equal(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_the_tokens_between_two_turns_are_context_not_loss() -> None:
+    rollout = make_groups(tiny_decoder())[0].rollouts[1]
+    assert len(rollout.turns) == 2
+    made = Row.of(rollout)
+    first, second = rollout.turns
+    assert made.trained == (
+        [0] * len(first.context_ids)
+        + [1] * len(first.completion.token_ids)
+        + [0] * len(second.context_ids)
+        + [1] * len(second.completion.token_ids)
+    )
+    assert len(made.ids) == len(made.trained) == len(made.behaviour_logprobs)
+
+
+def test_weights_are_those_of_the_whole_batch_and_sum_to_one() -> None:
+    groups = make_groups(tiny_decoder())
+    for recipe in ("grpo", "simple"):
+        algo = make_algorithm(recipe)
+        for group in groups:
+            for rollout in group.rollouts:
+                rollout.advantage = 1.0
+        rows = rows_of(groups, algo)
+        assert sum(r.weight * sum(r.trained) for r in rows) == pytest.approx(1.0, abs=1e-12)

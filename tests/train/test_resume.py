@@ -1,0 +1,205 @@
+"""Stopped and resumed, a run is the run that was never stopped."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from small_run import SmallRuns
+
+from assay.models import fingerprint, load_model
+from assay.runs import checkpoints
+from assay.runs.rollouts import read_rollouts
+
+pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
+STEPS = 5
+SETTINGS = ("--train.steps", STEPS, "--save.every", 2, "--eval.every", 2)
+VARIANTS: dict[str, tuple[object, ...]] = {
+    "grpo": (),
+    "kl, entropy, warm start, cosine": (
+        *("--algo.kl_coef", 0.1, "--algo.entropy_coef", 0.01, "--sft.steps", 2, "--sft.batch", 4),
+        *("--optim.schedule", "cosine", "--optim.warmup", 2, "--optim.weight_decay", 0.1),
+    ),
+    "dapo": ("--algo.recipe", "dapo", "--train.passes", 2),
+}
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def one_thread():
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The process dies while it samples for the step after `step`."""
+    from assay.train import loop, stages
+
+    def sample(parts: Any) -> Any:
+        if parts.state.step == step:
+            raise Stop
+        return stages.sample(parts)
+
+    monkeypatch.setattr(loop, "sample", sample)
+
+
+def same_run(small: SmallRuns, one: str, other: str) -> None:
+    first, second = (small.checkpoint(STEPS, name) for name in (one, other))
+    for part in ("model/model.safetensors", "optimizer.safetensors"):
+        left, right = load_file(first / part), load_file(second / part)
+        assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
+    left_model, right_model = (load_model(str(folder / "model")) for folder in (first, second))
+    assert fingerprint(left_model.weights()) == fingerprint(right_model.weights())
+    assert small.timeless(one) == small.timeless(other)
+    assert sum(row.get("optim/grad_norm", 0) > 0 for row in small.metrics(one)) > 1  # or there was nothing to repeat
+    for step in range(1, STEPS + 1):
+        assert read_rollouts(small.runs / one, step) == read_rollouts(small.runs / other, step)
+    clocks = ("run", "wall_s", "sft")
+    summaries = [{k: v for k, v in small.summary(name).items() if k not in clocks} for name in (one, other)]
+    assert summaries[0] == summaries[1]
+    assert checkpoints.read_best(small.runs / one) == checkpoints.read_best(small.runs / other)
+    assert checkpoints.steps(small.runs / one) == checkpoints.steps(small.runs / other)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_resumed_run_equals_one_that_was_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    small = SmallRuns(tmp_path)
+    words = (*SETTINGS, *VARIANTS[variant])
+    assert small.train(*words) == 0
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)  # a step beyond the checkpoint, which is cut back and made again
+        with pytest.raises(Stop):
+            small.train(*words, "--name", "stopped")
+    assert checkpoints.last(small.runs / "stopped") == 2
+    assert not (small.runs / "stopped" / "summary.json").exists()
+    assert small.resume("stopped") == 0
+    same_run(small, "small", "stopped")
+    assert small.summary("stopped")["steps"] == STEPS
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = SmallRuns(tmp_path)
+    words = (*SETTINGS, "--algo.kl_coef", 0.1)
+    assert small.train(*words) == 0
+    assert small.train(*words, "--name", "stopped") == 0
+    stopped = small.runs / "stopped"
+    for part in ("checkpoints", "rollouts"):
+        shutil.rmtree(stopped / part)
+    (stopped / "reference" / "model.safetensors").write_bytes(b"half")  # it died while setting it aside
+    (stopped / "summary.json").unlink()
+    assert small.resume("stopped") == 0
+    same_run(small, "small", "stopped")
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train(*SETTINGS, "--save.keep", 9) == 0
+    assert small.train(*SETTINGS, "--save.keep", 9, "--name", "stopped") == 0
+    for step in (4, STEPS):
+        file = small.checkpoint(step, "stopped") / "optimizer.safetensors"
+        file.write_bytes(file.read_bytes()[:-4] + b"oops")  # the same size
+    capsys.readouterr()
+    assert small.resume("stopped") == 0
+    said = capsys.readouterr().out
+    assert "is damaged" in said and "from step 2" in said
+    same_run(small, "small", "stopped")
+
+
+def test_a_longer_run_goes_on_from_a_finished_one(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train(*SETTINGS) == 0
+    assert small.train("--train.steps", 3, "--save.every", 2, "--eval.every", 2, "--name", "longer") == 0
+    assert small.resume("longer", "--train.steps", STEPS) == 0
+    first, second = (load_file(small.checkpoint(STEPS, n) / "model/model.safetensors") for n in ("small", "longer"))
+    assert all(first[key].equal(second[key]) for key in first)
+    assert small.summary("longer")["steps"] == STEPS
+
+
+def test_resuming_a_finished_run_only_measures_it_again(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train() == 0
+    summary, metrics = small.summary(), small.timeless()
+    weights = (small.checkpoint(2) / "model/model.safetensors").read_bytes()
+    assert small.resume("small") == 0
+    again = small.summary()
+    assert again.pop("wall_s") > 0 and summary.pop("wall_s") > 0
+    assert again == summary and small.timeless() == metrics
+    assert (small.checkpoint(2) / "model/model.safetensors").read_bytes() == weights
+
+
+def test_sampled_answers_carry_the_version_that_wrote_them(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train("--train.steps", 2) == 0
+    assert small.resume("small", "--train.steps", 4) == 0
+    for step in range(1, 5):
+        versions = {r.turns[0].completion.version for g in read_rollouts(small.runs / "small", step) for r in g.rollouts}
+        assert versions == {step - 1}
+
+
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "another model": (("--model", "preset:tiny"), "trains preset:nano, not preset:tiny"),
+    "another tokenizer": (("--model.tokenizer", "characters"), "resume without changing the model"),
+    "another task": (("--task.args.max_steps", 4), "task.args"),
+    "other test problems": (("--eval.final_examples", 6), "eval.final_examples"),
+    "a KL term without a reference": (("--algo.kl_coef", 0.1), "algo.reference"),
+    "bad settings": (("--optim.lr", -1), "optim.lr"),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
+    small = SmallRuns(tmp_path_factory.mktemp("finished"))
+    assert small.train() == 0
+    return small
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_changed_on_resuming_is_refused(
+    finished: SmallRuns, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    before = finished.files()
+    words, message = REFUSED[name]
+    assert finished.resume("small", *words) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    unchanged = [file for file in before if not file.endswith(("environment.json", ".lock"))]
+    now = finished.files()
+    assert {file: now.get(file) for file in unchanged} == {file: before[file] for file in unchanged}
+
+
+def test_resuming_with_a_config_of_another_model_or_other_settings_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train() == 0
+    other = tmp_path / "other.toml"
+    other.write_text(small.config.read_text().replace("preset:nano", "preset:tiny"))
+    assert small.train("--resume", "small", config=other) == 2
+    assert "trains preset:nano, not preset:tiny" in capsys.readouterr().err
+    other.write_text(small.config.read_text().replace("lr = 1e-3", "lr = 1e-4"))
+    assert small.train("--resume", "small", config=other) == 2
+    assert "optim.lr" in capsys.readouterr().err
+    assert small.train("--resume", "small") == 0  # its own config is fine
+
+
+def test_an_unknown_run_is_named_with_its_neighbours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.resume("nothing") == 2
+    assert "there are none yet" in capsys.readouterr().err
+    assert small.train() == 0
+    assert small.resume("smal") == 2
+    assert "did you mean small?" in capsys.readouterr().err

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from train_parts import tiny_decoder
+
+from assay.engine import make_engine
+from assay.engine.native import NativeEngine
+from assay.train.sync import sync_weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sync_copies_everything_and_stamps_the_version(dtype: torch.dtype) -> None:
+    first, second = tiny_decoder(0, torch.float32), tiny_decoder(1, torch.float32)
+    engine = make_engine("native", first, device="cpu", dtype=dtype)
+    before = engine.fingerprint()
+    sync_weights(second, engine, version=7)
+    assert engine.version == 7 and engine.fingerprint() != before
+    sync_weights(first, engine, version=8)
+    assert engine.fingerprint() == before
+    with torch.no_grad():
+        next(first.parameters()).add_(1.0)
+    assert engine.fingerprint() == before  # copied, not shared
+
+
+class Forgetful(NativeEngine):
+    """Loses one number of one weight on the way."""
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        super().load_weights(weights, version)
+        with torch.no_grad():
+            list(self.network.canonical().values())[-1].view(-1)[0].add_(1.0)
+
+
+class Deaf(NativeEngine):
+    """Keeps the weights it had first."""
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        if self.version < 0:
+            super().load_weights(weights, version)
+        self.version = version
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Deaf])
+def test_an_engine_that_serves_other_weights_stops_the_run(kind: type[NativeEngine]) -> None:
+    policy = tiny_decoder(0, torch.float32)
+    engine = kind(policy.spec, device="cpu", dtype=torch.float32)
+    engine.load_weights(policy.weights(), 0)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(1.01)
+    with pytest.raises(RuntimeError, match="other weights than the trainer holds"):
+        sync_weights(policy, engine, version=1)

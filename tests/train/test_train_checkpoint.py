@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from train_parts import gradients_of, make_groups, tiny_decoder, weights_of
+
+from assay.algos import make_algorithm
+from assay.models import Decoder, PolicyModel, load_model
+from assay.runs import checkpoints
+from assay.text import char_tokenizer, load_tokenizer
+from assay.train.checkpoint import State, load_optimizer, load_state, save
+from assay.train.optim import make_adamw
+from assay.train.update import Updater
+from assay.types import UserError
+
+STATE = State(step=3, cursor=17, tokens=123456789012, wall_s=1.5, facts={"sft": {"loss": 0.25, "steps": 2}})
+
+
+def trained(steps: int = 3) -> Updater:
+    policy = tiny_decoder(dtype=torch.float32)
+    updater = Updater(policy, make_adamw(policy, 1e-2, weight_decay=0.1))
+    more(updater, steps)
+    return updater
+
+
+def more(updater: Updater, steps: int) -> None:
+    algo = make_algorithm("grpo")
+    groups = make_groups(tiny_decoder(), seed=4)
+    algo.credit(groups)
+    for _ in range(steps):
+        updater.update(groups, algo, 1e-2)
+
+
+def reloaded(path: Path) -> Updater:
+    policy = load_model(str(checkpoints.folder(path, 3) / "model"))
+    updater = Updater(policy, make_adamw(policy, 1e-2, weight_decay=0.1))
+    load_optimizer(path, 3, policy, updater.optimizer)
+    return updater
+
+
+def test_a_checkpoint_comes_back_bit_for_bit_and_goes_on_alike(tmp_path: Path) -> None:
+    original = trained()
+    save(tmp_path, STATE, original.policy, original.optimizer, char_tokenizer())
+    restored = reloaded(tmp_path)
+    assert isinstance(restored.policy, Decoder)
+    assert load_state(tmp_path, 3) == STATE
+    assert torch.equal(weights_of(original.policy), weights_of(restored.policy))
+    assert moments(original) and moments(original).keys() == moments(restored).keys()
+    assert all(torch.equal(value, moments(restored)[key]) for key, value in moments(original).items())
+    more(original, 2)
+    more(restored, 2)
+    assert torch.equal(weights_of(original.policy), weights_of(restored.policy))
+
+
+def moments(updater: Updater) -> dict[str, torch.Tensor]:
+    state = updater.optimizer.state
+    return {f"{n}|{kind}": v for n, p in updater.policy.named_parameters() for kind, v in state[p].items()}
+
+
+def test_without_the_moments_the_run_would_go_another_way(tmp_path: Path) -> None:
+    original = trained()
+    save(tmp_path, STATE, original.policy, original.optimizer, char_tokenizer())
+    policy = load_model(str(checkpoints.folder(tmp_path, 3) / "model"))
+    forgetful = Updater(policy, make_adamw(policy, 1e-2, weight_decay=0.1))
+    more(original, 1)
+    more(forgetful, 1)
+    assert not torch.equal(weights_of(original.policy), weights_of(forgetful.policy))
+
+
+def test_a_first_checkpoint_has_no_moments_yet(tmp_path: Path) -> None:
+    policy = tiny_decoder(dtype=torch.float32)
+    save(tmp_path, State(step=3), policy, make_adamw(policy, 1e-2), char_tokenizer())
+    assert not reloaded(tmp_path).optimizer.state
+    assert load_state(tmp_path, 3).step == 3
+
+
+def test_the_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
+    original = trained(1)
+    tokenizer = char_tokenizer()
+    save(tmp_path, STATE, original.policy, original.optimizer, tokenizer)
+    loaded = load_tokenizer(str(checkpoints.folder(tmp_path, 3) / "model"))
+    text = "12 + 3 = 15\n"
+    assert loaded.encode(text) == tokenizer.encode(text) and loaded.eos_ids == tokenizer.eos_ids
+    assert loaded.has_chat_template
+
+
+def test_moments_of_another_shape_are_refused(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from train_parts import SPEC
+
+    original = trained(1)
+    save(tmp_path, STATE, original.policy, original.optimizer, char_tokenizer())
+    other: PolicyModel = tiny_decoder(dtype=torch.float32, spec=replace(SPEC, hidden=32))
+    with pytest.raises(UserError, match="does not fit"):
+        load_optimizer(tmp_path, 3, other, make_adamw(other, 1e-2))
+
+
+def test_a_save_that_fails_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = trained(1)
+    save(tmp_path, State(step=1), original.policy, original.optimizer, char_tokenizer())
+
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("assay.train.checkpoint.save_file", broken)
+    with pytest.raises(MemoryError):
+        save(tmp_path, State(step=2), original.policy, original.optimizer, char_tokenizer())
+    assert checkpoints.steps(tmp_path) == [1]
+    assert load_state(tmp_path, 1).step == 1
+
+
+def test_gradients_are_not_part_of_what_is_kept(tmp_path: Path) -> None:
+    original = trained(1)
+    for p in original.policy.parameters():
+        p.grad = torch.ones_like(p)
+    save(tmp_path, STATE, original.policy, original.optimizer, char_tokenizer())
+    assert bool(gradients_of(original.policy).eq(1).all())
+    assert all(p.grad is None for p in reloaded(tmp_path).policy.parameters())

@@ -1,0 +1,364 @@
+"""The update: independent of how a batch is split, equal to plain implementations, and safe when things go wrong."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from train_parts import SPEC, full_logprobs, gradients_of, make_groups, tiny_decoder, weights_of
+
+from assay.algos import Algorithm, make_algorithm
+from assay.models.decoder import Decoder
+from assay.train.optim import make_adamw
+from assay.train.pack import rows_of
+from assay.train.update import Updater
+from assay.types import Group
+
+LIMIT = 16
+CHANGES: dict[str, dict[str, Any]] = {
+    "reinforce": {},
+    "grpo": {},
+    "dr_grpo": {},
+    "dapo": {"updates": 1},
+    "rloo": {},
+    "simple": {},
+    "grpo with everything": {"recipe": "grpo", "kl_coef": 0.3, "entropy_coef": 0.02, "mask_overlong": True},
+    "grpo with k2": {"recipe": "grpo", "kl": "k2", "kl_coef": 0.1},
+    "dr_grpo with entropy": {"recipe": "dr_grpo", "entropy_coef": 0.05},
+}
+
+
+def algorithm(name: str) -> Algorithm:
+    changes = dict(CHANGES[name])
+    return make_algorithm(changes.pop("recipe", name), max_new_tokens=LIMIT, **changes)
+
+
+def credited(algo: Algorithm, seed: int = 0) -> list[Group]:
+    groups, _ = algo.keep(make_groups(tiny_decoder(), seed=seed))
+    algo.credit(groups)
+    return groups
+
+
+def updater(algo: Algorithm, **changes: Any) -> Updater:
+    policy = tiny_decoder()
+    reference = tiny_decoder(seed=9).requires_grad_(False) if algo.needs_reference else None
+    return Updater(policy, make_adamw(policy, 1e-2, weight_decay=0.1), reference=reference, **changes)
+
+
+def outcome(updater: Updater, groups: Sequence[Group], algo: Algorithm) -> tuple[float, Tensor, Tensor]:
+    """Loss, gradient and the weights after one step."""
+    rows = rows_of(groups, algo)
+    sums = updater._accumulate(rows, algo)
+    gradient = gradients_of(updater.policy)
+    updater.step(rows, algo, 1e-2)
+    return float(sums.losses["loss/total"]), gradient, weights_of(updater.policy)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_neither_the_split_nor_the_order_changes_the_result(name: str) -> None:
+    algo = algorithm(name)
+    groups = credited(algo)
+    loss, gradient, weights = outcome(updater(algo, token_budget=10**6), groups, algo)
+    assert abs(loss) > 1e-6 and gradient.norm() > 1e-4
+    for token_budget in (1, 7, 20, 33, 64, 200):
+        found = outcome(updater(algo, token_budget=token_budget), groups, algo)
+        assert abs(found[0] - loss) < 1e-12
+        assert (found[1] - gradient).abs().max() < 1e-12
+        assert (found[2] - weights).abs().max() < 1e-12
+    shuffled = [replace_rollouts(group, seed) for seed, group in enumerate(groups)]
+    random.Random(3).shuffle(shuffled)
+    found = outcome(updater(algo, token_budget=40), shuffled, algo)
+    assert abs(found[0] - loss) < 1e-12
+    assert (found[2] - weights).abs().max() < 1e-12
+
+
+def replace_rollouts(group: Group, seed: int) -> Group:
+    rollouts = list(group.rollouts)
+    random.Random(seed).shuffle(rollouts)
+    return replace(group, rollouts=rollouts)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "grpo with everything"])
+def test_metrics_do_not_depend_on_the_split(name: str) -> None:
+    algo = algorithm(name)
+    groups = credited(algo)
+    whole = updater(algo, token_budget=10**6).update(groups, algo, 1e-3)
+    parts = updater(algo, token_budget=15).update(groups, algo, 1e-3)
+    assert whole.keys() == parts.keys()
+    assert all(whole[key] == pytest.approx(parts[key], abs=1e-12) for key in whole)
+    assert 0 < whole["policy/clip_fraction"] < 1  # or the test would not see the clipped branch
+
+
+def plain_loss(every: list[Tensor], groups: Sequence[Group], ref: list[Tensor] | None, algo: Algorithm) -> Tensor:
+    """GRPO as its paper writes it: the mean over answers of the mean over tokens; `every` are [T, V] log-probs."""
+    answers: list[Tensor] = []
+    index = 0
+    for group in groups:
+        rewards = torch.tensor([r.reward for r in group.rollouts], dtype=torch.float64)
+        spread = ((rewards - rewards.mean()) ** 2).sum().div(len(rewards) - 1).sqrt()
+        for rollout, advantage in zip(group.rollouts, (rewards - rewards.mean()) / (spread + 1e-4), strict=True):
+            terms = []
+            for place, trained in enumerate(rollout.loss_mask):
+                if not trained:
+                    continue
+                token, row = rollout.token_ids[place], every[index][place - 1]
+                ratio = torch.exp(row[token] - rollout.engine_logprobs[place])
+                term = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                if ref is not None:
+                    gap = ref[index][place - 1][token] - row[token]
+                    term = term - algo.kl_coef * (gap.exp() - gap - 1)
+                terms.append(term + algo.entropy_coef * -(row.exp() * row).sum())
+            answers.append(-torch.stack(terms).mean())
+            index += 1
+    return torch.stack(answers).mean()
+
+
+def each_alone(model: Decoder, groups: Sequence[Group]) -> list[Tensor]:
+    sequences = [torch.tensor(r.token_ids) for group in groups for r in group.rollouts]
+    return [torch.log_softmax(model.unembed(model.hidden(ids, [len(ids)])), -1) for ids in sequences]
+
+
+GRPO = {
+    "plain": make_algorithm("grpo"),
+    "kl": make_algorithm("grpo", kl_coef=0.2),
+    "entropy": make_algorithm("grpo", entropy_coef=0.1),
+}
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_the_update_equals_a_plain_grpo_on_single_sequences(name: str) -> None:
+    algo = GRPO[name]
+    groups = credited(algo, seed=5)
+    trained = updater(algo, token_budget=50)
+    sums = trained._accumulate(rows_of(groups, algo), algo)
+    model = tiny_decoder()
+    ref = None
+    if trained.reference is not None:
+        ref = [full_logprobs(trained.reference, r.token_ids) for group in groups for r in group.rollouts]
+    loss = plain_loss(each_alone(model, groups), groups, ref, algo)
+    loss.backward()
+    assert float(sums.losses["loss/total"]) == pytest.approx(float(loss), abs=1e-12)
+    assert (gradients_of(trained.policy) - gradients_of(model)).abs().max() < 1e-12
+
+
+def test_the_update_equals_a_plain_grpo_on_a_padded_batch_of_transformers() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from assay.models.spec import spec_to_hf
+
+    algo = GRPO["plain"]
+    groups = credited(algo, seed=6)
+    trained = updater(algo, token_budget=50)
+    sums = trained._accumulate(rows_of(groups, algo), algo)
+    values = spec_to_hf(SPEC)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    hf = AutoModelForCausalLM.from_config(config).double()
+    hf.load_state_dict(tiny_decoder().state_dict(), strict=False)
+    sequences = [torch.tensor(r.token_ids) for group in groups for r in group.rollouts]
+    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True)
+    logits = hf(input_ids=ids, attention_mask=mask).logits.double()
+    loss = plain_loss(list(torch.log_softmax(logits, -1)), groups, None, algo)
+    loss.backward()
+    theirs = {name: p.grad for name, p in hf.named_parameters()}
+    assert float(sums.losses["loss/total"]) == pytest.approx(float(loss), abs=1e-6)  # its norms round to float32
+    for name, parameter in trained.policy.named_parameters():
+        assert theirs[name] is not None and parameter.grad is not None
+        assert (parameter.grad - theirs[name]).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("name", ["reinforce", "grpo", "dr_grpo", "dapo", "simple"])
+def test_answers_without_an_advantage_are_left_out_and_change_nothing(name: str) -> None:
+    """Against a brute-force sum over all tokens of all answers, with the weights of the whole batch."""
+    algo = algorithm(name)
+    groups = make_groups(tiny_decoder(), groups=5)
+    algo.credit(groups)
+    for rollout in groups[1].rollouts + groups[3].rollouts[:2]:
+        rollout.advantage = 0.0
+    rollouts = [r for group in groups for r in group.rollouts]
+    rows = rows_of(groups, algo)
+    assert 0 < len(rows) < len(rollouts)
+    trained = updater(algo)
+    trained._accumulate(rows, algo)
+    model = tiny_decoder()
+    weights = algo.token_weights(torch.tensor([r.length for r in rollouts]))
+    total = torch.zeros((), dtype=torch.float64)
+    for rollout, every, weight in zip(rollouts, each_alone(model, groups), weights, strict=True):
+        for place in [place for place, bit in enumerate(rollout.loss_mask) if bit]:
+            logprob = every[place - 1, rollout.token_ids[place]]
+            if algo.policy_loss == "reinforce":
+                total = total - weight * rollout.advantage * logprob
+                continue
+            ratio = (logprob - rollout.engine_logprobs[place]).exp()
+            clipped = ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+            total = total - weight * torch.minimum(ratio * rollout.advantage, clipped * rollout.advantage)
+    total.backward()
+    assert (gradients_of(trained.policy) - gradients_of(model)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("changes", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}])
+def test_answers_without_an_advantage_stay_where_a_regulariser_needs_them(changes: dict[str, float]) -> None:
+    algo = make_algorithm("grpo", **changes)
+    groups = make_groups(tiny_decoder())
+    algo.credit(groups)
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.advantage = 0.0
+    trained = updater(algo)
+    before = weights_of(trained.policy)
+    found = trained.update(groups, algo, 1e-2)
+    assert found["optim/grad_norm"] > 0 and not found["optim/skipped"]
+    assert not torch.equal(before, weights_of(trained.policy))
+
+
+def test_a_loss_of_ones_own_sees_answers_without_an_advantage_too() -> None:
+    def entropic(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float, high: float):
+        return -(advantages + 0.5) * logprobs, {}
+
+    algo = Algorithm(advantage="group_mean", policy_loss=entropic, aggregate="token")
+    groups = make_groups(tiny_decoder())
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.advantage = 0.0
+    assert len(rows_of(groups, algo)) == sum(len(group.rollouts) for group in groups)
+
+
+def test_masked_answers_have_no_gradient_but_keep_their_place_in_the_baseline() -> None:
+    algo = make_algorithm("dr_grpo", max_new_tokens=LIMIT, mask_overlong=True)
+    groups, _ = algo.keep(make_groups(tiny_decoder()))
+    algo.credit(groups)
+    cut = [r for group in groups for r in group.rollouts if r.truncated]
+    assert cut and all(r.masked for r in cut)
+    rows = rows_of(groups, algo)
+    assert len(rows) <= sum(not r.masked for group in groups for r in group.rollouts)
+    count = sum(len(group.rollouts) for group in groups)
+    assert all(row.weight == pytest.approx(1 / (count * LIMIT)) for row in rows)
+
+
+def test_several_updates_and_passes_are_as_many_optimizer_steps() -> None:
+    algo = make_algorithm("grpo", updates=2)
+    groups = credited(algo)
+    together = updater(algo)
+    together.update(groups, algo, 1e-3, passes=2)
+    by_hand = updater(algo)
+    for part in (groups[:2], groups[2:], groups[:2], groups[2:]):
+        by_hand.step(rows_of(part, algo), algo, 1e-3)
+    assert torch.equal(weights_of(together.policy), weights_of(by_hand.policy))
+
+
+@pytest.mark.parametrize("updates", [3, 9])
+def test_more_updates_than_groups_make_do_with_the_groups(updates: int) -> None:
+    algo = make_algorithm("grpo", updates=updates)
+    groups = credited(algo)
+    found = updater(algo).update(groups, algo, 1e-3)
+    assert found["optim/grad_norm"] > 0
+
+
+def test_a_batch_with_nothing_to_learn_leaves_weights_and_moments_alone() -> None:
+    algo = make_algorithm("grpo", updates=2)
+    trained = updater(algo)
+    before = weights_of(trained.policy)
+    groups = make_groups(tiny_decoder())
+    for batch in ([], groups):  # no groups at all: every one was dropped; or groups without an advantage
+        assert trained.update(batch, algo, 1e-2)["optim/skipped"] == 1.0
+    assert torch.equal(before, weights_of(trained.policy)) and not trained.optimizer.state
+
+
+class Small(Decoder):
+    """A decoder with memory for `room` tokens."""
+
+    room = 10**9
+    error: type[RuntimeError] = torch.OutOfMemoryError
+
+    def hidden(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        found = super().hidden(ids, lengths)
+        if len(ids) > self.room:
+            raise self.error("DefaultCPUAllocator: can't allocate memory")
+        return found
+
+
+def with_room(room: int, error: type[RuntimeError], token_budget: int) -> Updater:
+    policy = copy.deepcopy(tiny_decoder())
+    policy.__class__ = Small
+    assert isinstance(policy, Small)
+    policy.room, policy.error = room, error
+    return Updater(policy, make_adamw(policy, 1e-2), token_budget=token_budget)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_out_of_memory_halves_the_budget_and_changes_nothing_else(error: type[RuntimeError]) -> None:
+    algo = GRPO["plain"]
+    groups = credited(algo)
+    rows = rows_of(groups, algo)
+    longest, total = max(len(row.ids) for row in rows), sum(len(row.ids) for row in rows)
+    small = with_room(longest + 5, error, token_budget=4096)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sums, norm, skipped = small.step(rows, algo, 1e-2)
+    said = [str(w.message) for w in caught]
+    assert said and all("out of memory" in text and "token_budget" in text for text in said)
+    assert f"= {max(total // 2, longest)}" in said[0]
+    assert small.token_budget <= longest + 5 and not skipped
+    large = with_room(10**9, error, token_budget=4096)
+    expected, expected_norm, _ = large.step(rows, algo, 1e-2)
+    assert norm == pytest.approx(expected_norm, abs=1e-12)
+    assert float(sums.tokens) == float(expected.tokens)  # what was summed before the failure is not counted twice
+    assert float(sums.losses["loss/total"]) == pytest.approx(float(expected.losses["loss/total"]), abs=1e-12)
+    assert (weights_of(small.policy) - weights_of(large.policy)).abs().max() < 1e-12
+
+
+def test_a_single_sequence_that_does_not_fit_is_an_error() -> None:
+    algo = GRPO["plain"]
+    rows = rows_of(credited(algo), algo)
+    longest = max(len(row.ids) for row in rows)
+    small = with_room(longest - 1, torch.OutOfMemoryError, token_budget=4096)
+    with pytest.warns(UserWarning, match="out of memory"), pytest.raises(torch.OutOfMemoryError):
+        small.step(rows, algo, 1e-2)
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    algo = GRPO["plain"]
+    rows = rows_of(credited(algo), algo)
+    broken = updater(algo)
+    broken.policy.unembed = lambda hidden: (_ for _ in ()).throw(RuntimeError("shapes do not fit"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        broken.step(rows, algo, 1e-2)
+    assert broken.token_budget == Updater(broken.policy, broken.optimizer).token_budget
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_skipped_with_a_warning(value: float) -> None:
+    algo = algorithm("reinforce")
+    groups = credited(algo)
+    trained = updater(algo)
+    trained.update(groups, algo, 1e-2)
+    before = weights_of(trained.policy)
+    moments = [state["exp_avg"].clone() for state in trained.optimizer.state.values()]
+    groups[0].rollouts[0].advantage = value
+    with pytest.warns(UserWarning, match="not finite"):
+        assert trained.update(groups, algo, 1e-2)["optim/skipped"] == 1.0
+    assert torch.equal(before, weights_of(trained.policy))
+    for was, state in zip(moments, trained.optimizer.state.values(), strict=True):
+        assert torch.equal(was, state["exp_avg"])
+    groups[0].rollouts[0].advantage = 1.0
+    assert trained.update(groups, algo, 1e-2)["optim/skipped"] == 0.0  # and the run goes on
+    assert weights_of(trained.policy).isfinite().all() and not torch.equal(before, weights_of(trained.policy))
+
+
+def test_bfloat16_computes_in_half_precision_but_keeps_full_weights() -> None:
+    algo = GRPO["plain"]
+    policy = tiny_decoder(dtype=torch.float32)
+    trained = Updater(policy, make_adamw(policy, 1e-2), dtype=torch.bfloat16)
+    groups = credited(algo)
+    found = trained.update(groups, algo, 1e-2)
+    exact = updater(algo).update(groups, algo, 1e-2)
+    assert all(p.dtype == torch.float32 for p in policy.parameters())
+    assert found["loss/total"] != exact["loss/total"]
+    assert found["loss/total"] == pytest.approx(exact["loss/total"], abs=0.05)

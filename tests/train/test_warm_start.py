@@ -1,0 +1,84 @@
+"""The supervised warm start: exact masks, and the loss that transformers calls its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from train_parts import SPEC, tiny_decoder
+
+from assay.config import SftConfig
+from assay.models.spec import spec_to_hf
+from assay.text import Renderer, word_tokenizer
+from assay.train.optim import make_adamw
+from assay.train.sft import IMITATION, solution_rows, warm_start
+from assay.train.update import Updater
+from assay.types import Prompt, UserError
+
+WORDS = [str(number) for number in range(15)]
+
+
+def renderer() -> Renderer:
+    return Renderer(word_tokenizer(WORDS))
+
+
+def problem(question: str, solution: str | None) -> Prompt:
+    return Prompt(f"p/{question}", ({"role": "user", "content": question},), solution=solution)
+
+
+PROMPTS = [problem("1 2 3", "4 5"), problem("6", "7 8 9 10 11 12"), problem("13 14", "0")]
+
+
+def test_the_loss_is_that_of_transformers_over_the_solutions_tokens() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    policy = tiny_decoder(dtype=torch.float32)
+    updater = Updater(policy, make_adamw(policy, 1e-3), token_budget=9)
+    rows = solution_rows(PROMPTS, renderer(), 64)
+    ours = float(updater._accumulate(rows, IMITATION).losses["loss/policy"])
+    values = spec_to_hf(SPEC)
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    hf.load_state_dict(policy.state_dict(), strict=False)
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.ids) for r in rows], batch_first=True)
+    labels = torch.nn.utils.rnn.pad_sequence(
+        [torch.where(torch.tensor(r.trained) == 1, torch.tensor(r.ids), -100) for r in rows],
+        batch_first=True,
+        padding_value=-100,
+    )
+    assert ours == pytest.approx(float(hf(input_ids=ids, labels=labels).loss.detach()), abs=1e-5)
+
+
+def test_the_mask_covers_the_solution_and_one_end() -> None:
+    asked = renderer()
+    for row, prompt in zip(solution_rows(PROMPTS, asked, 64), PROMPTS, strict=True):
+        assert prompt.solution is not None
+        context = asked.prompt_ids(prompt)
+        assert row.ids[: len(context)] == context
+        assert row.trained == [0] * len(context) + [1] * (len(prompt.solution.split()) + 1)
+        assert row.ids[-1] == asked.tokenizer.eos_id and row.advantage == 1.0
+
+
+def test_a_warm_start_learns_its_solutions_by_heart() -> None:
+    policy = tiny_decoder(dtype=torch.float32)
+    updater = Updater(policy, make_adamw(policy, 1.0))
+    cfg = SftConfig(steps=150, batch=3, lr=1e-2, warmup=5)
+    losses = [found["sft/loss"] for found in warm_start(updater, renderer(), PROMPTS, cfg, seed=0)]
+    assert len(losses) == 150 and losses[0] > 2 and losses[-1] < 0.1
+    assert not updater.optimizer.state  # reinforcement begins with moments of its own
+
+
+def test_the_learning_rate_rises_and_then_falls_to_nothing() -> None:
+    policy = tiny_decoder(dtype=torch.float32)
+    cfg = SftConfig(steps=10, batch=2, lr=1e-3, warmup=2)
+    updater = Updater(policy, make_adamw(policy, 1.0))
+    rates = [found["sft/lr"] for found in warm_start(updater, renderer(), PROMPTS, cfg, seed=0)]
+    expected = [1e-3 / 2, 1e-3, *[1e-3 * (1 - (step - 2) / 8) for step in range(2, 10)]]
+    assert rates == pytest.approx(expected)
+
+
+def test_solutions_that_are_missing_or_have_no_room_are_named() -> None:
+    with pytest.raises(UserError, match=r"p/1 .* no worked solution"):
+        solution_rows([problem("1", None)], renderer(), 64)
+    with pytest.raises(UserError, match=r"p/1 2 3 leaves no room .* 5 tokens"):
+        solution_rows(PROMPTS, renderer(), 5)
+    cut = solution_rows([PROMPTS[1]], renderer(), 6)[0]
+    assert len(cut.ids) == 6 and sum(cut.trained) == 3  # what fits of a long solution is learnt

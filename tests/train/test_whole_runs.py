@@ -1,0 +1,216 @@
+"""Every recipe, from settings to summary, on a nano model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from small_run import SmallRuns, gpt2_folder
+
+from assay.algos.recipes import RECIPES
+from assay.runs import checkpoints
+from assay.runs.rollouts import read_lines, read_rollouts
+
+pytestmark = pytest.mark.usefixtures("no_curves")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> SmallRuns:
+    return SmallRuns(tmp_path)
+
+
+def changed(small: SmallRuns, name: str = "small", steps: int = 2) -> bool:
+    """Whether training moved the weights."""
+    first, last = (load_file(small.checkpoint(step, name) / "model/model.safetensors") for step in (0, steps))
+    return any(not first[key].equal(last[key]) for key in first)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_runs_and_learns_something(small: SmallRuns, recipe: str) -> None:
+    assert small.train("--algo.recipe", recipe) == 0
+    assert small.summary()["algorithm"] == recipe and small.summary()["steps"] == 2
+    assert changed(small)
+    steps = [row for row in small.metrics() if "reward/mean" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(np.isfinite(row["loss/total"]) and row["optim/grad_norm"] > 0 for row in steps)
+    # The first update after a rollout compares trainer and engine on the same weights.
+    on_policy = RECIPES[recipe].updates == 1
+    assert not on_policy or max(row["mismatch/logprob_abs_diff_max"] for row in steps) < 1e-4
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(small: SmallRuns) -> None:
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        assert small.train("--name", name, "--seed", seed) == 0
+    weights = [(small.checkpoint(2, name) / "model/model.safetensors").read_bytes() for name in "abc"]
+    assert weights[0] == weights[1] != weights[2]
+    assert small.timeless("a") == small.timeless("b")
+
+
+def test_a_reference_holds_the_policy_back(small: SmallRuns) -> None:
+    words = ("--train.steps", 8, "--optim.lr", 3e-3, "--sft.steps", 2, "--sft.batch", 2, "--save.keep", 99)
+    words += ("--save.every", 1)
+    assert small.train(*words, "--name", "free") == 0
+    assert small.train(*words, "--name", "held", "--algo.kl_coef", 20) == 0
+    held = [row for row in small.metrics("held") if "policy/kl" in row]
+    assert held[0]["policy/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is the reference as yet
+    assert held[-1]["policy/kl"] > 0 and held[-1]["loss/kl"] == pytest.approx(20 * held[-1]["policy/kl"], rel=0.5)
+    reference = load_file(small.runs / "held" / "reference" / "model.safetensors")
+    start = load_file(small.checkpoint(0, "held") / "model/model.safetensors")
+    assert start.keys() == reference.keys() and all(reference[key].equal(start[key]) for key in start)
+    away = {}
+    for name in ("free", "held"):
+        end = load_file(small.checkpoint(8, name) / "model/model.safetensors")
+        away[name] = sum(float((end[key] - reference[key]).square().sum()) for key in end)
+    assert 0 < away["held"] < away["free"]
+
+
+def test_another_checkpoint_can_be_the_reference(small: SmallRuns) -> None:
+    assert small.train("--name", "first") == 0
+    assert small.train("--algo.kl_coef", 0.1, "--algo.reference", "run:first@last", "--name", "second") == 0
+    rows = [row for row in small.metrics("second") if "policy/kl" in row]
+    assert rows[0]["policy/kl"] > 0 and not (small.runs / "second" / "reference").exists()
+
+
+def test_dropped_groups_are_replaced_by_new_prompts(small: SmallRuns) -> None:
+    (small.folder / "picky.py").write_text(
+        "def reward(completion, answer, start):\n    return len(completion) % 3 / 2 if start % 2 else 0.0\n"
+    )
+    words = ("--algo.recipe", "dapo", "--reward.function", f"{small.folder}/picky.py:reward", "--train.steps", 2)
+    assert small.train(*words) == 0
+    rows = [row for row in small.metrics() if "groups/dropped" in row]
+    assert sum(row["groups/dropped"] for row in rows) > 0
+    for step in (1, 2):
+        groups = read_rollouts(small.runs / "small", step)
+        kept = [group for group in groups if len({r.verdict.reward for r in group.rollouts if r.verdict}) > 1]
+        assert len(kept) == 3 and len(groups) - 3 == rows[step - 1]["groups/dropped"]
+        for group in groups:
+            learns = any(r.advantage for r in group.rollouts)
+            assert learns == (group in kept)
+
+
+def test_a_step_in_which_every_group_is_dropped_goes_by(small: SmallRuns) -> None:
+    (small.folder / "flat.py").write_text("def reward(completion, answer):\n    return 0.5\n")
+    words = ("--algo.recipe", "dapo", "--reward.function", f"{small.folder}/flat.py:reward", "--algo.resample", 1)
+    assert small.train(*words) == 0
+    assert not changed(small)
+    rows = [row for row in small.metrics() if "groups/dropped" in row]
+    assert [row["groups/dropped"] for row in rows] == [6.0, 6.0] and all(row["optim/skipped"] for row in rows)
+
+
+def test_several_updates_and_passes_make_the_ratio_leave_one(small: SmallRuns) -> None:
+    assert small.train("--algo.updates", 3, "--train.passes", 2, "--optim.lr", 1e-2) == 0
+    rows = [row for row in small.metrics() if "policy/ratio_max" in row]
+    assert max(row["policy/ratio_max"] for row in rows) > 1.01
+
+
+@pytest.mark.parametrize(("epochs", "prompts", "steps"), [(1, 8, 3), (1.5, 8, 5), (0.5, 24, 1), (2, 7, 7)])
+def test_epochs_count_passes_over_the_train_split(small: SmallRuns, epochs: float, prompts: int, steps: int) -> None:
+    words = ("--train.epochs", epochs, "--train.prompts", prompts, "--train.samples", 2, "--sampling.max_new_tokens", 2)
+    assert small.train(*words) == 0
+    assert small.summary()["steps"] == steps
+    if epochs == 1:
+        seen = [g.prompt.id for step in range(1, steps + 1) for g in read_rollouts(small.runs / "small", step)]
+        assert len(seen) == len(set(seen)) == 24
+
+
+def test_a_fallback_model_trains_is_measured_and_exported(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from assay.cli.main import main
+
+    folder = gpt2_folder(small.folder / "gpt2")
+    assert small.train("--model", folder) == 0
+    assert changed(small)
+    rows = [row for row in small.metrics() if "mismatch/logprob_abs_diff_max" in row]
+    assert max(row["mismatch/logprob_abs_diff_max"] for row in rows) < 1e-3
+    assert small("eval", folder, "run:small@last", "--task", "abacus", "--eval.final_examples", 3) == 0
+    assert "against the first" in capsys.readouterr().out
+    exported = small.folder / "exported"
+    assert main(["export", "run:small@last", str(exported), "--dir", str(small.runs)]) == 0
+    hf = AutoModelForCausalLM.from_pretrained(exported)
+    kept = load_file(small.checkpoint(2) / "model/model.safetensors")
+    assert hf.transformer.wte.weight.equal(kept["transformer.wte.weight"])
+    assert AutoTokenizer.from_pretrained(exported).chat_template
+    assert small.resume("small", "--train.steps", 3) == 0
+
+
+def test_a_model_without_a_chat_template_is_asked_in_plain_text(small: SmallRuns) -> None:
+    folder = gpt2_folder(small.folder / "gpt2", chat=False)
+    words = ("--model", folder, "--prompt.style", "raw", "--prompt.template", "{question} :")
+    assert small.train(*words) == 0
+    context = read_lines(small.runs / "small", 1)[0]["messages"][-1]["content"]
+    first = read_rollouts(small.runs / "small", 1)[0].rollouts[0]
+    assert len(first.turns[0].context_ids) == len(context.split()) + 1
+
+
+def test_checkpoints_are_kept_as_asked_and_the_best_is_the_best(small: SmallRuns) -> None:
+    assert small.train("--train.steps", 5, "--save.every", 1, "--save.keep", 2, "--eval.every", 1) == 0
+    path = small.runs / "small"
+    best = checkpoints.read_best(path)
+    assert best is not None
+    measured = {row["step"]: row["eval/accuracy"] for row in small.metrics() if "eval/accuracy" in row}
+    assert best["value"] == max(measured.values()) == measured[best["step"]]
+    assert checkpoints.steps(path) == sorted({4, 5, best["step"]})
+
+
+def test_the_test_split_never_chooses_the_best_checkpoint(small: SmallRuns) -> None:
+    assert small.train("--eval.split", "test", "--eval.every", 1, "--save.every", 1) == 0
+    assert any("eval/accuracy" in row for row in small.metrics())
+    assert checkpoints.read_best(small.runs / "small") is None
+
+
+def test_old_rollouts_make_room(small: SmallRuns) -> None:
+    assert small.train("--train.steps", 3, "--save.rollouts", 1) == 0
+    assert small.train("--train.steps", 1, "--save.rollouts", 0, "--name", "none") == 0
+    files = sorted(file.name for file in (small.runs / "small" / "rollouts").iterdir())
+    assert files == ["step-000003.jsonl", "step-000003.npz"]
+    assert not list((small.runs / "none").glob("rollouts/*"))
+
+
+def test_rollout_files_hold_what_training_saw(small: SmallRuns) -> None:
+    assert small.train("--train.steps", 1) == 0
+    groups = read_rollouts(small.runs / "small", 1)
+    assert len(groups) == 3 and all(len(group.rollouts) == 3 for group in groups)
+    for group in groups:
+        rewards = np.array([r.reward for r in group.rollouts])
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+        assert [r.advantage for r in group.rollouts] == pytest.approx(expected.tolist(), abs=1e-6)
+        for rollout in group.rollouts:
+            assert rollout.verdict is not None and rollout.verdict.reward == rollout.reward
+            written = rollout.turns[0].completion
+            assert len(written.token_ids) == len(written.engine_logprobs) == rollout.length <= 8
+            assert all(value <= 0 for value in written.engine_logprobs)
+    tokens = sum(rollout.length for group in groups for rollout in group.rollouts)
+    assert small.summary()["tokens"] == tokens
+
+
+def test_the_answers_of_every_evaluation_are_kept(small: SmallRuns) -> None:
+    assert small.train("--eval.every", 1) == 0
+    path = small.runs / "small"
+    assert len(read_lines(path, 0, "eval", "before-test")) == 5
+    assert len(read_lines(path, 1, "eval", "eval-validation")) == 4
+    after = read_lines(path, 2, "eval", "after-test")
+    right = sum(line["verdict"]["status"] == "ok" for line in after)
+    assert small.summary()["after"]["accuracy"] == right / 5
+    assert json.loads((path / "environment.json").read_text())["versions"]["torch"]
+
+
+def test_several_answers_a_problem_give_pass_at_k(small: SmallRuns) -> None:
+    assert small.train("--eval.samples", 3, "--eval.temperature", 1) == 0
+    after = small.summary()["after"]
+    assert after["samples"] == 3 and set(after["pass_at_k"]) == {"1", "2", "3"} == set(after["majority_at_k"])
+    assert after["pass_at_k"]["1"] == pytest.approx(after["accuracy"])
+    assert after["pass_at_k"]["1"] <= after["pass_at_k"]["2"] <= after["pass_at_k"]["3"]
+    assert any("eval/pass@3" in row for row in small.metrics())
+
+
+def test_the_schedule_is_the_one_that_was_asked_for(small: SmallRuns) -> None:
+    words = ("--train.steps", 4, "--optim.schedule", "linear", "--optim.warmup", 2, "--optim.final", 0.5)
+    assert small.train(*words, "--optim.lr", 1e-3) == 0
+    rates = [row["optim/lr"] for row in small.metrics() if "optim/lr" in row]
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.75e-3])

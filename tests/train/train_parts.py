@@ -1,0 +1,103 @@
+"""A tiny decoder in double precision, and rollouts that exercise every branch of the losses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from assay.models.base import PolicyModel
+from assay.models.decoder import Decoder
+from assay.models.spec import ModelSpec
+from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
+
+VOCABULARY = 23
+SPEC = ModelSpec(
+    family="qwen3",
+    vocab_size=VOCABULARY,
+    hidden=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    intermediate=24,
+    max_length=64,
+    qk_norm=True,
+    tied=True,
+)
+
+
+def tiny_decoder(seed: int = 0, dtype: torch.dtype = torch.float64, spec: ModelSpec = SPEC) -> Decoder:
+    model = Decoder(spec)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.empty(weight.shape).normal_(0.0, 1.0, generator=generator)
+            weight.copy_(noise * 0.3 if weight.dim() == 2 else 1.0 + 0.2 * noise)
+    return model.to(dtype)
+
+
+@torch.no_grad()
+def full_logprobs(model: PolicyModel, ids: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """[T, V] by a plain softmax over one whole sequence."""
+    packed = torch.tensor(list(ids))
+    return torch.log_softmax(model.unembed(model.hidden(packed, [len(ids)])) / temperature, -1)
+
+
+def make_groups(
+    model: PolicyModel, groups: int = 4, samples: int = 4, seed: int = 0, off_policy: float = 0.4
+) -> list[Group]:
+    """Rollouts of unequal lengths, one of them with two turns; their sampler is the model, give or take `off_policy`."""
+    draw = random.Random(seed)
+    found = []
+    for number in range(groups):
+        prompt = Prompt(f"p/{number}", ({"role": "user", "content": "?"},))
+        context = tokens(draw, 3, 9)
+        rollouts = []
+        for sample in range(samples):
+            turns = [make_turn(draw, context)]
+            if number == 0 and sample == 1:  # a tool's answer in between, which is not trained on
+                turns.append(make_turn(draw, tokens(draw, 2, 4)))
+            rollout = Rollout(prompt, sample, turns, reward=draw.choice([0.0, 0.0, 1.0, 0.25]))
+            rollout.verdict = Verdict(rollout.reward, Status.OK if rollout.reward == 1 else Status.WRONG)
+            give_logprobs(model, rollout, draw, off_policy)
+            rollouts.append(rollout)
+        found.append(Group(prompt, rollouts))
+    return found
+
+
+def tokens(draw: random.Random, shortest: int, longest: int) -> list[int]:
+    return [draw.randrange(VOCABULARY) for _ in range(draw.randint(shortest, longest))]
+
+
+def make_turn(draw: random.Random, context: list[int]) -> Turn:
+    written = tokens(draw, 1, 12)
+    finish = draw.choice([Finish.STOP, Finish.STOP, Finish.LENGTH])
+    return Turn(context, Completion(written, [0.0] * len(written), [0.0] * len(written), finish), "text")
+
+
+def give_logprobs(model: PolicyModel, rollout: Rollout, draw: random.Random, off_policy: float) -> None:
+    ids = rollout.token_ids
+    every = full_logprobs(model, ids)
+    place = 0
+    for turn in rollout.turns:
+        place += len(turn.context_ids)
+        for index, token in enumerate(turn.completion.token_ids):
+            exact = float(every[place + index - 1, token])
+            turn.completion.engine_logprobs[index] = exact + draw.uniform(-off_policy, off_policy)
+        place += len(turn.completion.token_ids)
+
+
+def flat(tensors: Iterable[Tensor | None]) -> Tensor:
+    return torch.cat([t.detach().flatten() for t in tensors if t is not None])
+
+
+def weights_of(model: PolicyModel) -> Tensor:
+    return flat(model.parameters())
+
+
+def gradients_of(model: PolicyModel) -> Tensor:
+    assert all(p.grad is not None for p in model.parameters())
+    return flat(p.grad for p in model.parameters())
