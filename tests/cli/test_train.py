@@ -80,7 +80,9 @@ def test_the_summary_holds_what_it_promises(finished: SmallRuns) -> None:
         assert low <= measured["accuracy"] <= high and measured["n"] == 5
     paired = summary["paired"]
     assert is_fraction(paired["p_value"]) and all(isinstance(paired[key], int) for key in ("gained", "lost"))
-    assert paired["gained"] - paired["lost"] == round(5 * (summary["after"]["accuracy"] - summary["before"]["accuracy"]))
+    assert paired["gained"] - paired["lost"] == round(
+        5 * (summary["after"]["accuracy"] - summary["before"]["accuracy"])
+    )
     assert isinstance(summary["tokens"], int) and 18 <= summary["tokens"] <= 2 * 9 * 8
 
 
@@ -120,10 +122,17 @@ def test_before_is_measured_after_the_warm_start(finished: SmallRuns) -> None:
 def test_checkpoints_are_models_to_start_from(small: SmallRuns, finished: SmallRuns, tag: str) -> None:
     words = ["train", str(small.config), "--model", f"run:small{tag}", "--runs_dir", str(finished.runs)]
     name = f"from{tag.replace('@', '-')}"
-    assert main([*words, "--name", name, "--train.steps", "1", "--reward.function", f"{small.folder}/reward.py:reward"]) == 0
+    assert (
+        main([*words, "--name", name, "--train.steps", "1", "--reward.function", f"{small.folder}/reward.py:reward"])
+        == 0
+    )
     step = {"@0": 0, "@2": 2, "@last": 2, "": 2}.get(tag)
     begun = (finished.checkpoint(0, name) / "model/model.safetensors").read_bytes()
-    sources = [step] if step is not None else [json.loads((finished.runs / "small/checkpoints/best.json").read_text())["step"]]
+    sources = (
+        [step]
+        if step is not None
+        else [json.loads((finished.runs / "small/checkpoints/best.json").read_text())["step"]]
+    )
     assert begun in [(finished.checkpoint(s) / "model/model.safetensors").read_bytes() for s in sources]
     assert finished.summary(name)["model"] == f"run:small{tag}"
 
@@ -246,13 +255,25 @@ def broken_line(small: SmallRuns) -> str:
     return f"{small.folder}/broken.jsonl"
 
 
+def one_long(small: SmallRuns) -> str:
+    (small.folder / "long.py").write_text(
+        "rows = [{'question': '1' * (598 if n == 37 else 3), 'answer': n} for n in range(50)]\n"
+    )
+    return f"{small.folder}/long.py:rows"
+
+
 def file_for_a_folder(small: SmallRuns) -> str:
     (small.folder / "taken").write_text("")
     return f"{small.folder}/taken/runs"
 
 
 def truncated_weights(small: SmallRuns) -> str:
-    folder = gpt2_folder(small.folder / "cut")
+    from assay.models import build_preset, save_model
+    from assay.text import char_tokenizer
+
+    folder = small.folder / "cut"
+    save_model(build_preset("nano", char_tokenizer().vocab_size, 64, 0), folder)
+    char_tokenizer().save(folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     return str(folder)
@@ -279,16 +300,33 @@ BAD: dict[str, tuple[Words, str]] = {
     "a model of an unknown run": (lambda s: ["--model", "run:none@last"], "no run 'none'"),
     "an unknown model on the hub": (lambda s: ["--model", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
     "a folder without a model": (lambda s: ["--model", s.folder], "tokenizer"),
-    "damaged weights": (lambda s: ["--model", truncated_weights(s)], "cut"),
-    "a tokenizer of another model": (lambda s: ["--model", gpt2_folder(s.folder / "g"), "--model.tokenizer", other_vocabulary(s)], "do not belong together"),
-    "a model without a chat template": (lambda s: ["--model", gpt2_folder(s.folder / "g", chat=False)], "no chat template"),
+    "damaged weights": (lambda s: ["--model", truncated_weights(s)], "is damaged or incomplete"),
+    "a tokenizer of another model": (
+        lambda s: ["--model", gpt2_folder(s.folder / "g"), "--model.tokenizer", other_vocabulary(s)],
+        "do not belong together",
+    ),
+    "a model without a chat template": (
+        lambda s: ["--model", gpt2_folder(s.folder / "g", chat=False)],
+        "no chat template",
+    ),
     "an empty dataset": (lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", empty(s)], "is empty"),
-    "a broken line": (lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", broken_line(s)], "broken.jsonl:2"),
+    "a broken line": (
+        lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", broken_line(s)],
+        "broken.jsonl:2",
+    ),
     "missing data": (lambda s: ["--task", "gsm8k", "--task.args", "{}", "--task.path", "no/where"], "no/where"),
     "an endless evaluation": (lambda s: ["--task.args", "{}", "--eval.final_examples", 0], "endless"),
     "epochs of an endless split": (lambda s: ["--task.args", "{}", "--train.epochs", 1], "endless"),
+    "prompts longer than the context": (lambda s: ["--model.max_length", 8], "leaves no room in a context of 8"),
+    "one long prompt among many": (
+        lambda s: ["--task", one_long(s), "--task.args", "{}", "--model.tokenizer", "characters"],
+        "has 600 tokens",
+    ),
     "a group of one": (lambda s: ["--train.samples", 1], "at least two"),
-    "a reward function that is not there": (lambda s: ["--reward.function", f"{s.folder}/reward.py:nope"], "has no 'nope'"),
+    "a reward function that is not there": (
+        lambda s: ["--reward.function", f"{s.folder}/reward.py:nope"],
+        "has no 'nope'",
+    ),
     "a bad pattern": (lambda s: ["--reward.format_pattern", "("], "not a regular expression"),
     "a folder that cannot be made": (lambda s: ["--runs_dir", file_for_a_folder(s)], "choose another folder"),
     "a name that is a path": (lambda s: ["--name", "../elsewhere"], "cannot name a run"),
@@ -297,7 +335,14 @@ BAD: dict[str, tuple[Words, str]] = {
     "an unknown device": (lambda s: ["--device", "tpu9"], "tpu9"),
     "an unknown reference": (lambda s: ["--algo.kl_coef", 0.1, "--algo.reference", "run:none@last"], "no run 'none'"),
     "a reference of another vocabulary": (
-        lambda s: ["--algo.kl_coef", 0.1, "--model.tokenizer", "characters", "--algo.reference", gpt2_folder(s.folder / "g")],
+        lambda s: [
+            "--algo.kl_coef",
+            0.1,
+            "--model.tokenizer",
+            "characters",
+            "--algo.reference",
+            gpt2_folder(s.folder / "g"),
+        ],
         "the same tokenizer",
     ),
     "an engine for other models": (lambda s: ["--engine.name", "hf"], "engine"),
@@ -327,8 +372,6 @@ def test_bad_input_is_one_line_and_leaves_no_trace(
 LATE: dict[str, tuple[list[object], str]] = {
     "a reward function that raises": (["--reward.function", "reward.py:raises"], "ZeroDivisionError: cannot judge"),
     "a reward that is not a number": (["--reward.function", "reward.py:not_a_number"], "nan"),
-    "prompts longer than the context": (["--model.max_length", 8], "leaves no room in a context of 8"),
-    "solutions longer than the context": (["--model.max_length", 8, "--sft.steps", 1], "leaves no room"),
 }
 
 
@@ -352,7 +395,7 @@ def test_what_shows_at_the_first_answers_is_one_line_too(
         ("[train]\nstps = 1", "'train.stps'"),
         ("train = 3", "'train'"),
         ("\x00", "is not valid TOML"),
-        ("", "no task"),
+        ("", "no model"),
     ],
 )
 def test_bad_config_files_are_named(

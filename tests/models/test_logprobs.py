@@ -96,8 +96,12 @@ def test_a_slice_is_never_larger_than_asked(make_hf: Callable[..., Any], monkeyp
     model = decoder_of(make_hf("llama"))
     ids, chosen = packed(model.vocab_size)
     seen: list[int] = []
-    unembed = model.unembed
-    monkeypatch.setattr(model, "unembed", lambda hidden: (seen.append(len(hidden)), unembed(hidden))[1])
+
+    def unembed(hidden: Tensor) -> Tensor:
+        seen.append(len(hidden))
+        return model.lm_head(hidden)
+
+    monkeypatch.setattr(model, "unembed", unembed)
     with torch.no_grad():
         token_logprobs(model, ids, LENGTHS, chosen, logits_at_once=4 * model.vocab_size)
     assert max(seen) <= 4 and sum(seen) == int(chosen.sum())

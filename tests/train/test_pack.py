@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def test_parts_keep_to_the_budget_and_every_row_comes_once(token_budget: int) ->
     parts = list(split_rows(rows, token_budget))
     assert sorted(r.advantage for part in parts for r in part) == list(range(40))
     assert all(len(part) == 1 or sum(len(r.ids) for r in part) <= token_budget for part in parts)
-    for part, following in zip(parts, parts[1:], strict=False):  # no part could have taken the next row as well
+    for part, following in pairwise(parts):  # no part could have taken the next row as well
         assert sum(len(r.ids) for r in part) + len(following[0].ids) > token_budget
 
 

@@ -24,6 +24,7 @@ VARIANTS: dict[str, tuple[object, ...]] = {
         *("--optim.schedule", "cosine", "--optim.warmup", 2, "--optim.weight_decay", 0.1),
     ),
     "dapo": ("--algo.recipe", "dapo", "--train.passes", 2),
+    "half precision": ("--dtype", "bfloat16", "--engine.dtype", "bfloat16", "--algo.kl_coef", 0.1),
 }
 
 
@@ -146,7 +147,9 @@ def test_sampled_answers_carry_the_version_that_wrote_them(tmp_path: Path) -> No
     assert small.train("--train.steps", 2) == 0
     assert small.resume("small", "--train.steps", 4) == 0
     for step in range(1, 5):
-        versions = {r.turns[0].completion.version for g in read_rollouts(small.runs / "small", step) for r in g.rollouts}
+        versions = {
+            r.turns[0].completion.version for g in read_rollouts(small.runs / "small", step) for r in g.rollouts
+        }
         assert versions == {step - 1}
 
 

@@ -144,7 +144,7 @@ def test_the_update_equals_a_plain_grpo_on_single_sequences(name: str) -> None:
         ref = [full_logprobs(trained.reference, r.token_ids) for group in groups for r in group.rollouts]
     loss = plain_loss(each_alone(model, groups), groups, ref, algo)
     loss.backward()
-    assert float(sums.losses["loss/total"]) == pytest.approx(float(loss), abs=1e-12)
+    assert float(sums.losses["loss/total"]) == pytest.approx(loss.item(), abs=1e-12)
     assert (gradients_of(trained.policy) - gradients_of(model)).abs().max() < 1e-12
 
 
@@ -168,7 +168,7 @@ def test_the_update_equals_a_plain_grpo_on_a_padded_batch_of_transformers() -> N
     loss = plain_loss(list(torch.log_softmax(logits, -1)), groups, None, algo)
     loss.backward()
     theirs = {name: p.grad for name, p in hf.named_parameters()}
-    assert float(sums.losses["loss/total"]) == pytest.approx(float(loss), abs=1e-6)  # its norms round to float32
+    assert float(sums.losses["loss/total"]) == pytest.approx(loss.item(), abs=1e-6)  # its norms round to float32
     for name, parameter in trained.policy.named_parameters():
         assert theirs[name] is not None and parameter.grad is not None
         assert (parameter.grad - theirs[name]).abs().max() < 1e-6, name

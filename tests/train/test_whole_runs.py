@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,8 +51,8 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(small: SmallR
 
 
 def test_a_reference_holds_the_policy_back(small: SmallRuns) -> None:
-    words = ("--train.steps", 8, "--optim.lr", 3e-3, "--sft.steps", 2, "--sft.batch", 2, "--save.keep", 99)
-    words += ("--save.every", 1)
+    learning = ("--train.steps", 8, "--optim.lr", 3e-3, "--sft.steps", 2, "--sft.batch", 2)
+    words = (*learning, "--save.every", 4, "--save.keep", 99)
     assert small.train(*words, "--name", "free") == 0
     assert small.train(*words, "--name", "held", "--algo.kl_coef", 20) == 0
     held = [row for row in small.metrics("held") if "policy/kl" in row]
@@ -116,9 +117,7 @@ def test_epochs_count_passes_over_the_train_split(small: SmallRuns, epochs: floa
         assert len(seen) == len(set(seen)) == 24
 
 
-def test_a_fallback_model_trains_is_measured_and_exported(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fallback_model_trains_is_measured_and_exported(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from assay.cli.main import main
@@ -132,7 +131,7 @@ def test_a_fallback_model_trains_is_measured_and_exported(
     assert "against the first" in capsys.readouterr().out
     exported = small.folder / "exported"
     assert main(["export", "run:small@last", str(exported), "--dir", str(small.runs)]) == 0
-    hf = AutoModelForCausalLM.from_pretrained(exported)
+    hf: Any = AutoModelForCausalLM.from_pretrained(exported)
     kept = load_file(small.checkpoint(2) / "model/model.safetensors")
     assert hf.transformer.wte.weight.equal(kept["transformer.wte.weight"])
     assert AutoTokenizer.from_pretrained(exported).chat_template

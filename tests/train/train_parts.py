@@ -49,7 +49,7 @@ def full_logprobs(model: PolicyModel, ids: Sequence[int], temperature: float = 1
 def make_groups(
     model: PolicyModel, groups: int = 4, samples: int = 4, seed: int = 0, off_policy: float = 0.4
 ) -> list[Group]:
-    """Rollouts of unequal lengths, one of them with two turns; their sampler is the model, give or take `off_policy`."""
+    """Rollouts of unequal lengths, one of two turns, sampled by the model give or take `off_policy`."""
     draw = random.Random(seed)
     found = []
     for number in range(groups):

@@ -42,7 +42,7 @@ class Screen:
 
     def say(self, text: str, style: str = "") -> None:
         if self._terminal:
-            self._out.print(Text(self.readable(text), style=style), soft_wrap=True)
+            self._out.print(Text(self.readable(text), style=style))
         else:
             print(text, flush=True)
 

@@ -73,7 +73,9 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
     if args.split:
         overrides["eval.final_split"] = args.split
     runs_dir = Path(str(overrides.get("runs_dir", MeasureConfig().runs_dir)))
-    inherited = inherited_settings(args.models, runs_dir) if not {"task", "task.name"} & set(overrides) else {}
+    inherited = inherited_settings(args.models, runs_dir)
+    if {"task", "task.name"} & set(overrides):  # other problems, but the model is still asked the way it learnt
+        inherited = {k: v for k, v in inherited.items() if k.startswith("prompt.") or k == "eval.max_new_tokens"}
     return load_settings(MeasureConfig, None, {**inherited, **overrides})
 
 

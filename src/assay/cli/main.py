@@ -75,7 +75,7 @@ def dispatch(words: list[str]) -> int:
 
 
 def split_words(words: Sequence[str], parser: argparse.ArgumentParser, kind: type) -> tuple[list[str], list[str]]:
-    """What is the command's own, and settings as --key=value: wherever they stand, before or after a model or a file."""
+    """What is the command's own, and settings as --key=value, whether they stand before or after a model or a file."""
     from assay.settings import keys
 
     options = {option for action in parser._actions for option in action.option_strings}
@@ -88,12 +88,11 @@ def split_words(words: Sequence[str], parser: argparse.ArgumentParser, kind: typ
         key, equals, _ = word.partition("=")
         if not word.startswith("--") or key in options:
             own.append(word)
-        elif equals or not rest or rest[0].startswith("--"):
-            overrides.append(word)
-        elif key[2:].replace("-", "_") in switches and rest[0].lower() not in ("true", "false"):
-            overrides.append(word)
-        else:
-            overrides.append(f"{word}={rest.pop(0)}")
+            continue
+        value_follows = not equals and bool(rest) and not rest[0].startswith("--")
+        if value_follows and key[2:].replace("-", "_") in switches:
+            value_follows = rest[0].lower() in ("true", "false")
+        overrides.append(f"{word}={rest.pop(0)}" if value_follows else word)
     return own, overrides
 
 

@@ -43,7 +43,7 @@ class Collector:
         )
         started = time.perf_counter()
         contexts = [self.renderer.prompt_ids(prompt) for prompt in prompts]
-        self._check_lengths(prompts, contexts)
+        self.check_lengths(prompts, contexts)
         requests = [
             Request(ids, params, request_seed(*seed, prompt.id), name=prompt.id)
             for prompt, ids in zip(prompts, contexts, strict=True)
@@ -68,7 +68,8 @@ class Collector:
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
             rollout.verdict, rollout.reward = verdict, verdict.reward
 
-    def _check_lengths(self, prompts: Sequence[Prompt], contexts: Sequence[Sequence[int]]) -> None:
+    def check_lengths(self, prompts: Sequence[Prompt], contexts: Sequence[Sequence[int]]) -> None:
+        """Each prompt has to leave room for an answer."""
         limit = self.engine.max_length
         for prompt, ids in zip(prompts, contexts, strict=True):
             if len(ids) >= limit:

@@ -11,8 +11,11 @@ import torch
 
 from assay.config import TrainConfig
 from assay.models.decoder import Decoder
+from assay.rewards import check_verdicts
 from assay.runs.console import Console
 from assay.train import setup
+from assay.train.reference import load_reference
+from assay.train.sft import solution_rows
 from assay.train.stages import Parts
 from assay.train.start import assemble
 from assay.types import UserError
@@ -31,8 +34,17 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
         if longest + new > limit:
             yield f"warning: a prompt and its answer can pass the context of {limit} tokens and are cut off there"
-        verdict = judge.judge([("", prompts[0].answer, prompts[0].fields)])[0]
-        yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
+        first = prompts[0]
+        texts = ("", first.answer, first.solution or first.answer)
+        verdicts = judge.judge([(text, first.answer, first.fields) for text in texts])
+        check_verdicts(verdicts)
+        yield f"the judge works: an empty answer is '{verdicts[0].status}' with reward {verdicts[0].reward:g}"
+    if cfg.sft.steps:
+        shown = parts.demonstrations[: cfg.sft.batch]
+        rows = solution_rows(shown, parts.collector.renderer, parts.updater.policy.max_length)
+        yield f"warm start: {cfg.sft.steps} steps on solutions of up to {max(sum(row.trained) for row in rows)} tokens"
+    if parts.algo.needs_reference:
+        load_reference(parts.updater, None, cfg.algo.reference, cfg.runs_dir)
     check_writable(Path(cfg.runs_dir))
     total = 0.0
     for name, size in memory(parts, longest).items():

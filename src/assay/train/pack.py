@@ -43,8 +43,8 @@ class MicroBatch:
 def rows_of(groups: Sequence[Group], algo: Algorithm) -> list[Row]:
     """One row for each rollout that has a gradient, weighted over all of them.
 
-    Masked rollouts have none, and neither have those with advantage 0 where the loss is made of advantages alone (as ours
-    are; a user's own may not be): leaving them out changes nothing but the time. In a step where half the groups are
+    Masked rollouts have none, and neither have those with advantage 0 where the loss is made of advantages alone (ours
+    are, a user's own may not be): leaving them out changes nothing but the time. In a step where half the groups are
     solved by all or by none, that is half of it.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]

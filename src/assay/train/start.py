@@ -15,7 +15,7 @@ from assay.runs.console import Console
 from assay.runs.trackers import make_trackers
 from assay.settings import to_toml
 from assay.tasks import Task
-from assay.tasks.base import UNLIMITED
+from assay.tasks.base import UNLIMITED, LazyPrompts
 from assay.tasks.overlap import overlap
 from assay.train import checkpoint, setup
 from assay.train.data import PromptStream
@@ -25,6 +25,8 @@ from assay.train.stages import Parts
 from assay.train.sync import sync_weights
 from assay.train.update import Updater
 from assay.types import Prompt, UserError
+
+READ_FIRST, READ_AT_MOST = 64, 20_000  # prompts whose length is looked at before a run, generated or from a file
 
 
 def new_run(cfg: TrainConfig, console: Console) -> Parts:
@@ -89,13 +91,16 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
     )
     engine = setup.build_engine(cfg.engine, policy, renderer, cfg.model.max_length)
     judge = JudgePool(setup.build_judge(cfg.reward, task), cfg.reward.workers, cfg.reward.timeout_s)
+    collector = Collector(engine, renderer, judge)
+    for prompts in (train, *evaluations.values()):
+        check_room(collector, prompts)
     if cfg.sampling.top_k or cfg.sampling.top_p < 1:
         console.warn("sampling is truncated (top_k or top_p): importance ratios are inexact; see sampling/kept_mass")
     return Parts(
         cfg=cfg,
         run=Run(Path()),
         tokenizer=tokenizer,
-        collector=Collector(engine, renderer, judge),
+        collector=collector,
         updater=updater,
         algo=algo,
         stream=PromptStream(train, cfg.seed),
@@ -106,6 +111,12 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
         console=console,
         clock=clock,
     )
+
+
+def check_room(collector: Collector, prompts: Sequence[Prompt]) -> None:
+    """A prompt that fills the context is told now, not when it is drawn; of an endless split the first few are read."""
+    some = prompts[: READ_FIRST if isinstance(prompts, LazyPrompts) else READ_AT_MOST]
+    collector.check_lengths(some, [collector.renderer.prompt_ids(prompt) for prompt in some])
 
 
 def total_steps(cfg: TrainConfig, prompts: int) -> int:

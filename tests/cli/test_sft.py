@@ -1,0 +1,90 @@
+"""`assay sft`: the warm start as a run of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_run import SmallRuns
+
+from assay.cli.main import main
+
+STEPS = 90
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> SmallRuns:
+    return SmallRuns(tmp_path)
+
+
+def test_a_warm_start_is_measured_before_and_after_and_learns(small: SmallRuns) -> None:
+    words = ("--sft.steps", STEPS, "--sft.batch", 16, "--sft.lr", 5e-3, "--reward.function", "")
+    assert small("sft", small.config, *words, "--sampling.max_new_tokens", 24) == 0
+    summary = small.summary("small-sft")
+    assert (summary["algorithm"], summary["steps"], summary["tokens"]) == ("sft", 0, 0)
+    assert summary["before"]["n"] == summary["after"]["n"] == 5 and summary["sft"]["steps"] == STEPS
+    # The demonstrations' form is learnt long before their sums are.
+    assert summary["before"]["format"] < summary["after"]["format"]
+    rows = small.metrics("small-sft")
+    losses = [row["sft/loss"] for row in rows if "sft/loss" in row]
+    assert len(losses) == STEPS and losses[-1] < 0.5 * losses[0]
+    order = [key for row in rows for key in ("before/accuracy", "sft/loss", "after/accuracy") if key in row]
+    assert order == ["before/accuracy", *["sft/loss"] * STEPS, "after/accuracy"]
+    assert (small.runs / "small-sft" / "curves.png").is_file()
+
+
+def test_its_checkpoint_is_where_reinforcement_starts(small: SmallRuns) -> None:
+    assert small("sft", small.config, "--sft.steps", 2, "--sft.batch", 4) == 0
+    assert small.train("--model", "run:small-sft@last", "--train.steps", 1) == 0
+    begun = (small.checkpoint(0) / "model/model.safetensors").read_bytes()
+    assert begun == (small.checkpoint(0, "small-sft") / "model/model.safetensors").read_bytes()
+
+
+def test_it_does_what_the_warm_start_of_a_training_run_does(small: SmallRuns) -> None:
+    words = ("--sft.steps", 3, "--sft.batch", 4)
+    assert small("sft", small.config, *words) == 0
+    assert small.train(*words, "--train.steps", 1) == 0
+    first, second = (small.checkpoint(0, name) / "model/model.safetensors" for name in ("small-sft", "small"))
+    assert first.read_bytes() == second.read_bytes()
+    losses = [[row["sft/loss"] for row in small.metrics(n) if "sft/loss" in row] for n in ("small-sft", "small")]
+    assert losses[0] == losses[1]
+
+
+def test_settings_alone_are_enough(small: SmallRuns) -> None:
+    words = ("--model", "preset:nano", "--task", "abacus", "--task.args", "{train_size = 9}", "--reward.workers", 0)
+    limits = ("--sft.steps", 1, "--sft.batch", 2, "--eval.final_examples", 2, "--sampling.max_new_tokens", 2)
+    assert small("sft", *words, *limits) == 0
+    assert small.summary("sft")["sft"]["steps"] == 1
+
+
+def test_demonstrations_may_have_knobs_of_their_own(small: SmallRuns) -> None:
+    for name, args in (("clean", "{}"), ("sloppy", "{noise = 1.0}")):
+        words = ("--sft.steps", 3, "--sft.batch", 8, "--name", name, "--sft.args", args)
+        assert small("sft", small.config, *words) == 0
+    losses = [[row["sft/loss"] for row in small.metrics(n) if "sft/loss" in row] for n in ("clean", "sloppy")]
+    assert losses[0] != losses[1]
+
+
+def test_what_it_cannot_do_is_one_line(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    (small.folder / "rows.py").write_text(
+        "rows = {s: [{'question': f'{n} {s}', 'answer': n} for n in range(9)] for s in ('train', 'validation', 'test')}"
+    )
+    unsolved = ("--task", f"{small.folder}/rows.py:rows", "--task.args", "{}", "--model.tokenizer", "characters")
+    cases: list[tuple[tuple[object, ...], str]] = [
+        ((small.config,), "set sft.steps"),
+        ((small.config, "--sft.steps", 1, *unsolved), "no worked solution"),
+        ((small.config, "--sft.steps", 1, "--sft.args.noize", 1), "did you mean noise"),
+        ((small.folder / "none.toml", "--sft.steps", 1), "no config file"),
+    ]
+    for words, message in cases:
+        capsys.readouterr()
+        assert small("sft", *words) == 2, words
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1
+
+
+def test_a_dry_run_trains_nothing(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small("sft", small.config, "--sft.steps", 7, "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "everything is in order" in said and "warm start: 7 steps" in said and not small.runs.exists()
+    assert main(["sft", "--help"]) == 0
