@@ -38,7 +38,8 @@ class SortLetters(Task):
         return FunctionJudge(f"{__file__}:reward")
 
 
-def reward(completion: str, answer: str) -> float:
-    """The share of letters in their right place; a wrong length is worth nothing. 1.0 counts as correct."""
+def reward(completion: str, answer: str) -> dict:
+    """The share of letters in their right place; a wrong length is worth nothing. From 1.0 up it counts as correct."""
     given, right = completion.split(), answer.split()
-    return sum(map(str.__eq__, given, right)) / len(right) if len(given) == len(right) else 0.0
+    share = sum(map(str.__eq__, given, right)) / len(right) if len(given) == len(right) else 0.0
+    return {"reward": share, "parsed": completion}  # a plain number would do; `parsed` lets majority votes count

@@ -63,7 +63,7 @@ class PromptConfig(Section):
     system_file: str = ""
     """file to read the system message from"""
     few_shot: Count = 0
-    """worked examples put before each question"""
+    """worked examples put before each question; with few_shot_file, 0: all of the file"""
     few_shot_file: str = ""
     """JSONL with question and solution columns to take them from; empty: the train split"""
 
@@ -232,7 +232,9 @@ class EvalConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """1: off"""
     max_new_tokens: Count = 0
-    """0: as in training"""
+    """0: as in training; without a training run: 512"""
+    stop: list[str] = Field(default_factory=list)
+    """strings that end an answer; empty: as in training"""
 
 
 class SaveConfig(Section):
@@ -241,7 +243,7 @@ class SaveConfig(Section):
     every: Count = 50
     """checkpoint every so many steps; 0: only at the end"""
     keep: Positive = 2
-    """latest checkpoints kept, besides the best one"""
+    """latest checkpoints kept, besides the best one and the start"""
     rollouts: Annotated[int, Field(ge=-1)] = -1
     """steps whose rollouts are kept on disk; -1: all, 0: none"""
 

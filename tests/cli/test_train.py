@@ -156,7 +156,8 @@ def test_it_says_how_it_went_where_it_lies_and_what_to_do_next(
     said = found.out
     assert re.search(r"before +\d+\.\d %", said) and re.search(r"after +\d+\.\d %", said)
     assert re.search(r"[+-]\d+\.\d points; \d+ problems gained, \d+ lost, paired p = ", said)
-    assert str(small.runs / "small") in said and "next: assay chat run:small@last" in said
+    path = small.runs / "small"
+    assert f"the run lies in {path}" in said and f"next: assay chat run:{path}@0 run:{path}@last" in said
     assert re.search(r"step 2/2  reward \d\.\d\d", said)
     assert "\x1b[" not in said and not found.err  # plain lines, as nobody watches a terminal
 

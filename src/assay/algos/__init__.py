@@ -1,4 +1,4 @@
-"""Algorithms as small pure functions: filters, credit and losses, bundled by recipes. The trainer never asks for a name."""
+"""Algorithms as small pure functions: filters, credit and losses, bundled by recipes; the trainer asks for no name."""
 
 from assay.algos.algorithm import Algorithm, LossBatch, LossOut
 from assay.algos.recipes import RECIPES, make_algorithm

@@ -25,6 +25,7 @@ Checkpoints of a run (run:NAME@best) bring the run's own task, prompt and reward
   assay eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --task.path data/gsm8k
   assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1"""
 SETTINGS = MeasureConfig
+KEPT = ("eval.max_new_tokens", "eval.stop", "model.max_length")  # of a run's own settings, when the task is another
 GENERATED = 500  # problems taken from a split that has no end, unless eval.final_examples says otherwise
 
 
@@ -75,7 +76,7 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
     runs_dir = Path(str(overrides.get("runs_dir", MeasureConfig().runs_dir)))
     inherited = inherited_settings(args.models, runs_dir)
     if {"task", "task.name"} & set(overrides):  # other problems, but the model is still asked the way it learnt
-        inherited = {k: v for k, v in inherited.items() if k.startswith("prompt.") or k == "eval.max_new_tokens"}
+        inherited = {k: v for k, v in inherited.items() if k.startswith("prompt.") or k in KEPT}
     return load_settings(MeasureConfig, None, {**inherited, **overrides})
 
 
@@ -91,20 +92,13 @@ def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
 def measure(
     model: str, cfg: MeasureConfig, task: Task, prompts: Sequence[Prompt], answers: str | None, console: Console
 ) -> Report:
-    from assay.engine.base import SamplingParams
     from assay.evals.evaluate import evaluate
     from assay.rewards import JudgePool
     from assay.rollout import Collector
     from assay.train import setup
 
     renderer, engine = setup.build_server(model, cfg, task)
-    params = SamplingParams(
-        n=cfg.eval.samples,
-        temperature=cfg.eval.temperature,
-        top_k=cfg.eval.top_k,
-        top_p=cfg.eval.top_p,
-        max_new_tokens=cfg.eval.max_new_tokens or 512,
-    )
+    params = setup.eval_params(cfg.eval)
     console.note(f"{model}: {len(prompts)} problems x {params.n}")
     with JudgePool(setup.build_judge(cfg.reward, task), cfg.reward.workers, cfg.reward.timeout_s) as judge:
         report, groups = evaluate(Collector(engine, renderer, judge), prompts, params, cfg.seed)

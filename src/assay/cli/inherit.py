@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from assay.config import TrainConfig
 from assay.runs.resolve import PREFIX, find_run, split_tag
-from assay.settings import read_toml
+from assay.settings import load_settings
 
 SECTIONS = ("task", "prompt", "reward", "eval")
 
@@ -17,7 +18,10 @@ def inherited_settings(models: Sequence[str], runs_dir: Path) -> dict[str, Any]:
     for model in models:
         if model.startswith(PREFIX):
             name, _ = split_tag(model.removeprefix(PREFIX))
-            tree = read_toml(find_run(name, runs_dir) / "config.toml")
-            tree["eval"]["max_new_tokens"] = tree["eval"]["max_new_tokens"] or tree["sampling"]["max_new_tokens"]
-            return {f"{s}.{key}": value for s in SECTIONS for key, value in tree.get(s, {}).items()}
+            cfg = load_settings(TrainConfig, find_run(name, runs_dir) / "config.toml", {})
+            tree = cfg.model_dump()
+            for key in ("max_new_tokens", "stop"):
+                tree["eval"][key] = tree["eval"][key] or tree["sampling"][key]
+            found = {f"{s}.{key}": value for s in SECTIONS for key, value in tree[s].items()}
+            return found | {"seed": tree["seed"], "model.max_length": tree["model"]["max_length"]}
     return {}

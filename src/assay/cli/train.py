@@ -10,7 +10,7 @@ from typing import Any
 
 from assay.config import TrainConfig
 from assay.runs.console import Console
-from assay.settings import keys, load_settings, parse_overrides
+from assay.settings import keys, load_settings, parse_overrides, to_toml
 from assay.types import UserError
 
 HELP = "Reinforce a model on a task, as a config file says. Every setting can be changed on the command line."
@@ -50,6 +50,7 @@ def start(cfg: TrainConfig, console: Console, dry_run: bool = False) -> int:
 
 def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console) -> int:
     from assay.runs import Run
+    from assay.runs.files import write_text
     from assay.runs.resolve import find_run
     from assay.train.start import resume_run
 
@@ -72,7 +73,9 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
             "resume without a config file, and change settings as options"
         )
     with Run.open(path, write=True) as opened:
-        return go(resume_run(cfg, opened, console), console)
+        parts = resume_run(cfg, opened, console)
+        write_text(path / "config.toml", to_toml(cfg))
+        return go(parts, console)
 
 
 def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
@@ -113,4 +116,5 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
         f"paired p = {paired['p_value']:.1e}; {summary['wall_s']:.0f} s in all"
     )
     console.note(f"the run lies in {path} (summary.json, curves.png, metrics.jsonl, rollouts/, checkpoints/)")
-    console.note(f"next: assay chat run:{path.name}@last    assay runs    assay export run:{path.name}@last DEST")
+    name = path.name if path.parent == Path("runs") else str(path)
+    console.note(f"next: assay chat run:{name}@0 run:{name}@last    assay runs    assay export run:{name}@last DEST")

@@ -21,7 +21,7 @@ def token_logprobs(
     temperature: float = 1.0,
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy [M] at each of the M tokens marked in `chosen` [N], given those before it in its sequence.
+    """Log-probability and entropy [M] of the M tokens marked in `chosen` [N], given those before each in its sequence.
 
     `ids` [N] are packed sequences. The first token of a sequence has nothing before it and must not be chosen.
     """

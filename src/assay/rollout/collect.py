@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from assay.engine.base import Engine, OnToken, Request, SamplingParams
 from assay.rewards import JudgePool, check_verdicts
 from assay.text import Renderer
-from assay.types import Group, Prompt, Rollout, Turn, UserError
+from assay.types import Completion, Group, Prompt, Rollout, Turn, UserError
 
 
 def request_seed(run_seed: int, step: int, prompt_id: str, turn: int = 0) -> int:
@@ -26,7 +27,7 @@ class Collector:
     engine: Engine
     renderer: Renderer
     judge: JudgePool
-    seconds: dict[str, float] = field(default_factory=dict)  # where the last call's time went
+    seconds: dict[str, float] = field(default_factory=dict)  # where the time went, until somebody clears it
 
     def collect(
         self,
@@ -34,8 +35,13 @@ class Collector:
         params: SamplingParams,
         seed: tuple[int, int],
         on_token: OnToken | None = None,
+        seen: Counter[str] | None = None,
     ) -> list[Group]:
-        """`params.n` judged answers to each prompt; `seed` is (run seed, step)."""
+        """`params.n` judged answers to each prompt; `seed` is (run seed, step).
+
+        A prompt that comes again within a step gets noise of its own; `seen` carries the count over several calls.
+        """
+        seen = Counter() if seen is None else seen
         params = replace(
             params,
             stop_token_ids=(*params.stop_token_ids, *self.renderer.stop_token_ids),
@@ -44,10 +50,11 @@ class Collector:
         started = time.perf_counter()
         contexts = [self.renderer.prompt_ids(prompt) for prompt in prompts]
         self.check_lengths(prompts, contexts)
-        requests = [
-            Request(ids, params, request_seed(*seed, prompt.id), name=prompt.id)
-            for prompt, ids in zip(prompts, contexts, strict=True)
-        ]
+        requests = []
+        for prompt, ids in zip(prompts, contexts, strict=True):
+            again = f"#{seen[prompt.id]}" if seen[prompt.id] else ""
+            requests.append(Request(ids, params, request_seed(*seed, prompt.id + again), name=prompt.id))
+            seen[prompt.id] += 1
         answers = self.engine.generate(requests, on_token)
         groups = [
             Group(prompt, [self._rollout(prompt, i, ids, completion) for i, completion in enumerate(completions)])
@@ -55,10 +62,11 @@ class Collector:
         ]
         generated = time.perf_counter()
         self._judge([rollout for group in groups for rollout in group.rollouts])
-        self.seconds = {"generate": generated - started, "judge": time.perf_counter() - generated}
+        for part, spent in (("generate", generated - started), ("judge", time.perf_counter() - generated)):
+            self.seconds[part] = self.seconds.get(part, 0.0) + spent
         return groups
 
-    def _rollout(self, prompt: Prompt, sample: int, context: list[int], completion) -> Rollout:
+    def _rollout(self, prompt: Prompt, sample: int, context: list[int], completion: Completion) -> Rollout:
         text = self.renderer.decode(completion.token_ids)
         return Rollout(prompt, sample, [Turn(context, completion, text)])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from assay.train.stages import Parts, begin, describe, due, finish, learning_rate, log, measure, sample, save
+from assay.train.stages import Parts, begin, describe, due, finish, is_best, learning_rate, log, measure, sample, save
 from assay.train.stages import keep_rollouts as keep
 from assay.train.sync import sync_weights
 
@@ -32,7 +32,7 @@ def train(parts: Parts) -> dict[str, Any]:
         if due(cfg.eval.every, parts):
             metrics |= measure(parts, cfg.eval.split)
         log(parts, metrics | {"time/step": time.perf_counter() - started})
-        if due(cfg.save.every, parts):
-            save(parts, metrics.get("eval/accuracy"))
+        if due(cfg.save.every, parts) or is_best(parts, metrics):
+            save(parts, metrics)
     parts.console.stop()
     return finish(parts)

@@ -9,8 +9,18 @@ from pathlib import Path
 import torch
 
 from assay.algos import Algorithm, make_algorithm
-from assay.config import EngineConfig, MeasureConfig, ModelConfig, PromptConfig, RewardConfig, TaskConfig, TrainConfig
-from assay.engine.base import Engine
+from assay.config import (
+    EngineConfig,
+    EvalConfig,
+    MeasureConfig,
+    ModelConfig,
+    PromptConfig,
+    RewardConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainConfig,
+)
+from assay.engine.base import Engine, SamplingParams
 from assay.models import PolicyModel, build_preset, load_model, pick_device, pick_dtype
 from assay.rewards import FunctionJudge, Judge, RewardMix
 from assay.rewards.importing import load_object
@@ -23,6 +33,7 @@ from assay.types import Prompt, UserError
 
 PRESET = "preset:"
 PRESET_LENGTH = 512
+UNTRAINED_LENGTH = 512  # new tokens in an evaluation that no training run says anything about
 
 
 def build_task(cfg: TaskConfig, **changes: object) -> Task:
@@ -43,6 +54,20 @@ def take(prompts: Sequence[Prompt], count: int, split: str, endless: bool = Fals
             "say how many problems to use (eval.examples, eval.final_examples)"
         )
     return prompts[:count] if count else prompts
+
+
+def eval_params(cfg: EvalConfig, training: SamplingConfig | None = None) -> SamplingParams:
+    """How answers are sampled in an evaluation; length and stop strings are training's unless set."""
+    length = cfg.max_new_tokens or (training.max_new_tokens if training else UNTRAINED_LENGTH)
+    stop = cfg.stop or (training.stop if training else ())
+    return SamplingParams(
+        n=cfg.samples,
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        max_new_tokens=length,
+        stop=tuple(stop),
+    )
 
 
 def build_judge(cfg: RewardConfig, task: Task) -> Judge:
@@ -91,8 +116,8 @@ def build_renderer(cfg: PromptConfig, tokenizer: Tokenizer, task: Task | None) -
     if cfg.system and cfg.system_file:
         raise UserError("prompt.system and prompt.system_file are both set: keep one of them")
     examples: Sequence[tuple[str, str]] = ()
-    if cfg.few_shot and cfg.few_shot_file:
-        examples = load_few_shot(cfg.few_shot_file, cfg.few_shot)
+    if cfg.few_shot_file:
+        examples = load_few_shot(cfg.few_shot_file, cfg.few_shot or None)
     elif cfg.few_shot and task is not None:
         examples = few_shot_from_prompts(task.prompts("train"), cfg.few_shot)
     return Renderer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from assay.train.checkpoint import State
 from assay.train.data import PromptStream
 from assay.train.optim import rate
 from assay.train.reference import freeze_reference
+from assay.train.setup import eval_params
 from assay.train.sft import warm_start
 from assay.train.sync import sync_weights
 from assay.train.update import Updater
@@ -48,6 +49,7 @@ class Parts:
     console: Console
     clock: float  # when the run began, less what earlier sittings took
     resumed: bool = False
+    warned: bool = False  # of a judge that fails now and then
     trackers: list[Tracker] = field(default_factory=list)
 
 
@@ -64,7 +66,7 @@ def begin(parts: Parts) -> None:
         imitate(parts)
     elif parts.algo.needs_reference:
         freeze_reference(parts.updater, parts.run.path)
-    save(parts)
+    save(parts, {})
 
 
 def imitate(parts: Parts) -> None:
@@ -76,6 +78,8 @@ def imitate(parts: Parts) -> None:
     for step, metrics in enumerate(steps, 1):
         parts.run.log(0, {"sft/step": step, **metrics})
         console.step(step, metrics)
+        for tracker in parts.trackers:
+            tracker.log(step - cfg.sft.steps, metrics)  # at or below 0: reinforcement counts from 1
     console.stop()
     sync_weights(parts.updater.policy, parts.collector.engine, version=0)
     parts.state.facts["sft"] = {
@@ -98,9 +102,12 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
     )
     kept: list[Group] = []
     dropped: list[Group] = []
+    seen: Counter[str] = Counter()
+    parts.collector.seconds.clear()
     for _ in range(1 + parts.algo.resample):
         prompts = parts.stream.next(cfg.train.prompts - len(kept))
-        groups, rejected = parts.algo.keep(parts.collector.collect(prompts, params, (cfg.seed, state.step)))
+        judged = parts.collector.collect(prompts, params, (cfg.seed, state.step), seen=seen)
+        groups, rejected = parts.algo.keep(judged)
         kept += groups
         dropped += rejected
         if len(kept) == cfg.train.prompts:
@@ -146,14 +153,7 @@ def due(every: int, parts: Parts) -> bool:
 def measure(parts: Parts, split: str, label: str = "eval") -> dict[str, float]:
     """Evaluate the policy as it is now, and keep the answers."""
     cfg = parts.cfg
-    params = SamplingParams(
-        n=cfg.eval.samples,
-        temperature=cfg.eval.temperature,
-        top_k=cfg.eval.top_k,
-        top_p=cfg.eval.top_p,
-        max_new_tokens=cfg.eval.max_new_tokens or cfg.sampling.max_new_tokens,
-        stop=tuple(cfg.sampling.stop),
-    )
+    params = eval_params(cfg.eval, cfg.sampling)
     started = time.perf_counter()
     report, groups = evaluate(parts.collector, parts.evaluations[f"{label}:{split}"], params, cfg.seed)
     rollouts.write_rollouts(parts.run.path, parts.state.step, groups, "eval", split=f"{label}-{split}")
@@ -183,20 +183,27 @@ def log(parts: Parts, metrics: dict[str, float]) -> None:
     metrics = metrics | {"time/wall": parts.state.wall_s}
     parts.run.log(parts.state.step, metrics)
     parts.console.step(parts.state.step, metrics)
+    if metrics.get("status/error") and not parts.warned:
+        parts.warned = True
+        parts.console.warn("the judge failed on some answers (status/error): they count as reward 0; see the rollouts")
     for tracker in parts.trackers:
         tracker.log(parts.state.step, metrics)
 
 
-def save(parts: Parts, accuracy: float | None = None) -> None:
-    """A checkpoint; it is the best one if its accuracy on the periodic problems is, unless those are the test split."""
-    path = parts.run.path
-    if parts.cfg.eval.split == "test":
-        accuracy = None
+def is_best(parts: Parts, metrics: Mapping[str, float]) -> bool:
+    """Whether a periodic evaluation was just made and came out best; the test split is never asked."""
+    best = checkpoints.read_best(parts.run.path)
+    measured = "eval/accuracy" in metrics and parts.cfg.eval.split != "test"
+    return measured and (best is None or metrics["eval/accuracy"] > best["value"])
+
+
+def save(parts: Parts, metrics: Mapping[str, float]) -> None:
+    """A checkpoint, noted as the best one where it is."""
+    path, best = parts.run.path, is_best(parts, metrics)
     parts.state.wall_s = time.perf_counter() - parts.clock
     checkpoint.save(path, parts.state, parts.updater.policy, parts.updater.optimizer, parts.tokenizer)
-    best = checkpoints.read_best(path)
-    if accuracy is not None and (best is None or accuracy > best["value"]):
-        checkpoints.set_best(path, parts.state.step, accuracy)
+    if best:
+        checkpoints.set_best(path, parts.state.step, metrics["eval/accuracy"])
     checkpoints.prune(path, parts.cfg.save.keep)
 
 
