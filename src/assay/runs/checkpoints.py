@@ -1,0 +1,190 @@
+"""Checkpoints that are whole or absent.
+
+`checkpoints/step-N/` appears by a rename, after all of it is on disk and `complete.json` lists sizes and checksums.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from assay.runs.files import read_json, remove_temporaries, sync_folder, write_json
+from assay.types import UserError
+
+MARKER = "complete.json"
+_STEP_NAME = re.compile(r"step-(\d+)")
+
+
+def folder(run_path: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    return run_path / "checkpoints" / f"step-{step:06d}"
+
+
+@contextmanager
+def saving(run_path: Path, step: int) -> Iterator[Path]:
+    """A folder to fill; it becomes the step's checkpoint when the block ends well, and vanishes when it does not.
+
+    One at a time. Processes that save shards together find the folder by its fixed name.
+    """
+    target = folder(run_path, step)
+    temporary = target.with_name(f".saving-{target.name}")
+    try:
+        recover(run_path)
+        temporary.mkdir(parents=True)
+        yield temporary
+        _seal(temporary, step, metrics_bytes=_size(run_path / "metrics.jsonl") or 0)
+        if target.exists():  # damaged, or saved twice; `recover` mends a crash between the two renames
+            _discard(target)
+        os.rename(temporary, target)
+        sync_folder(target.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # frees the space that ran out, among other things
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"the disk is full: no checkpoint of step {step} in {target.parent}, earlier ones are intact; "
+                "free some space and resume"
+            ) from error
+        raise
+
+
+def steps(run_path: Path) -> list[int]:
+    """Steps with a complete checkpoint, in order (by sizes; `problems` reads every byte)."""
+    return [step for step in _all_steps(run_path) if is_complete(folder(run_path, step))]
+
+
+def last(run_path: Path) -> int | None:
+    """The newest complete checkpoint's step."""
+    return next(reversed(steps(run_path)), None)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether all files are there in the size they were saved with."""
+    files = _listed(checkpoint)
+    return bool(files) and all(_size(checkpoint / name) == saved["bytes"] for name, saved in files.items())
+
+
+def problems(checkpoint: Path) -> list[str]:
+    """What is wrong with a checkpoint's files, by checksum: one line each, none for a sound one."""
+    files = _listed(checkpoint)
+    if not files:
+        return [f"{checkpoint} was never completed"]
+    found = []
+    for name, saved in files.items():
+        if _size(checkpoint / name) is None:
+            found.append(f"{checkpoint / name} is missing")
+        elif _sha256(checkpoint / name) != saved["sha256"]:
+            found.append(f"{checkpoint / name} is damaged")
+    return found
+
+
+def last_sound(run_path: Path) -> tuple[int | None, list[str]]:
+    """The newest checkpoint that passes its checksums, and what was wrong with newer ones."""
+    complaints: list[str] = []
+    for step in reversed(_all_steps(run_path)):
+        found = problems(folder(run_path, step))
+        if not found:
+            return step, complaints
+        complaints += found
+    return None, complaints
+
+
+def metrics_bytes(run_path: Path, step: int) -> int | None:
+    """How long metrics.jsonl was when the step was saved; None without that checkpoint."""
+    return read_json(folder(run_path, step) / MARKER).get("metrics_bytes")
+
+
+def set_best(run_path: Path, step: int, value: float) -> None:
+    """Point `best` at a step. Save the checkpoint first."""
+    write_json(run_path / "checkpoints" / "best.json", {"step": step, "value": value})
+
+
+def read_best(run_path: Path) -> dict[str, Any] | None:
+    """{"step", "value"} of the best checkpoint, as long as that is there."""
+    best = read_json(run_path / "checkpoints" / "best.json")
+    step = best.get("step")
+    return best if isinstance(step, int) and is_complete(folder(run_path, step)) else None
+
+
+def prune(run_path: Path, keep_last: int, keep_every: int = 0) -> list[int]:
+    """Delete all but the last `keep_last` (at least one), the best, the start, and multiples of `keep_every`.
+
+    The start (step 0) is what "before" was measured on: it stays for comparisons, and carries no optimizer state.
+    """
+    found, best = steps(run_path), read_best(run_path)
+    kept = {0, *found[-max(keep_last, 1) :]}
+    kept |= {best["step"]} if best else set()
+    kept |= {step for step in found if keep_every and step % keep_every == 0}
+    dropped = [step for step in found if step not in kept]
+    for step in dropped:
+        _discard(folder(run_path, step))
+    return dropped
+
+
+def cut_back(run_path: Path, step: int) -> None:
+    """Delete checkpoints later than `step`, newest first, and what dead attempts left."""
+    for later in reversed(_all_steps(run_path)):
+        if later > step:
+            _discard(folder(run_path, later))
+    best = run_path / "checkpoints" / "best.json"
+    if read_json(best).get("step", step) > step:
+        best.unlink()
+    recover(run_path)
+
+
+def recover(run_path: Path) -> None:
+    """Clean up after savers and deleters that died. A run has one writer, so none of them is alive."""
+    checkpoints = run_path / "checkpoints"
+    for saved in checkpoints.glob(".saving-step-*"):
+        target = saved.with_name(saved.name.removeprefix(".saving-"))
+        if is_complete(saved) and not target.exists():
+            os.rename(saved, target)  # it died within a hair of the goal
+    for leftover in (*checkpoints.glob(".saving-*"), *checkpoints.glob(".deleting-*")):
+        shutil.rmtree(leftover, ignore_errors=True)
+    remove_temporaries(checkpoints)
+
+
+def _all_steps(run_path: Path) -> list[int]:
+    matches = [_STEP_NAME.fullmatch(path.name) for path in (run_path / "checkpoints").glob("step-*")]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _seal(checkpoint: Path, step: int, metrics_bytes: int) -> None:
+    """Put every file on disk and list them; the list comes last."""
+    files = {}
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[path.relative_to(checkpoint).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    assert files, "an empty checkpoint"
+    write_json(checkpoint / MARKER, {"step": step, "metrics_bytes": metrics_bytes, "files": files})
+    for path in (*(path for path in checkpoint.rglob("*") if path.is_dir()), checkpoint):
+        sync_folder(path)
+
+
+def _discard(checkpoint: Path) -> None:
+    """Rename first: a folder that is half deleted must not look like a checkpoint."""
+    dying = checkpoint.with_name(f".deleting-{checkpoint.name}")
+    shutil.rmtree(dying, ignore_errors=True)
+    os.rename(checkpoint, dying)
+    shutil.rmtree(dying, ignore_errors=True)
+
+
+def _listed(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """The files that the marker promises; none without a marker."""
+    return read_json(checkpoint / MARKER).get("files", {})
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

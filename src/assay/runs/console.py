@@ -1,0 +1,144 @@
+"""What a run says while it runs: a live line in a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from rich.console import Console as RichConsole
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from assay.runs.names import find
+
+_WINDOW = 20  # steps that the estimate of the remaining time looks back on
+_PAUSE = 0.5  # seconds between plain lines: the short steps of a warm start would flood a log
+
+
+class Console:
+    """Progress, notes and tables of one run. Plain lines go through the same calls when nobody watches a terminal."""
+
+    def __init__(self, file: IO[str] | None = None, *, quiet: bool = False) -> None:
+        self._file = file or sys.stdout
+        self._live = self._file.isatty() and not quiet
+        self._quiet = quiet
+        self._rich = RichConsole(file=self._file, highlight=False)
+        self._progress: Progress | None = None
+        self._total = 0
+        self._accuracy: float | None = None
+        self._clock: list[tuple[int, float]] = []
+        self._said = -math.inf
+
+    def start(self, total: int, name: str, done: int = 0) -> None:
+        """Begin to count: `total` steps, of which `done` were made before a resume."""
+        self.stop()
+        self._total = total
+        self._clock = [(done, time.monotonic())]
+        if self._live:
+            columns = (
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[facts]}"),
+            )
+            self._progress = Progress(*columns, console=self._rich, transient=True)
+            self._progress.add_task(escape(name), total=total, completed=done, facts=f"step {done}/{total}")
+            self._progress.start()
+        else:
+            self._say(f"{name}: {total - done} steps" + (f", from step {done}" if done else ""))
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """A step is done."""
+        now, accuracy = time.monotonic(), find(metrics, "any_accuracy")
+        self._accuracy = self._accuracy if accuracy is None else accuracy
+        if len(self._clock) == 1 and step > self._clock[0][0] + 1:  # a run went on from here; this was its first step
+            self._clock = [(step - 1, self._clock[0][1])]
+        self._clock = [*self._clock, (step, now)][-_WINDOW - 1 :]
+        facts = "  ".join(self._facts(step, metrics))
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=step, facts=escape(facts))
+        elif accuracy is not None or step == self._total or now - self._said >= _PAUSE:
+            self._said = now
+            self._say(facts)
+
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    def warn(self, text: str) -> None:
+        """Something that the user should know of; said even when quiet."""
+        if self._live:
+            self._rich.print(f"[yellow]warning:[/yellow] {escape(text)}")
+        else:
+            print(f"warning: {text}", file=self._file, flush=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        if self._quiet:
+            return
+        if self._live:
+            table = Table(*map(escape, columns), title=escape(title), title_justify="left")
+            for row in rows:
+                table.add_row(*(escape(str(cell)) for cell in row))
+            self._rich.print(table)
+        else:
+            self._say("\n".join([title, *aligned([columns, *rows])]))
+
+    def stop(self) -> None:
+        self._total, self._clock = 0, []
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _say(self, text: str) -> None:
+        if self._quiet:
+            return
+        if self._live:
+            self._rich.print(escape(text))
+        else:
+            print(text, file=self._file, flush=True)
+
+    def _facts(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
+        facts = [f"step {step}/{self._total}" if self._total else f"step {step}"]
+        if (loss := find(metrics, "sft_loss")) is not None:
+            facts.append(f"loss {loss:.3f}")
+        if (reward := find(metrics, "reward")) is not None:
+            facts.append(f"reward {reward:.2f}")
+        if self._accuracy is not None:
+            facts.append(f"acc {self._accuracy:.2f}")
+        if (length := find(metrics, "length")) is not None:
+            facts.append(f"len {length:.0f}")
+        if (seconds := find(metrics, "seconds")) is not None:
+            facts.append(f"{seconds:.2f} s")
+        if (left := self._seconds_left(step)) is not None:
+            facts.append(f"eta {duration(left)}")
+        return facts
+
+    def _seconds_left(self, step: int) -> float | None:
+        """By the pace of the last steps, evaluations and saves included."""
+        (first, begun), (latest, now) = self._clock[0], self._clock[-1]
+        return (now - begun) / (latest - first) * (self._total - step) if self._total and latest > first else None
+
+
+def duration(seconds: float) -> str:
+    """8s, 2m10s, 3h05m."""
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Rows of a table as lines with columns under each other."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

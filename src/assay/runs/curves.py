@@ -1,0 +1,148 @@
+"""curves.png: how the run went, at a glance."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from assay.runs.directory import read_metrics
+from assay.runs.files import read_json
+from assay.runs.names import find
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK, _MUTED, _GRID = "#22303c", "#6b7885", "#e6eaee"
+_LINE, _ACCENT = "#2f6db5", "#d9622b"
+
+
+@dataclass(frozen=True)
+class Panel:
+    metric: str
+    title: str
+    share: bool = False  # a fraction from 0 to 1, shown in per cent
+    smooth: bool = True
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return (self.metric, "before", "after") if self.metric == "accuracy" else (self.metric,)
+
+
+PANELS = (
+    Panel("reward", "Reward (mean)"),
+    Panel("accuracy", "Evaluation accuracy (95 % interval)", share=True),
+    Panel("length", "Completion length (tokens)"),
+    Panel("truncated", "Cut off at the length limit", share=True),
+    Panel("entropy", "Entropy (nats per token)"),
+    Panel("kl", "KL to the reference"),
+    Panel("mismatch", "Engine/trainer log-probability gap"),
+    Panel("grad_norm", "Gradient norm"),
+    Panel("lr", "Learning rate", smooth=False),
+    Panel("seconds", "Seconds per step"),
+)
+
+
+def draw_curves(run_path: Path) -> Path | None:
+    """Draw every known metric that was logged; None when there is nothing to draw."""
+    rows = read_metrics(run_path)
+    panels = [panel for panel in PANELS if any(_points(rows, name)[0] for name in panel.metrics)]
+    if not panels:
+        return None
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        warnings.warn("matplotlib is not installed: no curves.png", stacklevel=2)
+        return None
+    columns = min(3, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.4 * columns, 2.9 * lines + 0.7), dpi=110, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(_title(run_path), x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    span = max(row["step"] for row in rows)
+    for index, panel in enumerate(panels):
+        axes = figure.add_subplot(lines, columns, index + 1)
+        _draw_panel(axes, panel, rows)
+        axes.set_xlim(-0.02 * span, 1.02 * span) if span else None
+    path = run_path / "curves.png"
+    temporary = run_path / ".curves.tmp.png"
+    figure.savefig(temporary)
+    temporary.replace(path)
+    return path
+
+
+def _title(run_path: Path) -> str:
+    summary = read_json(run_path / "summary.json")
+    facts = [str(summary[key]) for key in ("algorithm", "task", "model") if summary.get(key)]
+    return "  ·  ".join([run_path.resolve().name, *facts]).replace("$", r"\$")
+
+
+def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None:
+    steps, values = _points(rows, panel.metric)
+    if panel.metric == "accuracy":
+        _draw_accuracy(axes, rows)
+    elif len(steps) < 3:
+        axes.plot(steps, values, color=_LINE, linewidth=1.8, marker="o", markersize=4)
+    elif panel.smooth:
+        axes.plot(steps, values, color=_LINE, linewidth=0.9, alpha=0.35)
+        axes.plot(steps, _smooth(values), color=_LINE, linewidth=1.9)
+    else:
+        axes.plot(steps, values, color=_LINE, linewidth=1.9)
+    axes.set_title(panel.title, loc="left", fontsize=9.5, color=_INK)
+    axes.set_xlabel("step", fontsize=8, color=_MUTED)
+    axes.tick_params(labelsize=8, colors=_MUTED, length=0)
+    axes.grid(True, color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(_GRID)
+    if panel.share:
+        from matplotlib.ticker import PercentFormatter
+
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    elif panel.metric == "lr":
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:.1e}")
+
+
+def _draw_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Periodic evaluations as a line with a band; before and after, on problems of their own, as bars beside it."""
+    steps, values = _points(rows, "accuracy")
+    if steps:
+        axes.plot(steps, values, color=_ACCENT, linewidth=1.8, marker="o", markersize=4, label="periodic")
+    bounds = _bounds(rows, "accuracy")
+    if bounds:
+        lows, highs = zip(*bounds.values(), strict=True)
+        axes.fill_between(list(bounds), lows, highs, color=_ACCENT, alpha=0.15, linewidth=0)
+    for name in ("before", "after"):
+        steps, values = _points(rows, name)
+        label = "before and after" if steps and name == "before" else None
+        axes.plot(steps, values, color=_INK, linestyle="", marker="D", markersize=5, label=label)
+        for step, (low, high) in _bounds(rows, name).items():
+            axes.plot([step, step], [low, high], color=_INK, linewidth=1.3)
+    axes.legend(frameon=False, fontsize=8, labelcolor=_MUTED, loc="lower right")
+
+
+def _bounds(rows: Sequence[Mapping[str, Any]], name: str) -> dict[int, tuple[float, float]]:
+    """Step -> interval, where both of its ends were logged."""
+    low, high = (dict(zip(*_points(rows, f"{name}_{end}"), strict=True)) for end in ("low", "high"))
+    return {step: (low[step], high[step]) for step in sorted(low.keys() & high.keys())}
+
+
+def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[int], list[float]]:
+    """Steps and values where the metric is a finite number; the last one counts where a step has several."""
+    points = {row["step"]: value for row in rows if (value := find(row, metric)) is not None}
+    ordered = sorted(points.items())
+    return [step for step, _ in ordered], [value for _, value in ordered]
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Moving average over about a twentieth of the run."""
+    reach = len(values) // 40
+    windows = [values[max(index - reach, 0) : index + reach + 1] for index in range(len(values))]
+    return [sum(window) / len(window) for window in windows]

@@ -1,0 +1,184 @@
+"""A run's folder: made once, appended to, never overwritten."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from assay.runs import checkpoints, lock, rollouts
+from assay.runs.environment import describe_environment
+from assay.runs.files import json_line, number, read_json, replacing, write_json
+from assay.types import UserError
+
+_NAME = re.compile(r"\w[\w.+=-]{0,199}")
+
+
+class Run:
+    """The folder of one run. Whoever creates or resumes it holds its lock until `close` or death."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._metrics: IO[str] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @classmethod
+    def create(cls, runs_dir: Path, name: str, config_toml: str) -> Run:
+        """Make runs_dir/name, or name-2, name-3, ... where that is taken, and write down how it was started."""
+        if not _NAME.fullmatch(name):
+            raise UserError(f"'{name}' cannot name a run: use letters, digits and . _ + = - only")
+        try:
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            path = next(path for path in _candidates(runs_dir, name) if _claim(path, config_toml))
+            run = cls(path)
+            lock.acquire(path)
+            run.write_environment()
+        except OSError as error:
+            raise UserError(
+                f"cannot make a run in {runs_dir} ({error.strerror or error}): choose another folder with runs_dir"
+            ) from error
+        return run
+
+    @classmethod
+    def open(cls, path: Path, *, write: bool = False) -> Run:
+        """An existing run; with `write`, to go on with it (one process at a time)."""
+        if not (path / "config.toml").is_file():
+            raise UserError(f"{path} is not a run directory: there is no config.toml in it")
+        run = cls(path)
+        if write:
+            try:
+                lock.acquire(path)
+                checkpoints.recover(path)
+                run.write_environment()
+            except OSError as error:
+                raise UserError(f"cannot write to {path} ({error.strerror or error}): make it writable") from error
+        return run
+
+    def write_environment(self) -> None:
+        """Versions, machine and command of this start; the first start stays, later ones go under `resumed`."""
+        path = self.path / "environment.json"
+        first, now = read_json(path), describe_environment()
+        write_json(path, {**first, "resumed": [*first.get("resumed", []), now]} if first else now)
+
+    @property
+    def config_toml(self) -> str:
+        return (self.path / "config.toml").read_text()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl."""
+        if self._metrics is None:
+            self._metrics = _open_for_append(self.path / "metrics.jsonl")
+        self._metrics.write(json_line({"step": step, **metrics}))
+        self._metrics.flush()
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every line of metrics.jsonl; a last line that is still being written, or was torn by a crash, is left out."""
+        return read_metrics(self.path)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        write_json(self.path / "summary.json", summary)
+
+    def read_summary(self) -> dict[str, Any]:
+        """summary.json, or nothing while there is none."""
+        return read_json(self.path / "summary.json")
+
+    @property
+    def state(self) -> str:
+        """running, finished or stopped."""
+        if lock.is_held(self.path):
+            return "running"
+        return "finished" if self.read_summary() else "stopped"
+
+    def cut_back(self, step: int) -> None:
+        """Forget everything later than the checkpoint of `step`, so that a resumed run writes it anew.
+
+        Safe to repeat after a crash. Without that checkpoint, whatever belongs to a later step goes.
+        """
+        checkpoints.cut_back(self.path, step)  # first: a checkpoint must never be newer than the metrics
+        rollouts.cut_back(self.path, step)
+        if self.read_summary().get("steps", step) > step:
+            (self.path / "summary.json").unlink()
+        text = b"".join(line + b"\n" for line, row in _metrics_lines(self.path) if row["step"] <= step)
+        self._close_metrics()
+        with replacing(self.path / "metrics.jsonl") as file:
+            # What was logged of this very step after its checkpoint, such as a final evaluation, is made again.
+            file.write(text[: checkpoints.metrics_bytes(self.path, step)])
+
+    def close(self) -> None:
+        self._close_metrics()
+        lock.release(self.path)
+
+    def _close_metrics(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def read_metrics(run_path: Path) -> list[dict[str, Any]]:
+    """See Run.read_metrics."""
+    return [{key: number(value) for key, value in row.items()} for _, row in _metrics_lines(run_path)]
+
+
+def list_runs(runs_dir: Path) -> list[Run]:
+    """The runs of a folder, oldest first."""
+    found = [path for path in runs_dir.iterdir() if (path / "config.toml").is_file()] if runs_dir.is_dir() else []
+    return [Run(path) for path in sorted(found, key=lambda path: ((path / "config.toml").stat().st_mtime, path.name))]
+
+
+def _metrics_lines(run_path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The finished lines of metrics.jsonl, as they stand there and as they read."""
+    path = run_path / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []  # no newline: not finished
+    for count, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise UserError(f"{path}, line {count}: not a line of metrics; mend or delete it")
+        yield line, row
+
+
+def _candidates(runs_dir: Path, name: str) -> Iterator[Path]:
+    yield runs_dir / name
+    count = 2
+    while True:
+        yield runs_dir / f"{name}-{count}"
+        count += 1
+
+
+def _claim(path: Path, config_toml: str) -> bool:
+    """Take a new or empty folder. Only one of several racing processes can create its config.toml."""
+    with suppress(FileExistsError):  # an empty folder can still be had
+        path.mkdir()
+    if not path.is_dir() or any(path.iterdir()):
+        return False
+    try:
+        with (path / "config.toml").open("x", encoding="utf-8") as file:
+            file.write(config_toml)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _open_for_append(path: Path) -> IO[str]:
+    """metrics.jsonl, without the half line that a crash may have left at its end."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        text = file.read()
+        whole = text.rfind(b"\n") + 1
+        if whole < len(text):
+            file.truncate(whole)
+    return path.open("a", encoding="utf-8")

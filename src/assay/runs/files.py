@@ -1,0 +1,100 @@
+"""Writing so that a crash never leaves half a file under its real name, and JSON that stays JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+# The spelling that both Python's float() and JavaScript's Number() read back.
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_ENCODER = json.JSONEncoder(allow_nan=False)
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's own types. Non-finite numbers become strings; what JSON cannot hold becomes its text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # an enum's value, not its name
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else _name_of(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item) for item in value), key=str)
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays, without importing either
+        return plain(value.tolist())
+    return str(value)
+
+
+def _name_of(value: float) -> str:
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def number(value: Any) -> Any:
+    """Undo what `plain` did to a non-finite number; anything else as it is."""
+    return NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def json_line(value: Any) -> str:
+    """One line. ASCII escapes let lone surrogates through and keep line separators out of the text."""
+    try:
+        return _ENCODER.encode(value) + "\n"
+    except (TypeError, ValueError):  # it needs `plain`, which would be slow for every rollout
+        return _ENCODER.encode(plain(value)) + "\n"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that takes the place of `path` at the end, whole and on disk, or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(plain(value), allow_nan=False, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when the file is missing, damaged or holds something else."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a folder's own entries (names, renames) on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Delete what dead writers left behind."""
+    for leftover in folder.glob(".*.tmp-*"):
+        leftover.unlink(missing_ok=True)

@@ -1,0 +1,243 @@
+"""Rollouts on disk: text and verdicts as JSON lines, tokens and log-probabilities as arrays beside them.
+
+`rollouts/step-N.jsonl` has one line a rollout; `rollouts/step-N.npz` holds flat arrays in the same order, cut by
+`offsets`. The arrays are in place before the lines are: a step whose .jsonl exists is whole. Evaluations keep the lines
+only, in `evals/`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from assay.runs.files import json_line, number, remove_temporaries, replacing
+from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
+
+Kind = Literal["train", "eval"]
+_FOLDERS = {"train": "rollouts", "eval": "evals"}
+_STEP_NAME = re.compile(r"step-(\d+)(?:-.+)?\.(?:jsonl|npz)")
+
+
+def rollout_path(run_path: Path, step: int, kind: Kind = "train", split: str = "") -> Path:
+    """Where a step's lines are; `split` tells evaluations of one step apart (`evals/step-000012-test.jsonl`)."""
+    return run_path / _FOLDERS[kind] / f"step-{step:06d}{'-' + split if split else ''}.jsonl"
+
+
+def write_rollouts(
+    run_path: Path,
+    step: int,
+    groups: Sequence[Group],
+    kind: Kind = "train",
+    *,
+    split: str = "",
+    trainer_logprobs: Sequence[Sequence[float]] | None = None,
+) -> Path:
+    """Write a step's groups. `trainer_logprobs`: for each rollout in order, one for each of its tokens."""
+    path = rollout_path(run_path, step, kind, split)
+    path.parent.mkdir(exist_ok=True)
+    if kind == "train":
+        with replacing(path.with_suffix(".npz")) as file:
+            np.savez(file, **_arrays(groups, trainer_logprobs))  # type: ignore[arg-type]  # its allow_pickle is a bool
+    with replacing(path) as file:
+        for index, group in enumerate(groups):
+            file.writelines(json_line(_line(index, rollout, kind)).encode() for rollout in group.rollouts)
+    return path
+
+
+def read_rollouts(run_path: Path, step: int) -> list[Group]:
+    """The groups of a training step as they were written (groups without rollouts leave no trace)."""
+    lines, arrays = read_lines(run_path, step), read_arrays(run_path, step)
+    offsets = arrays["offsets"].tolist()
+    if len(offsets) != len(lines) + 1:
+        raise UserError(f"{rollout_path(run_path, step)} and the .npz beside it do not belong together: delete both")
+    flat = {name: arrays[name].tolist() for name in ("token_ids", "engine_logprobs", "sampling_logprobs")}
+    groups: dict[int, Group] = {}
+    for line, start in zip(lines, offsets, strict=False):
+        prompt = _read_prompt(line)
+        group = groups.setdefault(line["group"], Group(prompt, []))
+        prompt = group.prompt if prompt == group.prompt else prompt
+        group.rollouts.append(_read_rollout(line, prompt, flat, start))
+    return list(groups.values())
+
+
+def read_lines(run_path: Path, step: int, kind: Kind = "train", split: str = "") -> list[dict[str, Any]]:
+    """The JSON lines of a step, as plain dictionaries: all that a viewer needs, and all there is of an evaluation."""
+    path = rollout_path(run_path, step, kind, split)
+    try:
+        with path.open(encoding="ascii") as file:
+            return [json.loads(line) for line in file]
+    except FileNotFoundError as error:
+        raise UserError(f"no rollouts at {path}: steps there are {rollout_steps(run_path, kind)}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): delete it") from error
+
+
+def read_arrays(run_path: Path, step: int) -> dict[str, np.ndarray]:
+    """token_ids, loss_mask, engine_logprobs, sampling_logprobs (flat), offsets, advantages, maybe trainer_logprobs."""
+    path = rollout_path(run_path, step).with_suffix(".npz")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: the tokens of step {step} were not kept") from error
+
+
+def rollout_steps(run_path: Path, kind: Kind = "train") -> list[int]:
+    """Steps with whole files."""
+    return sorted({step for step, path in _step_files(run_path, kind) if path.suffix == ".jsonl"})
+
+
+def keep_rollouts(run_path: Path, keep: Literal["all"] | int) -> None:
+    """Delete all but the last `keep` steps of training rollouts ("all" or -1: delete none). Evaluations stay."""
+    if keep == "all" or keep < 0:
+        return
+    dropped = set(rollout_steps(run_path)[: -keep or None])
+    _delete(path for step, path in _step_files(run_path, "train") if step in dropped)
+
+
+def cut_back(run_path: Path, step: int) -> None:
+    """Delete rollouts and evaluations later than `step`, and what dead writers left."""
+    for kind in _FOLDERS:
+        remove_temporaries(run_path / _FOLDERS[kind])
+        _delete(path for later, path in _step_files(run_path, kind) if later > step)
+
+
+def _step_files(run_path: Path, kind: str) -> list[tuple[int, Path]]:
+    matches = [(_STEP_NAME.fullmatch(path.name), path) for path in (run_path / _FOLDERS[kind]).glob("step-*")]
+    return [(int(match[1]), path) for match, path in matches if match]
+
+
+def _delete(paths: Iterator[Path]) -> None:
+    """Lines before arrays, so that what is left of a step cut in two does not count as whole."""
+    for path in sorted(paths, key=lambda path: path.suffix):
+        path.unlink(missing_ok=True)
+
+
+def _line(index: int, rollout: Rollout, kind: Kind) -> dict[str, Any]:
+    prompt, verdict = rollout.prompt, rollout.verdict
+    last = rollout.turns[-1].completion if rollout.turns else None
+    line: dict[str, Any] = {
+        "group": index,
+        "sample": rollout.sample,
+        "prompt_id": prompt.id,
+        "messages": [dict(message) for message in prompt.messages],
+        "text": rollout.text,
+        "answer": prompt.answer,
+        "verdict": verdict
+        and {
+            "reward": verdict.reward,
+            "status": verdict.status.value,
+            "parsed": verdict.parsed,
+            "parts": verdict.parts,
+            "detail": verdict.detail,
+        },
+        "reward": rollout.reward,
+        "length": rollout.length,
+        "finish": last and last.finish.value,
+        "truncated": last is not None and last.finish is Finish.LENGTH,
+        "version": last and last.version,
+    }
+    if kind == "train":
+        line |= {
+            "advantage": rollout.advantage,
+            "masked": rollout.masked,
+            "solution": prompt.solution,
+            "fields": prompt.fields,
+            "turns": [_turn_line(turn) for turn in rollout.turns],
+        }
+    return line
+
+
+def _turn_line(turn: Turn) -> dict[str, Any]:
+    completion = turn.completion
+    return {
+        "text": turn.text,
+        "context_tokens": len(turn.context_ids),
+        "tokens": len(completion.token_ids),
+        "finish": completion.finish.value,
+        "version": completion.version,
+        "kept_mass": completion.kept_mass,
+    }
+
+
+def _arrays(groups: Sequence[Group], trainer_logprobs: Sequence[Sequence[float]] | None) -> dict[str, np.ndarray]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [sum(len(turn.context_ids) + len(turn.completion.token_ids) for turn in r.turns) for r in rollouts]
+    arrays: dict[str, np.ndarray] = {
+        "token_ids": np.array([token for rollout in rollouts for token in rollout.token_ids], dtype=np.int32),
+        "loss_mask": np.array([flag for rollout in rollouts for flag in rollout.loss_mask], dtype=np.uint8),
+        "engine_logprobs": _floats([value for rollout in rollouts for value in rollout.engine_logprobs]),
+        "sampling_logprobs": _floats([value for rollout in rollouts for value in _sampling_logprobs(rollout)]),
+        "offsets": np.cumsum([0, *lengths], dtype=np.int64),
+        "advantages": _floats([rollout.advantage for rollout in rollouts]),
+    }
+    if trainer_logprobs is not None:
+        assert [len(values) for values in trainer_logprobs] == lengths, "one log-probability for each token"
+        arrays["trainer_logprobs"] = _floats([value for values in trainer_logprobs for value in values])
+    return arrays
+
+
+def _floats(values: Sequence[float]) -> np.ndarray:
+    """float32 where that loses nothing, as with what an engine gives; float64 for the rest."""
+    exact = np.array(values, dtype=np.float64)
+    with np.errstate(over="ignore"):
+        short = exact.astype(np.float32)
+    return short if np.array_equal(short, exact, equal_nan=True) else exact
+
+
+def _sampling_logprobs(rollout: Rollout) -> list[float]:
+    """Aligned with the token ids; 0 for what the policy was given."""
+    return [
+        value for turn in rollout.turns for value in ([0.0] * len(turn.context_ids) + turn.completion.sampling_logprobs)
+    ]
+
+
+def _read_prompt(line: dict[str, Any]) -> Prompt:
+    return Prompt(
+        id=line["prompt_id"],
+        messages=tuple(line["messages"]),
+        answer=line["answer"],
+        solution=line["solution"],
+        fields=line["fields"],
+    )
+
+
+def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any]], start: int) -> Rollout:
+    turns = []
+    for turn in line["turns"]:
+        written = start + turn["context_tokens"]
+        end = written + turn["tokens"]
+        completion = Completion(
+            token_ids=flat["token_ids"][written:end],
+            engine_logprobs=flat["engine_logprobs"][written:end],
+            sampling_logprobs=flat["sampling_logprobs"][written:end],
+            finish=Finish(turn["finish"]),
+            version=turn["version"],
+            kept_mass=number(turn["kept_mass"]),
+        )
+        turns.append(Turn(flat["token_ids"][start:written], completion, turn["text"]))
+        start = end
+    return Rollout(
+        prompt=prompt,
+        sample=line["sample"],
+        turns=turns,
+        verdict=line["verdict"] and _read_verdict(line["verdict"]),
+        reward=number(line["reward"]),
+        advantage=number(line["advantage"]),
+        masked=line["masked"],
+    )
+
+
+def _read_verdict(saved: dict[str, Any]) -> Verdict:
+    return Verdict(
+        reward=number(saved["reward"]),
+        status=Status(saved["status"]),
+        parsed=saved["parsed"],
+        parts={name: number(value) for name, value in saved["parts"].items()},
+        detail=saved["detail"],
+    )

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from assay.runs import checkpoints
+from assay.types import UserError
+
+
+def save(run: Path, step: int, content: str = "weights") -> None:
+    with checkpoints.saving(run, step) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "model.safetensors").write_text(f"{content} {step}")
+        (folder / "state.json").write_text("{}")
+
+
+def names(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+def test_layout_and_marker(tmp_path: Path) -> None:
+    save(tmp_path, 12)
+    folder = tmp_path / "checkpoints" / "step-000012"
+    assert checkpoints.folder(tmp_path, 12) == folder
+    marker = json.loads((folder / "complete.json").read_text())
+    assert marker["step"] == 12
+    assert set(marker["files"]) == {"model/model.safetensors", "state.json"}
+    entry = marker["files"]["model/model.safetensors"]
+    assert entry == {"bytes": 10, "sha256": hashlib.sha256(b"weights 12").hexdigest()}
+    assert names(tmp_path) == {"step-000012"}
+
+
+def test_nothing_saved_yet(tmp_path: Path) -> None:
+    assert checkpoints.steps(tmp_path) == []
+    assert checkpoints.last(tmp_path) is None
+    assert checkpoints.read_best(tmp_path) is None
+    assert checkpoints.last_sound(tmp_path) == (None, [])
+    assert checkpoints.prune(tmp_path, 1) == []
+    checkpoints.cut_back(tmp_path, 0)
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    for step in (9, 10, 2_000_000):
+        save(tmp_path, step)
+    assert checkpoints.steps(tmp_path) == [9, 10, 2_000_000]
+    assert checkpoints.last(tmp_path) == 2_000_000
+
+
+def test_a_failed_save_leaves_no_trace(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(KeyboardInterrupt), checkpoints.saving(tmp_path, 2) as folder:
+        (folder / "big").write_bytes(b"x" * 1000)
+        raise KeyboardInterrupt
+    assert names(tmp_path) == {"step-000001"}
+
+
+def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(UserError, match="disk is full"), checkpoints.saving(tmp_path, 2):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert checkpoints.steps(tmp_path) == [1]
+
+
+def test_other_io_errors_keep_their_type(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), checkpoints.saving(tmp_path, 2):
+        raise PermissionError(errno.EACCES, "no")
+
+
+@pytest.mark.parametrize("damage", ["marker", "missing", "shorter"])
+def test_an_incomplete_one_does_not_count(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    folder = checkpoints.folder(tmp_path, 2)
+    if damage == "marker":
+        (folder / "complete.json").unlink()
+    elif damage == "missing":
+        (folder / "state.json").unlink()
+    else:
+        (folder / "model" / "model.safetensors").write_text("")
+    assert checkpoints.steps(tmp_path) == [1]
+    step, complaints = checkpoints.last_sound(tmp_path)
+    assert step == 1
+    assert len(complaints) == 1
+    assert "step-000002" in complaints[0]
+
+
+def test_flipped_bits_are_found_by_checksum(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    file = checkpoints.folder(tmp_path, 2) / "model" / "model.safetensors"
+    file.write_text("Weights 2")
+    assert checkpoints.last(tmp_path) == 2  # sizes are right
+    assert checkpoints.problems(checkpoints.folder(tmp_path, 2)) == [f"{file} is damaged"]
+    assert checkpoints.problems(checkpoints.folder(tmp_path, 1)) == []
+    assert checkpoints.last_sound(tmp_path) == (1, [f"{file} is damaged"])
+
+
+def test_saving_again_replaces(tmp_path: Path) -> None:
+    save(tmp_path, 5, "first")
+    save(tmp_path, 5, "second")
+    assert (checkpoints.folder(tmp_path, 5) / "model" / "model.safetensors").read_text() == "second 5"
+    assert names(tmp_path) == {"step-000005"}
+
+
+def test_best(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    checkpoints.set_best(tmp_path, 5, 0.5)
+    assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 5, "value": 0.5}
+    assert checkpoints.read_best(tmp_path) == {"step": 5, "value": 0.5}
+    checkpoints.set_best(tmp_path, 6, 0.6)
+    assert checkpoints.read_best(tmp_path) is None  # there is no such checkpoint
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "best", "left"),
+    [
+        (2, 0, None, [50, 60]),
+        (2, 0, 20, [20, 50, 60]),
+        (1, 0, 60, [60]),
+        (0, 0, None, [60]),  # the last one always stays
+        (1, 30, 10, [10, 30, 60]),
+        (9, 0, None, [10, 20, 30, 40, 50, 60]),
+    ],
+)
+def test_prune(tmp_path: Path, keep_last: int, keep_every: int, best: int | None, left: list[int]) -> None:
+    for step in range(10, 70, 10):
+        save(tmp_path, step)
+    if best:
+        checkpoints.set_best(tmp_path, best, 1.0)
+    dropped = checkpoints.prune(tmp_path, keep_last, keep_every)
+    assert checkpoints.steps(tmp_path) == left
+    assert sorted(dropped + left) == [10, 20, 30, 40, 50, 60]
+    assert names(tmp_path) - {"best.json"} == {f"step-0000{step}" for step in left}
+
+
+# Saves step 1, then dies in the middle of saving step `second`, at the place that is asked for.
+_DYING_SAVER = """
+import os, signal, sys
+from pathlib import Path
+from assay.runs import checkpoints
+run, place, second = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+def save(step, text):
+    with checkpoints.saving(run, step) as folder:
+        (folder / "model").write_text(text)
+        if place == "body" and text == "new": die()
+save(1, "old")
+if place == "seal": checkpoints.write_json = die
+if place == "rename": os.rename = die
+if place == "between renames":
+    rename = os.rename
+    def once(source, target):
+        rename(source, target)
+        die()
+    os.rename = once
+save(second, "new")
+"""
+
+
+@pytest.mark.parametrize("place", ["body", "seal", "rename"])
+def test_kill_while_saving(tmp_path: Path, place: str) -> None:
+    done = subprocess.run([sys.executable, "-c", _DYING_SAVER, str(tmp_path), place, "2"], check=False)
+    assert done.returncode == -9
+    assert checkpoints.last_sound(tmp_path) == (1, [])
+    assert checkpoints.steps(tmp_path) == [1]
+    assert names(tmp_path) == {"step-000001", ".saving-step-000002"}
+    save(tmp_path, 3)
+    whole = {"step-000002"} if place == "rename" else set()  # it was complete but for its name
+    assert names(tmp_path) == {"step-000001", "step-000003"} | whole
+    assert checkpoints.last_sound(tmp_path) == (3, [])
+
+
+def test_kill_while_replacing_the_only_one(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _DYING_SAVER, str(tmp_path), "between renames", "1"], check=False)
+    assert done.returncode == -9
+    checkpoints.recover(tmp_path)
+    assert checkpoints.last_sound(tmp_path) == (1, [])
+    assert (checkpoints.folder(tmp_path, 1) / "model").read_text() == "new"
+    assert names(tmp_path) == {"step-000001"}
+
+
+_BUSY_SAVER = """
+import sys
+from pathlib import Path
+from assay.runs import checkpoints
+run = Path(sys.argv[1])
+step = (checkpoints.last(run) or 0) + 1
+print("ready", flush=True)
+while True:
+    with checkpoints.saving(run, step) as folder:
+        (folder / "model").mkdir()
+        for name in "abc":
+            (folder / "model" / name).write_bytes(name.encode() * 500_000)
+    checkpoints.prune(run, 2)
+    step += 1
+"""
+
+
+def test_kill_at_random_moments(tmp_path: Path) -> None:
+    chance, reached = random.Random(3), 0
+    for _ in range(4):
+        saver = subprocess.Popen([sys.executable, "-c", _BUSY_SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert saver.stdout is not None
+        assert saver.stdout.readline() == "ready\n"
+        time.sleep(0.1 + 0.2 * chance.random())
+        saver.kill()
+        saver.wait()
+        step, complaints = checkpoints.last_sound(tmp_path)
+        assert complaints == []
+        if step is not None:
+            assert step >= reached
+            reached = step
+    assert reached > 0
+
+
+def test_prune_keeps_the_start_for_comparisons(tmp_path: Path) -> None:
+    for step in (0, 10, 20):
+        save(tmp_path, step)
+    assert checkpoints.prune(tmp_path, 1) == [10]
+    assert checkpoints.steps(tmp_path) == [0, 20]

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from assay.runs import Run
+from assay.runs.curves import _points, _smooth, draw_curves
+
+
+def test_full_run(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, "demo", "")
+    noise = np.random.default_rng(0)
+    run.log(0, {"before/accuracy": 0.32, "before/low": 0.28, "before/high": 0.36})
+    for step in range(1, 201):
+        progress = 1 - math.exp(-step / 60)
+        metrics = {
+            "reward/mean": 0.3 + 0.4 * progress + 0.05 * noise.normal(),
+            "length/mean": 30 + 5 * noise.normal(),
+            "length/truncated": 0.1 * (1 - progress),
+            "policy/entropy": 0.8 - 0.5 * progress,
+            "policy/kl": 0.02 * progress,
+            "mismatch/logprob_abs_diff": 1e-6,
+            "optim/grad_norm": math.nan if step == 50 else 1 + 0.3 * noise.normal(),
+            "optim/lr": 1e-4 * min(1, step / 10),
+            "time/step": 0.6,
+        }
+        if step % 40 == 0:
+            accuracy = 0.3 + 0.4 * progress
+            metrics |= {"eval/accuracy": accuracy, "eval/low": accuracy - 0.04, "eval/high": accuracy + 0.04}
+        run.log(step, metrics)
+    run.log(200, {"after/accuracy": 0.67, "after/low": 0.63, "after/high": 0.71})
+    run.write_summary({"task": "abacus", "model": "a_$b$_{", "algorithm": "grpo"})
+    path = draw_curves(run.path)
+    assert path == run.path / "curves.png"
+    image = imread(path)
+    height, width = image.shape[:2]
+    assert width > height > 500
+    assert (image[..., :3] < 0.9).any(axis=-1).mean() > 0.01  # ink, not a blank sheet
+    assert not list(run.path.glob(".curves*"))
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"reward/mean": 0.5}, {"eval/accuracy": 0.5}, {"before/accuracy": 0.5}, {"time/step": 1, "odd": "text"}]
+)
+def test_one_metric_is_enough(tmp_path: Path, metrics: dict[str, object]) -> None:
+    run = Run.create(tmp_path, "one", "")
+    run.log(1, metrics)
+    assert draw_curves(run.path) is not None
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, "none", "")
+    assert draw_curves(run.path) is None
+    run.log(1, {"odd": 1, "reward/mean": math.nan})
+    assert draw_curves(run.path) is None
+
+
+def test_points_skip_gaps_and_take_the_last_of_a_step() -> None:
+    rows: list[dict[str, object]] = [
+        {"step": 2, "reward/mean": 1.0},
+        {"step": 1, "reward/mean": 0.5},
+        {"step": 2, "reward/mean": 2.0},
+        {"step": 3, "reward/mean": None},
+        {"step": 4, "reward/mean": math.inf},
+        {"step": 5, "reward/mean": "text"},
+    ]
+    assert _points(rows, "reward") == ([1, 2], [0.5, 2.0])
+
+
+def test_smoothing_leaves_a_straight_line_alone() -> None:
+    line = [0.5 * n for n in range(100)]
+    assert _smooth(line)[2:-2] == pytest.approx(line[2:-2])
+    assert _smooth(line[:10]) == line[:10]
+    assert np.std(_smooth([(-1.0) ** n for n in range(200)])) < 0.3

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+
+import assay
+from assay.runs import Run, checkpoints, write_rollouts
+from assay.runs.directory import list_runs
+from assay.runs.rollouts import rollout_steps
+from assay.types import UserError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create(tmp_path, "demo", "seed = 1\n")
+
+
+def test_create_writes_config_and_environment(run: Run) -> None:
+    assert (run.path / "config.toml").read_text() == "seed = 1\n"
+    environment = json.loads((run.path / "environment.json").read_text())
+    assert environment["versions"]["assay"] == assay.__version__
+    assert environment["versions"]["python"] == sys.version.split()[0]
+    assert environment["machine"]["cores"] == os.cpu_count()
+    assert environment["command"] == sys.argv
+    assert environment["started"].endswith("+00:00")
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("precious")
+    assert Run.create(tmp_path, "empty", "").name == "empty"
+    assert [Run.create(tmp_path, "full", "").name for _ in range(2)] == ["full-2", "full-3"]
+    assert Run.create(tmp_path, "file", "").name == "file-2"
+    assert (tmp_path / "file").read_text() == (tmp_path / "full" / "notes.txt").read_text() == "precious"
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+
+
+def _create_together(runs_dir: Path, barrier: Barrier, number: int) -> None:
+    barrier.wait()
+    Run.create(runs_dir, "race", f"number = {number}\n")
+
+
+def test_racing_creators_get_a_folder_each(tmp_path: Path) -> None:
+    (tmp_path / "race").mkdir()  # empty: all of them want this one
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(8)
+    creators = [context.Process(target=_create_together, args=(tmp_path, barrier, n)) for n in range(8)]
+    for creator in creators:
+        creator.start()
+    for creator in creators:
+        creator.join(30)
+    assert [creator.exitcode for creator in creators] == [0] * 8
+    assert {path.name for path in tmp_path.iterdir()} == {"race", *(f"race-{n}" for n in range(2, 9))}
+    configs = {(path / "config.toml").read_text() for path in tmp_path.iterdir()}
+    assert configs == {f"number = {n}\n" for n in range(8)}
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a@b", ".hidden", "a b", "x" * 300])
+def test_bad_names(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="cannot name a run"):
+        Run.create(tmp_path, name, "")
+    assert not any(tmp_path.iterdir())
+
+
+def test_unwritable_place(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot make a run in"):
+        Run.create(tmp_path / "file" / "runs", "demo", "")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
+def test_read_only_file_system() -> None:
+    with pytest.raises(UserError, match="cannot make a run in /proc"):
+        Run.create(Path("/proc"), "demo", "")
+
+
+def test_open_wants_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a run directory"):
+        Run.open(tmp_path)
+
+
+def test_metrics_round_trip(run: Run) -> None:
+    run.log(1, {"reward/mean": 0.25, "eval/accuracy": math.nan, "optim/grad_norm": math.inf})
+    run.log(2, {"reward/mean": 0.5})
+    text = (run.path / "metrics.jsonl").read_text()  # flushed, without closing
+    assert len(text.splitlines()) == 2
+    assert "NaN" in text
+    first, second = run.read_metrics()
+    assert first["step"] == 1
+    assert math.isnan(first["eval/accuracy"])
+    assert first["optim/grad_norm"] == math.inf
+    assert second == {"step": 2, "reward/mean": 0.5}
+
+
+def test_torn_last_line_is_left_out_and_then_replaced(run: Run) -> None:
+    run.log(1, {"reward/mean": 1.0})
+    run.close()
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward/me')
+    again = Run.open(run.path)
+    assert [row["step"] for row in again.read_metrics()] == [1]
+    again.log(2, {"reward/mean": 2.0})
+    assert [row["step"] for row in again.read_metrics()] == [1, 2]
+    for line in (run.path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"reward/mean": 1}', ""])
+def test_damage_in_the_middle_is_named(run: Run, line: str) -> None:
+    (run.path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(UserError, match="line 2"):
+        run.read_metrics()
+
+
+def test_no_metrics_yet(run: Run) -> None:
+    assert run.read_metrics() == []
+
+
+def test_cut_back_forgets_what_is_later(run: Run) -> None:
+    for step in range(1, 7):
+        run.log(step, {"reward/mean": step / 10, "odd": math.nan})
+        write_rollouts(run.path, step, [])
+        write_rollouts(run.path, step, [], kind="eval", split="test")
+        with checkpoints.saving(run.path, step) as folder:
+            (folder / "state.json").write_text(str(step))
+    checkpoints.set_best(run.path, 5, 0.9)
+    run.write_summary({"steps": 6})
+    before = (run.path / "metrics.jsonl").read_text().splitlines()
+    for _ in range(2):  # it may be cut off itself, and is then done again
+        run.cut_back(4)
+        assert (run.path / "metrics.jsonl").read_text().splitlines() == before[:4]
+        assert rollout_steps(run.path) == rollout_steps(run.path, "eval") == checkpoints.steps(run.path) == [1, 2, 3, 4]
+    assert {path.name for path in (run.path / "rollouts").iterdir()} == {
+        f"step-00000{step}.{suffix}" for step in range(1, 5) for suffix in ("jsonl", "npz")
+    }
+    assert checkpoints.read_best(run.path) is None
+    assert run.read_summary() == {}
+    run.log(5, {"reward/mean": 0.5})  # the open file must be the new one
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]
+
+
+def test_cut_back_to_a_checkpoint_drops_what_its_step_logged_later(run: Run) -> None:
+    run.log(1, {"reward/mean": 0.5})
+    run.log(2, {"reward/mean": math.nan})
+    with checkpoints.saving(run.path, 2) as folder:
+        (folder / "state.json").write_text("{}")
+    saved = (run.path / "metrics.jsonl").read_bytes()
+    run.log(2, {"after/accuracy": 0.5})
+    run.log(3, {"reward/mean": 0.5})
+    run.cut_back(2)
+    assert (run.path / "metrics.jsonl").read_bytes() == saved
+
+
+def test_cut_back_to_before_the_start(run: Run) -> None:
+    run.cut_back(-1)
+    assert run.read_metrics() == []
+    run.log(0, {"before/accuracy": 0.5})
+    with checkpoints.saving(run.path, 0) as folder:
+        (folder / "state.json").write_text("{}")
+    checkpoints.set_best(run.path, 0, 0.5)
+    run.write_summary({"steps": 0})
+    run.cut_back(-1)
+    assert run.read_metrics() == checkpoints.steps(run.path) == []
+    assert run.read_summary() == {}
+    assert not (run.path / "checkpoints" / "best.json").exists()
+
+
+def test_summary_of_what_is_kept_stays(run: Run) -> None:
+    run.write_summary({"steps": 6})
+    run.cut_back(6)
+    assert run.read_summary() == {"steps": 6}
+
+
+_HOLDER = """
+import sys, time
+from pathlib import Path
+from assay.runs.directory import Run
+run = Run.create(Path(sys.argv[1]), "held", "")
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_one_writer_at_a_time_and_death_frees_the_run(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "ready\n"
+        run = Run.open(tmp_path / "held")  # reading is free
+        assert run.state == "running"
+        with pytest.raises(UserError, match=f"written by process {holder.pid}"):
+            Run.open(tmp_path / "held", write=True)
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    assert run.state == "stopped"
+    resumed = Run.open(tmp_path / "held", write=True)
+    assert resumed.state == "running"
+    assert len(json.loads((run.path / "environment.json").read_text())["resumed"]) == 1
+    resumed.write_summary({"steps": 1})
+    resumed.close()
+    assert resumed.state == "finished"
+
+
+def test_reading_runs_needs_neither_torch_nor_matplotlib() -> None:
+    modules = "assay.runs, assay.runs.console, assay.runs.curves, assay.runs.trackers, assay.cli.runs, assay.cli.export"
+    script = f"import sys, {modules}; assert not {{'torch', 'matplotlib', 'wandb'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_list_runs_oldest_first(tmp_path: Path) -> None:
+    for age, name in ((1, "b"), (3, "c"), (2, "a")):
+        run = Run.create(tmp_path, name, "")
+        os.utime(run.path / "config.toml", (1e9 - age, 1e9 - age))
+    (tmp_path / "not-a-run").mkdir()
+    assert [run.name for run in list_runs(tmp_path)] == ["c", "a", "b"]
+    assert list_runs(tmp_path / "nowhere") == []

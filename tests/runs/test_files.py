@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from assay.runs.files import json_line, number, plain, read_json, replacing, write_json
+from assay.types import Status
+
+
+def test_numbers_that_json_lacks_become_strings_that_read_back() -> None:
+    line = json_line({"nan": math.nan, "up": math.inf, "down": -math.inf, "numpy": np.float32("nan")})
+    saved = json.loads(line, parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
+    assert saved == {"nan": "NaN", "up": "Infinity", "down": "-Infinity", "numpy": "NaN"}
+    assert math.isnan(number(saved["nan"]))
+    assert number(saved["up"]) == math.inf
+    assert number(saved["down"]) == -math.inf
+    assert number("ok") == "ok"
+
+
+def test_plain_keeps_values_and_drops_foreign_types() -> None:
+    value = {1: (Status.OK, np.int64(3), np.array([1.5, 2.0])), "set": {2, 1}, "bool": True, "path": Path("a")}
+    assert plain(value) == {"1": ["ok", 3, [1.5, 2.0]], "set": [1, 2], "bool": True, "path": "a"}
+    assert type(plain(Status.OK)) is str
+
+
+def test_json_line_is_one_line_whatever_the_text() -> None:
+    text = "a\nb\r\u2028\u2029\ud800\x00é"
+    line = json_line({"text": text})
+    assert line.splitlines() == [line[:-1]]
+    assert json.loads(line) == {"text": text}
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"old": 1})
+    with pytest.raises(RuntimeError), replacing(path) as file:
+        file.write(b'{"new"')
+        raise RuntimeError
+    assert read_json(path) == {"old": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[1]", "\x00"])
+def test_unreadable_json_reads_as_nothing(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_text(content)
+    assert read_json(path) == {}

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from assay.runs import Run, checkpoints, resolve_model
+from assay.types import UserError
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Path:
+    runs = tmp_path / "runs"
+    run = Run.create(runs, "demo", "")
+    for step in (10, 20, 30):
+        with checkpoints.saving(run.path, step) as folder:
+            (folder / "model").mkdir()
+            (folder / "model" / "config.json").write_text("{}")
+    checkpoints.set_best(run.path, 20, 0.7)
+    Run.create(runs, "young", "")
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("source", "step"),
+    [("run:demo", 30), ("run:demo@last", 30), ("run:demo@best", 20), ("run:demo@10", 10), ("run:demo@000010", 10)],
+)
+def test_tags(runs_dir: Path, source: str, step: int) -> None:
+    wanted = runs_dir / "demo" / "checkpoints" / f"step-0000{step}" / "model"
+    assert Path(resolve_model(source, runs_dir)) == wanted
+    by_path = source.replace("demo", str(runs_dir / "demo"))
+    assert Path(resolve_model(by_path, Path("elsewhere"))) == wanted
+
+
+@pytest.mark.parametrize("source", ["Qwen/Qwen2.5-0.5B", "./folder", "model.gguf", "preset:tiny", "demo@best", ""])
+def test_other_sources_pass_through(runs_dir: Path, source: str) -> None:
+    assert resolve_model(source, runs_dir) == source
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("run:dmeo", "no run 'dmeo' in .*did you mean demo"),
+        ("run:", "no run ''"),
+        ("run:@last", "no run ''"),
+        ("run:demo@15", "no checkpoint of step 15; steps there: 10, 20, 30"),
+        ("run:demo@newest", "a step, last or best, not 'newest'"),
+        ("run:demo@-1", "not '-1'"),
+        ("run:young", "no checkpoint yet"),
+        ("run:young@best", "no checkpoint yet"),
+    ],
+)
+def test_errors_say_what_there_is(runs_dir: Path, source: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve_model(source, runs_dir)
+
+
+def test_no_best_recorded(runs_dir: Path) -> None:
+    (runs_dir / "demo" / "checkpoints" / "best.json").unlink()
+    with pytest.raises(UserError, match="no best checkpoint is recorded"):
+        resolve_model("run:demo@best", runs_dir)
+
+
+def test_no_runs_at_all(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="assay train"):
+        resolve_model("run:demo", tmp_path / "nothing")
+
+
+def test_a_checkpoint_without_model(runs_dir: Path) -> None:
+    with checkpoints.saving(runs_dir / "demo", 40) as folder:
+        (folder / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="holds no model folder"):
+        resolve_model("run:demo@40", runs_dir)

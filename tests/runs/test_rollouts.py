@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from assay.runs.rollouts import (
+    cut_back,
+    keep_rollouts,
+    read_arrays,
+    read_lines,
+    read_rollouts,
+    rollout_path,
+    rollout_steps,
+    write_rollouts,
+)
+from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
+
+
+def _no_split_pair(text: str) -> bool:
+    """JSON cannot tell a high and a low surrogate side by side from the one character that they spell."""
+    return not any("\ud800" <= a <= "\udbff" and "\udc00" <= b <= "\udfff" for a, b in pairwise(text))
+
+
+# Surrogates included: hypothesis leaves them out of text() unless told.
+texts = st.text(st.characters(exclude_categories=())).filter(_no_split_pair)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+real = st.floats(allow_nan=False)
+logprobs = st.floats(allow_nan=False, max_value=0.0, width=32)
+token_ids = st.integers(0, 2**31 - 1)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | finite | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+prompts = st.builds(
+    Prompt,
+    id=texts,
+    messages=st.lists(st.fixed_dictionaries({"role": texts, "content": texts}), max_size=3).map(tuple),
+    answer=texts,
+    solution=st.none() | texts,
+    fields=st.dictionaries(texts, json_values, max_size=3),
+)
+verdicts = st.builds(
+    Verdict,
+    reward=real,
+    status=st.sampled_from(Status),
+    parsed=st.none() | texts,
+    parts=st.dictionaries(texts, real, max_size=2),
+    detail=texts,
+)
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    ids = draw(st.lists(token_ids, max_size=5))
+    size = len(ids)
+    completion = Completion(
+        token_ids=ids,
+        engine_logprobs=draw(st.lists(logprobs, min_size=size, max_size=size)),
+        sampling_logprobs=draw(st.lists(logprobs, min_size=size, max_size=size)),
+        finish=draw(st.sampled_from(Finish)),
+        version=draw(st.integers(0, 2**40)),
+        kept_mass=draw(st.floats(0, 1)),
+    )
+    return Turn(draw(st.lists(token_ids, max_size=5)), completion, draw(texts))
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    prompt = draw(prompts)
+    rollouts = st.builds(
+        Rollout,
+        prompt=st.just(prompt),
+        sample=st.integers(0, 1000),
+        turns=st.lists(turns(), max_size=3),
+        verdict=st.none() | verdicts,
+        reward=real,
+        advantage=real,
+        masked=st.booleans(),
+    )
+    return Group(prompt, draw(st.lists(rollouts, min_size=1, max_size=3)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(groups(), max_size=3))
+def test_what_is_read_is_what_was_written(written: list[Group]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_rollouts(Path(folder), 12, written)
+        assert read_rollouts(Path(folder), 12) == written
+
+
+def _group(samples: int = 2, logprob: float = -0.5) -> Group:
+    prompt = Prompt("abacus/train/3", ({"role": "user", "content": "2 + 2?"},), answer="4", fields={"level": 2})
+    rollouts = []
+    for sample in range(samples):
+        first = Completion([5, 6], [logprob, -0.25], [-0.125, 0.0], Finish.STOP, version=7, kept_mass=0.9)
+        second = Completion([9], [-1.0], [-1.0], Finish.LENGTH, version=8)
+        turns = [Turn([1, 2, 3], first, "<<2+2="), Turn([8], second, "4")]
+        verdict = Verdict(1.0, Status.OK, "4", {"accuracy": 1.0}, "equal")
+        rollouts.append(Rollout(prompt, sample, turns, verdict, 1.0, 0.75 - sample, masked=sample == 1))
+    return Group(prompt, rollouts)
+
+
+def test_lines_hold_what_a_reader_wants(tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path, 12, [_group()])
+    assert path == tmp_path / "rollouts" / "step-000012.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["sample"] for line in lines] == [0, 1]
+    wanted = {
+        "group": 0,
+        "prompt_id": "abacus/train/3",
+        "messages": [{"role": "user", "content": "2 + 2?"}],
+        "text": "<<2+2=4",
+        "answer": "4",
+        "verdict": {"reward": 1.0, "status": "ok", "parsed": "4", "parts": {"accuracy": 1.0}, "detail": "equal"},
+        "reward": 1.0,
+        "advantage": -0.25,
+        "masked": True,
+        "length": 3,
+        "finish": "length",
+        "truncated": True,
+        "version": 8,
+    }
+    assert {key: lines[1][key] for key in wanted} == wanted
+
+
+def test_arrays_are_flat_and_cut_by_offsets(tmp_path: Path) -> None:
+    own = [[0.0, 0.0, 0.0, -0.5, -0.25, 0.0, -1.0]] * 2
+    write_rollouts(tmp_path, 3, [_group()], trainer_logprobs=own)
+    arrays = read_arrays(tmp_path, 3)
+    assert {name: array.dtype.name for name, array in arrays.items()} == {
+        "token_ids": "int32",
+        "loss_mask": "uint8",
+        "engine_logprobs": "float32",
+        "sampling_logprobs": "float32",
+        "offsets": "int64",
+        "advantages": "float32",
+        "trainer_logprobs": "float32",
+    }
+    assert arrays["offsets"].tolist() == [0, 7, 14]
+    assert arrays["token_ids"][7:].tolist() == [1, 2, 3, 5, 6, 8, 9]
+    assert arrays["loss_mask"][7:].tolist() == [0, 0, 0, 1, 1, 0, 1]
+    assert arrays["engine_logprobs"][7:].tolist() == own[0]
+    assert arrays["sampling_logprobs"][7:].tolist() == [0, 0, 0, -0.125, 0, 0, -1]
+    assert arrays["advantages"].tolist() == [0.75, -0.25]
+    np.testing.assert_array_equal(arrays["trainer_logprobs"], np.concatenate(own))
+
+
+def test_double_precision_is_kept_where_it_matters(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, 1, [_group(logprob=-0.1)])
+    assert read_arrays(tmp_path, 1)["engine_logprobs"].dtype == np.float64
+    assert read_rollouts(tmp_path, 1) == [_group(logprob=-0.1)]
+
+
+def test_non_finite_rewards_survive(tmp_path: Path) -> None:
+    group = _group()
+    group.rollouts[0].reward, group.rollouts[1].reward = -math.inf, math.nan
+    write_rollouts(tmp_path, 1, [group])
+    read = read_rollouts(tmp_path, 1)[0].rewards
+    assert read[0] == -math.inf
+    assert math.isnan(read[1])
+
+
+def test_evaluations_keep_text_and_verdicts_only(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, 40, [_group()], kind="eval")
+    write_rollouts(tmp_path, 40, [_group(1)], kind="eval", split="test")
+    names = {path.name for path in (tmp_path / "evals").iterdir()}
+    assert names == {"step-000040.jsonl", "step-000040-test.jsonl"}
+    lines = read_lines(tmp_path, 40, "eval")
+    assert len(lines) == 2
+    assert lines[0]["verdict"]["status"] == "ok"
+    assert "turns" not in lines[0]
+    assert len(read_lines(tmp_path, 40, "eval", "test")) == 1
+    assert rollout_steps(tmp_path, "eval") == [40]
+
+
+@pytest.mark.parametrize(("keep", "left"), [("all", [1, 2, 3]), (-1, [1, 2, 3]), (2, [2, 3]), (0, []), (9, [1, 2, 3])])
+def test_retention(tmp_path: Path, keep: int, left: list[int]) -> None:
+    for step in (1, 2, 3):
+        write_rollouts(tmp_path, step, [_group()])
+    write_rollouts(tmp_path, 1, [_group()], kind="eval")
+    keep_rollouts(tmp_path, keep)
+    assert rollout_steps(tmp_path) == left
+    assert len(list((tmp_path / "rollouts").iterdir())) == 2 * len(left)
+    assert rollout_steps(tmp_path, "eval") == [1]
+
+
+def test_missing_damaged_or_mixed_up_files_are_named(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, 1, [_group()])
+    with pytest.raises(UserError, match=r"step-000002.*\[1\]"):
+        read_rollouts(tmp_path, 2)
+    write_rollouts(tmp_path, 2, [_group(3)])
+    path = rollout_path(tmp_path, 2)
+    path.write_text(rollout_path(tmp_path, 1).read_text())
+    with pytest.raises(UserError, match="do not belong together"):
+        read_rollouts(tmp_path, 2)
+    path.write_text("{")
+    with pytest.raises(UserError, match="damaged"):
+        read_rollouts(tmp_path, 2)
+    rollout_path(tmp_path, 1).with_suffix(".npz").unlink()
+    with pytest.raises(UserError, match="missing"):
+        read_rollouts(tmp_path, 1)
+
+
+# Writes step 1, then dies while step 2 is about to get its n-th file.
+_DYING_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from assay.runs.rollouts import write_rollouts
+from assay.types import *
+prompt = Prompt("p", ())
+turn = Turn([1], Completion([2], [-1.0], [-1.0], Finish.STOP), "x")
+groups = [Group(prompt, [Rollout(prompt, 0, [turn])])]
+run, survived = Path(sys.argv[1]), int(sys.argv[2])
+write_rollouts(run, 1, groups)
+replace, calls = os.replace, []
+def dying(source, target):
+    if len(calls) == survived:
+        os.kill(os.getpid(), signal.SIGKILL)
+    calls.append(target)
+    replace(source, target)
+os.replace = dying
+write_rollouts(run, 2, groups)
+"""
+
+
+@pytest.mark.parametrize("survived", [0, 1])
+def test_kill_while_writing(tmp_path: Path, survived: int) -> None:
+    done = subprocess.run([sys.executable, "-c", _DYING_WRITER, str(tmp_path), str(survived)], check=False)
+    assert done.returncode == -9
+    assert rollout_steps(tmp_path) == [1]
+    assert read_rollouts(tmp_path, 1)[0].rollouts[0].token_ids == [1, 2]
+    assert len(list((tmp_path / "rollouts").glob(".*"))) == 1  # what it left behind
+    cut_back(tmp_path, 1)
+    assert {path.name for path in (tmp_path / "rollouts").iterdir()} == {"step-000001.jsonl", "step-000001.npz"}

@@ -1,0 +1,136 @@
+"""The documentation is true: its commands parse, its settings exist, its links lead somewhere, its examples run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from assay.cli.main import COMMANDS, Parser, main, split_words
+from assay.config import TrainConfig
+from assay.settings import load_settings, parse_overrides
+from assay.types import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
+PAGES = [page for page in PAGES if page.exists()]
+EXPECTED = {"quickstart", "tasks", "algorithms", "runs", "models", "configuration", "CONTRIBUTING"}
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+# A path of the repository, as text or code: a known folder, then names. Placeholders in capitals are not paths.
+PLACE = re.compile(r"(?<![\w./-])(?:src|tests|configs|examples|docs|bench|dev)/[\w./-]*[\w/]")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line[1:] for line in words if line[:1] == ["assay"]]
+
+
+def check_command(words: list[str]) -> None:
+    """As the command line reads it, up to the point where work would begin. Raises UserError on a mistake."""
+    name, *rest = words
+    if name not in COMMANDS:
+        raise UserError(f"no command {name}")
+    module = importlib.import_module(f"assay.cli.{name}")
+    parser = Parser(prog=f"assay {name}")
+    module.add_arguments(parser)
+    kind = getattr(module, "SETTINGS", None)
+    own, overrides = split_words(rest, parser, kind) if kind else (rest, [])
+    args = parser.parse_args(own)
+    if kind:
+        config = getattr(args, "config", None)
+        load_settings(kind, ROOT / config if config and (ROOT / config).exists() else None, parse_overrides(overrides))
+
+
+def every(items: list) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("item", items, ids=lambda item: f"{item[0].stem}:{str(item[1])[:50]}")
+
+
+def test_all_pages_are_there() -> None:
+    assert {page.stem for page in PAGES} >= EXPECTED
+
+
+@every([(page, shlex.join(words)) for page in PAGES for words in commands(page)])
+def test_commands_parse(item: tuple[Path, str]) -> None:
+    check_command(shlex.split(item[1]))
+
+
+def test_the_documented_commands_cover_the_command_line() -> None:
+    assert {words[0] for page in PAGES for words in commands(page)} >= set(COMMANDS)
+
+
+@pytest.mark.parametrize("wrong", ["trian x", "train --optim.lrr 3", "score x.jsonl --nope", "data prepare gsm9k"])
+def test_a_wrong_command_would_be_noticed(wrong: str) -> None:
+    with pytest.raises(UserError):
+        check_command(shlex.split(wrong))
+
+
+@every([(page, block) for page in PAGES for block in blocks(page, "toml")])
+def test_settings_exist(item: tuple[Path, str]) -> None:
+    TrainConfig.model_validate(tomllib.loads(item[1]))
+
+
+@every([(page, block) for page in PAGES for block in blocks(page, "python")])
+def test_python_compiles(item: tuple[Path, str]) -> None:
+    compile(item[1], item[0].name, "exec")
+
+
+@every([(page, link) for page in PAGES for link in LINK.findall(page.read_text())])
+def test_links_lead_somewhere(item: tuple[Path, str]) -> None:
+    page, link = item
+    if "://" not in link:
+        assert (page.parent / link.partition("#")[0]).exists(), f"{page.name} links to {link}"
+
+
+@every([(page, place) for page in PAGES for place in sorted(set(PLACE.findall(page.read_text())))])
+def test_paths_exist(item: tuple[Path, str]) -> None:
+    page, place = item
+    assert (ROOT / place).exists(), f"{page.name} names {place}"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.toml")), ids=lambda file: file.name)
+def test_example_configs_load(file: Path) -> None:
+    load_settings(TrainConfig, file, {})
+
+
+def test_the_row_mapping_gives_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    code = main(["data", "check", "jsonl", "--path", "examples/rows.jsonl", "--arg", "map=examples/rows.py:to_problem"])
+    found = json.loads(capsys.readouterr().out)
+    rows = len((ROOT / "examples" / "rows.jsonl").read_text().splitlines())
+    assert code == 0 and found["ok"] and found["gold"]["test"]["checked"] == rows
+
+
+def test_the_own_task_passes_its_gold_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["data", "check", "examples/my_task.py:SortLetters"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(split["checked"] == split["problems"] > 0 for split in found["gold"].values())
+    assert all(report["n_shared"] == 0 for report in found["overlap_with_train"].values())
+
+
+def test_the_own_task_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    short = ["--sft.steps", "30", "--train.steps", "2", "--eval.final_examples", "20", "--eval.examples", "10"]
+    assert main(["train", "examples/my_task.toml", "--runs_dir", str(tmp_path), *short]) == 0
+    summary = json.loads((tmp_path / "my_task" / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["before"]["n"] == summary["after"]["n"] == 20
+    assert summary["after"]["format"] == 1.0 and set(summary["after"]["statuses"]) <= {"ok", "wrong"}
+    lines = (tmp_path / "my_task" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
+    rewards = {json.loads(line)["reward"] for line in lines}
+    assert len(lines) == 16 * 8 and rewards <= {0.0, 0.25, 0.5, 0.75, 1.0} and len(rewards) > 1
