@@ -36,7 +36,7 @@ class ModelConfig(Section):
 
 
 class TaskConfig(Section):
-    """What to solve. `task = "NAME"` is short for `task.name`."""
+    """What to solve. `task = "NAME"` is short for `task.name`; on the command line it drops a file's path and args."""
 
     name: str = ""
     """gsm8k, math, countdown, abacus, jsonl, or your own as package.module:Thing or file.py:Thing"""
@@ -55,7 +55,7 @@ class PromptConfig(Section):
     """How a problem becomes tokens."""
 
     style: Literal["auto", "chat", "raw"] = "auto"
-    """chat: the tokenizer's template; raw: prompt.template, for base models; auto: chat, where there is a template"""
+    """chat: the tokenizer's template, an error where it has none; raw: prompt.template, for base models; auto: chat"""
     template: str = ""
     """raw prompt with {question}, {examples}, {system} or any field of the problem"""
     system: str = ""

@@ -22,7 +22,10 @@ Settings = TypeVar("Settings", bound=BaseModel)
 def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapping[str, Any]) -> Settings:
     """Settings of one kind from an optional TOML file and dotted overrides such as {"optim.lr": 1e-4}."""
     tree = read_toml(Path(file)) if file is not None else {}
+    fields = dict(keys(kind))
     for key, value in overrides.items():
+        if value is True and key in fields and fields[key].annotation is not bool:
+            raise UserError(f"--{key} needs a value")
         set_dotted(tree, key, value, kind)
     try:
         return kind.model_validate(tree)
@@ -79,8 +82,8 @@ def set_dotted(tree: dict[str, Any], key: str, value: Any, kind: type[BaseModel]
         place[name] = below
         place = below
     old = place.get(last)
-    if isinstance(old, dict) and isinstance(value, str):  # --model PATH over a [model] table changes its source only
-        old.update(short_form(kind, [*parents, last], value))
+    if isinstance(old, dict) and isinstance(value, str) and last != "task":
+        old.update(short_form(kind, [*parents, last], value))  # --model PATH changes a [model] table's source only
     else:
         place[last] = value
 
@@ -118,7 +121,7 @@ def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides:
     while path and path[0].startswith("function-"):
         path = path[1:]
     key = ".".join(path)
-    given = any(key == o or key.startswith(o + ".") for o in overrides)
+    given = any(f"{key}.".startswith(f"{o}.") or f"{o}.".startswith(f"{key}.") for o in overrides)
     where = "on the command line" if given else f"in {file}" if file else "in the settings"
     if first["type"] == "extra_forbidden":
         text = f"unknown key '{key}' {where}{suggestion(kind, path)}"

@@ -128,20 +128,23 @@ def check_new(file: str | None) -> None:
 def show(found: Sequence[dict[str, Any]], console: Console) -> None:
     samples = found[0]["samples"]
     columns = ["model", "accuracy", "95 % interval", "format", "cut off", "tokens"]
-    columns += [f"pass@{samples}", f"majority@{samples}"] if samples > 1 else []
+    shown = [kind for kind in ("pass", "majority") if f"{kind}_at_k" in found[0]]
+    columns += [f"{kind}@{samples}" for kind in shown]
     columns += ["against the first"] if len(found) > 1 else []
     rows = []
     for entry in found:
         low, high = entry["ci95"]
         row = [entry["model"], percent(entry["accuracy"]), f"{percent(low)} to {percent(high)}"]
         row += [percent(entry["format"]), percent(entry["truncated"]), f"{entry['mean_length']:.0f}"]
-        if samples > 1:
-            row += [percent(entry[kind][str(samples)]) for kind in ("pass_at_k", "majority_at_k")]
+        row += [percent(entry[f"{kind}_at_k"][str(samples)]) if f"{kind}_at_k" in entry else "" for kind in shown]
         if len(found) > 1:
             paired = entry.get("paired")
             row.append(f"+{paired['gained']} -{paired['lost']}, p = {paired['p_value']:.2g}" if paired else "")
         rows.append(row)
     console.table(f"{found[0]['task']}, {found[0]['split']} split, {found[0]['n']} problems", columns, rows)
+    for entry in found if samples > 1 else ():
+        curve = "  ".join(f"{k}: {percent(value)}" for k, value in entry["pass_at_k"].items())
+        console.note(f"pass@k of {entry['model']}  {curve}")
 
 
 def percent(fraction: float) -> str:

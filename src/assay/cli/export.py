@@ -18,7 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("dest", metavar="DEST", type=Path, help="folder to make; must be new or empty")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="default: float32")
-    parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder that holds the runs (default: runs)")
+    parser.add_argument(
+        "--runs_dir",
+        "--dir",
+        dest="dir",
+        type=Path,
+        default=Path("runs"),
+        help="folder of the runs [runs]",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

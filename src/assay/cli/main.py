@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # answers may hold what the terminal's encoding cannot say
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # OpenMP threads that spin while they wait slow everything down several times as soon as another process wants a core.
+    # OpenMP threads that spin while they wait slow all down several times as soon as another process wants a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]

@@ -24,9 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     console = Console()
     warnings.showwarning = lambda message, *_: console.warn(str(message))
-    cfg = load_settings(TrainConfig, args.config, parse_overrides(args.overrides))
+    overrides = parse_overrides(args.overrides)
+    cfg = load_settings(TrainConfig, args.config, overrides)
     if not cfg.sft.steps:
         raise UserError("nothing to do: set sft.steps, e.g. --sft.steps 200")
-    cfg.name = cfg.name or (f"{Path(args.config).stem}-sft" if args.config else "sft")
+    stem = cfg.name or (Path(args.config).stem if args.config else "")
+    if "name" not in overrides:  # a config's own name is that of the whole run
+        cfg.name = f"{stem}-sft" if stem else "sft"
     cfg.train.steps, cfg.train.epochs = 0, 0.0
     return start(cfg, console, args.dry_run)

@@ -115,6 +115,10 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
         f"{100 * gain:+.1f} points; {paired['gained']} problems gained, {paired['lost']} lost, "
         f"paired p = {paired['p_value']:.1e}; {summary['wall_s']:.0f} s in all"
     )
-    console.note(f"the run lies in {path} (summary.json, curves.png, metrics.jsonl, rollouts/, checkpoints/)")
+    console.note(f"the run lies in {path} (summary.json, curves.png, metrics.jsonl, ...)")
     name = path.name if path.parent == Path("runs") else str(path)
-    console.note(f"next: assay chat run:{name}@0 run:{name}@last    assay runs    assay export run:{name}@last DEST")
+    models = f"run:{name}@0 run:{name}@last" if summary["steps"] else f"run:{name}@last"
+    console.note("what to try next:")
+    for command in (f"chat {models}", f"eval {models} --eval.samples 8 --eval.temperature 1", "runs"):
+        console.note(f"  assay {command}")
+    console.note(f"  assay export run:{name}@last FOLDER")

@@ -67,8 +67,9 @@ class Report:
     def ci95(self) -> tuple[float, float]:
         """Wilson for one answer a question; with more, questions are resampled: a question's answers go together."""
         questions, samples = self.correct.shape
-        if samples == 1:
-            return wilson(int(self.correct.sum()), questions)
+        if samples == 1 or self.correct.all() or not self.correct.any():
+            # Resampling outcomes that are all alike would claim certainty; Wilson's interval over questions does not.
+            return wilson(int(self.correct.all(axis=1).sum()), questions)
         return bootstrap(self.correct.mean(axis=1), seed=0)
 
     def summary(self) -> dict[str, Any]:
@@ -87,6 +88,7 @@ class Report:
         if samples > 1:
             ks = range(1, samples + 1)
             found["pass_at_k"] = {str(k): v for k, v in pass_at_k_curve(self.correct, ks).items()}
+        if samples > 1 and any(answer is not None for row in self.parsed for answer in row):
             found["majority_at_k"] = {str(k): majority_at_k(self.parsed, self.correct, k) for k in ks}
         return found
 

@@ -47,7 +47,7 @@ _UNIT = re.compile(
     r"(%|[A-Za-z$€£¥₹][A-Za-z'.\-]*)((?:\s?[ /]\s?[A-Za-z][A-Za-z'.\-]*){0,7})(?:\s?\^\s?\{?[23]\}?|[²³])?"
 )
 
-_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 # Words that make the number before them something else than itself.
 _NOT_A_UNIT = (
     "pi sqrt root sin cos tan log ln exp squared cubed times plus minus over and or to by of point mod choose hundred "

@@ -32,10 +32,14 @@ class WandbTracker:
                 project=project, name=run.name, id=run.name, dir=str(run.path), config=settings, resume="allow"
             )
         except wandb.Error as error:
-            raise UserError(f"Weights & Biases did not start: {error}. Log in (wandb login) or unset log.wandb") from error
+            raise UserError(f"Weights & Biases did not start: {error}; log in, or unset log.wandb") from error
+
+        # Steps are an axis of our own: W&B's must never go back, and a warm start counts for itself.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(_numbers(metrics), step=step)
+        self._run.log({"step": step, **_numbers(metrics)})
 
     def close(self) -> None:
         self._run.finish()

@@ -11,13 +11,12 @@ import torch
 
 from assay.config import TrainConfig
 from assay.models.decoder import Decoder
-from assay.rewards import check_verdicts
 from assay.runs.console import Console
 from assay.train import setup
 from assay.train.reference import load_reference
 from assay.train.sft import solution_rows
 from assay.train.stages import Parts
-from assay.train.start import assemble
+from assay.train.start import assemble, probe
 from assay.types import UserError
 
 GIB = 2**30
@@ -34,11 +33,8 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
         if longest + new > limit:
             yield f"warning: a prompt and its answer can pass the context of {limit} tokens and are cut off there"
-        first = prompts[0]
-        texts = ("", first.answer, first.solution or first.answer)
-        verdicts = judge.judge([(text, first.answer, first.fields) for text in texts])
-        check_verdicts(verdicts)
-        yield f"the judge works: an empty answer is '{verdicts[0].status}' with reward {verdicts[0].reward:g}"
+        verdict = probe(judge, prompts[0])
+        yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
     if cfg.sft.steps:
         shown = parts.demonstrations[: cfg.sft.batch]
         rows = solution_rows(shown, parts.collector.renderer, parts.updater.policy.max_length)
@@ -46,12 +42,18 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     if parts.algo.needs_reference:
         load_reference(parts.updater, None, cfg.algo.reference, cfg.runs_dir)
     check_writable(Path(cfg.runs_dir))
-    total = 0.0
-    for name, size in memory(parts, longest).items():
-        total += size
+    parts_of_memory = memory(parts, longest)
+    for name, size in parts_of_memory.items():
         yield f"{name:<28}{size / GIB:8.2f} GiB"
-    yield f"{'memory in all, about':<28}{total / GIB:8.2f} GiB on {parts.updater.policy.device}"
-    yield "everything is in order"
+    needed, free = sum(parts_of_memory.values()), free_memory(parts.updater.policy.device)
+    yield f"{'memory in all, about':<28}{needed / GIB:8.2f} GiB on {parts.updater.policy.device}"
+    if free is not None and needed > free:
+        yield (
+            f"warning: only {free / GIB:.2f} GiB are free; a lower train.token_budget or engine.max_batch needs less, "
+            "and a micro-batch that does not fit is halved as the run goes"
+        )
+    else:
+        yield "everything is in order"
 
 
 def memory(parts: Parts, prompt: int) -> dict[str, float]:
@@ -65,11 +67,12 @@ def memory(parts: Parts, prompt: int) -> dict[str, float]:
         "engine's copy of the weights": float(served * count),
         "reference": float(half * count) if parts.algo.needs_reference else 0.0,
     }
-    tokens = cfg.train.token_budget
+    length = min(prompt + cfg.sampling.max_new_tokens, engine.max_length)
+    sequences = cfg.train.prompts * cfg.train.samples
+    tokens = min(cfg.train.token_budget, sequences * length)
     if isinstance(policy, Decoder):
         spec = policy.spec
-        length = min(prompt + cfg.sampling.max_new_tokens, engine.max_length)
-        sequences = min(cfg.engine.max_batch, cfg.train.prompts * cfg.train.samples)
+        sequences = min(cfg.engine.max_batch, sequences)
         found["KV cache"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * served * length * sequences
         # What backward keeps of one token in one layer: about 10 hidden-sized tensors, attention's, and 4 of the MLP's.
         kept = 10 * spec.hidden + 4 * spec.heads * spec.head_dim + 4 * spec.intermediate
@@ -83,3 +86,14 @@ def check_writable(runs_dir: Path) -> None:
     place = next(p for p in (runs_dir, *runs_dir.absolute().parents) if p.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise UserError(f"{place} is not writable: choose another folder with --runs_dir")
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on the device, where it can be asked."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)

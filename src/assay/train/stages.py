@@ -79,7 +79,7 @@ def imitate(parts: Parts) -> None:
         parts.run.log(0, {"sft/step": step, **metrics})
         console.step(step, metrics)
         for tracker in parts.trackers:
-            tracker.log(step - cfg.sft.steps, metrics)  # at or below 0: reinforcement counts from 1
+            tracker.log(step, metrics)  # under names of their own, so they do not run into reinforcement's steps
     console.stop()
     sync_weights(parts.updater.policy, parts.collector.engine, version=0)
     parts.state.facts["sft"] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from assay.config import TrainConfig
 from assay.models import pick_device, pick_dtype
-from assay.rewards import JudgePool
+from assay.rewards import JudgePool, check_verdicts
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
@@ -24,7 +24,7 @@ from assay.train.reference import load_reference
 from assay.train.stages import Parts
 from assay.train.sync import sync_weights
 from assay.train.update import Updater
-from assay.types import Prompt, UserError
+from assay.types import Prompt, UserError, Verdict
 
 READ_FIRST, READ_AT_MOST = 64, 20_000  # prompts whose length is looked at before a run, generated or from a file
 
@@ -91,6 +91,7 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
     )
     engine = setup.build_engine(cfg.engine, policy, renderer, cfg.model.max_length)
     judge = JudgePool(setup.build_judge(cfg.reward, task), cfg.reward.workers, cfg.reward.timeout_s)
+    probe(judge, train[0])
     collector = Collector(engine, renderer, judge)
     for prompts in (train, *evaluations.values()):
         check_room(collector, prompts)
@@ -111,6 +112,14 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
         console=console,
         clock=clock,
     )
+
+
+def probe(judge: JudgePool, prompt: Prompt) -> Verdict:
+    """A judge that fails on everything is told now, not after the warm start. Gives the verdict on an empty answer."""
+    texts = ("", prompt.answer, prompt.solution or prompt.answer)
+    verdicts = judge.judge([(text, prompt.answer, prompt.fields) for text in texts])
+    check_verdicts(verdicts)
+    return verdicts[0]
 
 
 def check_room(collector: Collector, prompts: Sequence[Prompt]) -> None:
@@ -141,6 +150,11 @@ def report_overlap(train: Sequence[Prompt], evaluations: dict[str, Sequence[Prom
             continue  # the same problems as before
         found = overlap(train, prompts)
         name = label.partition(":")[2]
+        if found.n_shared == found.n_eval:
+            raise UserError(
+                f"every one of the {name} problems is in the train split: give task.path a folder with train.jsonl and "
+                "test.jsonl, or set eval.final_split = 'validation', which is carved from the train split"
+            )
         if found.n_shared:
             console.warn(
                 f"{found.n_shared} of the {found.n_eval} {name} problems are in the train split too "
