@@ -217,8 +217,8 @@ class EvalConfig(Section):
     """evaluate on eval.split every so many steps; 0: only at the start and the end"""
     split: Split = "validation"
     """what the periodic evaluation and the choice of the best checkpoint look at"""
-    final_split: Split = "test"
-    """what before and after are measured on"""
+    final_split: Split | Literal["all"] = "test"
+    """what before and after are measured on; all: every row of a single file (what assay eval --data takes)"""
     examples: Count = 200
     """problems of the periodic evaluation; 0: all"""
     final_examples: Count = 0

@@ -157,7 +157,7 @@ def test_it_says_how_it_went_where_it_lies_and_what_to_do_next(
     assert re.search(r"before +\d+\.\d %", said) and re.search(r"after +\d+\.\d %", said)
     assert re.search(r"[+-]\d+\.\d points; \d+ problems gained, \d+ lost, paired p = ", said)
     path = small.runs / "small"
-    assert f"the run lies in {path}" in said and f"next: assay chat run:{path}@0 run:{path}@last" in said
+    assert f"the run lies in {path}" in said and f"next:\n  assay chat run:{path}@0 run:{path}@last\n" in said
     assert re.search(r"step 2/2  reward \d\.\d\d", said)
     assert "\x1b[" not in said and not found.err  # plain lines, as nobody watches a terminal
 
@@ -258,7 +258,7 @@ def broken_line(small: SmallRuns) -> str:
 
 def one_long(small: SmallRuns) -> str:
     (small.folder / "long.py").write_text(
-        "rows = [{'question': '1' * (598 if n == 37 else 3), 'answer': n} for n in range(50)]\n"
+        "rows = [{'question': '1' * 597 if n == 37 else f'{n:03}', 'answer': n} for n in range(50)]\n"
     )
     return f"{small.folder}/long.py:rows"
 

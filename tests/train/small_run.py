@@ -11,7 +11,7 @@ from assay.cli.main import main
 # Random models solve nothing: a reward that looks at the letters gives every group winners and losers.
 REWARD = """
 def reward(completion, answer):
-    return sum(map(ord, completion)) % 4 / 3
+    return {"reward": sum(map(ord, completion)) % 4 / 3, "parsed": completion}
 
 def raises(completion, answer):
     raise ZeroDivisionError("cannot judge")
@@ -22,6 +22,7 @@ def not_a_number(completion, answer):
 
 CONFIG = """
 model = "preset:nano"
+device = "cpu"
 [task]
 name = "abacus"
 args = {{train_size = 24, eval_size = 10}}

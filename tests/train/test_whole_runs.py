@@ -154,7 +154,7 @@ def test_checkpoints_are_kept_as_asked_and_the_best_is_the_best(small: SmallRuns
     assert best is not None
     measured = {row["step"]: row["eval/accuracy"] for row in small.metrics() if "eval/accuracy" in row}
     assert best["value"] == max(measured.values()) == measured[best["step"]]
-    assert checkpoints.steps(path) == sorted({4, 5, best["step"]})
+    assert checkpoints.steps(path) == sorted({0, 4, 5, best["step"]})
 
 
 def test_the_test_split_never_chooses_the_best_checkpoint(small: SmallRuns) -> None:

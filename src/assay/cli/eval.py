@@ -71,6 +71,7 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
             raise UserError(f"no file at {args.data}: --data takes a JSONL file with one problem a line")
         overrides["task.path"] = args.data
         overrides.setdefault("task.name", overrides.pop("task", "jsonl"))
+        overrides.setdefault("eval.final_split", "all")
     if args.split:
         overrides["eval.final_split"] = args.split
     runs_dir = Path(str(overrides.get("runs_dir", MeasureConfig().runs_dir)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import os
@@ -16,6 +17,12 @@ from assay.types import UserError
 # Record locks belong to the process: closing any other handle on the file would drop ours, so never probe a held one.
 # (flock would be inherited by forked workers that may outlive the run.)
 _held: dict[Path, IO[str]] = {}
+
+
+@atexit.register
+def _release_all() -> None:
+    while _held:
+        _held.popitem()[1].close()
 
 
 def acquire(run_path: Path) -> None:

@@ -12,11 +12,12 @@ from assay.tasks.sources import Source
 from assay.types import Message, Prompt, UserError
 
 DEFAULT_VALIDATION = 500
+ALL = "all"  # a split of its own: every row of a single file
 PREPARED_COLUMNS = ("id", "question", "messages", "answer", "solution")
 
 
 class RowTask(Task):
-    """A single file serves every split: train and validation share it out between them, test reads all of it."""
+    """A single file or list is shared out between train, validation and test; "all" is the whole of it, for evaluations."""
 
     def __init__(self, source: Source, val_size: int | None = None, seed: int = 0) -> None:
         self.source = source
@@ -29,7 +30,8 @@ class RowTask(Task):
         """The prompt of one raw row."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        check_split(split)
+        if split != ALL:
+            check_split(split)
         if split not in self._cache:
             self._cache[split] = [self._convert(row, origin) for row, origin in self._rows(split)]
         if not self._cache[split]:
@@ -43,15 +45,33 @@ class RowTask(Task):
 
     def _rows(self, split: str) -> list[tuple[Row, str]]:
         """Rows of a split with the name of the split that the source keeps them in, which their ids carry."""
-        given = None if self.source.whole and split == "validation" else self.source.read(split)
+        if self.source.whole:
+            return [(row, ALL) for row in self._share(split)]
+        if split == ALL:
+            raise NoSuchSplit(f"{self.source.describe()} is made of splits: name one of them, or one file as the path")
+        given = self.source.read(split)
         if split == "test" or (split == "validation" and given is not None):
             return [(row, split) for row in self._present(given, split)]
         pool = self._present(given if split == "train" else self.source.read("train"), split)
-        if not self.source.whole and split == "train" and self.source.read("validation") is not None:
+        if split == "train" and self.source.read("validation") is not None:
             return [(row, split) for row in pool]
-        size = min(DEFAULT_VALIDATION, len(pool) // 10) if self.val_size is None else self.val_size
-        train, validation = carve_validation(len(pool), size, self.seed)
+        train, validation = carve_validation(len(pool), self._held_out(len(pool)), self.seed)
         return [(pool[index], "train") for index in (train if split == "train" else validation)]
+
+    def _share(self, split: str) -> list[Row]:
+        """What a split gets of a source that knows none: first test, then validation of the rest, then train."""
+        rows = self._present(self.source.read(ALL), split)
+        if split == ALL:
+            return rows
+        size = self._held_out(len(rows))
+        rest, test = carve_validation(len(rows), size, self.seed)
+        if split == "test":
+            return [rows[index] for index in test]
+        train, validation = carve_validation(len(rest), size, self.seed)
+        return [rows[rest[index]] for index in (train if split == "train" else validation)]
+
+    def _held_out(self, count: int) -> int:
+        return min(DEFAULT_VALIDATION, count // 10) if self.val_size is None else self.val_size
 
     def _present(self, rows: list[Row] | None, split: str) -> list[Row]:
         if rows is None:
