@@ -111,7 +111,7 @@ def test_the_row_mapping_gives_problems(
     code = main(["data", "check", "jsonl", "--path", "examples/rows.jsonl", "--arg", "map=examples/rows.py:to_problem"])
     found = json.loads(capsys.readouterr().out)
     rows = len((ROOT / "examples" / "rows.jsonl").read_text().splitlines())
-    assert code == 0 and found["ok"] and found["gold"]["test"]["checked"] == rows
+    assert code == 0 and found["ok"] and found["gold"]["all"]["checked"] == rows
 
 
 def test_the_own_task_passes_its_gold_check(

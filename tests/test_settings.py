@@ -42,6 +42,10 @@ def test_short_forms_work_in_files_and_on_the_command_line(tmp_path: Path) -> No
     cfg = load("--model folder/b --model.max_length 64 --task.path data", file)
     assert (cfg.model.source, cfg.model.max_length) == ("folder/b", 64)
     assert (cfg.task.name, cfg.task.path) == ("gsm8k", "data")
+    tasks = write(tmp_path, '[task]\nname = "gsm8k"\npath = "old"\nargs = {val_size = 3}\n')
+    for words in ("--task jsonl --task.path new", "--task.path new --task jsonl"):  # in any order
+        assert load(words, tasks).task.model_dump() == {"name": "jsonl", "path": "new", "args": {}}
+    assert load("--task.path new", tasks).task.args == {"val_size": 3}
     table = write(tmp_path, '[model]\nsource = "folder/a"\nmax_length = 99\n')
     assert load("--model folder/c", table).model.model_dump()["max_length"] == 99
 
@@ -54,6 +58,8 @@ def test_short_forms_work_in_files_and_on_the_command_line(tmp_path: Path) -> No
         ("--optim.lr fast", ("'optim.lr'", "number", "'fast'")),
         ("--train.samples 0", ("'train.samples'", "greater than or equal to 1")),
         ("--dtype float8", ("'dtype'", "'bfloat16'", "'float8'")),
+        ("--train.steps", ("--train.steps needs a value",)),
+        ("--optim.lr --seed 3", ("--optim.lr needs a value",)),
         ("--seed.more 1", ("'seed'",)),
         ("optim.lr", ("unexpected argument 'optim.lr'",)),
     ],

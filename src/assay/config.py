@@ -9,7 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Split = Literal["train", "validation", "test"]
 
 
@@ -75,34 +79,34 @@ class RewardConfig(Section):
     """the form in which the final answer must stand; empty: the task's own"""
     strict: bool = True
     """only that form counts; false: other forms are tried as well"""
-    accuracy: float = 1.0
+    accuracy: Finite = 1.0
     """weight of a right answer"""
-    format: float = 0.0
+    format: Finite = 0.0
     """weight of having the asked form, right or wrong"""
     format_pattern: str = ""
     """regular expression that defines the form; empty: a final answer could be extracted"""
-    length: float = 0.0
+    length: Finite = 0.0
     """weight of being short: 1 up to target_length characters, falling to 0 at twice that"""
     target_length: Positive = 1000
     """see length"""
-    correct: float = 1.0
+    correct: Finite = 1.0
     """accuracy of a right answer"""
-    wrong: float = 0.0
+    wrong: Finite = 0.0
     """accuracy of a wrong answer"""
-    unparsable: float = 0.0
+    unparsable: Finite = 0.0
     """accuracy where no answer could be read"""
     function: str = ""
     """your own reward in place of the task's: package.module:function or file.py:function"""
     workers: Count = 2
     """judging processes; 0 judges in the training process, without isolation"""
-    timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 5.0
     """hard time limit for one answer"""
 
 
 class SamplingConfig(Section):
     """How training answers are sampled."""
 
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Above0 = 1.0
     """1 samples from the policy itself"""
     top_k: Count = 0
     """0: off. Truncation makes importance ratios inexact"""
@@ -123,9 +127,9 @@ class AlgoConfig(Section):
     """group_mean, group_norm, leave_one_out, batch_mean or none"""
     policy_loss: str | None = None
     """reinforce or ppo_clip"""
-    clip_low: NonNegative | None = None
+    clip_low: Annotated[float, Field(ge=0)] | None = None
     """how far below 1 the ratio may go"""
-    clip_high: NonNegative | None = None
+    clip_high: Annotated[float, Field(ge=0)] | None = None
     """how far above 1 the ratio may go"""
     aggregate: str | None = None
     """what the loss averages over: token, sequence or constant (length)"""
@@ -135,7 +139,7 @@ class AlgoConfig(Section):
     """weight of that divergence; above 0 a reference model is kept"""
     reference: str = ""
     """model to stay close to; empty: the policy as it was when reinforcement began"""
-    entropy_coef: float | None = None
+    entropy_coef: Finite | None = None
     """weight of an entropy bonus"""
     drop_zero_variance: bool | None = None
     """leave out groups in which all rewards are equal"""
@@ -154,7 +158,7 @@ class AlgoConfig(Section):
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-6
+    lr: Above0 = 1e-6
     """learning rate"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """decay after the warm-up"""
@@ -166,9 +170,9 @@ class OptimConfig(Section):
     """fraction of the learning rate to start from, for all steps"""
     weight_decay: NonNegative = 0.0
     """decoupled; not applied to vectors (norms and biases)"""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Below1, Below1] = (0.9, 0.95)
     """AdamW's moments"""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Above0 = 1e-8
     """AdamW's epsilon"""
     max_grad_norm: NonNegative = 1.0
     """gradients are scaled down to this norm; 0: never"""
@@ -200,7 +204,7 @@ class SftConfig(Section):
     """optimizer steps; 0: no warm start"""
     batch: Positive = 64
     """solutions a step"""
-    lr: Annotated[float, Field(gt=0)] = 1e-5
+    lr: Above0 = 1e-5
     """learning rate, linear to 0"""
     warmup: Count = 10
     """steps of linear warm-up"""
@@ -275,7 +279,7 @@ class TrainConfig(Section):
     """name of the run; empty: that of the config file"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
-    seed: int = 0
+    seed: Seed = 0
     """of everything: data order, sampling, fresh weights"""
     device: str = "auto"
     """cuda, mps, cpu or auto"""
@@ -301,7 +305,7 @@ class MeasureConfig(Section):
 
     runs_dir: str = "runs"
     """folder that holds the runs"""
-    seed: int = 0
+    seed: Seed = 0
     """of sampling"""
     device: str = "auto"
     """cuda, mps, cpu or auto"""

@@ -23,7 +23,8 @@ def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapp
     """Settings of one kind from an optional TOML file and dotted overrides such as {"optim.lr": 1e-4}."""
     tree = read_toml(Path(file)) if file is not None else {}
     fields = dict(keys(kind))
-    for key, value in overrides.items():
+    # Sections first: --task NAME drops the path of the file, never one that was given beside it.
+    for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
         if value is True and key in fields and fields[key].annotation is not bool:
             raise UserError(f"--{key} needs a value")
         set_dotted(tree, key, value, kind)

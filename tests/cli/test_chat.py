@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import random
 import re
 import select
 import shutil
@@ -31,7 +32,7 @@ from assay.cli.main import main
 from assay.engine.base import OnToken, Request, SamplingParams
 from assay.models import build_preset, save_model
 from assay.runs import Run, checkpoints
-from assay.tasks import Abacus
+from assay.tasks import Abacus, make_task
 from assay.text import Renderer, Tokenizer, word_tokenizer
 from assay.types import Completion, Finish, Prompt, Status, UserError, Verdict
 
@@ -266,12 +267,31 @@ def test_mistakes_are_one_line_and_change_nothing(line: str, message: str) -> No
 
 
 def test_the_words_after_task() -> None:
-    assert parse_wish(["gsm8k", "17"], "") == Wish("gsm8k", 17, "test")
+    assert parse_wish(["gsm8k", "17"], "") == Wish("gsm8k", 17, None)
     assert parse_wish(["gsm8k", "random", "train"], "abacus") == Wish("gsm8k", None, "train")
-    assert parse_wish(["3"], "abacus") == Wish("abacus", 3, "test")
-    assert parse_wish([], "abacus") == Wish("abacus", None, "test")
+    assert parse_wish(["3"], "abacus") == Wish("abacus", 3, None)
+    assert parse_wish([], "abacus") == Wish("abacus", None, None)
+    assert parse_wish(["jsonl", "3", "all"], "") == Wish("jsonl", 3, "all")
     with pytest.raises(UserError, match="which task"):
         parse_wish(["3"], "")
+
+
+def test_a_single_file_is_asked_from_whole_and_that_of_a_run_from_what_was_held_out(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(f'{{"question": "q{n}", "answer": {n}}}\n' for n in range(30)))
+    cfg = ChatConfig.model_validate({"task": {"name": "jsonl", "path": str(file)}})
+    rng = random.Random(0)
+    named = TaskDesk(cfg, cfg)
+    prompt, split, index = named.question(Wish("jsonl", 29, None), rng)
+    assert (prompt.question, split, index) == ("q29", "all", 29)
+    of_a_run = TaskDesk(cfg, ChatConfig())  # the person named no task: the run's checkpoint brought it
+    held_out = {of_a_run.question(Wish("jsonl", index, None), rng)[0].id for index in range(3)}
+    assert held_out == {prompt.id for prompt in make_task("jsonl", file).prompts("test")}
+    with pytest.raises(UserError, match="jsonl has 3 test questions: choose one from 0 to 2"):
+        of_a_run.question(Wish("jsonl", 3, None), rng)
+    assert of_a_run.question(Wish("jsonl", 4, "all"), rng)[:2] == (make_task("jsonl", file).prompts("all")[4], "all")
+    with pytest.raises(UserError, match='only a single file or list has the split "all"'):
+        named.question(Wish("abacus", 1, "all"), rng)
 
 
 def test_verdicts_in_words() -> None:
@@ -412,6 +432,7 @@ unparsable = -0.5
 workers = 0
 [sampling]
 max_new_tokens = 5
+stop = [";"]
 [eval]
 temperature = 0.0
 max_new_tokens = 0
@@ -421,6 +442,7 @@ max_new_tokens = 0
         shutil.copytree(models[0], folder / "model")
     cfg = settings_of(["run:toy@10"], {"runs_dir": str(tmp_path)})
     assert (cfg.eval.max_new_tokens, cfg.eval.temperature, cfg.prompt.system) == (5, 0.7, "Ann has")
+    assert cfg.eval.stop == [";"]
     other = settings_of(["run:toy@10"], {"runs_dir": str(tmp_path), "task": "gsm8k"})
     assert (other.task.args, other.reward.wrong, other.prompt.system) == ({}, 0.0, "Ann has")
     code, out, err = chat("run:toy@last", "--runs_dir", str(tmp_path), "--prompt", "/task 3")
@@ -456,6 +478,11 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._own, text.encode())
 
+    def interrupt(self) -> None:
+        """Ctrl-C. A prompt is printed just before its line is waited for; a signal between the two would be lost."""
+        time.sleep(0.5)
+        self.process.send_signal(signal.SIGINT)
+
     def read_until(self, pattern: str, limit_s: float = 60.0) -> str:
         seen, deadline = "", time.monotonic() + limit_s
         while not re.search(pattern, seen):
@@ -479,9 +506,9 @@ def test_two_models_side_by_side_in_a_terminal(models: tuple[str, str]) -> None:
         assert re.search(r"one.*┃.*two", seen)  # two columns
         assert re.search(r"reward 0.*│.*reward 0", seen)
         # Ctrl-C goes to the whole process as from a keyboard; twice in a row at the prompt leaves.
-        terminal.process.send_signal(signal.SIGINT)
+        terminal.interrupt()
         assert "once more leaves" in terminal.read_until(r"leaves.*\s+.*> $")
-        terminal.process.send_signal(signal.SIGINT)
+        terminal.interrupt()
         assert terminal.process.wait(timeout=20) == 130
     finally:
         terminal.close()

@@ -66,10 +66,10 @@ def test_prepared_files_of_generated_tasks_know_their_judge(tmp_path, name, caps
     assert assay_data("prepare", name, "--out", out, *sizes) == 0
     assert list(make_task("jsonl", out).prompts("train")) == list(make_task(name).prompts("train")[:40])
     capsys.readouterr()
-    for path in (out, out / "test15.jsonl"):
+    for path, split in ((out, "test"), (out / "test15.jsonl", "all")):
         assert assay_data("check", "jsonl", "--path", path) == 0
         summary = json.loads(capsys.readouterr().out)
-        assert summary["ok"] and summary["gold"]["test"]["checked"] == 15
+        assert summary["ok"] and summary["gold"][split]["checked"] == 15
 
 
 def test_nothing_is_overwritten_without_force(tmp_path, capsys):
@@ -95,6 +95,35 @@ def test_show(capsys):
     assert assay_data("show", "abacus", "--split", "test", "-n", 2) == 0
     printed = capsys.readouterr().out
     assert printed.count("--- abacus/test/") == 2 and "[solution]" in printed and "####" in printed
+
+
+def test_a_single_file_is_shown_and_checked_as_it_stands(tmp_path, capsys):
+    rows = [{"question": f"{n} and {n}?", "answer": 2 * n} for n in range(20)]
+    rows[19] = rows[0]  # a problem that stands twice
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert assay_data("show", "jsonl", "--path", file, "-n", 20) == 0
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line.startswith("---")] == [
+        f"--- jsonl/all/{n}" for n in range(20)
+    ]
+    assert assay_data("show", "jsonl", "--path", file, "--split", "test", "-n", 20) == 0
+    assert capsys.readouterr().out.count("---") == 2
+    assert assay_data("check", "jsonl", "--path", file) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert list(summary["gold"]) == ["all"] and summary["gold"]["all"]["checked"] == 20
+    assert summary["missing_splits"] == []
+    seeds = [shared(file, seed, capsys) for seed in range(8)]
+    assert set(seeds) == {0, 1}  # whether the two fall into different splits is the shuffle's to say
+    file.write_text("\n".join(map(json.dumps, rows[:5])))
+    assert assay_data("check", "jsonl", "--path", file) == 0
+    assert json.loads(capsys.readouterr().out)["missing_splits"] == ["validation", "test"]
+
+
+def shared(file, seed, capsys):
+    assert assay_data("check", "jsonl", "--path", file, "--arg", f"seed={seed}") == 0
+    found = json.loads(capsys.readouterr().out)["overlap_with_train"]
+    return sum(report["n_shared"] for report in found.values())
 
 
 def test_check_reports_golds_and_overlap(tmp_path, capsys):
@@ -126,6 +155,7 @@ def test_check_reports_golds_and_overlap(tmp_path, capsys):
         (["prepare", "abacus", "--arg", "style"], "NAME=VALUE"),
         (["prepare", "abacus", "--train-size", 1, "--out", "SOURCE/train.jsonl/x"], "cannot create the folder"),
         (["show", "abacus", "-n", 0], "-n must be"),
+        (["show", "abacus", "--split", "all"], 'only a single file or list has the split "all"'),
         (["check", "gsm8k", "--path", "nowhere"], "there is no file or folder"),
     ],
 )

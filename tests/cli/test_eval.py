@@ -115,6 +115,25 @@ def test_gold_answers_in_a_file_of_ones_own_are_judged(small: SmallRuns, tmp_pat
     assert found["n"] == 4 and found["task"] == "jsonl"
 
 
+def test_a_file_is_measured_whole_and_a_split_of_it_if_asked(small: SmallRuns, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"question": f"Ann has {n} coins .", "gold": n}) + "\n" for n in range(20)))
+    words = ("run:small@last", "--data", file, "--reward.extract", "hash", "--reward.workers", 0)
+    for extra, split, count in (((), "all", 20), (("--split", "test"), "test", 2)):
+        (found,) = measured(small, tmp_path, *words, *extra)
+        assert (found["split"], found["n"]) == (split, count)
+        (tmp_path / "out.json").unlink()
+    # A task of one's own need not know of "all": it is asked for its test split.
+    (tmp_path / "own.py").write_text(
+        "from assay.tasks import Task\nfrom assay.types import Prompt\n\n\nclass Own(Task):\n"
+        "    def __init__(self, path: str):\n        self.lines = open(path).read().splitlines()\n"
+        "    def prompts(self, split):\n        part = {'test': self.lines[:3], 'train': self.lines[3:]}[split]\n"
+        "        return [Prompt(line, ({'role': 'user', 'content': 'Ann'},), '1') for line in part]\n"
+    )
+    (found,) = measured(small, tmp_path, *words, "--task", f"{tmp_path}/own.py:Own")
+    assert (found["split"], found["n"]) == ("test", 3)
+
+
 def test_any_model_can_be_measured_and_a_folder_against_a_checkpoint(small: SmallRuns, tmp_path: Path) -> None:
     folder = gpt2_folder(tmp_path / "gpt2")
     exported = tmp_path / "exported"
@@ -158,6 +177,8 @@ def test_bad_input_is_one_line(small: SmallRuns, tmp_path: Path, capsys: pytest.
         (("run:small@last", "--model.max_length", 8), "leaves no room"),
         (("run:small@last", "--reward.function", f"{small.folder}/reward.py:raises"), "cannot judge"),
         (("run:small@last", "--split", "tset"), "invalid choice"),
+        (("run:small@last", "--split", "all"), 'only a single file or list has the split "all"'),
+        (("run:small@last", "--eval.samples"), "--eval.samples needs a value"),
         ((), "required"),
     ]
     for words, message in cases:

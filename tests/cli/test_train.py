@@ -176,6 +176,22 @@ def test_overlap_between_train_and_test_is_reported(small: SmallRuns, capsys: py
     assert re.search(r"no overlap between 18 train and 2 validation problems", said)
 
 
+def test_a_single_file_is_trained_and_measured_on_different_rows(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = small.folder / "mine.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{n} + 1", "answer": n + 1}) + "\n" for n in range(40)))
+    words = ("--task", "jsonl", "--task.path", file, "--task.args", "{}", "--model.tokenizer", "characters")
+    assert small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--train.epochs", 1) == 0
+    said = capsys.readouterr().out
+    assert "no overlap between 32 train and 4 test problems" in said
+    assert "no overlap between 32 train and 4 validation problems" in said and "warning" not in said
+    folder = small.runs / "small"
+    trained = {json.loads(line)["prompt_id"] for f in folder.glob("rollouts/*.jsonl") for line in f.open()}
+    tested = {json.loads(line)["prompt_id"] for f in folder.glob("evals/*after-test*.jsonl") for line in f.open()}
+    assert len(tested) == 4 == small.summary()["after"]["n"] and len(trained) == 32 and not trained & tested
+
+
 def test_a_task_and_a_reward_of_ones_own(small: SmallRuns) -> None:
     file = small.folder / "parity.py"
     file.write_text(TASK_FILE)
@@ -263,6 +279,16 @@ def one_long(small: SmallRuns) -> str:
     return f"{small.folder}/long.py:rows"
 
 
+def the_same_twice(small: SmallRuns) -> str:
+    folder = small.folder / "twice"
+    folder.mkdir()
+    for split, size in (("train", 30), ("test", 5)):
+        rows = [json.dumps({"question": f"{n} + 1", "answer": n + 1}) for n in range(size)]
+        (folder / f"{split}.jsonl").write_text("\n".join(rows))
+    (folder / "validation.jsonl").write_text('{"question": "7 + 7", "answer": 14}\n')
+    return str(folder)
+
+
 def file_for_a_folder(small: SmallRuns) -> str:
     (small.folder / "taken").write_text("")
     return f"{small.folder}/taken/runs"
@@ -321,8 +347,18 @@ BAD: dict[str, tuple[Words, str]] = {
     "prompts longer than the context": (lambda s: ["--model.max_length", 8], "leaves no room in a context of 8"),
     "one long prompt among many": (
         lambda s: ["--task", one_long(s), "--task.args", "{}", "--model.tokenizer", "characters"],
-        "has 600 tokens",
+        "prompt rows/all/37 has 599 tokens",
     ),
+    "problems that are all trained on": (
+        lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", the_same_twice(s)],
+        "every one of the test problems is in the train split",
+    ),
+    "a split of single files only": (
+        lambda s: ["--eval.final_split", "all"],
+        'only a single file or list has the split "all"',
+    ),
+    "a key without its value": (lambda s: ["--train.steps"], "--train.steps needs a value"),
+    "a key whose value is the next option": (lambda s: ["--optim.lr", "--seed", 3], "--optim.lr needs a value"),
     "a group of one": (lambda s: ["--train.samples", 1], "at least two"),
     "a reward function that is not there": (
         lambda s: ["--reward.function", f"{s.folder}/reward.py:nope"],
@@ -370,23 +406,23 @@ def test_bad_input_is_one_line_and_leaves_no_trace(
     assert not small.runs.exists() or not list(small.runs.iterdir())
 
 
-LATE: dict[str, tuple[list[object], str]] = {
+BROKEN_JUDGES: dict[str, tuple[list[object], str]] = {
     "a reward function that raises": (["--reward.function", "reward.py:raises"], "ZeroDivisionError: cannot judge"),
     "a reward that is not a number": (["--reward.function", "reward.py:not_a_number"], "nan"),
 }
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("name", LATE)
-def test_what_shows_at_the_first_answers_is_one_line_too(
+@pytest.mark.parametrize("name", BROKEN_JUDGES)
+def test_a_judge_that_fails_on_everything_is_refused_before_the_run_starts(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, workers: int
 ) -> None:
     monkeypatch.chdir(small.folder)
-    words, message = LATE[name]
+    words, message = BROKEN_JUDGES[name]
     assert small.train(*words, "--reward.workers", workers) == 2
     found = capsys.readouterr()
     assert message in found.err and found.err.count("\n") == 1 and "Traceback" not in found.out + found.err
-    assert not list(small.runs.glob("*/summary.json"))
+    assert not small.runs.exists()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,12 @@ from assay.runs.rollouts import read_lines, write_rollouts
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 
+def one_group(prompt: Prompt, statuses: list[Status], parsed: str | None) -> Group:
+    completion = Completion([1], [0.0], [0.0], Finish.STOP)
+    verdicts = [Verdict(float(status is Status.OK), status, parsed) for status in statuses]
+    return Group(prompt, [Rollout(prompt, i, [Turn([2], completion, "")], v) for i, v in enumerate(verdicts)])
+
+
 def make_groups(questions: int, samples: int, seed: int = 0, ids: list[str] | None = None) -> list[Group]:
     draw = random.Random(seed)
     groups = []
@@ -73,6 +79,25 @@ def test_pass_at_k_and_majority_by_brute_force() -> None:
             majorities.append(winner == "7")
         assert found["pass_at_k"][str(k)] == pytest.approx(fmean(passes))
         assert found["majority_at_k"][str(k)] == pytest.approx(fmean(majorities))
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("status", [Status.OK, Status.WRONG])
+def test_answers_that_are_all_alike_claim_no_certainty(samples: int, status: Status) -> None:
+    groups = [one_group(Prompt(f"q/{n}", ()), [status] * samples, "7") for n in range(30)]
+    found = Report.of(groups).summary()
+    right = 30 if status is Status.OK else 0
+    # Samples of one question are not independent: the interval is that of 30 answers, not of 120.
+    assert tuple(found["ci95"]) == wilson(right, 30) and found["ci95"][1] - found["ci95"][0] > 0.1
+    assert found["accuracy"] == right / 30 and found["ci95"][0 if right == 0 else 1] == found["accuracy"]
+
+
+def test_without_a_parsed_answer_there_is_no_majority_to_report() -> None:
+    statuses = [Status.OK, Status.WRONG, Status.OK]
+    unread = Report.of([one_group(Prompt("q/0", ()), statuses, None)]).summary()
+    assert "majority_at_k" not in unread and unread["pass_at_k"]["1"] == pytest.approx(2 / 3)
+    groups = [one_group(Prompt("q/0", ()), statuses, None), one_group(Prompt("q/1", ()), statuses, "7")]
+    assert Report.of(groups).summary()["majority_at_k"]["3"] == 0.5  # one question's answers are enough
 
 
 @pytest.mark.parametrize("samples", [1, 3])

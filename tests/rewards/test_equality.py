@@ -83,6 +83,7 @@ $-5 | -5
 3*10^4 | 30000
 5 million | 5000000
 $5 million | 5,000,000
+3 dozen | 36
 The answer is 18 | 18
 Final answer: 18 | 18
 """
@@ -97,6 +98,7 @@ DIFFERENT_NUMBERS = r"""
 0.33 | 1/3
 0.1 | 0.10000000000000000000001
 5 million | 5
+3 dozen | 3
 1 1/2 | 11/2
 5 cents | $5
 1 2 | 12

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,19 @@ def test_a_prompt_gets_the_same_answers_alone_or_among_others() -> None:
     assert [written(group) for group in backwards[::-1]] == [written(group) for group in together]
     more = part.collect(prompts[:2], SamplingParams(n=5, temperature=1.0, max_new_tokens=6), (5, 2))
     assert [written(group)[:3] for group in more] == [written(group) for group in together[:2]]
+
+
+def test_a_prompt_that_comes_again_within_a_step_gets_other_answers() -> None:
+    part = collector()
+    one, other = TASK.prompts("test")[:2]
+    first, _, again, third = part.collect([one, other, one, one], PARAMS, (5, 2))
+    assert first.prompt == again.prompt == third.prompt == one
+    assert len({str(written(group)) for group in (first, again, third)}) == 3
+    assert written(first) == written(part.collect([one], PARAMS, (5, 2))[0])  # the first is as if it were alone
+    seen: Counter[str] = Counter()
+    calls = [part.collect([one], PARAMS, (5, 2), seen=seen)[0] for _ in range(3)]
+    assert [written(group) for group in calls] == [written(group) for group in (first, again, third)]
+    assert seen == {one.id: 3}
 
 
 @pytest.mark.parametrize("seed", [(6, 2), (5, 3)])

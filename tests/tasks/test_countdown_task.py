@@ -85,12 +85,13 @@ def test_existing_files_are_read(tmp_path):
     ]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = make_task("countdown", path=str(tmp_path / "mine.jsonl"))
-    test = task.prompts("test")
-    assert test[0].messages == tuple(own) and test[0].fields == {"nums": [2, 3, 4], "target": 14}
-    assert "Reach 8 with the numbers 1, 3, 4." in test[2].question
-    assert check_gold(task, "test") == []
+    rows_given = task.prompts("all")
+    assert rows_given[0].messages == tuple(own) and rows_given[0].fields == {"nums": [2, 3, 4], "target": 14}
+    assert "Reach 8 with the numbers 1, 3, 4." in rows_given[2].question
+    assert check_gold(task, "all") == []
+    assert [len(task.prompts(split)) for split in SPLITS] == [8, 1, 1]
     (tmp_path / "mine.jsonl").write_text('{"nums": [1, 1], "target": 99}\n')
-    assert check_gold(make_task("countdown", path=str(tmp_path / "mine.jsonl")), "test") == ["countdown/test/0"]
+    assert check_gold(make_task("countdown", path=str(tmp_path / "mine.jsonl")), "all") == ["countdown/all/0"]
 
 
 def test_bad_input(tmp_path):
@@ -102,6 +103,8 @@ def test_bad_input(tmp_path):
     ):
         file.write_text(json.dumps(row))
         with pytest.raises(UserError, match=message):
-            make_task("countdown", path=str(file)).prompts("test")
+            make_task("countdown", path=str(file)).prompts("all")
+    with pytest.raises(UserError, match='only a single file or list has the split "all"'):
+        Countdown().prompts("all")
     with pytest.raises(UserError, match="numbers must be a range"):
         Countdown(numbers=(3, 9))

@@ -88,7 +88,7 @@ def test_bad_input(tmp_path):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"question": "?", "answer": "seven"}\n')
     with pytest.raises(UserError, match=r'bad.jsonl:1: gsm8k: an answer must end in "#### N"'):
-        make_task("gsm8k", str(file)).prompts("test")
+        make_task("gsm8k", str(file)).prompts("all")
     with pytest.raises(UserError, match="solution_style must be one of boxed, hash"):
         make_task("gsm8k", str(file), solution_style="latex")
     with pytest.raises(UserError, match="there is no file or folder"):

@@ -29,16 +29,16 @@ def test_a_row_map_and_a_reward_of_ones_own(tmp_path):
     task = make_task(
         "jsonl", data, map=f"{tmp_path}/my_file.py:row_to_prompt", extract="hash", judge=f"{tmp_path}/my_file.py:reward"
     )
-    prompt = task.prompts("test")[3]
+    prompt = task.prompts("all")[3]
     assert (prompt.question, prompt.answer, prompt.fields) == ("3 plus 3?", "6", {"kind": "easy"})
-    assert check_gold(task, "test") == []
+    assert check_gold(task, "all") == []
     with JudgePool(task.judge(), workers=1) as pool:
         rewards = [
             verdict.reward for verdict in pool.judge([("6", "6", {"kind": "easy"}), ("6", "6", {"kind": "hard"})])
         ]
     assert rewards == [1.0, 0.25]
     default = make_task("jsonl", data, map=f"{tmp_path}/my_file.py:row_to_prompt", extract="hash")
-    assert check_gold(default, "test") == []
+    assert check_gold(default, "all") == []
     assert not default.judge()("It is #### 7", "6", {}).correct
 
 
@@ -47,16 +47,46 @@ def test_a_row_map_and_a_reward_of_ones_own(tmp_path):
 def test_known_columns_need_no_map(tmp_path, asked, answered):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Two and two?"}]
     row = {asked: messages if asked == "messages" else "Two and two?", answered: 4, "source": "me"}
-    (prompt,) = make_task("jsonl", write(tmp_path / "a.jsonl", [row])).prompts("test")
+    (prompt,) = make_task("jsonl", write(tmp_path / "a.jsonl", [row])).prompts("all")
     assert (prompt.question, prompt.answer, prompt.fields["source"]) == ("Two and two?", "4", "me")
     assert len(prompt.messages) == (2 if asked == "messages" else 1)
 
 
-def test_one_file_gives_train_and_validation_apart(tmp_path):
-    task = make_task("jsonl", write(tmp_path / "a.jsonl", [{"question": str(n), "answer": n} for n in range(50)]))
-    train, validation = ({p.question for p in task.prompts(split)} for split in ("train", "validation"))
-    assert (len(train), len(validation), len(train | validation)) == (45, 5, 50)
-    assert len(task.prompts("test")) == 50
+@pytest.mark.parametrize(
+    ("rows", "val_size", "held_out"), [(50, None, 5), (7000, None, 500), (21, 10, 10), (9, None, 0)]
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_one_file_is_shared_out_between_the_splits(tmp_path, rows, val_size, held_out, seed):
+    data = write(tmp_path / "a.jsonl", [{"question": f"q{n}", "answer": n} for n in range(rows)])
+    task = make_task("jsonl", data, val_size=val_size, seed=seed)
+    everything = [prompt.id for prompt in task.prompts("all")]
+    assert everything == [f"jsonl/all/{n}" for n in range(rows)]  # in the order of the file
+    parts = {}
+    for split, size in (("train", rows - 2 * held_out), ("validation", held_out), ("test", held_out)):
+        if size:
+            parts[split] = [prompt.id for prompt in task.prompts(split)]
+            assert len(parts[split]) == size
+        else:
+            with pytest.raises(UserError, match=f"gives no {split} problems: set val_size, or add a file"):
+                task.prompts(split)
+    given = [name for part in parts.values() for name in part]
+    assert len(given) == len(set(given)) and set(given) == set(everything)  # disjoint, and nothing is lost
+
+
+def test_the_shares_of_one_file_depend_on_the_seed_alone(tmp_path):
+    data = write(tmp_path / "a.jsonl", [{"question": f"q{n}", "answer": n} for n in range(100)])
+    for split in ("validation", "test"):
+        first, again, other = (make_task("jsonl", data, seed=seed).prompts(split) for seed in (0, 0, 1))
+        assert list(first) == list(again) and {p.id for p in first} != {p.id for p in other}
+
+
+def test_more_than_a_file_holds_cannot_be_held_out(tmp_path):
+    data = write(tmp_path / "a.jsonl", [{"question": f"q{n}", "answer": n} for n in range(20)])
+    for split in ("train", "validation", "test"):
+        with pytest.raises(UserError, match=r"has 20 rows, too few for 10 each.*between 0 and 9"):
+            make_task("jsonl", data, val_size=10).prompts(split)
+    assert len(make_task("jsonl", data, val_size=9).prompts("train")) == 2
+    assert len(make_task("jsonl", data, val_size=10).prompts("all")) == 20
 
 
 def test_a_folder_with_all_splits(tmp_path):
@@ -64,6 +94,10 @@ def test_a_folder_with_all_splits(tmp_path):
         write(tmp_path / f"{split}.jsonl", [{"question": split, "answer": number}] * number)
     task = make_task("jsonl", str(tmp_path))
     assert [len(task.prompts(split)) for split in ("train", "validation", "test")] == [1, 2, 3]
+    with pytest.raises(UserError, match="is made of splits: name one of them"):
+        task.prompts("all")
+    with pytest.raises(UserError, match='unknown split "dev": use one of train, validation, test, or all'):
+        task.prompts("dev")
     write(tmp_path / "test100.jsonl", [{"question": "x", "answer": 1}])
     with pytest.raises(UserError, match="several test files"):
         make_task("jsonl", str(tmp_path)).prompts("test")
@@ -72,9 +106,9 @@ def test_a_folder_with_all_splits(tmp_path):
 def test_text_that_only_json_can_hold_survives(tmp_path):
     odd = "lone \ud800 and \u2028 lines"
     (tmp_path / "a.jsonl").write_text(json.dumps({"question": odd, "answer": 1}) + "\n")
-    assert make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("test")[0].question == odd
+    assert make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("all")[0].question == odd
     (tmp_path / "a.jsonl").write_text('{"question": "a\u2028b", "answer": 1}\n', encoding="utf-8")
-    assert make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("test")[0].question == "a\u2028b"
+    assert make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("all")[0].question == "a\u2028b"
 
 
 @pytest.mark.parametrize(
@@ -92,16 +126,16 @@ def test_text_that_only_json_can_hold_survives(tmp_path):
 def test_bad_files(tmp_path, content, message):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(UserError, match=message):
-        make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("test")
+        make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("all")
 
 
 def test_bad_arguments(tmp_path):
     data = write(tmp_path / "a.jsonl", RAW)
     (tmp_path / "my_file.py").write_text("def broken(row):\n    return row['nope']\ndef seven(row):\n    return 7\n")
     with pytest.raises(UserError, match=r"broken raised KeyError on .*a.jsonl:1"):
-        make_task("jsonl", data, map=f"{tmp_path}/my_file.py:broken").prompts("test")
+        make_task("jsonl", data, map=f"{tmp_path}/my_file.py:broken").prompts("all")
     with pytest.raises(UserError, match="must return a dict or a Prompt, not int"):
-        make_task("jsonl", data, map=f"{tmp_path}/my_file.py:seven").prompts("test")
+        make_task("jsonl", data, map=f"{tmp_path}/my_file.py:seven").prompts("all")
     with pytest.raises(UserError, match='unknown judge "maths"'):
         make_task("jsonl", data, judge="maths")
     with pytest.raises(UserError, match="bx"):
@@ -110,4 +144,4 @@ def test_bad_arguments(tmp_path):
         make_task("jsonl")
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="not UTF-8"):
-        make_task("jsonl", data).prompts("test")
+        make_task("jsonl", data).prompts("all")

@@ -105,7 +105,7 @@ def test_the_hub_is_asked_for_the_right_parts(monkeypatch):
 def test_bad_rows(tmp_path):
     write(tmp_path / "bad.jsonl", [{"problem": "?", "solution": "so it is \\boxed{4"}])
     with pytest.raises(UserError, match=r"bad.jsonl:1: math: a row needs an answer"):
-        make_task("math", str(tmp_path / "bad.jsonl")).prompts("test")
+        make_task("math", str(tmp_path / "bad.jsonl")).prompts("all")
     write(tmp_path / "bad.jsonl", [{"text": "?"}])
     with pytest.raises(UserError, match='has no column "problem" or "question"; it has "text"'):
-        make_task("math", str(tmp_path / "bad.jsonl")).prompts("test")
+        make_task("math", str(tmp_path / "bad.jsonl")).prompts("all")

@@ -60,9 +60,9 @@ def test_own_classes_and_functions(own):
 
 def test_own_rows(own):
     task = make_task(own + "rows", n=40, extract="hash", val_size=10)
-    assert (len(task.prompts("train")), len(task.prompts("validation"))) == (30, 10)
+    assert [len(task.prompts(split)) for split in ("train", "validation", "test", "all")] == [20, 10, 10, 40]
     assert task.judge().extract == "hash" and check_gold(task, "train") == []
-    assert len(make_task(own + "ROWS").prompts("test")) == 12
+    assert len(make_task(own + "ROWS").prompts("all")) == 12 and len(make_task(own + "ROWS").prompts("test")) == 1
     by_split = make_task(own + "SPLITS")
     assert (len(by_split.prompts("train")), len(by_split.prompts("test"))) == (9, 2)
     prompts = make_task(own + "prompts", val_size=0).prompts("train")

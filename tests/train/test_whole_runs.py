@@ -157,6 +157,28 @@ def test_checkpoints_are_kept_as_asked_and_the_best_is_the_best(small: SmallRuns
     assert checkpoints.steps(path) == sorted({0, 4, 5, best["step"]})
 
 
+def test_a_new_best_is_saved_at_once_and_outlives_later_checkpoints(
+    small: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from assay.train import loop
+
+    measured, path = loop.measure, small.runs / "small"
+    accuracies = {1: 0.2, 2: 0.2, 3: 0.6, 4: 0.5, 5: 0.6, 6: 0.1}
+
+    def scripted(parts: Any, split: str, label: str = "eval") -> dict[str, float]:
+        return measured(parts, split, label) | {"eval/accuracy": accuracies[parts.state.step]}
+
+    monkeypatch.setattr(loop, "measure", scripted)
+    assert small.train("--train.steps", 6, "--save.every", 4, "--save.keep", 1, "--eval.every", 1) == 0
+    assert checkpoints.read_best(path) == {"step": 3, "value": 0.6}  # an equal one later is no better
+    assert checkpoints.steps(path) == [0, 3, 6]
+    assert small.train("--model", "run:small@best", "--name", "from-best", "--train.steps", 1) == 0
+    start, best = (
+        folder / "model/model.safetensors" for folder in (small.checkpoint(0, "from-best"), small.checkpoint(3))
+    )
+    assert start.read_bytes() == best.read_bytes()
+
+
 def test_the_test_split_never_chooses_the_best_checkpoint(small: SmallRuns) -> None:
     assert small.train("--eval.split", "test", "--eval.every", 1, "--save.every", 1) == 0
     assert any("eval/accuracy" in row for row in small.metrics())

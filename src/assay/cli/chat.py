@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         top_k=cfg.eval.top_k,
         top_p=cfg.eval.top_p,
         max_new_tokens=cfg.eval.max_new_tokens or DEFAULT_LENGTH,
+        stop=tuple(cfg.eval.stop),
     )
     screen = Screen()
     desk = TaskDesk(cfg, load_settings(ChatConfig, None, overrides))
@@ -107,7 +108,7 @@ def settings_of(models: list[str], overrides: dict[str, Any]) -> ChatConfig:
     inherited = {
         key: value
         for key, value in inherited_settings(models, runs_dir).items()
-        if key.partition(".")[0] not in {"eval", *dropped} or key == "eval.max_new_tokens"
+        if key.partition(".")[0] not in {"eval", *dropped} or key in ("eval.max_new_tokens", "eval.stop")
     }
     return load_settings(ChatConfig, None, {**inherited, **overrides})
 

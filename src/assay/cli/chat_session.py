@@ -151,8 +151,10 @@ class Session:
 
     def _task(self, rest: str) -> None:
         wish = parse_wish(rest.split(), self.desk.default_task)
-        prompt, index = self.desk.question(wish, random.Random(request_seed(self.seed, self._turn, "any question")))
-        self.screen.say(f"{wish.name}, {wish.split} question {index}:", "bold")
+        prompt, split, index = self.desk.question(
+            wish, random.Random(request_seed(self.seed, self._turn, "any question"))
+        )
+        self.screen.say(f"{wish.name}, {split} question {index}:", "bold")
         self.screen.say(prompt.question)
         self._forget()
         self._ask(Question(prompt, wish.name))

@@ -10,7 +10,7 @@ from assay.cli.chat_model import Reply
 from assay.config import MeasureConfig
 from assay.rewards import JudgePool
 from assay.tasks import SPLITS, Task
-from assay.tasks.base import UNLIMITED
+from assay.tasks.base import ALL, UNLIMITED, prompts_of
 from assay.train import setup
 from assay.types import Prompt, UserError
 
@@ -24,14 +24,14 @@ class Wish:
 
     name: str
     index: int | None  # None: any
-    split: str
+    split: str | None  # None: test, or all of a single file
 
 
 def parse_wish(words: Sequence[str], default_task: str) -> Wish:
     """NAME may be left out where the settings, or the run of a checkpoint, name a task."""
-    name, index, split = default_task, None, "test"
+    name, index, split = default_task, None, None
     for place, word in enumerate(words):
-        if word in SPLITS:
+        if word in (*SPLITS, ALL):
             split = word
         elif word == "random":
             index = None
@@ -40,7 +40,8 @@ def parse_wish(words: Sequence[str], default_task: str) -> Wish:
         elif place == 0:
             name = word
         else:
-            raise UserError(f"'{word}' is neither a number, nor 'random', nor one of {', '.join(SPLITS)}: {USAGE}")
+            known = ", ".join((*SPLITS, ALL))
+            raise UserError(f"'{word}' is neither a number, nor 'random', nor one of {known}: {USAGE}")
     if not name:
         raise UserError(f"which task? {USAGE}")
     return Wish(name, index, split)
@@ -70,14 +71,15 @@ class TaskDesk:
                 raise UserError(f"{error}{hint}") from error
         return self._tasks[name]
 
-    def question(self, wish: Wish, rng: random.Random) -> tuple[Prompt, int]:
-        """A problem and its number."""
-        prompts = setup.take(self.task(wish.name).prompts(wish.split), 0, wish.split, endless=True)
+    def question(self, wish: Wish, rng: random.Random) -> tuple[Prompt, str, int]:
+        """A problem, its split and its number."""
+        split = wish.split or self._default_split(wish.name)
+        prompts = setup.take(prompts_of(self.task(wish.name), split), 0, split, endless=True)
         size = len(prompts)
         if wish.index is not None and not 0 <= wish.index < size:
-            raise UserError(f"{wish.name} has {size} {wish.split} questions: choose one from 0 to {size - 1}")
+            raise UserError(f"{wish.name} has {size} {split} questions: choose one from 0 to {size - 1}")
         index = rng.randrange(FIRST_OF_MANY if size >= UNLIMITED else size) if wish.index is None else wish.index
-        return prompts[index], index
+        return prompts[index], split, index
 
     def grade(self, name: str, prompt: Prompt, replies: Sequence[Reply]) -> None:
         items = [(reply.full_text, prompt.answer, prompt.fields) for reply in replies]
@@ -87,6 +89,12 @@ class TaskDesk:
     def close(self) -> None:
         for judge in self._judges.values():
             judge.close()
+
+    def _default_split(self, name: str) -> str:
+        """All of a single file that the person named; of one that a run was trained on, what the run held out."""
+        asked = self._plain.task
+        named = name != self.default_task or bool(asked.name or asked.path)
+        return ALL if named and self.task(name).has_all else "test"
 
     def _settings(self, name: str) -> MeasureConfig:
         return self._cfg if name == self.default_task else self._plain

@@ -50,6 +50,8 @@ class Worker(threading.Thread, Generic[Result]):
         self._job, self._floor, self._member = job, floor, member
         self.result: list[Result] = []
         self.error: BaseException | None = None
+        # Not join(): before Python 3.13 a Ctrl-C that reaches it marks a thread as ended that still runs.
+        self.done = threading.Event()
 
     def run(self) -> None:
         try:
@@ -59,6 +61,7 @@ class Worker(threading.Thread, Generic[Result]):
             self.error = error
         finally:
             self._floor.leave(self._member)
+            self.done.set()
 
 
 def take_turns(jobs: Sequence[Callable[[Callable[[], None]], Result]]) -> list[Result]:
@@ -70,10 +73,10 @@ def take_turns(jobs: Sequence[Callable[[Callable[[], None]], Result]]) -> list[R
     workers = [Worker(job, floor, member) for member, job in enumerate(jobs)]
     for worker in workers:
         worker.start()
-    while any(worker.is_alive() for worker in workers):
+    while not all(worker.done.is_set() for worker in workers):
         try:
             for worker in workers:
-                worker.join(LOOK_S)
+                worker.done.wait(LOOK_S)
         except KeyboardInterrupt:
             floor.stop()
     for worker in workers:

@@ -12,7 +12,7 @@ from typing import Any
 
 from assay.rewards import JudgePool
 from assay.tasks import SPLITS, Task, make_task, overlap
-from assay.tasks.base import LazyPrompts, NoSuchSplit, is_gold, seeded_shuffle
+from assay.tasks.base import ALL, LazyPrompts, NoSuchSplit, is_gold, prompts_of, seeded_shuffle
 from assay.tasks.files import jsonl_text, write_atomically
 from assay.tasks.rows import prepared_row
 from assay.tasks.sources import MANIFEST
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = commands.add_parser("show", help="print a few problems")
     show.add_argument("name", help="a task's name, or a dotted path such as my_file.py:MyTask")
     add_task_arguments(show)
-    show.add_argument("--split", default="train", choices=SPLITS)
+    show.add_argument("--split", choices=(*SPLITS, ALL), help="[train, or all of a single file]")
     show.add_argument("-n", type=int, default=3)
     check = commands.add_parser("check", help="judge every gold answer, and look for train problems in test")
     check.add_argument("name", help="a task's name, or a dotted path such as my_file.py:MyTask")
@@ -149,7 +149,7 @@ def run_show(args: argparse.Namespace) -> int:
     if args.n < 1:
         raise UserError("-n must be at least 1")
     task = make_task(args.name, args.path, **task_arguments(args.arg))
-    for prompt in task.prompts(args.split)[: args.n]:
+    for prompt in prompts_of(task, args.split or (ALL if task.has_all else "train"))[: args.n]:
         print(f"--- {prompt.id}")
         for message in prompt.messages:
             print(f"[{message['role']}] {message['content']}")
@@ -163,16 +163,10 @@ def run_check(args: argparse.Namespace) -> int:
     if args.limit is not None and args.limit < 1:
         raise UserError("--limit must be at least 1")
     task = make_task(args.name, args.path, **task_arguments(args.arg))
-    splits, reasons = {}, []
-    for split in SPLITS:
-        try:
-            splits[split] = task.prompts(split)
-        except NoSuchSplit as error:
-            reasons.append(str(error))
-    if not splits:
-        raise UserError("; ".join(reasons))
+    splits = present_splits(task)
+    judged = {ALL: task.prompts(ALL)} if task.has_all else splits  # a single file as it stands, in its own order
     with JudgePool(task.judge()) as pool:
-        golds = {split: check_split_golds(task, prompts, pool, args.limit) for split, prompts in splits.items()}
+        golds = {split: check_split_golds(task, prompts, pool, args.limit) for split, prompts in judged.items()}
     train = splits.get("train")
     against = {split: prompts for split, prompts in splits.items() if split != "train" and train is not None}
     summary = {
@@ -184,6 +178,19 @@ def run_check(args: argparse.Namespace) -> int:
     }
     print(json.dumps(summary, indent=2))
     return 0 if summary["ok"] else 1
+
+
+def present_splits(task: Task) -> dict[str, Sequence[Prompt]]:
+    """Those that the task has; a single file may be too short for all three."""
+    splits, reasons = {}, []
+    for split in SPLITS:
+        try:
+            splits[split] = task.prompts(split)
+        except NoSuchSplit as error:
+            reasons.append(str(error))
+    if not splits:
+        raise UserError("; ".join(reasons))
+    return splits
 
 
 def check_split_golds(task: Task, prompts: Sequence[Prompt], pool: JudgePool, limit: int | None) -> dict[str, Any]:

@@ -32,7 +32,9 @@ GENERATED = 500  # problems taken from a split that has no end, unless eval.fina
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder, hub id, GGUF file or run:NAME@STEP")
     parser.add_argument("--data", metavar="FILE", help="JSONL file with the problems, e.g. from assay data prepare")
-    parser.add_argument("--split", choices=("train", "validation", "test"), help="split of the task [test]")
+    parser.add_argument(
+        "--split", choices=("train", "validation", "test", "all"), help="split of the task [test; with --data: all]"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all numbers here")
     parser.add_argument("--answers", metavar="FILE", help="write every answer and its verdict here, as JSONL")
 
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     from assay.train import setup
 
     task = setup.build_task(cfg.task)
+    if args.data and not task.has_all and cfg.eval.final_split == "all":
+        cfg.eval.final_split = "test"  # a task of one's own reads the file as it likes
     prompts = problems(task, cfg)
     reports = {model: measure(model, cfg, task, prompts, args.answers, console) for model in args.models}
     first = reports[args.models[0]]
@@ -72,6 +76,8 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
         overrides["task.path"] = args.data
         overrides.setdefault("task.name", overrides.pop("task", "jsonl"))
         overrides.setdefault("eval.final_split", "all")
+    if "eval.examples" in overrides:  # in a run that is the periodic evaluation; here there is only one
+        overrides.setdefault("eval.final_examples", overrides["eval.examples"])
     if args.split:
         overrides["eval.final_split"] = args.split
     runs_dir = Path(str(overrides.get("runs_dir", MeasureConfig().runs_dir)))
@@ -82,10 +88,10 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
 
 
 def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
-    from assay.tasks.base import UNLIMITED
+    from assay.tasks.base import UNLIMITED, prompts_of
     from assay.train import setup
 
-    prompts = task.prompts(cfg.eval.final_split)
+    prompts = prompts_of(task, cfg.eval.final_split)
     count = cfg.eval.final_examples or (GENERATED if len(prompts) >= UNLIMITED else 0)
     return list(setup.take(prompts, count, cfg.eval.final_split))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -40,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         print(f"assay: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"assay: the disk is full ({error.filename or error.strerror}): free some space, then go on", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("assay: stopped", file=sys.stderr)

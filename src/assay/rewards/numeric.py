@@ -28,7 +28,7 @@ _SPACE = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~")
 _LEAD_IN = re.compile(r"(?:(?:the )?(?:final )?answer\b(?: is\b)?\s*[:=]?|=)\s*(?=\S)", re.IGNORECASE)
 _DELIMITERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,\s?[0-9]{3})+(?![0-9])|[0-9]{1,3}(?:\s[0-9]{3})+(?![0-9])|[0-9]+)"
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?:\s[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 _ARGUMENT = rf"(?:\{{\s*([-+]?\s*{_DECIMAL})\s*\}}|\s*([0-9]))"
 _NUMBER = re.compile(
@@ -51,9 +51,13 @@ _SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "
 # Words that make the number before them something else than itself.
 _NOT_A_UNIT = (
     "pi sqrt root sin cos tan log ln exp squared cubed times plus minus over and or to by of point mod choose hundred "
-    "half halves third thirds quarter quarters fourth fourths fifth fifths tenth tenths infinity"
+    "half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths "
+    "ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth millionths infinity "
+    "tens hundreds thousands millions billions zillion"
 )
 _NOT_UNITS = frozenset(_NOT_A_UNIT.split())
+# Words that turn an answer into another one, or into two, wherever they stand behind the number.
+_HEDGES = frozenset("or if unless either than below negative minus plus times divided factorial".split())
 _PERCENT = frozenset({"%", "percent", "percents", "percentage", "pct"})
 _SYNONYMS = {
     "dollar": "$ dollar dollars usd us$ bucks",
@@ -81,24 +85,28 @@ _SYNONYMS = {
     "month": "month months",
     "year": "yr yrs year years",
     "degree": "degree degrees deg",
+    "radian": "radian radians rad",
+    "celsius": "celsius",
+    "fahrenheit": "fahrenheit",
 }
 _KNOWN_UNITS = {word: unit for unit, words in _SYNONYMS.items() for word in words.split()}
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number, the known unit with it (or ""), and whether it is a percentage."""
+    """A number, the known units with it ("" or e.g. "mile hour"), and whether it is a percentage."""
 
     value: Fraction
     unit: str = ""
     percent: bool = False
 
     def same(self, gold: Quantity) -> bool:
-        """Equal values; a unit only matters if both have a known one.
+        """Equal values; units only matter if both have known ones and neither side's are among the other's.
 
         With a percent sign on one side alone, both readings count: "50%" equals "50" (percent asked for) and "0.5".
         """
-        if self.unit and gold.unit and self.unit != gold.unit:
+        ours, theirs = set(self.unit.split()), set(gold.unit.split())
+        if not (ours <= theirs or theirs <= ours):
             return False
         if self.value == gold.value:
             return True
@@ -194,15 +202,21 @@ def _read_tail(tail: str) -> tuple[int, str, bool] | None:
     if matched is None:
         return None
     words = [matched[1].lower().rstrip("."), *matched[2].lower().replace("/", " ").split()]
+    if any(word.rstrip(".") in _HEDGES for word in words):
+        return None
     if words[0] in _SCALES and not adjacent:
         rest = words[1:]
         if any(word in _SCALES or word in _NOT_UNITS for word in rest[:1]):
             return None
-        return _SCALES[words[0]], _KNOWN_UNITS.get(rest[0], "") if rest else "", False
+        return _SCALES[words[0]], _known(rest), False
     if words[0] in _PERCENT:
         return 1, "", True
-    known = _KNOWN_UNITS.get(words[0], "")
+    known = _known(words)
     # "5x" and "5 y" are algebra, "3 and 4" are two numbers, "2 pi" is not 2.
-    if words[0] in _NOT_UNITS or (not known and (adjacent or len(words[0]) == 1)):
+    if words[0] in _NOT_UNITS or (words[0] not in _KNOWN_UNITS and (adjacent or len(words[0]) == 1)):
         return None
     return 1, known, False
+
+
+def _known(words: list[str]) -> str:
+    return " ".join(_KNOWN_UNITS[word] for word in words if word in _KNOWN_UNITS)

@@ -46,12 +46,18 @@ def saving(run_path: Path, step: int) -> Iterator[Path]:
         sync_folder(target.parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)  # frees the space that ran out, among other things
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if disk_is_full(error):
             raise UserError(
                 f"the disk is full: no checkpoint of step {step} in {target.parent}, earlier ones are intact; "
                 "free some space and resume"
             ) from error
         raise
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Libraries that write by themselves wrap the system's error in their own."""
+    known = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in known or any(f"os error {code}" in str(error) for code in known)
 
 
 def steps(run_path: Path) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ class Console:
     """Progress, notes and tables of one run. Plain lines go through the same calls when nobody watches a terminal."""
 
     def __init__(self, file: IO[str] | None = None, *, quiet: bool = False) -> None:
-        self._file = file or sys.stdout
+        self._file = file or sys.stdout or open(os.devnull, "w")  # a daemon may have no output at all
         self._live = self._file.isatty() and not quiet
         self._quiet = quiet
         self._rich = RichConsole(file=self._file, highlight=False)
@@ -103,7 +104,10 @@ class Console:
         if self._live:
             self._rich.print(escape(text))
         else:
-            print(text, file=self._file, flush=True)
+            try:
+                print(text, file=self._file, flush=True)
+            except OSError:  # whoever was listening has gone, or the log's disk is full: that must not end a run
+                self._file = open(os.devnull, "w")
 
     def _facts(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         facts = [f"step {step}/{self._total}" if self._total else f"step {step}"]

@@ -13,6 +13,7 @@ from assay.rewards.extract import check_extractor
 from assay.types import Prompt, UserError, Verdict
 
 SPLITS = ("train", "validation", "test")
+ALL = "all"  # a split of its own: every row of a single file or list
 UNLIMITED = 2**31  # what a generated split says its length is
 ANSWER_FORMS = {"boxed": "\\boxed{%s}", "hash": "#### %s", "answer-tag": "<answer>%s</answer>", "last-number": "%s"}
 BOXED_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -29,10 +30,14 @@ class Task(ABC):
     default_extract: str = "boxed"
     judge_kind: str = "math"  # or "countdown"
     instruction: str = ""  # what `prompts` appends to a question, if anything
+    has_all: bool = False  # whether `prompts("all")` gives everything: true of a single file or list
 
     @abstractmethod
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """The problems of "train", "validation" or "test"; the three never share one."""
+        """The problems of "train", "validation" or "test"; the three never share one.
+
+        A task that reads a single file or list gives all of it as "all", which shares problems with the three.
+        """
 
     def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
         """The default accuracy judge; `extract` overrides where the final answer is looked for."""
@@ -79,8 +84,17 @@ class LazyPrompts(Sequence[Prompt]):
 
 
 def check_split(split: str) -> None:
+    if split == ALL:
+        raise NoSuchSplit(f'only a single file or list has the split "all": use one of {", ".join(SPLITS)}')
     if split not in SPLITS:
-        raise UserError(f'unknown split "{split}": use one of {", ".join(SPLITS)}')
+        raise UserError(f'unknown split "{split}": use one of {", ".join(SPLITS)}, or all for a single file')
+
+
+def prompts_of(task: Task, split: str) -> Sequence[Prompt]:
+    """What `task.prompts` gives; a task of the user's own need not know that there is such a split as "all"."""
+    if split == ALL and not task.has_all:
+        check_split(split)
+    return task.prompts(split)
 
 
 def stable_hash(text: str) -> int:

@@ -62,11 +62,12 @@ class Countdown(Task):
         self.instruction, self.seed = instruction, seed
         self.train_size, self.eval_size = train_size, eval_size
         self._stored = None if path is None else StoredCountdown(open_source(path), instruction, val_size, seed)
+        self.has_all = self._stored is not None and self._stored.has_all
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        check_split(split)
         if self._stored is not None:
             return self._stored.prompts(split)
+        check_split(split)
         size = self.train_size if split == "train" else self.eval_size
         return LazyPrompts(partial(self.problem, split), size)
 

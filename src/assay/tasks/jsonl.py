@@ -112,7 +112,7 @@ class Jsonl(OwnTask):
 
 
 class Rows(OwnTask):
-    """Rows or Prompts that a user's module holds; a mapping gives them by split."""
+    """Rows or Prompts that a user's module holds: a mapping gives them by split, a list is shared out like a file."""
 
     def __init__(
         self,

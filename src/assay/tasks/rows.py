@@ -1,4 +1,4 @@
-"""Tasks read from rows: one prompt a row, and a validation split carved from train when the source brings none."""
+"""Tasks read from rows: one prompt a row, and held-out splits carved by a seeded shuffle where the source has none."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from assay.tasks.base import NoSuchSplit, Task, carve_validation, check_split
+from assay.tasks.base import ALL, NoSuchSplit, Task, carve_validation, check_split
 from assay.tasks.files import Row, listed
 from assay.tasks.sources import Source
 from assay.types import Message, Prompt, UserError
 
 DEFAULT_VALIDATION = 500
-ALL = "all"  # a split of its own: every row of a single file
 PREPARED_COLUMNS = ("id", "question", "messages", "answer", "solution")
 
 
 class RowTask(Task):
-    """A single file or list is shared out between train, validation and test; "all" is the whole of it, for evaluations."""
+    """A single file or list is shared out between train, validation and test; "all" is the whole of it."""
 
     def __init__(self, source: Source, val_size: int | None = None, seed: int = 0) -> None:
-        self.source = source
+        self.source, self.has_all = source, source.whole
         self.val_size = val_size  # None: 500, or a tenth of a source that holds fewer than 5,000 rows
         self.seed = seed
         self._cache: dict[str, list[Prompt]] = {}
@@ -64,6 +63,11 @@ class RowTask(Task):
         if split == ALL:
             return rows
         size = self._held_out(len(rows))
+        if size and 2 * size >= len(rows):
+            raise UserError(
+                f"{self.source.describe()} has {len(rows)} rows, too few for {size} each of test and validation: "
+                f"set val_size between 0 and {max((len(rows) - 1) // 2, 0)}"
+            )
         rest, test = carve_validation(len(rows), size, self.seed)
         if split == "test":
             return [rows[index] for index in test]

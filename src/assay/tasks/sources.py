@@ -14,7 +14,7 @@ MANIFEST = "manifest.json"  # written beside prepared files
 
 
 class Source(Protocol):
-    whole: bool  # it knows no splits: every split reads all of it
+    whole: bool  # it knows no splits: whatever the split, `read` gives all of it
 
     def read(self, split: str) -> list[Row] | None:
         """The rows of a split, or None if the source has no such split."""

@@ -15,7 +15,7 @@ from assay.runs.console import Console
 from assay.runs.trackers import make_trackers
 from assay.settings import to_toml
 from assay.tasks import Task
-from assay.tasks.base import UNLIMITED, LazyPrompts
+from assay.tasks.base import UNLIMITED, LazyPrompts, prompts_of
 from assay.tasks.overlap import overlap
 from assay.train import checkpoint, setup
 from assay.train.data import PromptStream
@@ -136,7 +136,7 @@ def total_steps(cfg: TrainConfig, prompts: int) -> int:
 
 def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Prompt]]:
     """By label and split: the problems of the periodic evaluation, and those of before and after."""
-    final = setup.take(task.prompts(cfg.eval.final_split), cfg.eval.final_examples, cfg.eval.final_split)
+    final = setup.take(prompts_of(task, cfg.eval.final_split), cfg.eval.final_examples, cfg.eval.final_split)
     found = {f"{label}:{cfg.eval.final_split}": final for label in ("before", "after")}
     if cfg.train.steps or cfg.train.epochs:
         periodic = setup.take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
@@ -161,4 +161,7 @@ def report_overlap(train: Sequence[Prompt], evaluations: dict[str, Sequence[Prom
                 f"(e.g. {found.examples[0]}): accuracies on them are too good to be true"
             )
         else:
-            console.note(f"no overlap between {found.n_train_checked:,} train and {found.n_eval:,} {name} problems")
+            sample = " (a sample: the split is endless)" if found.sampled else ""
+            console.note(
+                f"no overlap between {found.n_train_checked:,} train{sample} and {found.n_eval:,} {name} problems"
+            )

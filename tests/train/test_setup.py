@@ -1,0 +1,60 @@
+"""Settings -> parts: few-shot examples, and how evaluations sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assay.config import EvalConfig, PromptConfig, SamplingConfig
+from assay.tasks import make_task
+from assay.text import word_tokenizer
+from assay.train.setup import build_renderer, eval_params
+from assay.types import Prompt, UserError
+
+TASK: Any = make_task("abacus")
+SHOTS = [("Ann has 2 coins .", "#### 2"), ("Ann has 3 coins .", "#### 3"), ("Ann has 4 coins .", "#### 4")]
+PROMPT = Prompt("p", ({"role": "user", "content": "Ann has 5 coins ."},))
+
+
+@pytest.fixture
+def shots(tmp_path: Path) -> str:
+    file = tmp_path / "shots.jsonl"
+    file.write_text("".join(json.dumps({"question": q, "solution": s}) + "\n" for q, s in SHOTS))
+    return str(file)
+
+
+def asked(**prompt: Any) -> str:
+    """What the model reads before its answer to PROMPT."""
+    tokenizer = word_tokenizer(TASK.words())
+    renderer = build_renderer(PromptConfig(**prompt), tokenizer, TASK)
+    return tokenizer.decode(renderer.prompt_ids(PROMPT), skip_special=False)
+
+
+def turns(*examples: tuple[str, str]) -> str:
+    said = [f"<user> {question} <assistant> {solution} <eos> " for question, solution in examples]
+    return "".join(said) + f"<user> {PROMPT.question} <assistant>"
+
+
+def test_a_file_of_examples_alone_gives_all_of_them_and_a_number_the_first(shots: str) -> None:
+    assert asked(few_shot_file=shots) == turns(*SHOTS)
+    assert asked(few_shot_file=shots, few_shot=2) == turns(*SHOTS[:2])
+    assert asked() == turns()
+    with pytest.raises(UserError, match="does not hold 4 few-shot examples"):
+        asked(few_shot_file=shots, few_shot=4)
+
+
+def test_without_a_file_examples_come_from_the_train_split() -> None:
+    first = TASK.prompts("train")[0]
+    assert asked(few_shot=1) == turns((first.question, first.solution))
+
+
+def test_evaluations_stop_as_training_does_unless_they_say_otherwise() -> None:
+    training = SamplingConfig(max_new_tokens=33, stop=["Q:"])
+    found = eval_params(EvalConfig(), training)
+    assert (found.stop, found.max_new_tokens) == (("Q:",), 33)
+    found = eval_params(EvalConfig(stop=["\n\n"], max_new_tokens=7), training)
+    assert (found.stop, found.max_new_tokens) == (("\n\n",), 7)
+    assert eval_params(EvalConfig()).stop == ()
