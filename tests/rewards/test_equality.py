@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import time
 from fractions import Fraction
 
@@ -248,3 +249,45 @@ def test_reading_any_text_never_fails_otherwise(text: str) -> None:
     except Unreadable:
         return
     assert quantity is None or isinstance(quantity.value, Fraction)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("5 hundredths", "5"),
+        ("7 eighths", "7"),
+        ("5 tens", "5"),
+        ("42 factorial", "42"),
+        ("42 less than x", "42"),
+        ("42 cups or forty-three", "42"),
+        ("5 below zero", "5"),
+        ("5 radians", "5 degrees"),
+        ("42 degrees Celsius", "42 degrees Fahrenheit"),
+        ("101_3", "101_2"),
+        ("12, 345", "12345"),
+        ("43 = 42", "42"),
+        ("1 = 2 = 42", "42"),
+    ],
+)
+def test_what_only_looks_like_the_gold_answer(answer: str, gold: str) -> None:
+    with contextlib.suppress(Unreadable):  # as good as wrong
+        assert not equal(answer, gold)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("No Solution", "no solution"),
+        ("not possible", "\\text{Not possible}"),
+        ("101_2", "101_{2}"),
+        ("101_2", "101"),
+        ("42 degrees Celsius", "42 degrees"),
+        ("x = 42", "42"),
+        ("6 \\cdot 7 = 42", "42"),
+        ("5 cups of flour", "5"),
+        ("5 more apples", "5"),
+        ("60 miles per hour", "60 miles"),
+    ],
+)
+def test_what_is_the_gold_answer_in_other_words(answer: str, gold: str) -> None:
+    assert equal(answer, gold)

@@ -29,8 +29,8 @@ def test_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.getvalue().splitlines() == [
         "demo: 240 steps",
         "step 1/240  reward 0.41  len 31  0.61 s  eta 7m58s",
-        "step 2/240  reward 0.50  acc 0.52  eta 7m56s",
-        "step 3/240  acc 0.52  eta 7m54s",
+        "step 2/240  reward 0.50  eval 0.52  eta 7m56s",
+        "step 3/240  eta 7m54s",
         "saved [step 3]",
         "warning: odd",
     ]
@@ -76,7 +76,11 @@ def test_steps_outside_of_a_count() -> None:
     console.start(10, "demo")
     console.stop()
     console.step(10, {"after/accuracy": 0.75})
-    assert out.getvalue().splitlines() == ["step 0  acc 0.50", "demo: 10 steps", "step 10  acc 0.75"]
+    assert out.getvalue().splitlines() == [
+        "step 0  accuracy before 0.50",
+        "demo: 10 steps",
+        "step 10  accuracy after 0.75",
+    ]
 
 
 def test_plain_table() -> None:

@@ -26,6 +26,7 @@ Checkpoints of a run (run:NAME@best) bring the run's own task, prompt and reward
   assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1"""
 SETTINGS = MeasureConfig
 KEPT = ("eval.max_new_tokens", "eval.stop", "model.max_length")  # of a run's own settings, when the task is another
+NOT_HERE = {"every", "split", "examples"}  # settings that speak of a training run
 GENERATED = 500  # problems taken from a split that has no end, unless eval.final_examples says otherwise
 
 
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for model, report in reports.items():
         entry = {"model": model, "task": cfg.task.name, "split": cfg.eval.final_split, **report.summary()}
+        entry["settings"] = {"seed": cfg.seed, "path": cfg.task.path, **cfg.eval.model_dump(exclude=NOT_HERE)}
         if report is not first:
             paired = compare(first, report)
             entry["paired"] = {"against": args.models[0], "p_value": paired.p_value}
@@ -91,6 +93,11 @@ def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
     from assay.tasks.base import UNLIMITED, prompts_of
     from assay.train import setup
 
+    if cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.eval.final_split in ("train", "all"):
+        raise UserError(
+            "the few-shot examples would be among the problems that are measured: give prompt.few_shot_file, "
+            "or measure the test split"
+        )
     prompts = prompts_of(task, cfg.eval.final_split)
     count = cfg.eval.final_examples or (GENERATED if len(prompts) >= UNLIMITED else 0)
     return list(setup.take(prompts, count, cfg.eval.final_split))

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(f"assay: the disk is full ({error.filename or error.strerror}): free some space, then go on", file=sys.stderr)
+        print(f"assay: the disk is full ({error.filename or error.strerror}): free some space first", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("assay: stopped", file=sys.stderr)

@@ -9,6 +9,7 @@ from pathlib import Path
 from assay.cli.train import start
 from assay.config import TrainConfig
 from assay.runs.console import Console
+from assay.runs.directory import as_name
 from assay.settings import load_settings, parse_overrides
 from assay.types import UserError
 
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     cfg = load_settings(TrainConfig, args.config, overrides)
     if not cfg.sft.steps:
         raise UserError("nothing to do: set sft.steps, e.g. --sft.steps 200")
-    stem = cfg.name or (Path(args.config).stem if args.config else "")
+    stem = cfg.name or (as_name(Path(args.config).stem) if args.config else "")
     if "name" not in overrides:  # a config's own name is that of the whole run
         cfg.name = f"{stem}-sft" if stem else "sft"
     cfg.train.steps, cfg.train.epochs = 0, 0.0

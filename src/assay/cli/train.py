@@ -10,6 +10,7 @@ from typing import Any
 
 from assay.config import TrainConfig
 from assay.runs.console import Console
+from assay.runs.directory import as_name
 from assay.settings import keys, load_settings, parse_overrides, to_toml
 from assay.types import UserError
 
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.config:
         raise UserError("no config: give a TOML file, e.g. assay train configs/demo.toml, or --resume RUN")
     cfg = load_settings(TrainConfig, args.config, overrides)
-    cfg.name = cfg.name or Path(args.config).stem
+    cfg.name = cfg.name or as_name(Path(args.config).stem)
     return start(cfg, console, args.dry_run)
 
 
@@ -113,7 +114,7 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
     paired, gain = summary["paired"], summary["after"]["accuracy"] - summary["before"]["accuracy"]
     console.note(
         f"{100 * gain:+.1f} points; {paired['gained']} problems gained, {paired['lost']} lost, "
-        f"paired p = {paired['p_value']:.1e}; {summary['wall_s']:.0f} s in all"
+        f"paired p = {paired['p_value']:.2g}; {summary['wall_s']:.0f} s in all"
     )
     console.note(f"the run lies in {path} (summary.json, curves.png, metrics.jsonl, ...)")
     name = path.name if path.parent == Path("runs") else str(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], dtype: to
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in shard}
         save_file(tensors, folder / name, metadata={"format": "pt"})
+        share(folder / name)
         places |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         total = sum(weight.numel() for _, weight in weights) * dtype.itemsize
@@ -134,3 +136,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def share(file: Path) -> None:
+    """The permissions that other new files get: safetensors makes its own readable by their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 # Eight bytes are seen as two words: products below wrap at 64 bits, where the top bit of a 64-bit word could get lost.
 INTEGER_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-CHUNK = 1 << 24
+CHUNK = 1 << 20  # words; small enough for the caches, and one table of multipliers serves every chunk
 
 
 def fingerprint(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
@@ -28,11 +29,17 @@ def fingerprint(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
 
 
 def tensor_sum(value: Tensor) -> int:
-    """Sum of the raw bits, each multiplied by a number that depends on its place, modulo 2**64."""
+    """Sum of the raw bits, each multiplied by an odd number that depends on its place, modulo 2**64."""
     bits = value.contiguous().flatten().view(INTEGER_VIEWS[value.element_size()])
+    factors = multipliers(min(CHUNK, bits.numel()), bits.device)
+    sums = [(part.to(torch.int64) * factors[: part.numel()]).sum() for part in bits.split(CHUNK)]
     total = 0
-    for start in range(0, bits.numel(), CHUNK):
-        part = bits[start : start + CHUNK].to(torch.int64)
-        place = torch.arange(start, start + part.numel(), device=part.device) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01
-        total += int(((part + 0x1B873593) * ((place ^ (place >> 29)) | 1)).sum())
-    return total % 2**64
+    for part_sum in torch.stack(sums).tolist() if sums else []:
+        total = (total * 0x5851F42D4C957F2D + part_sum + 0x14057B7EF767814F) % 2**64
+    return total
+
+
+@lru_cache(maxsize=8)
+def multipliers(count: int, device: torch.device) -> Tensor:
+    place = torch.arange(1, count + 1, device=device) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01
+    return (place ^ (place >> 29)) | 1

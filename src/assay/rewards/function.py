@@ -13,6 +13,8 @@ from assay.rewards.importing import absolute_path, load_object
 from assay.rewards.judge import one_line
 from assay.types import Status, UserError, Verdict
 
+MAX_TEXT = 10_000  # characters of what a user's function may say about an answer
+
 
 @dataclass(frozen=True)
 class FunctionJudge:
@@ -65,7 +67,13 @@ def as_verdict(result: Any) -> Verdict:
         parsed = result.get("parsed")
         parts = {str(name): _number(value) for name, value in (result.get("parts") or {}).items()}
         return _checked(
-            Verdict(reward, status, None if parsed is None else str(parsed), parts, str(result.get("detail", "")))
+            Verdict(
+                reward,
+                status,
+                None if parsed is None else str(parsed)[:MAX_TEXT],
+                parts,
+                str(result.get("detail", ""))[:MAX_TEXT],
+            )
         )
     reward = _number(result)
     return _checked(Verdict(reward, _status(reward), parts={"accuracy": reward}))

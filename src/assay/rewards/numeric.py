@@ -23,6 +23,7 @@ _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname|emph|boxed|fbox)\s*\{([^{}]*)\}"
 )
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?:s)?(?![A-Za-z])|°")
+_TIGHT_COMMA = re.compile(r",\\!\s*")  # 11,\! 111 is one number, 11, 111 are two
 _NOISE = re.compile(r"\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\displaystyle(?![A-Za-z])|\\!")
 _SPACE = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~")
 _LEAD_IN = re.compile(r"(?:(?:the )?(?:final )?answer\b(?: is\b)?\s*[:=]?|=)\s*(?=\S)", re.IGNORECASE)
@@ -51,13 +52,14 @@ _SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "
 # Words that make the number before them something else than itself.
 _NOT_A_UNIT = (
     "pi sqrt root sin cos tan log ln exp squared cubed times plus minus over and or to by of point mod choose hundred "
-    "half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths "
-    "ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth millionths infinity "
+    "half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths eighth "
+    "eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth millionths infinity "
     "tens hundreds thousands millions billions zillion"
 )
 _NOT_UNITS = frozenset(_NOT_A_UNIT.split())
 # Words that turn an answer into another one, or into two, wherever they stand behind the number.
-_HEDGES = frozenset("or if unless either than below negative minus plus times divided factorial".split())
+_HEDGED = "or if unless either than below negative minus plus times divided factorial"
+_HEDGES = frozenset(_HEDGED.split())
 _PERCENT = frozenset({"%", "percent", "percents", "percentage", "pct"})
 _SYNONYMS = {
     "dollar": "$ dollar dollars usd us$ bucks",
@@ -118,7 +120,7 @@ class Quantity:
 def tidy(text: str) -> str:
     """The same answer without what only concerns its looks: delimiters, spacing commands, font wrappers, lookalikes."""
     text = text.translate(_LOOKALIKES)
-    text = _NOISE.sub("", text)
+    text = _NOISE.sub("", _TIGHT_COMMA.sub(",", text))
     text = _SPACE.sub(" ", text)
     text = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\#", "#")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")

@@ -24,7 +24,7 @@ class Console:
     """Progress, notes and tables of one run. Plain lines go through the same calls when nobody watches a terminal."""
 
     def __init__(self, file: IO[str] | None = None, *, quiet: bool = False) -> None:
-        self._file = file or sys.stdout or open(os.devnull, "w")  # a daemon may have no output at all
+        self._file = file or sys.stdout or nowhere()  # a daemon may have no output at all
         self._live = self._file.isatty() and not quiet
         self._quiet = quiet
         self._rich = RichConsole(file=self._file, highlight=False)
@@ -53,7 +53,7 @@ class Console:
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is done."""
-        now, accuracy = time.monotonic(), find(metrics, "any_accuracy")
+        now, accuracy = time.monotonic(), find(metrics, "accuracy")
         self._accuracy = self._accuracy if accuracy is None else accuracy
         if len(self._clock) == 1 and step > self._clock[0][0] + 1:  # a run went on from here; this was its first step
             self._clock = [(step - 1, self._clock[0][1])]
@@ -61,7 +61,7 @@ class Console:
         facts = "  ".join(self._facts(step, metrics))
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step, facts=escape(facts))
-        elif accuracy is not None or step == self._total or now - self._said >= _PAUSE:
+        elif find(metrics, "any_accuracy") is not None or step == self._total or now - self._said >= _PAUSE:
             self._said = now
             self._say(facts)
 
@@ -78,13 +78,16 @@ class Console:
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         if self._quiet:
             return
-        if self._live:
+        lines = aligned([columns, *rows])
+        if self._live and max(map(len, lines)) + 3 * len(columns) > self._rich.width:
+            self._say("\n".join([title, *(line for row in rows for line in listed(columns, row))]))
+        elif self._live:
             table = Table(*map(escape, columns), title=escape(title), title_justify="left")
             for row in rows:
                 table.add_row(*(escape(str(cell)) for cell in row))
             self._rich.print(table)
         else:
-            self._say("\n".join([title, *aligned([columns, *rows])]))
+            self._say("\n".join([title, *lines]))
 
     def stop(self) -> None:
         self._total, self._clock = 0, []
@@ -107,7 +110,7 @@ class Console:
             try:
                 print(text, file=self._file, flush=True)
             except OSError:  # whoever was listening has gone, or the log's disk is full: that must not end a run
-                self._file = open(os.devnull, "w")
+                self._file = nowhere()
 
     def _facts(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         facts = [f"step {step}/{self._total}" if self._total else f"step {step}"]
@@ -115,8 +118,11 @@ class Console:
             facts.append(f"loss {loss:.3f}")
         if (reward := find(metrics, "reward")) is not None:
             facts.append(f"reward {reward:.2f}")
-        if self._accuracy is not None:
-            facts.append(f"acc {self._accuracy:.2f}")
+        for name in ("before", "after"):
+            if (measured := find(metrics, name)) is not None:
+                facts.append(f"accuracy {name} {measured:.2f}")
+        if self._accuracy is not None and reward is not None:
+            facts.append(f"eval {self._accuracy:.2f}")
         if (length := find(metrics, "length")) is not None:
             facts.append(f"len {length:.0f}")
         if (seconds := find(metrics, "seconds")) is not None:
@@ -131,6 +137,10 @@ class Console:
         return (now - begun) / (latest - first) * (self._total - step) if self._total and latest > first else None
 
 
+def nowhere() -> IO[str]:
+    return open(os.devnull, "w")
+
+
 def duration(seconds: float) -> str:
     """8s, 2m10s, 3h05m."""
     whole = max(round(seconds), 0)
@@ -139,6 +149,13 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def listed(columns: Sequence[str], row: Sequence[object]) -> list[str]:
+    """A row of a table that is too wide for the terminal: its first cell whole, the others below it."""
+    first, *rest = zip(columns, row, strict=True)
+    width = max((len(column) for column, _ in rest), default=0)
+    return [str(first[1]), *(f"    {column:<{width}}  {cell}" for column, cell in rest if str(cell))]
 
 
 def aligned(rows: Sequence[Sequence[object]]) -> list[str]:

@@ -17,6 +17,16 @@ from assay.types import UserError
 _NAME = re.compile(r"\w[\w.+=-]{0,199}")
 
 
+def check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise UserError(f"'{name}' cannot name a run: use letters, digits and . _ + = - only")
+
+
+def as_name(text: str) -> str:
+    """A text, such as a file's stem, as the name of a run."""
+    return re.sub(r"[^\w.+=-]", "-", text).lstrip("-.+=") or "run"
+
+
 class Run:
     """The folder of one run. Whoever creates or resumes it holds its lock until `close` or death."""
 
@@ -31,8 +41,7 @@ class Run:
     @classmethod
     def create(cls, runs_dir: Path, name: str, config_toml: str) -> Run:
         """Make runs_dir/name, or name-2, name-3, ... where that is taken, and write down how it was started."""
-        if not _NAME.fullmatch(name):
-            raise UserError(f"'{name}' cannot name a run: use letters, digits and . _ + = - only")
+        check_name(name)
         try:
             runs_dir.mkdir(parents=True, exist_ok=True)
             path = next(path for path in _candidates(runs_dir, name) if _claim(path, config_toml))

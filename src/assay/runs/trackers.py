@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import tomllib
 from collections.abc import Mapping
@@ -75,6 +76,16 @@ def make_trackers(wandb_project: str | None, tensorboard: bool, run: Run) -> lis
     if tensorboard:
         trackers.append(TensorBoardTracker(run))
     return trackers
+
+
+def check_trackers(wandb_project: str | None, tensorboard: bool) -> None:
+    """Say that a package is missing before there is a run that would need it."""
+    for title, package, wanted in (
+        ("Weights & Biases", "wandb", wandb_project),
+        ("TensorBoard", "tensorboard", tensorboard),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise _missing(title, package)
 
 
 def _missing(title: str, extra: str) -> UserError:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from assay.models import PolicyModel, save_model
+from assay.models.export import share
 from assay.runs import checkpoints
 from assay.text import Tokenizer
 from assay.types import UserError
@@ -36,6 +37,7 @@ def save(
         save_model(policy, folder / "model", eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
         tokenizer.save(folder / "model")
         save_file(optimizer_tensors(policy, optimizer), folder / "optimizer.safetensors")
+        share(folder / "optimizer.safetensors")
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=1))
 
 

@@ -25,8 +25,9 @@ def train(parts: Parts) -> dict[str, Any]:
         trained = time.perf_counter()
         state.step += 1
         sync_weights(parts.updater.policy, parts.collector.engine, version=state.step)
+        synced = time.perf_counter()
         metrics |= describe(groups, dropped)
-        metrics |= {"time/sample": sampled - started, "time/train": trained - sampled}
+        metrics |= {"time/sample": sampled - started, "time/train": trained - sampled, "time/sync": synced - trained}
         metrics |= {f"time/{part}": seconds for part, seconds in parts.collector.seconds.items()}
         keep(parts, [*groups, *dropped])
         if due(cfg.eval.every, parts):

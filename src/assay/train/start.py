@@ -12,7 +12,8 @@ from assay.rewards import JudgePool, check_verdicts
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
-from assay.runs.trackers import make_trackers
+from assay.runs.directory import check_name
+from assay.runs.trackers import check_trackers, make_trackers
 from assay.settings import to_toml
 from assay.tasks import Task
 from assay.tasks.base import UNLIMITED, LazyPrompts, prompts_of
@@ -66,6 +67,8 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
 
 
 def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> Parts:
+    check_trackers(cfg.log.wandb or None, cfg.log.tensorboard)
+    check_name(cfg.name or "run")
     algo = setup.build_algorithm(cfg)
     device = pick_device(cfg.device)
     task = setup.build_task(cfg.task)
