@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from hypothesis import settings
 # Test machines are shared and slow at times: a deadline would fail what is right.
 settings.register_profile("assay", deadline=None, derandomize=True)
 settings.load_profile("assay")
+
+# A shell's background jobs ignore Ctrl-C, and so would everything they start: tests that send it would wait forever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 
