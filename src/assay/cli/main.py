@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"assay: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # e.g. `assay runs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:
         if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -50,9 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("assay: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # e.g. `assay runs | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 def dispatch(words: list[str]) -> int:
