@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 # Test machines are shared and slow at times: a deadline would fail what is right.
@@ -16,16 +17,17 @@ settings.load_profile("assay")
 # A shell's background jobs ignore Ctrl-C, and so would everything they start: tests that send it would wait forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Without a GPU Triton's kernels run in its interpreter, which has to be said before anything imports triton.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_items:
-        import torch
-
-        if not torch.cuda.is_available():
-            for item in gpu_items:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

@@ -112,8 +112,12 @@ class SamplingConfig(Section):
     """0: off. Truncation makes importance ratios inexact"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """1: off. Truncation makes importance ratios inexact"""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """0: off; else tokens less likely than this share of the likeliest one are not drawn"""
     max_new_tokens: Positive = 256
     """answers are cut off here"""
+    min_new_tokens: Count = 0
+    """end tokens are not drawn before there are as many"""
     stop: list[str] = Field(default_factory=list)
     """strings that end an answer, besides the model's own end tokens"""
 
@@ -235,6 +239,8 @@ class EvalConfig(Section):
     """0: off"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """1: off"""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """0: off"""
     max_new_tokens: Count = 0
     """0: as in training; without a training run: 512"""
     stop: list[str] = Field(default_factory=list)
@@ -266,8 +272,12 @@ class EngineConfig(Section):
 
     name: Literal["auto", "native", "hf"] = "auto"
     """native for the Llama and Qwen families, hf for everything else"""
-    max_batch: Positive = 256
-    """sequences decoded at once"""
+    max_batch: Count = 0
+    """sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
+    memory: NonNegative = 0.0
+    """GiB for keys and values; 0: what max_batch sequences can use, within 40 % (CUDA) or 25 % of what is free"""
+    prefill_tokens: Count = 0
+    """prompt tokens computed between two stretches of decoding; 0: 8,192 on CUDA, 1,024 elsewhere"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: as the device prefers"""
 

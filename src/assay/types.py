@@ -75,7 +75,9 @@ class Completion:
     sampling_logprobs: list[float]  # after truncation: what the token was really drawn with
     finish: Finish
     version: int = 0  # of the weights that wrote it
-    kept_mass: float = 1.0  # mean probability kept by top-k/top-p; 1 without truncation
+    kept_mass: float = 1.0  # mean probability of what could be drawn; 1 without truncation and forbidden tokens
+    entropy: float = 0.0  # mean over its tokens, of the distribution that `engine_logprobs` belong to
+    handle: int | None = None  # by which the engine can continue it, where that was asked for
 
 
 @dataclass(slots=True)

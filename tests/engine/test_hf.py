@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from engine_parts import assert_same_tokens, greedy_by_transformers, logits_after, random_prompts
+from engine_parts import assert_same_tokens, greedy_by_transformers, random_prompts
+from native_parts import assert_same_draws, assert_same_groups, assert_scores, served, words
 
-from assay.engine import HFEngine, Request, SamplingParams, make_engine
+from assay.engine import HFEngine, Request, RequestError, SamplingParams, make_engine
+from assay.engine.rows import LOG_STEPS
 from assay.models.fallback import HFModel
 from assay.models.fingerprint import fingerprint
 from assay.types import Finish, UserError
@@ -14,7 +17,7 @@ from assay.types import Finish, UserError
 VOCABULARY = 61
 SMALL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "initializer_range": 0.3}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "gpt2": {"n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "gpt_neo": {
         "max_position_embeddings": 64,
         "hidden_size": 32,
@@ -45,8 +48,15 @@ def small_model(kind: str, seed: int = 0) -> HFModel:
     return HFModel(AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval())
 
 
-def engine_for(model: HFModel, max_batch: int = 64) -> HFEngine:
-    engine = make_engine("auto", model, device="cpu", dtype=torch.float32, max_batch=max_batch, max_length=64)
+def engine_for(model: HFModel, max_batch: int = 64, max_length: int = 64) -> HFEngine:
+    engine = make_engine(
+        *("auto", model),
+        device="cpu",
+        dtype=torch.float32,
+        max_batch=max_batch,
+        max_length=max_length,
+        decode=words,
+    )
     assert isinstance(engine, HFEngine)
     return engine
 
@@ -68,17 +78,20 @@ def test_log_probabilities_equal_the_trainers_and_batches_do_not_matter(kind: st
     model = small_model(kind)
     prompts = random_prompts(5, VOCABULARY, seed=2, longest=14)
     params = SamplingParams(n=3, temperature=1.3, top_p=0.95, max_new_tokens=12, stop_token_ids=(3, 5, 7))
-    requests = [Request(p, params, seed=50 + i) for i, p in enumerate(prompts)]
+    kinds = [
+        *(params, replace(params, top_p=1.0, min_p=0.1), replace(params, temperature=0.0)),
+        *(replace(params, forbidden_token_ids=(1, 2), min_new_tokens=6), replace(params, top_p=1.0)),
+    ]
+    requests = [Request(p, kinds[i], seed=50 + i) for i, p in enumerate(prompts)]
     engine = engine_for(model)
     together = engine.generate(requests)
-    alone = [engine.generate([request])[0] for request in requests]
-    for prompt, group, again in zip(prompts, together, alone, strict=True):
-        for a, b in zip(group, again, strict=True):
-            assert_same_tokens(model, prompt, a.token_ids, b.token_ids)
-            logprobs = torch.log_softmax(logits_after(model, [*prompt, *a.token_ids]) / 1.3, -1)
-            expected = logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(a.token_ids)[:, None])[:, 0]
-            assert torch.allclose(torch.tensor(a.engine_logprobs), expected, atol=1e-4)
-            assert 0.9 < a.kept_mass < 1.0
+    assert_same_groups(model, requests, together, [engine.generate([request])[0] for request in requests])
+    assert_same_groups(model, requests, together, engine_for(model, max_batch=4).generate(requests))
+    for request, group in zip(requests, together, strict=True):
+        for completion in group:
+            assert_scores(model, request.prompt_ids, completion, request.params)
+    assert all(0.9 < completion.kept_mass < 1.0 for completion in together[0])
+    assert all(len(completion.token_ids) > 6 for completion in together[3])
 
 
 def test_weights_are_its_own() -> None:
@@ -119,3 +132,101 @@ def test_context_end_stream_and_bad_prompts() -> None:
     assert completion.finish is Finish.LENGTH and len(completion.token_ids) == 4 and seen == completion.token_ids
     with pytest.raises(UserError, match=r"'long'.* 64 tokens"):
         engine.generate([Request([1] * 64, SamplingParams(), seed=0, name="long")])
+
+
+def test_generations_longer_than_the_log() -> None:
+    model = small_model("gpt2")
+    params = SamplingParams(n=2, max_new_tokens=LOG_STEPS + 20)
+    requests = [Request([i + 1], replace(params, max_new_tokens=LOG_STEPS + 20 - 9 * i), seed=i) for i in range(3)]
+    groups = engine_for(model, max_batch=3, max_length=128).generate(requests)
+    for request, group in zip(requests, groups, strict=True):
+        for completion in group:
+            assert len(completion.token_ids) == request.params.max_new_tokens
+            assert_scores(model, request.prompt_ids, completion, request.params)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bloom"])
+def test_several_turns_equal_one_long_list(kind: str) -> None:
+    model = small_model(kind)
+    engine = engine_for(model, max_batch=3)
+    params = SamplingParams(n=2, max_new_tokens=6, stop_token_ids=(3, 5))
+    sequences = random_prompts(4, VOCABULARY, seed=3, longest=9)
+    requests = [Request(ids, params, seed=i, keep=True) for i, ids in enumerate(sequences)]
+    for turn in range(3):
+        groups = engine.generate(requests)
+        for i, (request, group) in enumerate(zip(requests, groups, strict=True)):
+            whole = Request(sequences[i], params, seed=request.seed)
+            assert_same_draws(model, whole, group, engine_for(model).generate([whole])[0])
+            more = [turn + 1] * (i % 3)
+            sequences[i] = [*sequences[i], *group[turn % 2].token_ids, *more]
+            requests[i] = Request(more, params, seed=9 * turn + i, keep=True, continues=group[turn % 2].handle)
+            engine.release([completion.handle for completion in group if completion.handle != requests[i].continues])  # type: ignore[misc]
+    assert set(engine.kept) == {request.continues for request in requests}
+
+
+def test_handles_are_used_up_unless_nothing_comes_of_it() -> None:
+    model = small_model("gpt2")
+    engine = engine_for(model)
+    params = SamplingParams(max_new_tokens=4)
+    (first,) = engine.generate([Request([1, 2], params, seed=0, keep=True)])[0]
+    going_on = Request([3], params, seed=1, name="again", continues=first.handle)
+    assert list(served(engine, [Request([1] * 64, params, seed=1, continues=first.handle)])[1]) == [0]  # too long
+
+    def complain(request: int, sample: int, token: int) -> None:
+        raise ConnectionError("nobody listens")
+
+    with pytest.raises(ConnectionError):
+        engine.generate([going_on], on_token=complain)
+    groups, errors = served(engine, [going_on, going_on])
+    assert list(errors) == [1] and f"'again': there is nothing to continue under handle {first.handle}" in errors[1]
+    whole = Request([1, 2, *first.token_ids, 3], params, seed=1)
+    assert_same_draws(model, whole, groups[0], engine.generate([whole])[0])
+    assert list(served(engine, [going_on])[1]) == [0] and not engine.kept
+
+
+def test_stop_strings_and_streams() -> None:
+    model = small_model("gpt2")
+    engine = engine_for(model, max_batch=3)
+    free = SamplingParams(n=2, max_new_tokens=20)
+    requests = [Request([i + 1], free, seed=i) for i in range(4)]
+    whole = engine.generate(requests)
+    stops = [words(group[0].token_ids[8:10]) for group in whole]
+    stopping = [replace(r, params=replace(free, stop=(stop,))) for r, stop in zip(requests, stops, strict=True)]
+    quiet = engine.generate(stopping)
+    tokens: dict[tuple[int, int], list[int]] = {}
+    finished: dict[tuple[int, int], Any] = {}
+
+    def on_finish(request: int, sample: int, completion: Any) -> None:
+        assert (request, sample) not in finished
+        finished[request, sample] = completion
+
+    groups = engine.generate(stopping, lambda r, s, token: tokens.setdefault((r, s), []).append(token), on_finish)
+    every = {(r, s): completion for r, group in enumerate(groups) for s, completion in enumerate(group)}
+    assert finished == every and tokens == {key: completion.token_ids for key, completion in every.items()}
+    assert_same_groups(model, stopping, groups, quiet)
+    for group, before, stop in zip(groups, whole, stops, strict=True):
+        for completion, longer in zip(group, before, strict=True):
+            place = words(longer.token_ids).find(stop)
+            assert completion.token_ids == longer.token_ids[: place + 2 if place >= 0 else 20]
+        assert group[0].finish is Finish.STOP
+
+
+def test_bad_requests_are_named_and_the_others_finish() -> None:
+    model = small_model("gpt2")
+    engine = engine_for(model, max_batch=3)
+    params = SamplingParams(n=2, max_new_tokens=10, forbidden_token_ids=(9,))
+    good = [Request([i + 1, i + 2], params, seed=i) for i in range(3)]
+    expected = engine.generate(good)
+    weights = {name: weight.detach().clone() for name, weight in model.weights()}
+    weights["transformer.wte.weight"][9] = float("nan")  # of the tied head too, so that all its logits are none
+    bad = [Request([], params, seed=0, name="empty"), Request([1], replace(params, n=0), seed=0, name="none")]
+    with pytest.raises(RequestError, match=r"'empty': the prompt is empty.*\(1 more requests failed\)") as caught:
+        engine.generate([good[0], bad[0], good[1], bad[1], good[2]])
+    assert list(caught.value.errors) == [1, 3] and "samples must be at least 1" in caught.value.errors[3]
+    assert_same_groups(model, good, [group for group in caught.value.completions if group], expected)
+    engine.load_weights(weights.items(), version=1)
+    with pytest.raises(RequestError, match=r"request 0: .*token 0 of sample 0 is not a number") as caught:
+        engine.generate(good)
+    assert list(caught.value.errors) == [0, 1, 2]
+    engine.load_weights(model.weights(), version=2)
+    assert_same_groups(model, good, engine.generate(good), expected)

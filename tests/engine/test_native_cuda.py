@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from engine_parts import small_decoder, small_spec
 
 from assay.algos import make_algorithm
-from assay.engine import make_engine
+from assay.engine import NativeEngine, RequestError, make_engine
 from assay.engine.base import Request, SamplingParams
+from assay.engine.columns import BLOCK_SIZE
+from assay.engine.memory import GIB
 from assay.models import build_preset, fingerprint
+from assay.models.decoder import Decoder
+from assay.types import Completion
 
 pytestmark = pytest.mark.gpu
 
@@ -47,6 +54,100 @@ def test_bfloat16_serving_stays_close_to_float32() -> None:
             start = len(request.prompt_ids)
             expected = logits[start - 1 : -1].gather(-1, ids[start:, None])[:, 0].cpu()
             assert (expected - torch.tensor(completion.engine_logprobs)).abs().mean() < 0.1
+
+
+def native(model: Decoder, device: str, dtype: torch.dtype = torch.float32, **options: Any) -> NativeEngine:
+    engine = make_engine("native", model, device=device, dtype=dtype, **options)
+    assert isinstance(engine, NativeEngine)
+    return engine
+
+
+def flat(groups: list[list[Completion]]) -> list[Completion]:
+    return [completion for group in groups for completion in group]
+
+
+def share_of_equals(ours: list[Completion], theirs: list[Completion]) -> float:
+    assert len(ours) == len(theirs)
+    return sum(a.token_ids == b.token_ids for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_recorded_steps_write_what_the_cpu_writes_for_every_kind_of_request(family: str) -> None:
+    model = small_decoder(small_spec(family, head_dim=64, max_length=160), seed=3)
+    plain = SamplingParams(n=3, temperature=0.9, max_new_tokens=30, stop_token_ids=(1, 2))
+    kinds = [
+        plain,
+        replace(plain, temperature=0.0),
+        replace(plain, top_k=7, top_p=0.8),
+        replace(plain, min_p=0.1, min_new_tokens=9, forbidden_token_ids=(4, 8, 15)),
+    ]
+    asked = [Request([(i * j) % 61 for j in range(1, 20 + 9 * i)], kinds[i % 4], seed=i) for i in range(9)]
+    expected = flat(native(model, "cpu").generate(asked))
+    engine = native(model, "cuda", max_batch=8, prefill_tokens=32)
+    found = flat(engine.generate(asked))
+    assert share_of_equals(found, expected) >= 0.8  # a near-tie may fall differently
+    for a, b in zip(found, expected, strict=True):
+        if a.token_ids == b.token_ids:
+            assert a.finish == b.finish
+            for name in ("engine_logprobs", "sampling_logprobs", "kept_mass", "entropy"):
+                x, y = torch.tensor(getattr(a, name)), torch.tensor(getattr(b, name))
+                assert torch.allclose(x, y, atol=2e-3), name
+
+
+def test_a_small_cache_and_new_weights_change_nothing_and_record_nothing_anew() -> None:
+    spec = small_spec("qwen2", head_dim=64, max_length=160)
+    model, other = small_decoder(spec, seed=1), small_decoder(spec, seed=2)
+    asked = [Request([7 * i + j for j in range(5)], SamplingParams(n=6, max_new_tokens=60), seed=i) for i in range(3)]
+    block = 2 * spec.layers * spec.kv_heads * spec.head_dim * 4 * BLOCK_SIZE
+    engine = native(model, "cuda", max_batch=8, memory=(12 * block + 1) / GIB)
+    assert engine.blocks.total == 12
+    expected = flat(native(model, "cuda", max_batch=8).generate(asked))
+    assert share_of_equals(flat(engine.generate(asked)), expected) >= 0.8
+    assert engine.stats.preemptions > 0
+    recorded = dict(engine.runner.graphs)  # type: ignore[attr-defined]
+    engine.load_weights(other.weights(), 1)
+    fresh = flat(native(other, "cuda", max_batch=8).generate(asked))
+    new = flat(engine.generate(asked))
+    assert share_of_equals(new, fresh) >= 0.8
+    assert share_of_equals(new, expected) < 0.2
+    assert {c.version for c in new} == {1}
+    assert engine.runner.graphs == recorded  # type: ignore[attr-defined]
+
+
+def test_long_shared_prompts_are_read_together_and_nothing_changes() -> None:
+    model = small_decoder(small_spec("qwen3", head_dim=64, heads=6, kv_heads=2, max_length=512), seed=5)
+    prompts = [[(i + 3) * j % 61 for j in range(300 + 50 * i)] for i in range(2)]
+    asked = [Request(p, SamplingParams(n=128, max_new_tokens=12), seed=i) for i, p in enumerate(prompts)]
+    engine = native(model, "cuda", torch.bfloat16, max_batch=256)
+    together = flat(engine.generate(asked))
+    assert (256, True, 1) in engine.runner.graphs  # type: ignore[attr-defined]
+    engine.runner.least_shared = 1 << 20  # type: ignore[attr-defined]
+    engine.load_weights(model.weights(), 1)
+    alone = flat(engine.generate(asked))
+    assert any(key[:2] == (256, False) for key in engine.runner.graphs)  # type: ignore[attr-defined]
+    assert share_of_equals(together, alone) >= 0.5  # bfloat16: rounding differs
+    first = torch.tensor([[a.engine_logprobs[0], b.engine_logprobs[0]] for a, b in zip(together, alone, strict=True)])
+    same = torch.tensor([a.token_ids[0] == b.token_ids[0] for a, b in zip(together, alone, strict=True)])
+    assert same.float().mean() > 0.9
+    assert (first[same, 0] - first[same, 1]).abs().max() < 0.1
+
+
+def test_continuing_streaming_and_errors_on_cuda() -> None:
+    model = small_decoder(small_spec("llama", head_dim=64, max_length=160), seed=7)
+    engine = native(model, "cuda", max_batch=8)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=9)
+    (first,) = engine.generate([Request([1, 2, 3], greedy, seed=0, keep=True)])[0]
+    engine.reset_stats()
+    (more,) = engine.generate([Request([4, 5], greedy, seed=1, continues=first.handle)])[0]
+    assert engine.stats.prefill_tokens == 3
+    whole = [1, 2, 3, *first.token_ids, 4, 5]
+    (again,) = native(model, "cuda", max_batch=8).generate([Request(whole, greedy, seed=1)])[0]
+    assert more.token_ids == again.token_ids
+    seen: list[int] = []
+    bad = [Request([], greedy, seed=0, name="nothing"), Request([1, 2, 3], greedy, seed=0)]
+    with pytest.raises(RequestError, match="nothing") as caught:
+        engine.generate(bad, on_token=lambda request, sample, token: seen.append(token))
+    assert caught.value.completions[1][0].token_ids == first.token_ids == seen
 
 
 def test_every_recipe_is_made_of_parts_that_run_on_cuda() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,33 +10,53 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from assay.engine.sampler import Draw, kept, noise_keys, sample, signed, uniform
+from assay.engine import sampler
+from assay.engine.columns import FORBIDDEN_SLOTS, WIDTH, Column, State
+from assay.engine.sampler import Draw, draw_rows, kept, noise_keys, sample, signed, uniform
 
 LOGITS = [2.0, -1.0, 0.5, 0.5, 3.0, -4.0, 1.0, 0.0]
 DRAWS = 20_000
 
 
-def draw_many(logits: list[float], temperature: float, top_k: int, top_p: float, seed: int = 5) -> Draw:
+def draw_many(
+    logits: list[float],
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    forbidden: list[int] | None = None,
+) -> Draw:
     count = DRAWS
-    keys = noise_keys(torch.full((count,), signed(seed)), torch.arange(count) % 100)
+    keys = noise_keys(torch.full((count,), signed(5)), torch.arange(count) % 100)
     return sample(
         torch.tensor(logits).expand(count, -1),
         torch.full((count,), temperature),
         torch.full((count,), top_k),
         torch.full((count,), top_p),
+        torch.full((count,), min_p),
         keys,
         torch.arange(count) // 100,
+        forbidden=None if forbidden is None else torch.tensor([*forbidden, -1]).expand(count, -1),
     )
 
 
-def truncated(logits: list[float], temperature: float, top_k: int, top_p: float) -> tuple[list[float], float]:
-    """Reference in plain Python: distribution after truncation and the mass that was kept."""
-    weights = [math.exp(x / temperature) for x in logits]
+def reference(
+    logits: list[float],
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    forbidden: list[int] | None = None,
+) -> tuple[list[float], float]:
+    """In plain Python: the distribution that is drawn from, and the probability of what may be drawn."""
+    peak = max(logits)
+    weights = [math.exp((x - peak) / temperature) for x in logits]
     probs = [w / sum(weights) for w in weights]
-    order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: top_k or None]
+    allowed = [i for i in range(len(probs)) if i not in (forbidden or [])]
+    order = sorted(allowed, key=lambda i: (-probs[i], i))[: top_k or None]
     whole, chosen, mass = sum(probs[i] for i in order), [], 0.0
     for i in order:
-        if chosen and mass >= top_p * whole - 1e-9:
+        if chosen and (mass >= top_p * whole - 1e-9 or probs[i] < min_p * probs[order[0]] * (1 - 1e-9)):
             break
         chosen.append(i)
         mass += probs[i]
@@ -43,30 +64,35 @@ def truncated(logits: list[float], temperature: float, top_k: int, top_p: float)
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
+    ("temperature", "limits"),
     [
-        (1.0, 0, 1.0),
-        (0.7, 0, 1.0),
-        (1.0, 3, 1.0),
-        (1.0, 4, 1.0),
-        (1.3, 0, 0.8),
-        (1.0, 5, 0.9),
-        (1.0, 1, 1.0),
-        (1.0, 0, 0.05),
+        (1.0, {}),
+        (0.7, {}),
+        (1.0, {"top_k": 3}),
+        (1.0, {"top_k": 4}),
+        (1.3, {"top_p": 0.8}),
+        (1.0, {"top_k": 5, "top_p": 0.9}),
+        (1.0, {"top_k": 1}),
+        (1.0, {"top_p": 0.05}),
+        (0.8, {"min_p": 0.05}),
+        (1.0, {"forbidden": [4, 5]}),
+        (1.0, {"forbidden": [4], "top_k": 3}),
+        (1.2, {"forbidden": [0, 2], "top_k": 5, "top_p": 0.97, "min_p": 0.06}),
     ],
 )
-def test_distribution(temperature: float, top_k: int, top_p: float) -> None:
-    draw = draw_many(LOGITS, temperature, top_k, top_p)
-    expected, mass = truncated(LOGITS, temperature, top_k, top_p)
+def test_distribution(temperature: float, limits: dict[str, Any]) -> None:
+    draw = draw_many(LOGITS, temperature, **limits)
+    expected, mass = reference(LOGITS, temperature, **limits)
     observed = torch.bincount(draw.tokens, minlength=len(LOGITS)).tolist()
     assert all(count == 0 for count, p in zip(observed, expected, strict=True) if p == 0)
     possible = [(count, p * DRAWS) for count, p in zip(observed, expected, strict=True) if p > 0]
     if len(possible) > 1:
         assert stats.chisquare(*zip(*possible, strict=True)).pvalue > 1e-3
-    assert draw.kept_mass.tolist() == pytest.approx([mass] * DRAWS, abs=1e-6)
+    assert torch.allclose(draw.kept_mass, torch.tensor(mass), atol=1e-6)
     plain = torch.log_softmax(torch.tensor(LOGITS) / temperature, -1)
     assert torch.allclose(draw.engine_logprobs, plain[draw.tokens], atol=1e-6)
     assert torch.allclose(draw.sampling_logprobs, torch.tensor(expected).log()[draw.tokens], atol=1e-5)
+    assert torch.allclose(draw.entropies, -(plain.exp() * plain).sum(), atol=1e-6)
 
 
 @pytest.mark.parametrize("top_k", [0, 40])
@@ -75,78 +101,167 @@ def test_distribution_over_a_large_vocabulary(top_k: int) -> None:
     logits = torch.randn(3000, generator=generator)
     logits[torch.randperm(3000, generator=generator)[:40]] += 5.0
     logits[500:1100] = -math.inf
-    tokens = draw_many(logits.tolist(), 1.0, top_k, 1.0).tokens
-    expected, _ = truncated(logits.tolist(), 1.0, top_k, 1.0)
+    draw = draw_many(logits.tolist(), 1.0, top_k)
+    expected, _ = reference(logits.tolist(), 1.0, top_k)
     probs = torch.tensor(expected, dtype=torch.float64)
-    assert bool((probs[tokens] > 0).all())
+    assert bool((probs[draw.tokens] > 0).all())
     # Neighbours are put together until each cell expects some 50 draws.
     cells = (probs.cumsum(0) * (DRAWS // 50)).long().clamp(max=DRAWS // 50 - 1)
     count = int(cells.max()) + 1
-    counts = torch.bincount(cells[tokens], minlength=count)
+    counts = torch.bincount(cells[draw.tokens], minlength=count)
     wanted = torch.zeros(count, dtype=torch.float64).index_add(0, cells, probs) * DRAWS
     possible = wanted > 0
     assert stats.chisquare(counts[possible].numpy(), wanted[possible].numpy()).pvalue > 1e-3
+    plain = torch.distributions.Categorical(logits=logits.double())
+    assert torch.allclose(draw.entropies.double(), torch.special.entr(plain.probs).sum(), atol=1e-5)
 
 
 def test_greedy_takes_the_best_and_scores_it_at_temperature_one() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 2.0, 1.0]])
     for temperature in ([0.0, 0.0], [0.0, 1e-3]):
-        draw = sample(
-            logits,
-            torch.tensor(temperature),
-            torch.tensor([2, 0]),
-            torch.tensor([0.5, 1.0]),
-            torch.tensor([1, 2]),
-            torch.tensor([0, 0]),
-        )
-        assert draw.tokens.tolist() == [1, 0]
-        assert draw.engine_logprobs[0].item() == pytest.approx(torch.log_softmax(logits[0], -1)[1].item())
-        assert draw.sampling_logprobs[0].item() == 0.0 and draw.kept_mass[0].item() == 1.0
+        for forbidden, best in ((None, 1), (torch.tensor([[-1, 1], [-1, -1]]), 2)):
+            draw = sample(
+                logits,
+                torch.tensor(temperature),
+                torch.tensor([2, 0]),
+                torch.tensor([0.5, 1.0]),
+                torch.tensor([0.5, 0.0]),
+                torch.tensor([1, 2]),
+                torch.tensor([0, 0]),
+                forbidden=forbidden,
+            )
+            assert draw.tokens.tolist() == [best, 0]
+            plain = torch.log_softmax(logits[0], -1)
+            assert draw.engine_logprobs[0].item() == pytest.approx(plain[best].item())
+            assert draw.entropies[0].item() == pytest.approx(-(plain.exp() * plain).sum().item())
+            assert draw.sampling_logprobs[0].item() == 0.0 and draw.kept_mass[0].item() == 1.0
 
 
-def test_a_row_draws_the_same_whatever_stands_beside_it() -> None:
+def test_greedy_takes_the_lowest_id_of_equals() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randint(0, 3, (200, 700), generator=generator).float()
+    draw = sample(logits, *(torch.zeros(200, dtype=torch.int64) for _ in range(6)))
+    assert draw.tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
+def mixed_rows(rows: int, vocabulary: int) -> tuple[list[Tensor], Tensor]:
+    """Inputs of `sample`, each row with settings of its own, and forbidden tokens."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(64, 300, generator=generator) * 2
-    temperature = torch.where(torch.arange(64) % 5 == 0, 0.0, 0.9)
-    top_k = torch.where(torch.arange(64) % 3 == 0, 7, 0)
-    top_p = torch.where(torch.arange(64) % 4 == 0, 0.8, 1.0)
-    keys = noise_keys(torch.arange(64), torch.arange(64) % 4)
-    rows: list[Tensor] = [logits, temperature, top_k, top_p, keys, torch.arange(64)]
-    together = sample(*rows)
+    index = torch.arange(rows)
+    forbidden = torch.stack([torch.randperm(vocabulary, generator=generator)[:6] for _ in range(rows)])
+    columns = [
+        torch.randn(rows, vocabulary, generator=generator) * 2,
+        torch.where(index % 5 == 0, 0.0, 0.9),
+        torch.where(index % 3 == 0, 7, 0),
+        torch.where(index % 4 == 0, 0.8, 1.0),
+        torch.where(index % 7 == 0, 0.1, 0.0),
+        noise_keys(index, index % 4),
+        index,
+    ]
+    return columns, forbidden.where(torch.arange(6) < (index % 6)[:, None], -1)
+
+
+@pytest.mark.parametrize("part", [300, sampler.PART])
+def test_a_row_draws_the_same_whatever_stands_beside_it(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "PART", part)
+    columns, forbidden = mixed_rows(64, 300)
+    together = sample(*columns, forbidden=forbidden)
     for i in range(64):
-        alone = sample(*(column[i : i + 1] for column in rows))
+        ban = forbidden[i : i + 1] if (forbidden[i] >= 0).any() else None
+        alone = sample(*(column[i : i + 1] for column in columns), forbidden=ban)
         assert alone.tokens[0] == together.tokens[i]
-        assert torch.isclose(alone.engine_logprobs[0], together.engine_logprobs[i], atol=1e-6)
-        assert torch.isclose(alone.sampling_logprobs[0], together.sampling_logprobs[i], atol=1e-6)
-        assert torch.isclose(alone.kept_mass[0], together.kept_mass[i], atol=1e-6)
+        for name in ("engine_logprobs", "sampling_logprobs", "kept_mass", "entropies"):
+            assert torch.isclose(getattr(alone, name)[0], getattr(together, name)[i], atol=1e-6), name
+
+
+def test_float64_logits_keep_their_precision() -> None:
+    columns, forbidden = mixed_rows(40, 5000)
+    logits = columns[0].double() * 3 + 50
+    draw = sample(logits, *columns[1:], forbidden=forbidden)
+    heat = columns[1].double()[:, None]
+    plain = torch.log_softmax(logits / heat.where(heat > 0, 1.0), -1)
+    assert draw.engine_logprobs.dtype == torch.float64
+    assert torch.allclose(draw.engine_logprobs, plain.gather(1, draw.tokens[:, None])[:, 0], rtol=0, atol=1e-12)
+    assert torch.allclose(draw.entropies, torch.special.entr(plain.exp()).sum(-1), rtol=0, atol=1e-11)
+    assert not (forbidden == draw.tokens[:, None]).any()
+
+
+def test_a_forbidden_token_that_held_everything_leaves_a_distribution() -> None:
+    logits = torch.tensor([0.0, 500.0, 1.0]).expand(4000, -1)
+    ones, index = torch.ones(4000), torch.arange(4000)
+    forbidden = torch.full((4000, 1), 1)
+    draw = sample(logits, ones, 0 * index, ones, 0 * ones, noise_keys(index, index), index, forbidden=forbidden)
+    share = (draw.tokens == 2).double().mean().item()
+    assert set(draw.tokens.tolist()) == {0, 2}
+    assert share == pytest.approx(1 / (1 + math.exp(-1)), abs=0.03)
+    assert draw.engine_logprobs.tolist() == (logits[0, draw.tokens] - 500).tolist()
+    assert draw.kept_mass.max() < 1e-30 and draw.entropies.max() < 1e-6
+    assert torch.allclose(draw.sampling_logprobs, torch.log_softmax(torch.tensor([0.0, 1.0]), 0)[draw.tokens // 2])
+
+
+limits = st.one_of(st.just(1.0), st.floats(0.01, 0.999))
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.integers(-6, 6), min_size=1, max_size=24),
-    st.integers(0, 30),
-    st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
-)
-def test_kept_set_is_the_reference_one_ties_included(logits: list[int], top_k: int, top_p: float) -> None:
+@given(st.lists(st.integers(-6, 6), min_size=1, max_size=24), st.integers(0, 30), limits, st.floats(0.0, 1.0))
+def test_kept_set_is_the_reference_one_ties_included(logits: list[int], top_k: int, top_p: float, min_p: float) -> None:
     values = [x / 2 for x in logits]
-    probs = torch.softmax(torch.tensor([values]), -1)
-    keep = kept(probs, torch.tensor([top_k]), torch.tensor([top_p]))[0]
-    expected, _ = truncated(values, 1.0, top_k, top_p)
-    mass = probs[0, keep].sum().item()
+    probs = torch.softmax(torch.tensor([values], dtype=torch.float64), -1)
+    keep = kept(
+        probs, probs.sum(-1, dtype=torch.float64), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
+    )[0]
+    expected, _ = reference(values, 1.0, top_k, top_p, min_p)
     wanted = {i for i, p in enumerate(expected) if p > 0}
     got = set(keep.nonzero()[:, 0].tolist())
-    # Where a cumulative probability meets p to within rounding, one token more or less is as right.
-    assert got == wanted or abs(mass - top_p * mass_of_top(probs[0], top_k)) < 1e-4
+    # Where a probability meets its limit to within rounding, one token more or less is as right.
+    mass = probs[0, keep.bool()].sum().item()
+    edge = abs(mass - top_p * mass_of_top(probs[0], top_k)) < 1e-5
+    edge |= bool(((probs / probs.max() - min_p).abs() < 1e-5).any())
+    assert got == wanted or edge
 
 
 def mass_of_top(probs: Tensor, top_k: int) -> float:
     return probs.topk(min(top_k or len(probs), len(probs))).values.sum().item()
 
 
+@pytest.mark.parametrize("vocabulary", [1000, 40_007])
+def test_kept_set_of_coarse_logits(vocabulary: int) -> None:
+    """Logits of 16 bits tie often; the reference sorts them by (value, id)."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(12, vocabulary, generator=generator) * 3).bfloat16()
+    top_k = torch.tensor([0, 1, 5, 63, 64, 65, 500, 0, 0, 0, 20, 900])
+    top_p = torch.tensor([1.0, 1.0, 1.0, 0.7, 1.0, 0.9, 1.0, 0.3, 0.9, 0.999, 0.5, 0.99])
+    min_p = torch.tensor([0.0, 0.0, 0.2, 0.0, 0.0, 1e-3, 0.0, 0.0, 0.1, 0.0, 0.3, 1e-4])
+    probs = torch.softmax(logits.float(), -1)
+    keep = kept(probs, probs.sum(-1, dtype=torch.float64), top_k, top_p, min_p)
+    for row in range(12):
+        exact = torch.softmax(logits[row].double(), 0)
+        order = sorted(range(vocabulary), key=lambda i: (-exact[i].item(), i))[: int(top_k[row]) or None]
+        cumulative = exact[order].cumsum(0)
+        whole = cumulative[-1]
+        mine = keep[row].nonzero()[:, 0].tolist()
+        first = order[: len(mine)]
+        assert sorted(first) == mine
+        edge = torch.tensor([exact[order[len(mine) - 1]], exact[order[len(mine)]] if len(mine) < len(order) else 0.0])
+        held = min_p[row] * exact.max() * (1 - 1e-6)
+        assert edge[0] >= held
+        if top_p[row] < 1 and len(mine) > 1:
+            assert cumulative[len(mine) - 2] < top_p[row] * whole
+        reached = top_p[row] < 1 and cumulative[len(mine) - 1] >= top_p[row] * whole * (1 - 2e-6)
+        assert len(mine) == len(order) or reached or edge[1] < held * (1 + 2e-6)
+
+
 def test_truncation_beyond_the_head_of_a_large_vocabulary() -> None:
     logits = torch.zeros(3, 5000)
     logits[:, 4999] = 1.0
-    keep = kept(torch.softmax(logits, -1), torch.tensor([0, 2000, 0]), torch.tensor([0.5, 1.0, 1.0]))
+    probs = torch.softmax(logits, -1)
+    keep = kept(
+        probs,
+        probs.sum(-1, dtype=torch.float64),
+        torch.tensor([0, 2000, 0]),
+        torch.tensor([0.5, 1.0, 1.0]),
+        torch.zeros(3),
+    ).bool()
     assert keep[1].sum() == 2000 and keep[1, :1999].all() and keep[1, 4999]
     assert 2497 <= int(keep[0].sum()) <= 2500 and keep[0, 4999] and keep[0, 0]
     assert keep[2].all()
@@ -174,10 +289,82 @@ def test_seeds_use_all_64_bits() -> None:
     assert signed(2**64 + 7) == 7 and signed(-1) == -1
 
 
-def test_not_a_number_is_reported_for_its_row_alone() -> None:
-    logits = torch.zeros(2, 4)
-    logits[1, 2] = float("nan")
-    ones = torch.ones(2)
-    draw = sample(logits, ones, torch.tensor([0, 2]), ones, torch.tensor([3, 4]), torch.tensor([0, 0]))
-    assert draw.engine_logprobs.isnan().tolist() == [False, True]
-    assert int(draw.tokens.min()) >= 0 and int(draw.tokens.max()) < 4
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+@pytest.mark.parametrize("vocabulary", [4, 1000])
+def test_not_a_number_is_reported_for_its_row_alone(heat: float, vocabulary: int) -> None:
+    logits = torch.zeros(5, vocabulary)
+    logits[1, 2] = logits[2, 1] = float("nan")
+    logits[3, 1:] = -math.inf
+    forbidden = torch.tensor([[-1], [-1], [1], [0], [2]])
+    ones = torch.ones(5)
+    for top_k in (0, 2):
+        limit = torch.tensor([0, top_k, 0, top_k, top_k])
+        columns = [logits, ones * heat, limit, ones, ones * 0, torch.arange(5), torch.arange(5)]
+        draw = sample(*columns, forbidden=forbidden)
+        assert draw.engine_logprobs.isnan().tolist() == [False, True, True, True, False]
+        assert int(draw.tokens.min()) >= 0 and int(draw.tokens.max()) < vocabulary
+        wanted = torch.full((2,), math.log(vocabulary))
+        assert torch.allclose(-draw.engine_logprobs[[0, 4]], wanted)
+        assert torch.allclose(draw.entropies[[0, 4]], wanted)
+
+
+def table(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers, floats and forbidden tokens of rows that run without limits."""
+    ints = torch.full((rows, WIDTH), -1)
+    ints[:, : Column.STOPS] = 0
+    ints[:, Column.KEY] = noise_keys(torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
+    ints[:, Column.LIMIT] = 1000
+    ints[:, Column.POSITION] = 40
+    floats = torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(rows, 1)
+    return ints, floats, torch.full((rows, FORBIDDEN_SLOTS), -1)
+
+
+def test_rows_are_drawn_logged_and_moved_on() -> None:
+    ints, floats, forbidden = table(8)
+    logits = torch.full((7, 9), -30.0)
+    logits[torch.arange(7), torch.tensor([3, 4, 5, 6, 7, 8, 0])] = 30.0  # all but certain
+    logits[3, 0] = float("nan")
+    ints[1, Column.STOPS + 2] = 4  # stops
+    ints[1, Column.LIMIT] = 1  # and is as long as it may be: the stop token counts
+    ints[2, Column.LIMIT] = 1
+    ints[4, Column.STATE] = State.IDLE
+    ints[5, Column.STOPS], ints[5, Column.MIN_NEW] = 8, 1  # may not stop yet
+    logits[5, 2] = 0.0
+    ints[6, Column.FORBIDDEN], forbidden[6, :2] = 1, torch.tensor([0, 1])  # only the first is in use
+    logits[6, 1] = 0.0
+    before = ints.clone()
+    log_tokens, log_scores = torch.full((4, 8), 77, dtype=torch.int32), torch.full((4, 4, 8), 77.0)
+    draw_rows(logits, ints, floats, forbidden, torch.tensor([6]), log_tokens, log_scores)
+
+    ran = [0, 1, 2, 3, 5, 6]
+    assert ints[:, Column.STATE].tolist() == [
+        State.RUNNING, State.STOP, State.LENGTH, State.BROKEN, State.IDLE, State.RUNNING, State.RUNNING, State.RUNNING
+    ]  # fmt: skip
+    assert log_tokens[2, [0, 1, 2, 5, 6]].tolist() == [3, 4, 5, 2, 1]
+    assert ints[ran, Column.TOKEN].tolist() == log_tokens[2, ran].tolist()
+    assert ints[ran, Column.COUNT].tolist() == [1] * 6 and ints[ran, Column.POSITION].tolist() == [41] * 6
+    assert torch.equal(ints[[4, 7]], before[[4, 7]])
+    others = [c for c in range(WIDTH) if c not in (Column.TOKEN, Column.COUNT, Column.POSITION, Column.STATE)]
+    assert torch.equal(ints[:, others], before[:, others])
+    untouched = torch.ones(4, 8, dtype=torch.bool)
+    untouched[2, ran] = False
+    assert (log_tokens[untouched] == 77).all() and (log_scores[:, untouched] == 77).all()
+    assert log_scores[0, 2, 3].isnan() and log_scores[:, 2, 0].tolist() == pytest.approx([0, 0, 1, 0], abs=1e-6)
+    assert log_scores[:2, 2, 5].tolist() == pytest.approx([-30, 0], abs=1e-6)
+    assert log_scores[2, 2, 5].item() == pytest.approx(math.exp(-30), rel=1e-5)
+
+
+def test_a_step_of_rows_is_a_sample() -> None:
+    columns, banned = mixed_rows(64, 300)
+    logits, temperature, top_k, top_p, min_p, keys, positions = columns
+    ints, floats, forbidden = table(64)
+    ints[:, Column.TOP_K], ints[:, Column.KEY], ints[:, Column.COUNT] = top_k, keys, positions
+    ints[:, Column.FORBIDDEN] = (banned >= 0).sum(1)
+    floats[:, 0], floats[:, 1], floats[:, 2] = temperature, top_p, min_p
+    forbidden[:, :6] = banned
+    log_tokens, log_scores = torch.zeros(1, 64, dtype=torch.int32), torch.zeros(4, 1, 64)
+    draw_rows(logits, ints, floats, forbidden, torch.tensor([3]), log_tokens, log_scores)
+    draw = sample(*columns, forbidden=banned)
+    assert log_tokens[0].tolist() == draw.tokens.tolist()
+    scores = (draw.engine_logprobs, draw.sampling_logprobs, draw.kept_mass, draw.entropies)
+    assert torch.allclose(log_scores[:, 0], torch.stack(scores), atol=1e-6)

@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         temperature=cfg.eval.temperature,
         top_k=cfg.eval.top_k,
         top_p=cfg.eval.top_p,
+        min_p=cfg.eval.min_p,
         max_new_tokens=cfg.eval.max_new_tokens or DEFAULT_LENGTH,
         stop=tuple(cfg.eval.stop),
     )

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from assay.cli.chat_model import OnText, Reply, Speaker
 from assay.cli.chat_screen import Screen
@@ -177,17 +177,17 @@ class Session:
 
     def _temperature(self, rest: str) -> None:
         if rest:
-            self.params = replace(self.params, temperature=number(rest, float, "/temperature 0.7"))
+            self.params = changed(self.params, temperature=number(rest, float, "/temperature 0.7"))
         self.screen.note(f"temperature {self.params.temperature:g}")
 
     def _samples(self, rest: str) -> None:
         if rest:
-            self.params = replace(self.params, n=number(rest, int, "/samples 8"))
+            self.params = changed(self.params, n=number(rest, int, "/samples 8"))
         self.screen.note(f"{self.params.n} answers a question" if self.params.n > 1 else "1 answer a question")
 
     def _max(self, rest: str) -> None:
         if rest:
-            self.params = replace(self.params, max_new_tokens=number(rest, int, "/max 512"))
+            self.params = changed(self.params, max_new_tokens=number(rest, int, "/max 512"))
         self.screen.note(f"answers end after {self.params.max_new_tokens} tokens")
 
     def _system(self, rest: str) -> None:
@@ -204,6 +204,14 @@ class Session:
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
+
+
+def changed(params: SamplingParams, **changes: Any) -> SamplingParams:
+    """The parameters with these changes, if they make sense."""
+    new = replace(params, **changes)
+    if complaint := new.complaint():
+        raise UserError(complaint)
+    return new
 
 
 def number(text: str, kind: type[Number], example: str) -> Number:

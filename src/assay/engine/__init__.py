@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from assay.engine.base import Engine, OnToken, Request, SamplingParams
+from assay.engine.base import Engine, OnFinish, OnToken, Request, RequestError, SamplingParams
 from assay.engine.hf import HFEngine
 from assay.engine.native import NativeEngine
 from assay.engine.stopping import Decode
@@ -14,7 +14,19 @@ from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.types import UserError
 
-__all__ = ["ENGINES", "Engine", "HFEngine", "NativeEngine", "OnToken", "Request", "SamplingParams", "make_engine"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "HFEngine",
+    "NativeEngine",
+    "OnFinish",
+    "OnToken",
+    "Request",
+    "RequestError",
+    "SamplingParams",
+    "make_engine",
+]
+BATCH = {"cpu": 256, "cuda": 1024}  # sequences decoded at once, unless told otherwise
 
 
 def make_native(
@@ -24,12 +36,21 @@ def make_native(
     dtype: torch.dtype,
     max_batch: int,
     max_length: int | None,
+    memory: float,
+    prefill_tokens: int,
     decode: Decode | None,
 ) -> Engine:
     if not isinstance(model, Decoder):
         raise UserError("the native engine serves the Llama, Qwen2 and Qwen3 families: use engine 'hf' for this model")
     return NativeEngine(
-        model.spec, device=device, dtype=dtype, max_batch=max_batch, max_length=max_length, decode=decode
+        model.spec,
+        device=device,
+        dtype=dtype,
+        max_batch=max_batch,
+        max_length=max_length,
+        memory=memory,
+        prefill_tokens=prefill_tokens,
+        decode=decode,
     )
 
 
@@ -40,8 +61,11 @@ def make_hf(
     dtype: torch.dtype,
     max_batch: int,
     max_length: int | None,
+    memory: float,
+    prefill_tokens: int,
     decode: Decode | None,
 ) -> Engine:
+    """Memory and prefill budgets are the native engine's."""
     if isinstance(model, Decoder):
         raise UserError("the hf engine serves models loaded through transformers: use engine 'native' for this model")
     return HFEngine(model, device=device, dtype=dtype, max_batch=max_batch, max_length=max_length, decode=decode)
@@ -56,15 +80,29 @@ def make_engine(
     *,
     device: torch.device | str,
     dtype: torch.dtype,
-    max_batch: int = 256,
+    max_batch: int = 0,
     max_length: int | None = None,
+    memory: float = 0.0,
+    prefill_tokens: int = 0,
     decode: Decode | None = None,
 ) -> Engine:
-    """An engine with its own copy of the model's weights, as version 0; "auto" picks by the kind of model."""
+    """An engine with its own copy of the model's weights, as version 0; "auto" picks by the kind of model.
+
+    A `max_batch`, `memory` (GiB for keys and values) or `prefill_tokens` of 0 leaves the choice to the engine.
+    """
     if name == "auto":
         name = "native" if isinstance(model, Decoder) else "hf"
     if name not in ENGINES:
         raise UserError(f"unknown engine '{name}': choose one of auto, {', '.join(ENGINES)}")
-    engine = ENGINES[name](model, device=device, dtype=dtype, max_batch=max_batch, max_length=max_length, decode=decode)
+    engine = ENGINES[name](
+        model,
+        device=device,
+        dtype=dtype,
+        max_batch=max_batch or BATCH.get(torch.device(device).type, BATCH["cpu"]),
+        max_length=max_length,
+        memory=memory,
+        prefill_tokens=prefill_tokens,
+        decode=decode,
+    )
     engine.load_weights(model.weights(), version=0)
     return engine

@@ -1,68 +1,118 @@
-"""The two attentions that an engine passes to the network: over whole prompts, and of one new token over the cache."""
+"""Attention over the blocks of the cache, in torch: for prompts, and for one new token of every row.
+
+Blocks are gathered into one tensor first, a copy that on a CPU costs a fraction of the attention itself. What lies
+behind a sequence's end comes along and gets a weight of 0; it may be anything, even NaN.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.engine.cache import SlotCache
-from assay.models.attention import PackedCausal
+from assay.engine.scheduler import Chunk
+
+# (queries [A, B, N, d], keys [A, C, S, d], values [A, C, S, d]) -> [A, B, N, d], where B is C or a multiple of it
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class PrefillAttention:
-    """Causal attention over packed prompts that keeps their keys and values."""
+class RowAttention:
+    """One query for each row."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.lengths = list(lengths)
-        self.packed = PackedCausal(lengths, device)
-        self.kept: list[Tensor] = []
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.kept.append(torch.stack((k, v)))
-        return self.packed(layer, q, k, v)
-
-    def prefixes(self) -> list[Tensor]:
-        """Of each prompt [layers, 2, length, kv_heads, head_dim]: views of one tensor."""
-        return list(torch.stack(self.kept).split(self.lengths, dim=2))
-
-
-class DecodeAttention:
-    """One new token for each of the first slots: store its key and value, then look at all that its slot holds."""
-
-    def __init__(self, cache: SlotCache, lengths: Tensor, longest: int) -> None:
-        """`lengths` [B]: tokens stored for each slot before this step; `longest` is at least their maximum."""
-        self.cache = cache
-        self.batch, self.span = lengths.shape[0], longest + 1
-        self.index = (cache.starts[: self.batch] + lengths[:, None]).flatten()
-        unseen = torch.arange(self.span, device=lengths.device) > lengths[:, None]
-        self.bias = torch.zeros(unseen.shape, device=lengths.device, dtype=cache.dtype).masked_fill_(unseen, -math.inf)
+    def __init__(self, tables: Tensor, lengths: Tensor, span: int, block_size: int, dtype: torch.dtype) -> None:
+        """`tables` [B, *]: blocks of the rows; `lengths` [B]: keys that each sees, at most `span`."""
+        self.rows, blocks = tables.shape[0], -(-span // block_size)
+        self.span = blocks * block_size
+        self.index = tables[:, :blocks].reshape(-1)
+        unseen = torch.arange(self.span, device=tables.device) >= lengths[:, None]
+        self.bias = torch.zeros(unseen.shape, device=tables.device, dtype=dtype).masked_fill_(unseen, -math.inf)
+        self.last = lengths[:, None] - 1
         # On CPU at 32 bits two batched products beat the fused kernel; at 16 bits its 32-bit inside is needed.
-        self.plain = cache.dtype == torch.float32 and cache.device.type == "cpu"
+        self.plain = dtype != torch.bfloat16 and tables.device.type == "cpu"
         self.wide_bias: Tensor | None = None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads, head_dim = k.shape[1:]
-        keys, values = self.cache.data[layer]
-        keys.view(-1, head_dim).index_copy_(0, self.index, k.reshape(-1, head_dim))
-        values.view(-1, head_dim).index_copy_(0, self.index, v.reshape(-1, head_dim))
-        keys, values = keys[: self.batch, :, : self.span], values[: self.batch, :, : self.span]
+    def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
+        kv_heads, head_dim = kv.shape[1], kv.shape[-1]
+        keys, values = kv.index_select(2, self.index).view(2, kv_heads, self.rows, self.span, head_dim)
         # Query heads that share a key head stand where a sequence of queries usually does: no key is repeated.
-        queries = q.reshape(self.batch, heads, -1, head_dim)
+        queries = q.view(self.rows, kv_heads, -1, head_dim).transpose(0, 1)
+        out = unseen_silenced(self._attend, queries, keys, values, self.last)
+        return out.transpose(0, 1).reshape(q.shape)
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if self.plain:
-            out = self._products(queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1))
-        else:
-            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.bias[:, None, None])
-        return out.reshape(q.shape)
+            return self._products(*(x.flatten(0, 1) for x in (queries, keys, values))).view(queries.shape)
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.bias[:, None])
 
     def _products(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if self.wide_bias is None:  # the same for every layer
-            rows, shared = queries.shape[:2]
-            wide = self.bias[:, None, None].expand(-1, rows // self.batch, shared, -1)
-            self.wide_bias = wide.reshape(rows, shared, self.span)
-        scale = 1 / math.sqrt(queries.shape[-1])
-        scores = torch.baddbmm(self.wide_bias, queries, keys.transpose(1, 2), alpha=scale)
+            copies, shared = queries.shape[0] // self.rows, queries.shape[1]
+            wide = self.bias[None, :, None].expand(copies, -1, shared, -1)
+            self.wide_bias = wide.reshape(-1, shared, self.span)
+        scores = torch.baddbmm(self.wide_bias, queries, keys.transpose(1, 2), alpha=1 / math.sqrt(queries.shape[-1]))
         return torch.bmm(scores.softmax(-1), values)
+
+
+class ChunkAttention:
+    """Queries of several chunks of prompts, one behind the other, each over all that comes before it in its own."""
+
+    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        starts, stops = (np.array([getattr(chunk, side) for chunk in chunks]) for side in ("start", "stop"))
+        sizes, blocks = stops - starts, -(-stops // block_size)
+        self.count, self.longest, self.span = len(chunks), int(sizes.max()), int(blocks.max()) * block_size
+        tables = np.zeros((self.count, int(blocks.max())), dtype=np.int64)
+        for row, chunk in enumerate(chunks):
+            tables[row, : blocks[row]] = chunk.blocks[: blocks[row]]
+        self.index = torch.from_numpy(tables.reshape(-1)).to(device)
+        places = np.arange(self.longest) < sizes[:, None]
+        self.even = bool(places.all())
+        self.places = torch.from_numpy(np.flatnonzero(places)).to(device)  # of real queries in the padded batch
+        last = starts[:, None] + np.arange(self.longest)
+        self.last = torch.from_numpy(last).to(device)[:, None]
+        self.bias: Tensor | None = None
+        if starts.any():
+            seen = np.arange(self.span) <= last[:, :, None]
+            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~torch.from_numpy(seen), -math.inf)
+            self.bias = bias[:, None].to(device)
+
+    def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
+        kv_heads, head_dim = kv.shape[1], kv.shape[-1]
+        keys, values = kv.index_select(2, self.index).view(2, kv_heads, self.count, self.span, head_dim)
+        padded = q
+        if not self.even:
+            padded = q.new_zeros(self.count * self.longest, *q.shape[1:]).index_copy_(0, self.places, q)
+        queries = padded.view(self.count, self.longest, *q.shape[1:]).transpose(1, 2)
+        out = unseen_silenced(self._attend, queries, keys.transpose(0, 1), values.transpose(0, 1), self.last)
+        out = out.transpose(1, 2).flatten(0, 1)
+        return out if self.even else out.index_select(0, self.places)
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=self.bias,
+            is_causal=self.bias is None,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+        )
+
+
+def unseen_silenced(attend: Attend, queries: Tensor, keys: Tensor, values: Tensor, last: Tensor) -> Tensor:
+    """Attention in which only those who see a key or value that is no number get NaN.
+
+    `last`: the place of the last key that a query sees. NaN times a weight of 0 is NaN, so that one broken sequence
+    would break those who share its blocks, or use them after it.
+    """
+    out = attend(queries, keys, values)
+    if not bool(out.sum().isnan()):
+        return out
+    sound = (keys.isfinite() & values.isfinite()).all(-1, keepdim=True)
+    out = attend(queries, keys.where(sound, 0.0), values.where(sound, 0.0))
+    places = torch.arange(keys.shape[2], device=keys.device)
+    broken = torch.where(sound[..., 0], keys.shape[2], places).amin(-1)  # the first such place
+    broken = broken.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)[..., None]
+    return out.masked_fill((broken <= last)[..., None], math.nan)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from assay.engine.base import OnToken, Request
-from assay.engine.scheduler import Admission, Scheduler
-from assay.engine.sequence import jobs_for
+from assay.engine.base import OnFinish, OnToken, Request
+from assay.engine.columns import Column
+from assay.engine.rows import Rows
+from assay.engine.scheduler import close_gaps, seat
+from assay.engine.sequence import Job, Sample, job_for, nothing_kept
 from assay.engine.session import Session
 from assay.engine.stopping import Decode
 from assay.engine.weights import copy_weights
@@ -52,55 +55,89 @@ class HFEngine:
         accepted = inspect.signature(self.hf.forward).parameters
         self.takes_positions = "position_ids" in accepted
         self.extra = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self.kept: dict[int, list[int]] = {}
+        self.next_handle = 0
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         copy_weights(dict(self.model.weights()), weights)
         self.version = version
 
+    def forget(self) -> None:
+        """Nothing is remembered between calls but the tokens of what is kept."""
+
     def fingerprint(self) -> str:
         return fingerprint(self.model.weights())
 
+    def release(self, handles: Iterable[int]) -> None:
+        for handle in handles:
+            self.kept.pop(handle, None)
+
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], on_token: OnToken | None = None) -> list[list[Completion]]:
-        jobs = jobs_for(requests, self.max_length, self.model.vocab_size, self.decode is not None)
-        if not jobs:
-            return []
-        even = not self.takes_positions
-        if even:
-            jobs.sort(key=lambda job: job.length)
-        scheduler = Scheduler(jobs, self.max_batch, PREFILL_TOKENS, waves=True, even=even)
-        session = Session(requests, scheduler, self.device, self.version, self.decode, on_token)
-        while scheduler.unfinished:
-            self._wave(scheduler, session)
+    def generate(
+        self, requests: Sequence[Request], on_token: OnToken | None = None, on_finish: OnFinish | None = None
+    ) -> list[list[Completion]]:
+        session = Session(len(requests), self.max_batch, self.version, self.decode, self._keep, on_token, on_finish)
+        continued: dict[int, list[int]] = {}
+        try:
+            jobs = self._jobs(requests, session, continued)
+            waiting = deque(Sample(job, index) for job in jobs for index in range(job.request.params.n))
+            while waiting:
+                Wave(self, session, self._next(waiting)).run()
+        except BaseException:
+            self.kept.update(continued)
+            raise
         return session.completions()
 
-    def _wave(self, scheduler: Scheduler, session: Session) -> None:
-        """Start as many as there is room for, and go on until the last has finished."""
-        admissions = scheduler.admit()
-        mask, cache, logits = self._prefill(admissions)
-        session.enter(admissions, 0, logits)
-        mask = follow(session, mask, cache)
-        while size := len(scheduler.running):
-            mask = torch.cat((mask, mask.new_ones(size, 1)), dim=1)
-            batch = session.batch
-            output = self._forward(batch.token[:size, None], mask, batch.length[:size, None], cache)
-            session.advance(output.logits[:, -1])
-            mask = follow(session, mask, cache)
+    def _jobs(self, requests: Sequence[Request], session: Session, continued: dict[int, list[int]]) -> list[Job]:
+        jobs = []
+        for index, request in enumerate(requests):
+            try:
+                job = self._job(request, index)
+            except UserError as error:
+                session.errors[index] = str(error)
+                continue
+            session.expect(job)
+            jobs.append(job)
+            if request.continues is not None:
+                continued[request.continues] = self.kept.pop(request.continues)
+        if not self.takes_positions:
+            jobs.sort(key=lambda job: len(job.tokens))
+        return jobs
 
-    def _prefill(self, admissions: Sequence[Admission]) -> tuple[Tensor, Any, Tensor]:
-        """Mask, cache and logits with one row for each sample, from one pass over the prompts."""
-        prompts = [list(admission.job.request.prompt_ids) for admission in admissions]
-        longest = max(len(prompt) for prompt in prompts)
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=self.device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
-        output = self._forward(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), None)
-        cache = output.get("past_key_values")
-        if not hasattr(cache, "reorder_cache"):
-            raise UserError(f"{type(self.hf).__name__} keeps no key/value cache to rearrange: choose another model")
-        counts = torch.tensor([len(admission.samples) for admission in admissions], device=self.device)
-        owners = torch.repeat_interleave(counts)
-        cache.reorder_cache(owners)
-        return mask[owners], cache, output.logits[:, -1][owners]
+    def _job(self, request: Request, index: int) -> Job:
+        before: list[int] = []
+        if request.continues is not None:
+            if request.continues not in self.kept:
+                raise nothing_kept(request, index)
+            before = self.kept[request.continues]
+        return job_for(
+            request,
+            index,
+            before,
+            max_length=self.max_length,
+            vocabulary=self.model.vocab_size,
+            can_decode=self.decode is not None,
+        )
+
+    def _keep(self, sample: Sample, tokens: list[int]) -> int:
+        """Only the tokens: a continuation computes them again."""
+        self.next_handle += 1
+        self.kept[self.next_handle] = tokens
+        return self.next_handle
+
+    def _next(self, waiting: deque[Sample]) -> list[Sample]:
+        """Who runs together: as many as there are rows and prompt tokens allowed, one at least."""
+        samples: list[Sample] = []
+        tokens = 0
+        while waiting and len(samples) < self.max_batch:
+            job = waiting[0].job
+            if samples and samples[-1].job is not job:
+                tokens += len(samples[-1].job.tokens)
+                uneven = not self.takes_positions and len(job.tokens) != len(samples[0].job.tokens)
+                if uneven or tokens + len(job.tokens) > PREFILL_TOKENS:
+                    break
+            samples.append(waiting.popleft())
+        return samples
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
         extra = {**self.extra, "position_ids": positions} if self.takes_positions else self.extra
@@ -124,15 +161,67 @@ def own_copy(model: PolicyModel, device: torch.device, dtype: torch.dtype | None
     return copied
 
 
-def follow(session: Session, mask: Tensor, cache: Any) -> Tensor:
-    """Hand over what has finished; mask and cache keep the rows of those who remain, in the scheduler's order."""
-    before = mask.shape[0]
-    order = list(range(before))
-    for source, destination in session.collect():
-        order[destination] = source
-    size = len(session.scheduler.running)
-    if size in (0, before):
-        return mask
-    rows = torch.tensor(order[:size], device=mask.device)
-    cache.reorder_cache(rows)
-    return mask[rows]
+class Wave:
+    """Samples that start together and run until the last has finished."""
+
+    def __init__(self, engine: HFEngine, session: Session, samples: list[Sample]) -> None:
+        self.engine, self.session = engine, session
+        self.step = session.history.first = 0
+        self.running: list[Sample] = []
+        for sample in samples:
+            seat(sample, self.running, self.step)
+        self.rows = Rows(len(samples), 0, engine.device)
+        self.rows.enter(samples)
+        self.mask = torch.empty(0)  # [rows, tokens]: which are no padding
+        self.cache: Any = None
+
+    def run(self) -> None:
+        logits = self._prefill()
+        while True:
+            self._draw(logits)
+            if not self.running:
+                return
+            size = len(self.running)
+            self.mask = torch.cat((self.mask, self.mask.new_ones(size, 1)), dim=1)
+            token, position = (self.rows.column(column, size)[:, None] for column in (Column.TOKEN, Column.POSITION))
+            logits = self.engine._forward(token, self.mask, position, self.cache).logits[:, -1]
+
+    def _prefill(self) -> Tensor:
+        """Logits with one row for each sample, from one pass over the prompts."""
+        device = self.engine.device
+        jobs = list({id(sample.job): sample.job for sample in self.running}.values())
+        prompts = [list(job.tokens) for job in jobs]
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+        output = self.engine._forward(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), None)
+        self.cache = output.get("past_key_values")
+        if not hasattr(self.cache, "reorder_cache"):
+            kind = type(self.engine.hf).__name__
+            raise UserError(f"{kind} keeps no key/value cache to rearrange: choose another model")
+        places = {id(job): place for place, job in enumerate(jobs)}
+        owners = torch.tensor([places[id(sample.job)] for sample in self.running], device=device)
+        self.cache.reorder_cache(owners)
+        self.mask = mask[owners]
+        return output.logits[:, -1][owners]
+
+    def _draw(self, logits: Tensor) -> None:
+        """Everyone draws a token; who has finished leaves, and mask and cache keep the rows of those who remain."""
+        rows = self.rows
+        rows.note_modes(self.running)
+        rows.draw(logits)
+        look = rows.look(list(self.running), self.step, 1)
+        self.step += 1
+        ended = [sample for sample, _ in self.session.take(look, self.running)]
+        if not ended:
+            return
+        before = len(self.running)
+        moves = close_gaps(self.running, ended, self.step)
+        rows.move(moves, len(self.running), before)
+        order = list(range(before))
+        for source, destination in moves:
+            order[destination] = source
+        if self.running:
+            kept = torch.tensor(order[: len(self.running)], device=self.mask.device)
+            self.cache.reorder_cache(kept)
+            self.mask = self.mask[kept]

@@ -1,18 +1,26 @@
-"""Our own engine: continuous batching over a slot cache, prompts computed once for all their samples."""
+"""Our own engine: continuous batching over a paged cache, prompts computed once for all their samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from assay.engine.base import OnToken, Request
-from assay.engine.cache import SlotCache
+from assay.engine.base import OnFinish, OnToken, Request
+from assay.engine.blocks import Blocks
+from assay.engine.columns import BLOCK_SIZE, State
+from assay.engine.memory import cache_blocks
 from assay.engine.network import FusedDecoder
-from assay.engine.runner import Runner
-from assay.engine.scheduler import Scheduler
-from assay.engine.sequence import jobs_for
+from assay.engine.operations import uses_triton
+from assay.engine.rows import LOG_STEPS, Look, Rows
+from assay.engine.runner import Runner, new_cache
+from assay.engine.scheduler import Plan, Scheduler
+from assay.engine.sequence import Job, Kept, Sample, job_for, nothing_kept
 from assay.engine.session import Session
 from assay.engine.stopping import Decode
 from assay.engine.weights import copy_weights
@@ -20,7 +28,28 @@ from assay.models.fingerprint import fingerprint
 from assay.models.spec import ModelSpec
 from assay.types import Completion, UserError
 
-PREFILL_TOKENS = 4096  # of prompts computed in one pass
+COUNT_EVERY = 8  # windows, for what takes time to count
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed between two stretches of decoding, unless told otherwise
+
+
+@dataclass(slots=True)
+class Stats:
+    """What the engine did since it was asked to count anew."""
+
+    prefill_tokens: int = 0
+    decode_steps: int = 0
+    decoded_tokens: int = 0
+    preemptions: int = 0
+    windows: int = 0  # stretches of steps between two looks of the host
+    places: int = 0  # places for tokens in blocks that were in use, added up over windows that were counted
+    empty_places: int = 0  # of these, places that held no token
+    peak_places: int = 0
+    kv_waste_peak: float = 0.0  # share of the places that held no token, when most were in use
+
+    @property
+    def kv_waste(self) -> float:
+        """Mean share of the places in use that held no token."""
+        return self.empty_places / max(self.places, 1)
 
 
 class NativeEngine:
@@ -32,59 +61,224 @@ class NativeEngine:
         dtype: torch.dtype,
         max_batch: int = 256,
         max_length: int | None = None,
+        memory: float = 0.0,
+        prefill_tokens: int = 0,
         decode: Decode | None = None,
     ) -> None:
-        """`decode` turns token ids into text; only stop strings need it."""
+        """`memory`: GiB for keys and values; 0: as much as is useful and free. `decode`: tokens to text."""
         if max_batch < 1:
             raise UserError(f"max_batch must be at least 1, not {max_batch}")
         self.version = -1  # no weights yet
         self.max_length = min(spec.max_length, max_length or spec.max_length)
         self.max_batch, self.decode = max_batch, decode
-        self.device = torch.device(device)
-        self.dtype = dtype
-        self.network = FusedDecoder(spec, self.device, dtype)
-        self.runner = Runner(self.network, SlotCache(spec, self.device, dtype, self.max_length))
+        self.device, self.dtype = torch.device(device), dtype
+        self.network = FusedDecoder(spec, self.max_length, self.device, dtype)
+        total = cache_blocks(spec, max_batch, self.max_length, self.device, dtype, memory)
+        self.blocks = Blocks(total, BLOCK_SIZE)
+        chunk = prefill_tokens or PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
+        self.scheduler = Scheduler(self.blocks, max_batch, chunk)
+        self.rows = Rows(max_batch, -(-self.max_length // BLOCK_SIZE), self.device)
+        kv = new_cache(spec, total + 1, self.device, dtype)  # the last block takes what is to be stored nowhere
+        self.runner = make_runner(self.network, self.rows, kv)
+        self.looks: deque[Look] = deque()
+        self.rows_changed = False
+        self.stats = Stats()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.runner.drop()
+        self.scheduler.forget()
         copy_weights(self.network.canonical(), weights)
         self.version = version
+
+    def forget(self) -> None:
+        self.scheduler.forget()
 
     def fingerprint(self) -> str:
         return fingerprint(self.network.canonical().items())
 
+    def reset_stats(self) -> None:
+        self.stats = Stats()
+
+    def release(self, handles: Iterable[int]) -> None:
+        for handle in handles:
+            self.scheduler.drop(handle)
+
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], on_token: OnToken | None = None) -> list[list[Completion]]:
-        jobs = jobs_for(requests, self.max_length, self.network.spec.vocab_size, self.decode is not None)
-        if not jobs:
+    def generate(
+        self, requests: Sequence[Request], on_token: OnToken | None = None, on_finish: OnFinish | None = None
+    ) -> list[list[Completion]]:
+        if not requests:
             return []
         if self.version < 0:
             raise UserError("the engine has no weights yet: call load_weights first")
-        scheduler = Scheduler(jobs, self.max_batch, PREFILL_TOKENS)
-        session = Session(requests, scheduler, self.device, self.version, self.decode, on_token)
+        session = Session(len(requests), self.rows.size, self.version, self.decode, self._keep, on_token, on_finish)
+        session.history.first = self.scheduler.step
+        continued: dict[int, Kept] = {}
+        with without_collection():
+            try:
+                coming = deque(enumerate(requests))
+                while coming or self.scheduler.unfinished:
+                    # Looking at requests takes time, in which those already here can run.
+                    while coming and self.scheduler.pending < self.max_batch:
+                        self._add(*coming.popleft(), session, continued)
+                    if self.scheduler.unfinished:
+                        self._round(session)
+            except BaseException:
+                self._start_over(continued)
+                raise
+            self.looks.clear()  # of steps taken before it was seen that all had ended
+            self.stats.decoded_tokens += session.tokens
+            return session.completions()
+
+    def _add(self, index: int, request: Request, session: Session, continued: dict[int, Kept]) -> None:
         try:
-            while scheduler.unfinished:
-                self._admit(scheduler, session)
-                if scheduler.running:
-                    self._step(scheduler, session)
-        except BaseException:
-            self.runner.drop()  # what is half done may hold anything, numbers that are none included
-            raise
-        return session.completions()
+            kept = self._continued(request, index)
+            job = self._job(request, index, kept)
+        except UserError as error:
+            session.errors[index] = str(error)
+            return
+        session.expect(job)
+        if request.continues is not None and kept is not None:
+            continued[request.continues] = kept
+            self.scheduler.resume(request.continues)
+        self.scheduler.add(job.tokens, [Sample(job, sample) for sample in range(request.params.n)], kept)
 
-    def _admit(self, scheduler: Scheduler, session: Session) -> None:
-        start = len(scheduler.running)
-        if admissions := scheduler.admit():
-            session.enter(admissions, start, self.runner.enter(admissions, start))
-            self._collect(scheduler, session)
+    def _continued(self, request: Request, index: int) -> Kept | None:
+        if request.continues is None:
+            return None
+        kept = self.scheduler.kept.get(request.continues)
+        if kept is None:
+            raise nothing_kept(request, index)
+        return kept
 
-    def _step(self, scheduler: Scheduler, session: Session) -> None:
-        size = len(scheduler.running)
-        batch = session.batch
-        session.advance(self.runner.decode(batch.token[:size], batch.length[:size], scheduler.longest()))
-        self._collect(scheduler, session)
+    def _job(self, request: Request, index: int, kept: Kept | None) -> Job:
+        return job_for(
+            request,
+            index,
+            kept.tokens if kept else [],
+            max_length=self.max_length,
+            vocabulary=self.network.spec.vocab_size,
+            can_decode=self.decode is not None,
+            cache_tokens=self.blocks.total * BLOCK_SIZE,
+        )
 
-    def _collect(self, scheduler: Scheduler, session: Session) -> None:
-        longest = scheduler.longest()
-        if moves := session.collect():
-            self.runner.cache.move(moves, longest)
+    def _round(self, session: Session) -> None:
+        """Let in who can enter, take some steps, and look at those before."""
+        window = self.runner.window if self.scheduler.waiting else self.runner.long_window
+        self._make_room(session, window)
+        plan = self.scheduler.plan(window)
+        self._carry_out(plan)
+        steps = self._steps(window)
+        if steps:
+            self._decode(steps)
+        else:
+            assert self.looks or plan.chunks or not self.scheduler.unfinished, "nothing can go on"
+        while len(self.looks) > (self.runner.ahead if steps else 0):
+            self._collect(session)
+
+    def _steps(self, window: int) -> int:
+        """Steps that somebody can use, until the host looks."""
+        scheduler = self.scheduler
+        # Those who run may all be past their last step, not yet seen, when one who would have gone on has stopped.
+        useful = max([scheduler.step, *(sample.last for sample in scheduler.running)]) - scheduler.step
+        return min(window, useful, LOG_STEPS - scheduler.step % LOG_STEPS)
+
+    def _make_room(self, session: Session, window: int) -> None:
+        """Blocks for those who run; if there are too few, after all that is known, the last to come has to go."""
+        while self.scheduler.lack(window) > 0:
+            if self.looks:
+                self._collect(session)
+                continue
+            sample = self.scheduler.preempt()
+            sample.drawn = session.drawn(sample, len(sample.drawn) + self.scheduler.step - sample.entered)
+            self._leave([sample])
+            self.scheduler.restart(sample)
+            self.stats.preemptions += 1
+
+    def _carry_out(self, plan: Plan) -> None:
+        if plan.chunks:
+            self.runner.compute(plan.chunks)
+            self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in plan.chunks)
+        if plan.copies:
+            self.runner.copy(plan.copies)
+        if plan.entering:
+            self.rows.enter(plan.entering)
+            self.rows_changed = True
+        self.rows.note_blocks([*plan.grown, *plan.entering])
+
+    def _decode(self, steps: int) -> None:
+        scheduler, running = self.scheduler, self.scheduler.running
+        width = max(len(sample.blocks) for sample in running)
+        self.rows.write_tables(len(running), width)
+        if self.rows_changed:
+            self.runner.arrange(running)
+            self.rows_changed = False
+        self.runner.decode(len(running), steps, width * BLOCK_SIZE)
+        self.looks.append(self.rows.look(list(running), scheduler.step, steps))
+        scheduler.advance(steps)
+        self.stats.decode_steps += steps
+        self.stats.windows += 1
+        if self.stats.windows % COUNT_EVERY == 0:
+            self._count_waste()
+
+    def _count_waste(self) -> None:
+        stats, step, held = self.stats, self.scheduler.step, self.blocks.in_use * BLOCK_SIZE
+        empty = sum(len(s.blocks) * BLOCK_SIZE - s.stored(step - s.entered) for s in self.scheduler.running)
+        stats.places += held
+        stats.empty_places += empty
+        if held >= stats.peak_places:
+            stats.peak_places, stats.kv_waste_peak = held, empty / held
+
+    def _collect(self, session: Session) -> None:
+        ended = session.take(self.looks.popleft(), self.scheduler.running)
+        for sample, state in ended:
+            if state == State.BROKEN:
+                self.blocks.release(sample.blocks, forget=True)
+                sample.blocks = []
+        if ended:
+            self._leave([sample for sample, _ in ended])
+
+    def _leave(self, samples: list[Sample]) -> None:
+        before = len(self.scheduler.running)
+        moves = self.scheduler.release(samples)
+        self.rows.move(moves, len(self.scheduler.running), before)
+        self.rows_changed = True
+
+    def _keep(self, sample: Sample, tokens: list[int]) -> int:
+        handle = self.scheduler.keep(tokens, sample.blocks)
+        sample.blocks = []
+        return handle
+
+    def _start_over(self, continued: dict[int, Kept]) -> None:
+        """Something broke off in the middle: what is half done goes, what was kept will be computed again."""
+        kept = self.scheduler.kept
+        kept.update(continued)
+        self.looks.clear()
+        self.blocks = Blocks(self.blocks.total, BLOCK_SIZE)
+        step, handle = self.scheduler.step, self.scheduler.next_handle
+        self.scheduler = Scheduler(self.blocks, self.max_batch, self.scheduler.prefill_tokens)
+        self.scheduler.step, self.scheduler.next_handle = step, handle
+        for one in kept.values():
+            one.blocks = []
+        self.scheduler.kept = kept
+        self.rows.move([], 0, self.rows.size)
+        self.rows.step.fill_(step)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Many small objects are made and none in circles: looking for circles would stop a busy GPU for nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def make_runner(network: FusedDecoder, rows: Rows, kv: Tensor) -> Runner:
+    if uses_triton(kv.device):
+        from assay.engine.capture import GraphRunner
+
+        return GraphRunner(network, rows, kv)
+    return Runner(network, rows, kv)

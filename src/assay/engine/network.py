@@ -7,12 +7,17 @@ really served.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.models.decoder import Attend, rope_frequencies
+from assay.engine.operations import Operations, Places, operations
 from assay.models.spec import ModelSpec
+
+# (a layer's cache [2, K, blocks, block size, d], queries [N, H, d]) -> [N, H, d]
+Attend = Callable[[Tensor, Tensor], Tensor]
 
 
 class FusedLayer:
@@ -56,35 +61,26 @@ class FusedLayer:
                 names |= {f"mlp.gate_proj.{kind}": gate, f"mlp.up_proj.{kind}": up}
         return {prefix + name: value for name, value in names.items() if value is not None}
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self._project(x, cos, sin)
-        x = residual(x, attend(self.index, q, k, v).flatten(1), self.out, self.out_bias)
-        gate, up = F.linear(self._norm(x, self.mlp_norm), self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return residual(x, F.silu(gate).mul_(up), self.down, self.down_bias)
+    def forward(self, x: Tensor, places: Places, ops: Operations, kv: Tensor, attend: Attend) -> Tensor:
+        q = self.store(x, places, ops, kv)
+        x = residual(x, attend(kv, q).flatten(1), self.out, self.out_bias)
+        gate_up = F.linear(ops.norm(x, self.mlp_norm), self.gate_up, self.gate_up_bias)
+        return residual(x, ops.activate(gate_up), self.down, self.down_bias)
 
-    def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads, kv_heads = self.spec.heads, self.spec.kv_heads
-        qkv = F.linear(self._norm(x, self.input_norm), self.qkv, self.qkv_bias)
-        qkv = qkv.view(x.shape[0], heads + 2 * kv_heads, self.spec.head_dim)
-        turned, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            scales = torch.cat((self.q_norm.expand(heads, -1), self.k_norm.expand(kv_heads, -1)))
-            turned = F.rms_norm(turned, turned.shape[-1:], None, self.spec.norm_eps) * scales
-        turned = torch.addcmul(turned * cos, turned.roll(self.spec.head_dim // 2, dims=-1), sin)
-        return turned[:, :heads], turned[:, heads:], v
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
+    def store(self, x: Tensor, places: Places, ops: Operations, kv: Tensor) -> Tensor:
+        """Queries; keys and values go into the cache."""
+        qkv = F.linear(ops.norm(x, self.input_norm), self.qkv, self.qkv_bias)
+        return ops.rotate_and_store(qkv, places, self.q_norm, self.k_norm, kv)
 
 
 class FusedDecoder:
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelSpec, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
         self.spec = spec
+        self.ops = operations(spec, max_length, device, dtype)
         self.embedding = torch.zeros(spec.vocab_size, spec.hidden, device=device, dtype=dtype)
         self.head = self.embedding if spec.tied else torch.zeros_like(self.embedding)
         self.norm = torch.zeros(spec.hidden, device=device, dtype=dtype)
         self.layers = [FusedLayer(spec, index, device, dtype) for index in range(spec.layers)]
-        self.inv_freq = rope_frequencies(spec).to(device)
 
     def canonical(self) -> dict[str, Tensor]:
         """Every weight once, under its Hugging Face name, as a view of what is served."""
@@ -95,23 +91,26 @@ class FusedDecoder:
             names |= layer.canonical()
         return names
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [N, D] for token ids [N] at positions [N]."""
+    def forward(self, ids: Tensor, places: Places, kv: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [N, D] for token ids [N]; their keys and values are left in the cache."""
         x = F.embedding(ids, self.embedding)
-        angles = positions[:, None].float() * self.inv_freq
-        cos, sin = angles.cos(), angles.sin()
-        cos = torch.cat((cos, cos), dim=-1)[:, None].to(x.dtype)
-        sin = torch.cat((-sin, sin), dim=-1)[:, None].to(x.dtype)
-        for layer in self.layers:
-            x = layer.forward(x, cos, sin, attend)
-        return F.rms_norm(x, self.norm.shape, self.norm, self.spec.norm_eps)
+        for layer, cache in zip(self.layers, kv, strict=True):
+            x = layer.forward(x, places, self.ops, cache, attend)
+        return self.ops.norm(x, self.norm)
+
+    def fill(self, ids: Tensor, places: Places, kv: Tensor, attend: Attend) -> None:
+        """Keys and values alone: nothing behind those of the last layer is computed."""
+        x = F.embedding(ids, self.embedding)
+        for layer, cache in zip(self.layers[:-1], kv, strict=False):
+            x = layer.forward(x, places, self.ops, cache, attend)
+        self.layers[-1].store(x, places, self.ops, kv[-1])
 
     def unembed(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head)
 
 
 def residual(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + y @ weight.T (+ bias), in one operation where there is no bias."""
+    """x + y @ weight.T (+ bias), in place: in one operation where there is no bias."""
     if bias is None:
-        return torch.addmm(x, y, weight.t())
-    return x + F.linear(y, weight, bias)
+        return x.addmm_(y, weight.t())
+    return x.add_(F.linear(y, weight, bias))

@@ -1,75 +1,78 @@
-"""Runs the network: prompts into cache slots, then one token after the other."""
+"""Runs the network on a device: chunks of prompts into the cache, then all rows one token after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from assay.engine.attention import DecodeAttention, PrefillAttention
-from assay.engine.cache import SlotCache
+from assay.engine.attention import ChunkAttention, RowAttention
+from assay.engine.columns import BLOCK_SIZE, Column, State
 from assay.engine.network import FusedDecoder
-from assay.engine.scheduler import Admission
-
-
-@dataclass(slots=True)
-class Prefix:
-    """A computed prompt: what its samples start from."""
-
-    kv: Tensor  # [layers, 2, length, kv_heads, head_dim]
-    logits: Tensor  # [vocabulary], of the first new token
-
-    def clone(self) -> Prefix:
-        """Both fields are views of all prompts computed together; a copy lets the others' memory go."""
-        return Prefix(self.kv.clone(), self.logits.clone())
+from assay.engine.rows import Rows
+from assay.engine.scheduler import Chunk
+from assay.engine.sequence import Sample
+from assay.engine.varlen import VarlenAttention, has_varlen, slots_of
+from assay.models.spec import ModelSpec
 
 
 class Runner:
-    def __init__(self, network: FusedDecoder, cache: SlotCache) -> None:
-        self.network, self.cache = network, cache
-        self.held: Prefix | None = None  # the prompt whose samples have entered in part
+    """In torch, for any device.
 
-    def drop(self) -> None:
-        """Forget everything that was computed."""
-        self.held = None
-        self.cache.clear()
+    `window`: steps to take before the host looks, where looking makes a device wait; `long_window`: if nobody waits.
+    """
 
-    def enter(self, admissions: Sequence[Admission], start: int) -> Tensor:
-        """Fill the slots from `start` on for newcomers; returns the logits of their first tokens."""
-        prefixes = self._prefixes(admissions)
-        counts = [len(admission.samples) for admission in admissions]
-        self.cache.reserve(start + sum(counts), max(prefix.kv.shape[2] for prefix in prefixes) + 1)
-        for prefix, count in zip(prefixes, counts, strict=True):
-            self.cache.fill(start, count, prefix.kv)
-            start += count
-        # Only the last to come can have samples still waiting.
-        self.held = None if admissions[-1].last else prefixes[-1].clone()
-        logits = torch.stack([prefix.logits for prefix in prefixes])
-        return logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
+    def __init__(self, network: FusedDecoder, rows: Rows, kv: Tensor) -> None:
+        self.network, self.rows, self.kv = network, rows, kv
+        self.device, self.dtype = kv.device, kv.dtype
+        self.window = self.long_window = 1 if self.device.type == "cpu" else 8
+        self.ahead = 0  # windows in flight while the host works on the one before
 
-    def decode(self, tokens: Tensor, lengths: Tensor, longest: int) -> Tensor:
-        """Feed the last token of each running sequence; returns the logits of the next."""
-        self.cache.reserve(len(tokens), longest + 1)
-        attend = DecodeAttention(self.cache, lengths, longest)
-        return self.network.unembed(self.network.forward(tokens, lengths, attend))
+    def compute(self, chunks: Sequence[Chunk]) -> None:
+        """Keys and values of prompt tokens."""
+        ids = np.concatenate([np.asarray(chunk.tokens[chunk.start : chunk.stop], dtype=np.int64) for chunk in chunks])
+        positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+        slots = np.concatenate([slots_of(chunk, chunk.start, chunk.stop, BLOCK_SIZE) for chunk in chunks])
+        upload = self.rows.upload
+        places = self.network.ops.places(upload(positions), upload(slots))
+        if has_varlen(self.device, self.dtype):
+            attend: VarlenAttention | ChunkAttention = VarlenAttention(chunks, BLOCK_SIZE, upload)
+        else:
+            attend = ChunkAttention(chunks, BLOCK_SIZE, self.device, self.dtype)
+        self.network.fill(upload(ids), places, self.kv, attend)
 
-    def _prefixes(self, admissions: Sequence[Admission]) -> list[Prefix]:
-        """One for each admission: the one held, if its job goes on, and the others computed now."""
-        fresh = [admission.job.request.prompt_ids for admission in admissions if admission.first]
-        computed = self._prefill(fresh) if fresh else []
-        if admissions[0].first:
-            return computed
-        assert self.held is not None
-        return [self.held, *computed]
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Blocks (from, to)."""
+        sources, destinations = (self.rows.upload(np.array(side)) for side in zip(*pairs, strict=True))
+        self.kv.index_copy_(3, destinations, self.kv.index_select(3, sources))
 
-    def _prefill(self, prompts: Sequence[Sequence[int]]) -> list[Prefix]:
-        device = self.cache.device
-        lengths = [len(prompt) for prompt in prompts]
-        ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        attend = PrefillAttention(lengths, device)
-        hidden = self.network.forward(ids, attend.packed.positions, attend)
-        ends = torch.tensor(lengths, device=device).cumsum(0) - 1
-        logits = self.network.unembed(hidden[ends])
-        return [Prefix(kv, row) for kv, row in zip(attend.prefixes(), logits, strict=True)]
+    def arrange(self, running: Sequence[Sample]) -> None:
+        """Called when rows have come, gone or moved, before the next step."""
+        self.rows.note_modes(running)
+
+    def decode(self, size: int, steps: int, span: int) -> None:
+        """Steps for the first `size` rows; no sequence gets longer than `span`."""
+        for _ in range(steps):
+            self._step(size, span)
+
+    def _step(self, size: int, span: int) -> None:
+        rows = self.rows
+        positions, running = rows.column(Column.POSITION, size), rows.column(Column.STATE, size) == State.RUNNING
+        tables = rows.tables[:size]
+        slots = tables.gather(1, positions[:, None] // BLOCK_SIZE)[:, 0] * BLOCK_SIZE + positions % BLOCK_SIZE
+        slots = torch.where(running & (positions >= rows.column(Column.STORED, size)), slots, -1)
+        attend = RowAttention(tables, positions + 1, span, BLOCK_SIZE, self.dtype)
+        places = self.network.ops.places(positions, slots)
+        hidden = self.network.forward(rows.column(Column.TOKEN, size), places, self.kv, attend)
+        rows.draw(self.network.unembed(hidden))
+
+
+def new_cache(spec: ModelSpec, blocks: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros [layers, 2, kv_heads, blocks, block size, head_dim]; on a CPU memory is taken only as it is written to."""
+    shape = (spec.layers, 2, spec.kv_heads, blocks, BLOCK_SIZE, spec.head_dim)
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    numbers = int(np.prod(shape))
+    return torch.from_numpy(np.zeros(numbers * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,96 +1,275 @@
-"""Who runs, in which slot, and who is next: first come, first served. No tensors."""
+"""Who runs, in which row, with which blocks, and what is computed next: first come, first served. No tensors.
+
+Prompts are computed in chunks within a budget of tokens, between stretches of decoding. Samples enter as rows and
+blocks allow; where blocks run short, what is only kept in case it is useful goes first, then whoever came last has to
+start again later: its tokens are computed anew as a prompt. Whoever came first always goes on, so everything finishes.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from assay.engine.sequence import PromptJob, Sample
+from assay.engine.blocks import Blocks
+from assay.engine.sequence import NEVER, Kept, Prefix, Sample
 
 
 @dataclass(slots=True)
-class Admission:
-    """Samples of one job that enter now, in the slots after those already running."""
+class Chunk:
+    """Tokens start .. stop of a sequence, to be computed and stored in its blocks."""
 
-    job: PromptJob
-    samples: list[Sample]
-    first: bool  # the job's prompt has yet to be computed
+    tokens: Sequence[int]
+    start: int
+    stop: int
+    blocks: Sequence[int]
 
-    @property
-    def last(self) -> bool:
-        """No sample of the job is still waiting as this one enters, so nothing of its prompt need be kept aside."""
-        return self.job.left == 0
+
+@dataclass(slots=True)
+class Plan:
+    """What to do before the next steps, in this order."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (from, to)
+    entering: list[Sample] = field(default_factory=list)  # in the last rows
+    grown: list[Sample] = field(default_factory=list)  # have more blocks than before
 
 
 class Scheduler:
-    """`running[i]` is the sample in slot i: slots in use are always 0 .. len(running) - 1."""
+    """`running[i]` is the sample in row i: rows in use are always 0 .. len(running) - 1."""
 
-    def __init__(
-        self,
-        jobs: Iterable[PromptJob],
-        max_batch: int,
-        prefill_tokens: int,
-        *,
-        waves: bool = False,
-        even: bool = False,
-    ) -> None:
-        """`waves`: newcomers wait until everyone has left. `even`: prompts that enter together have one length."""
-        self.waiting = deque(jobs)
+    def __init__(self, blocks: Blocks, max_batch: int, prefill_tokens: int) -> None:
+        self.blocks, self.max_batch, self.prefill_tokens = blocks, max_batch, prefill_tokens
+        self.waiting: deque[Prefix] = deque()
         self.running: list[Sample] = []
-        self.max_batch, self.prefill_tokens = max_batch, prefill_tokens
-        self.waves, self.even = waves, even
-        self.pending = sum(job.left for job in self.waiting)
+        self.kept: OrderedDict[int, Kept] = OrderedDict()
+        self.pending = 0  # samples that wait
         self.step = 0
+        self.preemptions = 0
+        self.next_handle = 1
 
     @property
     def unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def admit(self) -> list[Admission]:
-        """Let waiting samples in while there is room; prompts yet to be computed stay within the token budget."""
-        admissions: list[Admission] = []
-        if not self._worth_it():
-            return admissions
+    def add(self, tokens: Sequence[int], samples: Iterable[Sample], kept: Kept | None = None) -> None:
+        """`kept`: the sequence that these tokens continue."""
+        prefix = Prefix(tokens, deque(samples))
+        if kept is not None:
+            prefix.blocks, prefix.computed = kept.blocks, kept.stored
+        self.pending += len(prefix.samples)
+        self.waiting.append(prefix)
+
+    # -- before some steps of decoding
+
+    def lack(self, steps: int) -> int:
+        """Blocks that those who run miss for so many steps, after giving up what is only kept in case."""
+        short = self._short(steps)
+        if len(short) * self.blocks.needed(steps) <= self.blocks.available:  # more than any of them can want
+            return 0
+        wanted = sum(self._growth(sample, steps) for sample in short)
+        if wanted > self.blocks.available:
+            self._give_up(wanted)
+        return max(0, wanted - self.blocks.available)
+
+    def preempt(self) -> Sample:
+        """Who has to make room: the last to have come. The caller completes its `drawn`, then lets it restart."""
+        self.preemptions += 1
+        return max(self.running, key=lambda sample: (sample.job.index, sample.index))
+
+    def restart(self, sample: Sample) -> None:
+        """Put a sample that was released in front of those who wait."""
+        self.waiting.appendleft(Prefix([*sample.job.tokens, *sample.drawn], deque([sample])))
+        self.pending += 1
+
+    def plan(self, steps: int) -> Plan:
+        """Blocks for those who run, then newcomers, for so many steps; `lack(steps)` has to be 0."""
+        plan = Plan(grown=self._short(steps))
+        until, size = self.step + steps, self.blocks.size
+        for sample in plan.grown:
+            while sample.dry < until:
+                sample.blocks.append(self.blocks.take_one())
+                sample.dry += size
+                if sample.dry >= sample.last:
+                    sample.dry = NEVER
+        if self._worth_it():
+            self._admit(plan, steps)
+        return plan
+
+    def _admit(self, plan: Plan, steps: int) -> None:
         budget = self.prefill_tokens
         while self.waiting and len(self.running) < self.max_batch:
-            job = self.waiting[0]
-            first = job.started == 0 or self.waves
-            if admissions and first and (job.length > budget or (self.even and job.length != admissions[0].job.length)):
+            prefix = self.waiting[0]
+            if not prefix.ready:
+                if budget <= 0 or not self._has_room(prefix, steps):
+                    return
+                budget -= self._compute(prefix, plan, budget)
+                if not prefix.ready:
+                    return
+            if not self._enter(prefix, plan, steps):
+                return
+            self.waiting.popleft()
+
+    def _has_room(self, prefix: Prefix, steps: int) -> bool:
+        """Take the blocks that a prefix needs, if that leaves a little for those who run."""
+        searched = not prefix.blocks
+        if searched:
+            prefix.blocks = self.blocks.find(prefix.tokens)
+            prefix.computed = len(prefix.blocks) * self.blocks.size
+        missing = self.blocks.needed(len(prefix.tokens)) - len(prefix.blocks)
+        growth = self._growth(prefix.samples[0], steps, have=missing + len(prefix.blocks))
+        if not self._can_spare(missing + growth, prefix):
+            if searched:  # nothing but found blocks, which others may need before they are found again
+                self.blocks.release(prefix.blocks)
+                prefix.blocks, prefix.computed = [], 0
+            return False
+        prefix.blocks = prefix.blocks + self.blocks.take(missing)
+        return True
+
+    def _compute(self, prefix: Prefix, plan: Plan, budget: int) -> int:
+        """Schedule the next chunk of a prefix. Its full blocks can be shared at once: what shares them runs later."""
+        start, stop = prefix.computed, min(len(prefix.tokens), prefix.computed + budget)
+        if start < stop:
+            plan.chunks.append(Chunk(prefix.tokens, start, stop, prefix.blocks))
+            prefix.computed = stop
+            self.blocks.remember(prefix.tokens, prefix.blocks, stop)
+        return stop - start
+
+    def _enter(self, prefix: Prefix, plan: Plan, steps: int) -> bool:
+        """Start samples of a computed prefix; whether all of them have started."""
+        while prefix.samples and len(self.running) < self.max_batch:
+            sample = prefix.samples[0]
+            # The last to start takes the prefix over; others share it, with a copy of the block they will write to.
+            takes = len(prefix.samples) == 1
+            copies = not takes and len(prefix.tokens) % self.blocks.size != 0
+            growth = self._growth(sample, steps, have=len(prefix.blocks))
+            if not self._can_spare(growth + copies, prefix):
+                if self.running or not self._can_spare(growth, prefix):
+                    return False
+                takes = True  # a cache so small that one sequence fills it
+            prefix.samples.popleft()
+            if takes:
+                sample.blocks, prefix.blocks, prefix.computed = prefix.blocks, [], 0
+            else:
+                self._share(prefix, sample, plan)
+            if growth:
+                sample.blocks = sample.blocks + self.blocks.take(growth)
+            self._seat(sample, plan)
+            if takes:
                 break
-            budget -= job.length if first else 0
-            admissions.append(Admission(job, self._enter(job), first))
-        return admissions
+        return not prefix.samples
 
-    def release(self, slots: Iterable[int]) -> list[tuple[int, int]]:
-        """Take finished samples out; returns the moves (from, to) that close the gaps, each from behind every gap."""
-        gone = set(slots)
-        kept = len(self.running) - len(gone)
-        gaps = sorted(slot for slot in gone if slot < kept)
-        movers = [slot for slot in range(kept, len(self.running)) if slot not in gone]
-        moves = list(zip(movers, gaps, strict=True))
-        for source, destination in moves:
-            self.running[destination] = self.running[source]
-        del self.running[kept:]
-        return moves
+    def _share(self, prefix: Prefix, sample: Sample, plan: Plan) -> None:
+        full = len(prefix.tokens) // self.blocks.size
+        sample.blocks = prefix.blocks[:full]
+        self.blocks.share(sample.blocks)
+        if full < len(prefix.blocks):
+            (own,) = self.blocks.take(1)
+            plan.copies.append((prefix.blocks[full], own))
+            sample.blocks.append(own)
 
-    def longest(self) -> int:
-        """Tokens in the cache of the longest running sample, before this step."""
-        return max(sample.length(self.step) for sample in self.running)
+    def _can_spare(self, wanted: int, prefix: Prefix) -> bool:
+        """Whether a newcomer can have so many blocks; those who run soon need some and should not be thrown out."""
+        wanted += len(self.running)
+        return wanted <= self.blocks.available or self._give_up(wanted, sparing=prefix)
+
+    def _seat(self, sample: Sample, plan: Plan) -> None:
+        seat(sample, self.running, self.step)
+        sample.last, sample.dry = sample.end, sample.lasts_until(self.blocks.size)
+        self.pending -= 1
+        plan.entering.append(sample)
 
     def _worth_it(self) -> bool:
-        if self.waves:
-            return not self.running
-        # A newcomer costs a pass of its own, so that a few free slots are collected first.
+        # A newcomer costs a pass of its own, so that a few free rows are collected first.
         room = self.max_batch - len(self.running)
-        return room >= min(self.pending, max(1, self.max_batch // 16))
+        return room >= min(self.pending, max(1, self.max_batch // 32))
 
-    def _enter(self, job: PromptJob) -> list[Sample]:
-        count = min(job.left, self.max_batch - len(self.running))
-        samples = [Sample(job, index, self.step) for index in range(job.started, job.started + count)]
-        self.running.extend(samples)
-        self.pending -= count
-        job.started += count
-        if job.left == 0:
-            self.waiting.popleft()
-        return samples
+    def _short(self, steps: int) -> list[Sample]:
+        """Those who run and need more blocks for so many steps."""
+        until = self.step + steps
+        return [sample for sample in self.running if sample.dry < until]
+
+    def _growth(self, sample: Sample, steps: int, have: int | None = None) -> int:
+        """Blocks that a sample misses for so many more steps."""
+        done = 0 if sample.row < 0 else self.step - sample.entered
+        needed = self.blocks.needed(sample.stored(done + steps))
+        return max(0, needed - (len(sample.blocks) if have is None else have))
+
+    def _give_up(self, wanted: int, sparing: Prefix | None = None) -> bool:
+        """Free what can be computed again, until so many blocks are available; whether they are."""
+        for kept in self.kept.values():
+            if wanted <= self.blocks.available:
+                return True
+            self.blocks.release(kept.blocks)
+            kept.blocks = []
+        if not (sparing is not None and self.running):  # who waits in front of the queue may go on waiting
+            for prefix in reversed(self.waiting):
+                if wanted <= self.blocks.available:
+                    return True
+                if prefix is not sparing and prefix.blocks:
+                    self.blocks.release(prefix.blocks)
+                    prefix.blocks, prefix.computed = [], 0
+        return wanted <= self.blocks.available
+
+    # -- after some steps
+
+    def advance(self, steps: int) -> None:
+        self.step += steps
+
+    def release(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
+        """Take samples out; returns the row moves (from, to) that close the gaps."""
+        for sample in samples:
+            self.blocks.release(sample.blocks)
+            sample.blocks = []
+        return close_gaps(self.running, samples, self.step)
+
+    # -- sequences kept for later
+
+    def keep(self, tokens: list[int], blocks: list[int]) -> int:
+        """Remember a finished sequence; only the blocks that hold some of it stay."""
+        needed = self.blocks.needed(len(tokens) - 1)
+        self.blocks.release(blocks[needed:])
+        handle, self.next_handle = self.next_handle, self.next_handle + 1
+        self.kept[handle] = Kept(tokens, blocks[:needed])
+        return handle
+
+    def resume(self, handle: int) -> Kept | None:
+        """A kept sequence, which is no longer kept."""
+        return self.kept.pop(handle, None)
+
+    def drop(self, handle: int) -> None:
+        kept = self.kept.pop(handle, None)
+        if kept is not None:
+            self.blocks.release(kept.blocks)
+
+    def forget(self) -> None:
+        """Whatever was computed is no longer right; nothing may be running."""
+        assert not self.unfinished
+        for kept in self.kept.values():
+            self.blocks.release(kept.blocks)
+            kept.blocks = []
+        self.blocks.forget_all()
+
+
+def close_gaps(running: list[Sample], gone: Sequence[Sample], step: int) -> list[tuple[int, int]]:
+    """Take samples out of the rows; returns the moves (from, to) of others, each from behind every gap."""
+    rows = {sample.row for sample in gone}
+    kept = len(running) - len(rows)
+    gaps = sorted(row for row in rows if row < kept)
+    movers = [row for row in range(kept, len(running)) if row not in rows]
+    for sample in gone:
+        sample.row = -1
+    moves = list(zip(movers, gaps, strict=True))
+    for source, destination in moves:
+        sample = running[destination] = running[source]
+        sample.row = destination
+        sample.spans.append((destination, step))
+    del running[kept:]
+    return moves
+
+
+def seat(sample: Sample, running: list[Sample], step: int) -> None:
+    """Give a sample the next row."""
+    sample.row, sample.entered = len(running), step
+    sample.spans = [(sample.row, step)]
+    running.append(sample)

@@ -1,105 +1,142 @@
-"""One call of `generate`: what any engine does between two passes of its network."""
+"""One call of `generate`: completions taken from what the rows have drawn, streamed as they come."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from assay.engine.base import OnToken, Request
-from assay.engine.batch import Batch, State
-from assay.engine.scheduler import Admission, Scheduler
-from assay.engine.sequence import Sample
+from assay.engine.base import OnFinish, OnToken, RequestError
+from assay.engine.columns import State
+from assay.engine.history import History
+from assay.engine.rows import Look
+from assay.engine.sequence import Job, Sample
 from assay.engine.stopping import Decode, completes_stop
-from assay.types import Completion, Finish, UserError
+from assay.types import Completion, Finish
 
-
-def steps_between_looks(device: torch.device) -> int:
-    """How often to ask what has finished: always where that is free, seldom where a device would wait for the host."""
-    return 1 if device.type == "cpu" else 8
+Keep = Callable[[Sample, list[int]], int]  # keeps a finished sequence, all of its tokens given; returns its handle
 
 
 class Session:
     def __init__(
         self,
-        requests: Sequence[Request],
-        scheduler: Scheduler,
-        device: torch.device,
+        requests: int,
+        rows: int,
         version: int,
         decode: Decode | None,
+        keep: Keep,
         on_token: OnToken | None,
+        on_finish: OnFinish | None,
     ) -> None:
-        self.scheduler, self.version = scheduler, version
-        self.decode, self.on_token = decode, on_token
-        self.watching = on_token is not None or any(request.params.stop for request in requests)
-        self.look_every = 1 if self.watching else steps_between_looks(device)
-        rows = min(scheduler.max_batch, scheduler.pending)
-        stop_width = max(len(request.params.stop_token_ids) for request in requests)
-        self.batch = Batch(rows, stop_width, max(job.limit for job in scheduler.waiting), device)
-        self.results: list[dict[int, Completion]] = [{} for _ in requests]
+        self.version, self.decode, self.keep = version, decode, keep
+        self.on_token, self.on_finish = on_token, on_finish
+        self.history = History(rows)
+        self.results: list[dict[int, Completion]] = [{} for _ in range(requests)]
+        self.errors: dict[int, str] = {}
+        self.watching = on_token is not None  # whether any tokens are looked at one by one
+        self.tokens = 0  # of finished samples
 
     def completions(self) -> list[list[Completion]]:
-        return [[done[index] for index in range(len(done))] for done in self.results]
+        every: list[list[Completion]] = [
+            [] if index in self.errors else [done[sample] for sample in sorted(done)]
+            for index, done in enumerate(self.results)
+        ]
+        if self.errors:
+            raise RequestError(self.errors, every)
+        return every
 
-    def enter(self, admissions: Sequence[Admission], start: int, logits: Tensor) -> None:
-        """Newcomers draw their first token."""
-        samples = [sample for admission in admissions for sample in admission.samples]
-        self.batch.add(start, samples)
-        self.batch.modes(self.scheduler.running)
-        self._draw(slice(start, start + len(samples)), logits)
+    def expect(self, job: Job) -> None:
+        """Samples of this job will come."""
+        self.watching = self.watching or bool(job.request.params.stop)
 
-    def advance(self, logits: Tensor) -> None:
-        """Everyone draws the next token."""
-        running, step = self.scheduler.running, self.scheduler.step
-        self.batch.reserve(max(step - sample.entered for sample in running) + 1)
-        self.batch.stored(len(running))
-        self._draw(slice(0, len(running)), logits)
-        self.scheduler.step += 1
+    def watches(self, job: Job) -> bool:
+        """Whether somebody looks at its tokens one by one."""
+        return self.on_token is not None or bool(job.request.params.stop)
 
-    def collect(self) -> list[tuple[int, int]]:
-        """Hand over what has finished and close the gaps; returns the moves (from, to) for other state kept by slot."""
-        running = self.scheduler.running
-        ended = self.batch.ended(len(running)) if self.scheduler.step % self.look_every == 0 else []
-        if not ended:
-            return []
-        written = self.batch.written([row for row, _ in ended])
-        for (row, state), (tokens, (engine, sampling, mass)) in zip(ended, written, strict=True):
-            sample = running[row]
-            if state == State.BROKEN:
-                raise broken(sample, len(tokens) - 1)
-            finish = Finish.STOP if state == State.STOP else Finish.LENGTH
-            completion = Completion(tokens, engine, sampling, finish, self.version, sum(mass) / len(mass))
-            self.results[sample.job.index][sample.index] = completion
-        moves = self.scheduler.release(row for row, _ in ended)
-        if moves:
-            self.batch.move(moves)
-        self.batch.modes(self.scheduler.running)
-        return moves
+    def take(self, look: Look, running: Sequence[Sample]) -> list[tuple[Sample, State]]:
+        """Write down what was drawn; returns the samples that have ended, and how."""
+        look.wait()
+        self.history.write(look, running)
+        counts, states = look.after.numpy()
+        ended: dict[Sample, tuple[int, State]] = {}
+        for row in np.flatnonzero(states != State.RUNNING):
+            if not look.samples[row].done:
+                ended[look.samples[row]] = int(counts[row]), State(int(states[row]))
+        self._watch(look, counts, states, ended)
+        self._finish(ended)
+        return [(sample, state) for sample, (_, state) in ended.items()]
 
-    def _draw(self, rows: slice, logits: Tensor) -> None:
-        self.batch.draw(rows, logits)
-        if self.watching:
-            self._watch(rows)
+    def drawn(self, sample: Sample, count: int) -> list[int]:
+        """All tokens of a sample that has drawn `count`; scores of what is new are put aside with it."""
+        tokens, scores = self.history.read([sample], count - len(sample.drawn))
+        sample.scores.append(scores[:, 0].copy())
+        return [*sample.drawn, *tokens[0].tolist()]
 
-    def _watch(self, rows: slice) -> None:
-        """Stream tokens and look for stop strings: the only Python work for each token, and only if asked for."""
-        tokens, states = self.batch.token[rows].tolist(), self.batch.state[rows].tolist()
-        for row, (token, state) in enumerate(zip(tokens, states, strict=True), start=rows.start):
-            sample = self.scheduler.running[row]
-            if state == State.BROKEN:
-                raise broken(sample, self.scheduler.step - sample.entered)
-            if self.on_token is not None:
-                self.on_token(sample.job.index, sample.index, token)
-            if stops := sample.job.request.params.stop:
+    def _watch(
+        self, look: Look, counts: np.ndarray, states: np.ndarray, ended: dict[Sample, tuple[int, State]]
+    ) -> None:
+        """Stream tokens and look for stop strings: the only work for each token, and only where it is asked for."""
+        if not self.watching:
+            return
+        for row, sample in enumerate(look.samples):
+            if sample.done or not self.watches(sample.job):
+                continue
+            new = int(counts[row]) - len(sample.watched) - (states[row] == State.BROKEN)
+            stops = sample.job.request.params.stop
+            for token in look.tokens[:new, row].tolist():
                 sample.watched.append(token)
-                assert self.decode is not None
-                if state != State.STOP and completes_stop(sample.watched, stops, self.decode):
-                    self.batch.state[row] = State.STOP
+                if self.on_token is not None:
+                    self.on_token(sample.job.index, sample.index, token)
+                if stops and self.decode is not None and completes_stop(sample.watched, stops, self.decode):
+                    ended[sample] = len(sample.watched), State.STOP
+                    break
+
+    def _finish(self, ended: dict[Sample, tuple[int, State]]) -> None:
+        alike: dict[tuple[int, int], list[Sample]] = defaultdict(list)  # read together: most end together or alone
+        for sample, (count, state) in ended.items():
+            sample.done = True
+            if state == State.BROKEN:
+                self.errors.setdefault(sample.job.index, broken(sample, count - 1))
+            else:
+                alike[sample.entered, count - len(sample.drawn)].append(sample)
+        for (_, new), samples in alike.items():
+            tokens, scores = self.history.read(samples, new)
+            means = scores[2:].mean(-1)
+            engine_scores = scores[0].tolist()
+            same = np.array_equal(scores[0], scores[1])  # without truncation; a copied list costs less than a new one
+            sampling_scores = [list(row) for row in engine_scores] if same else scores[1].tolist()
+            rows = zip(samples, tokens.tolist(), engine_scores, sampling_scores, means.T.tolist(), strict=True)
+            for sample, ids, engine, sampling, (mass, entropy) in rows:
+                finish = Finish.STOP if ended[sample][1] == State.STOP else Finish.LENGTH
+                completion = Completion(ids, engine, sampling, finish, self.version, mass, entropy)
+                self._hand_over(sample, completion)
+
+    def _hand_over(self, sample: Sample, completion: Completion) -> None:
+        if sample.drawn:
+            with_earlier(completion, sample)
+        if sample.job.request.keep:
+            completion.handle = self.keep(sample, [*sample.job.tokens, *completion.token_ids])
+        self.results[sample.job.index][sample.index] = completion
+        self.tokens += len(completion.token_ids)
+        if self.on_finish is not None:
+            self.on_finish(sample.job.index, sample.index, completion)
 
 
-def broken(sample: Sample, position: int) -> UserError:
-    return UserError(
+def with_earlier(completion: Completion, sample: Sample) -> None:
+    """Put what was drawn before preemptions in front."""
+    scores = np.concatenate(sample.scores, axis=1)
+    before, new = scores.shape[1], len(completion.token_ids)
+    completion.token_ids = [*sample.drawn, *completion.token_ids]
+    completion.engine_logprobs = [*scores[0].tolist(), *completion.engine_logprobs]
+    completion.sampling_logprobs = [*scores[1].tolist(), *completion.sampling_logprobs]
+    mass, entropy = scores[2:].mean(-1).tolist()
+    completion.kept_mass = (mass * before + completion.kept_mass * new) / (before + new)
+    completion.entropy = (entropy * before + completion.entropy * new) / (before + new)
+
+
+def broken(sample: Sample, position: int) -> str:
+    return (
         f"{sample.job.name}: the model's output for token {position} of sample {sample.index} is not a number (NaN): "
         "its weights are broken, perhaps by a diverged training run; go back to an earlier checkpoint"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from assay.types import UserError
@@ -49,3 +51,14 @@ def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.
         hint = " (float16 overflows in training)" if name in ("float16", "fp16", "half") else ""
         raise UserError(f"dtype '{name}' is not supported{hint}: use auto, float32 or bfloat16")
     return DTYPES[name]
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on the device, where it can be asked."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)

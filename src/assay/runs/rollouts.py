@@ -162,6 +162,7 @@ def _turn_line(turn: Turn) -> dict[str, Any]:
         "finish": completion.finish.value,
         "version": completion.version,
         "kept_mass": completion.kept_mass,
+        "entropy": completion.entropy,
     }
 
 
@@ -219,6 +220,7 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
             finish=Finish(turn["finish"]),
             version=turn["version"],
             kept_mass=number(turn["kept_mass"]),
+            entropy=number(turn.get("entropy", 0.0)),
         )
         turns.append(Turn(flat["token_ids"][start:written], completion, turn["text"]))
         start = end

@@ -11,6 +11,7 @@ import torch
 
 from assay.config import TrainConfig
 from assay.models.decoder import Decoder
+from assay.models.device import free_memory
 from assay.runs.console import Console
 from assay.train import setup
 from assay.train.reference import load_reference
@@ -72,7 +73,7 @@ def memory(parts: Parts, prompt: int) -> dict[str, float]:
     tokens = min(cfg.train.token_budget, sequences * length)
     if isinstance(policy, Decoder):
         spec = policy.spec
-        sequences = min(cfg.engine.max_batch, sequences)
+        sequences = min(engine.max_batch, sequences)
         found["KV cache"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * served * length * sequences
         # What backward keeps of one token in one layer: about 10 hidden-sized tensors, attention's, and 4 of the MLP's.
         kept = 10 * spec.hidden + 4 * spec.heads * spec.head_dim + 4 * spec.intermediate
@@ -86,14 +87,3 @@ def check_writable(runs_dir: Path) -> None:
     place = next(p for p in (runs_dir, *runs_dir.absolute().parents) if p.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise UserError(f"{place} is not writable: choose another folder with --runs_dir")
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on the device, where it can be asked."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)

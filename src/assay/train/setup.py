@@ -65,6 +65,7 @@ def eval_params(cfg: EvalConfig, training: SamplingConfig | None = None) -> Samp
         temperature=cfg.temperature,
         top_k=cfg.top_k,
         top_p=cfg.top_p,
+        min_p=cfg.min_p,
         max_new_tokens=length,
         stop=tuple(stop),
     )
@@ -138,6 +139,8 @@ def build_engine(cfg: EngineConfig, policy: PolicyModel, renderer: Renderer, max
         device=policy.device,
         dtype=pick_dtype(cfg.dtype, policy.device),
         max_batch=cfg.max_batch,
+        memory=cfg.memory,
+        prefill_tokens=cfg.prefill_tokens,
         max_length=min(max_length or policy.max_length, policy.max_length),
         decode=renderer.decode,
     )

@@ -92,12 +92,15 @@ def imitate(parts: Parts) -> None:
 def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
     """One step's groups, and those the algorithm dropped; new prompts replace dropped ones for as long as it allows."""
     cfg, state = parts.cfg, parts.state
+    parts.collector.engine.forget()  # a run that is resumed here has no evaluation's prompts to fall back on
     params = SamplingParams(
         n=cfg.train.samples,
         temperature=cfg.sampling.temperature,
         top_k=cfg.sampling.top_k,
         top_p=cfg.sampling.top_p,
+        min_p=cfg.sampling.min_p,
         max_new_tokens=cfg.sampling.max_new_tokens,
+        min_new_tokens=cfg.sampling.min_new_tokens,
         stop=tuple(cfg.sampling.stop),
     )
     kept: list[Group] = []
@@ -124,7 +127,7 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
     count = len(answers)
     statuses = Counter(str(r.verdict.status) for r in answers if r.verdict)
     mean = sum(r.reward for r in answers) / count
-    kept_mass = [turn.completion.kept_mass for r in answers for turn in r.turns]
+    written = [turn.completion for r in answers for turn in r.turns]
     return {
         "reward/mean": mean,
         "reward/std": (sum((r.reward - mean) ** 2 for r in answers) / count) ** 0.5,
@@ -134,7 +137,8 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
         "length/mean": sum(r.length for r in answers) / count,
         "length/max": float(max(r.length for r in answers)),
         "length/truncated": sum(r.truncated for r in answers) / count,
-        "sampling/kept_mass": sum(kept_mass) / len(kept_mass),
+        "sampling/kept_mass": sum(c.kept_mass for c in written) / len(written),
+        "sampling/entropy": sum(c.entropy * len(c.token_ids) for c in written) / sum(len(c.token_ids) for c in written),
         **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
     }
 

@@ -98,8 +98,11 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
     collector = Collector(engine, renderer, judge)
     for prompts in (train, *evaluations.values()):
         check_room(collector, prompts)
-    if cfg.sampling.top_k or cfg.sampling.top_p < 1:
-        console.warn("sampling is truncated (top_k or top_p): importance ratios are inexact; see sampling/kept_mass")
+    if cfg.sampling.top_k or cfg.sampling.top_p < 1 or cfg.sampling.min_p or cfg.sampling.min_new_tokens:
+        console.warn(
+            "sampling is truncated (top_k, top_p, min_p or min_new_tokens): importance ratios are inexact; "
+            "see sampling/kept_mass"
+        )
     return Parts(
         cfg=cfg,
         run=Run(Path()),

@@ -1,0 +1,118 @@
+"""Which blocks of the cache are whose: reference counts, and the memory of computed prefixes. No tensors.
+
+A block holds `size` tokens of one sequence, or of several that begin alike. Full blocks of prompts are remembered by
+what they hold, together with everything before them: the key is the tokens and the parent block's own entry, so that
+equal keys mean equal prefixes, without trusting a hash. A remembered block that nobody uses keeps its contents until
+its place is needed; those unused for longest go first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+ROOT = 0  # the parent of a first block
+Key = tuple[int, tuple[int, ...]]  # the parent's entry, and the tokens
+
+
+class Blocks:
+    def __init__(self, total: int, size: int) -> None:
+        self.total, self.size = total, size
+        self.users = [0] * total
+        self.free = list(range(total - 1, -1, -1))  # the end is taken first, so that low numbers are used most
+        self.idle: OrderedDict[int, None] = OrderedDict()  # remembered, used by nobody; longest unused first
+        self.known: dict[Key, int] = {}
+        self.keys: dict[int, Key] = {}
+        self.entries: dict[int, int] = {}  # what children name as their parent; never given twice
+        self.next_entry = ROOT + 1
+
+    @property
+    def available(self) -> int:
+        return len(self.free) + len(self.idle)
+
+    @property
+    def in_use(self) -> int:
+        return self.total - self.available
+
+    def needed(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.size)
+
+    def take(self, count: int) -> list[int]:
+        """Blocks with no contents, for one user."""
+        assert count <= self.available, "asked for more blocks than there are"
+        return [self.take_one() for _ in range(count)]
+
+    def take_one(self) -> int:
+        if self.free:
+            block = self.free.pop()
+        else:
+            block, _ = self.idle.popitem(last=False)
+            self._forget(block)
+        self.users[block] = 1
+        return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more user."""
+        for block in blocks:
+            if self.users[block] == 0:
+                del self.idle[block]
+            self.users[block] += 1
+
+    def release(self, blocks: Sequence[int], *, forget: bool = False) -> list[int]:
+        """One user less; returns those that nobody uses now. `forget`: what they hold must not be found again."""
+        unused = []
+        for block in reversed(blocks):  # so that the end of a prefix goes before its beginning
+            assert self.users[block] > 0, "a block was released twice"
+            self.users[block] -= 1
+            if forget:
+                self._forget(block)
+            if self.users[block] == 0:
+                unused.append(block)
+                if block in self.keys:
+                    self.idle[block] = None
+                else:
+                    self.free.append(block)
+        return unused
+
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """The longest run of remembered blocks with which these tokens begin, each with one more user."""
+        found: list[int] = []
+        parent = ROOT
+        for start in range(0, len(tokens) - self.size + 1, self.size):
+            block = self.known.get((parent, tuple(tokens[start : start + self.size])))
+            if block is None:
+                break
+            found.append(block)
+            parent = self.entries[block]
+        self.share(found)
+        return found
+
+    def remember(self, tokens: Sequence[int], blocks: Sequence[int], computed: int) -> None:
+        """The full blocks among the first `computed` tokens can be found from now on."""
+        parent = ROOT
+        for index in range(computed // self.size):
+            block = blocks[index]
+            if block not in self.keys:
+                key = (parent, tuple(tokens[index * self.size : (index + 1) * self.size]))
+                other = self.known.get(key)
+                if other is None:
+                    self.known[key], self.keys[block] = block, key
+                    self.entries[block] = self.next_entry
+                    self.next_entry += 1
+                else:
+                    block = other  # computed twice; the first stays the one to be found
+            parent = self.entries[block]
+
+    def forget_all(self) -> None:
+        """No prefix can be found again."""
+        self.free.extend(self.idle)
+        self.idle.clear()
+        self.known.clear()
+        self.keys.clear()
+        self.entries.clear()
+
+    def _forget(self, block: int) -> None:
+        key = self.keys.pop(block, None)
+        if key is not None:
+            del self.known[key], self.entries[block]

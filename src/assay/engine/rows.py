@@ -1,0 +1,184 @@
+"""The running sequences as tensors, one row each: what is fed next, how it is drawn, and a log of what was drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, State
+from assay.engine.sampler import draw_rows, noise_keys, signed
+from assay.engine.sequence import Job, Sample
+from assay.engine.staging import Staging
+
+LOG_STEPS = 64  # steps that the log holds before it is written over
+
+
+@dataclass(slots=True)
+class Modes:
+    """What the sampler has to provide for, known on the host."""
+
+    greedy: bool = False
+    random: bool = False
+    truncate: bool = False
+    forbids: bool = False
+
+
+@dataclass(slots=True)
+class Look:
+    """What the host sees of some steps: tokens and scores by step and row, counts and states after the last."""
+
+    samples: list[Sample]  # who was in the rows
+    first: int  # step
+    tokens: Tensor  # [steps, rows] int32
+    scores: Tensor  # [4, steps, rows]: engine and sampling log-probabilities, kept mass, entropy
+    after: Tensor  # [2, rows]: tokens drawn in all, state
+    ready: torch.cuda.Event | None = None
+
+    def wait(self) -> Look:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return self
+
+
+class Rows:
+    def __init__(self, rows: int, max_blocks: int, device: torch.device) -> None:
+        self.device, self.size = device, rows
+        self.staging = Staging(device)
+        self.ints = torch.zeros(rows, WIDTH, dtype=torch.int64, device=device)
+        self.ints[:, Column.STATE] = State.IDLE
+        self.floats = torch.zeros(rows, 4, device=device)  # temperature, top-p, min-p, nothing
+        self.forbidden = torch.full((rows, FORBIDDEN_SLOTS), -1, dtype=torch.int64, device=device)
+        self.tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.log_tokens = torch.zeros(LOG_STEPS, rows, dtype=torch.int32, device=device)
+        self.log_scores = torch.zeros(4, LOG_STEPS, rows, device=device)
+        self.modes = Modes()
+        self.host_tables = np.zeros((rows, max_blocks), dtype=np.int32)
+        self.prompts = np.zeros(rows, dtype=np.int64)  # tokens before the first new one
+        self.tables_changed = False
+
+    def column(self, column: Column, size: int) -> Tensor:
+        return self.ints[:size, column]
+
+    def upload(self, values: np.ndarray) -> Tensor:
+        """On the device, without waiting for it."""
+        return self.staging.upload(values)
+
+    def enter(self, samples: Sequence[Sample]) -> None:
+        """Fill the rows of newcomers, which follow each other."""
+        rows = slice(samples[0].row, samples[0].row + len(samples))
+        common = {id(sample.job): row_of(sample.job) for sample in samples}
+        ints = np.array([common[id(sample.job)] for sample in samples], dtype=np.int64)
+        seeds = torch.tensor([signed(sample.job.request.seed) for sample in samples])
+        ints[:, Column.KEY] = noise_keys(seeds, torch.tensor([sample.index for sample in samples])).numpy()
+        for place, sample in enumerate(samples):
+            if sample.drawn:  # it goes on after a preemption
+                ints[place, [Column.TOKEN, Column.COUNT]] = sample.drawn[-1], len(sample.drawn)
+                ints[place, [Column.POSITION, Column.STORED]] = sample.start - 1, sample.start
+        self.ints[rows] = self.upload(ints)
+        self.prompts[rows] = [len(sample.job.tokens) for sample in samples]
+        params = [sample.job.request.params for sample in samples]
+        floats = [(p.temperature, p.top_p, p.min_p, 0.0) for p in params]
+        self.floats[rows] = self.upload(np.array(floats, dtype=np.float32))
+        if any(p.forbidden_token_ids for p in params):
+            forbidden = [padded(sorted(set(p.forbidden_token_ids)), FORBIDDEN_SLOTS) for p in params]
+            self.forbidden[rows] = self.upload(np.array(forbidden, dtype=np.int64))
+
+    def note_modes(self, running: Sequence[Sample]) -> None:
+        """To be called when rows have come or gone."""
+        every = {id(sample.job): sample.job.request.params for sample in running}.values()
+        self.modes = Modes(
+            greedy=any(p.temperature == 0 for p in every),
+            random=any(p.temperature > 0 for p in every),
+            truncate=any(p.truncates for p in every),
+            forbids=any(p.forbidden_token_ids or (p.min_new_tokens and p.stop_token_ids) for p in every),
+        )
+
+    def draw(self, logits: Tensor) -> None:
+        """A token for each row of logits [B, V], in torch: written down, and what follows from it noted."""
+        draw_rows(
+            logits,
+            self.ints,
+            self.floats,
+            self.forbidden,
+            self.step,
+            self.log_tokens,
+            self.log_scores,
+            greedy=self.modes.greedy,
+            random=self.modes.random,
+            truncate=self.modes.truncate,
+            forbids=self.modes.forbids,
+        )
+        self.step += 1
+
+    def note_blocks(self, samples: Sequence[Sample]) -> None:
+        """Their blocks have changed."""
+        for sample in samples:
+            self.host_tables[sample.row, : len(sample.blocks)] = sample.blocks
+        self.tables_changed = self.tables_changed or bool(samples)
+
+    def write_tables(self, size: int, width: int) -> None:
+        """Tell the device which blocks the rows have, up to `width` each."""
+        if self.tables_changed:
+            self.tables[:size, :width] = self.upload(self.host_tables[:size, :width])
+            self.tables_changed = False
+
+    def move(self, moves: Sequence[tuple[int, int]], size: int, before: int) -> None:
+        """Close gaps: afterwards rows up to `size` are in use, and those up to `before` no longer are."""
+        if moves:
+            froms, tos = (np.array(side) for side in zip(*moves, strict=True))
+            self.host_tables[tos], self.prompts[tos] = self.host_tables[froms], self.prompts[froms]
+            self.tables_changed = True
+            sources, destinations = self.upload(froms), self.upload(tos)
+            for table in (self.ints, self.floats, self.forbidden):
+                table.index_copy_(0, destinations, table.index_select(0, sources))
+        self.ints[size:before, Column.STATE] = State.IDLE
+
+    def look(self, samples: list[Sample], first: int, steps: int) -> Look:
+        """What the last `steps` steps gave; on a GPU the copy is under way when this returns."""
+        place, size = first % LOG_STEPS, len(samples)
+        assert place + steps <= LOG_STEPS
+        tokens = self.log_tokens[place : place + steps, :size]
+        scores = self.log_scores[:, place : place + steps, :size]
+        after = torch.stack((self.column(Column.COUNT, size), self.column(Column.STATE, size)))
+        look = Look(samples, first, tokens, scores, after)
+        if self.device.type == "cuda":
+            look.tokens, look.scores, look.after = (to_host(x) for x in (tokens, scores, after))
+            look.ready = torch.cuda.Event()
+            look.ready.record()
+        elif self.device.type != "cpu":
+            look.tokens, look.scores, look.after = (x.cpu() for x in (tokens, scores, after))
+        return look
+
+
+def row_of(job: Job) -> list[int]:
+    """The integers of a sample that has drawn nothing yet, but for its key."""
+    params = job.request.params
+    forbidden = set(params.forbidden_token_ids)
+    values = {
+        Column.TOKEN: job.tokens[-1],
+        Column.POSITION: len(job.tokens) - 1,
+        Column.STORED: len(job.tokens),
+        Column.COUNT: 0,
+        Column.LIMIT: job.limit,
+        Column.MIN_NEW: params.min_new_tokens,
+        Column.KEY: 0,
+        Column.TOP_K: params.top_k,
+        Column.STATE: State.RUNNING,
+        Column.FORBIDDEN: len(forbidden),
+    }
+    stops = sorted(set(params.stop_token_ids) - forbidden)
+    return [*(values[Column(place)] for place in range(Column.STOPS)), *padded(stops, STOP_SLOTS)]
+
+
+def padded(ids: Sequence[int], width: int) -> list[int]:
+    return [*ids, *[-1] * (width - len(ids))]
+
+
+def to_host(x: Tensor) -> Tensor:
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x.contiguous(), non_blocking=True)

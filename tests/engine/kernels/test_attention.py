@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from assay.engine.columns import BLOCK_SIZE
+from assay.engine.kernels.attention import (
+    SHARED_TUNING,
+    TUNING,
+    Shared,
+    decode_attention,
+    default_splits,
+    least_range,
+    tile_rows,
+    tuning,
+)
+from assay.engine.sharing import find_shared, max_tiles, plan_sharing
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTHS = [0, 1, 15, 16, 17, 100]
+BLOCKS, MAX_BLOCKS = 40, 8
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities and NaN are meant
+
+
+def cache_and_tables(lengths: list[int], kv_heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Blocks in no order, the first of the last two rows shared; NaN wherever no sequence has a token."""
+    generator = torch.Generator().manual_seed(len(lengths) + size)
+    kv = torch.full((2, kv_heads, BLOCKS, BLOCK_SIZE, size), math.nan, dtype=dtype)
+    tables = torch.full((len(lengths) + 2, MAX_BLOCKS), 2**30, dtype=torch.int32)  # a place far outside the cache
+    free = torch.randperm(BLOCKS, generator=generator).int()
+    for row, length in enumerate(lengths):
+        count = -(-length // BLOCK_SIZE)
+        tables[row, :count], free = free[:count], free[count:]
+    if len(lengths) > 1 and min(lengths[-2:]) >= BLOCK_SIZE:
+        tables[len(lengths) - 1, 0] = tables[len(lengths) - 2, 0]
+    for row, length in enumerate(lengths):
+        for position in range(length):
+            block, offset = tables[row, position // BLOCK_SIZE], position % BLOCK_SIZE
+            kv[:, :, block, offset] = torch.randn((2, kv_heads, size), generator=generator).to(dtype)
+    return kv.to(DEVICE), tables.to(DEVICE)
+
+
+def reference(q: Tensor, kv: Tensor, tables: Tensor, lengths: list[int]) -> Tensor:
+    """In 64 bits, one head of one sequence at a time."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    group = q.shape[1] // kv.shape[1]
+    for row, length in enumerate(lengths):
+        blocks = tables[row, : -(-length // BLOCK_SIZE)].long()
+        for head in range(q.shape[1]):
+            keys, values = kv[:, head // group, blocks].double().flatten(1, 2)[:, :length]
+            weights = torch.softmax(keys @ q[row, head].double() / math.sqrt(q.shape[2]), dim=0)
+            out[row, head] = weights @ values
+    return out
+
+
+def queries(rows: int, heads: int, size: int, dtype: torch.dtype, scale: float = 2.0) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return (scale * torch.randn((rows, heads, size), generator=generator)).to(DEVICE, dtype)
+
+
+def assert_near(out: Tensor, expected: Tensor) -> None:
+    # In bfloat16 the weights and the result are rounded (by the interpreter: cut off); entries are of order one.
+    tolerance = 5e-6 if out.dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("splits", [1, 3])  # of 100 tokens in tiles of 32: two tiles, a part, nothing
+@pytest.mark.parametrize(("group", "kv_heads", "size"), [(7, 2, 64), (3, 1, 80), (1, 1, 96), (3, 1, 128), (2, 2, 8)])
+def test_decode_attention(group: int, kv_heads: int, size: int, splits: int, dtype: torch.dtype) -> None:
+    kv, tables = cache_and_tables(LENGTHS, kv_heads, size, dtype)
+    q = queries(len(LENGTHS), group * kv_heads, size, dtype)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    out = decode_attention(q, kv, tables, lengths, splits=splits, block_n=32)
+    assert out.dtype == dtype and out[0].count_nonzero() == 0
+    assert_near(out, reference(q, kv, tables, LENGTHS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [64, 128])
+def test_as_it_is_tuned(size: int, dtype: torch.dtype) -> None:
+    kv, tables = cache_and_tables([100, 128], 1, size, dtype)
+    q = queries(2, 4, size, dtype)
+    lengths = torch.tensor([100, 128], dtype=torch.int32, device=DEVICE)
+    out = torch.empty_like(q)
+    assert decode_attention(q, kv, tables, lengths, out) is out
+    assert_near(out, reference(q, kv, tables, [100, 128]))
+
+
+def test_more_query_heads_than_a_tile_is_high() -> None:
+    kv, tables = cache_and_tables([20], 1, 16, torch.float32)
+    q = queries(1, 20, 16, torch.float32)
+    out = decode_attention(q, kv, tables, torch.tensor([20], dtype=torch.int32, device=DEVICE), splits=1)
+    assert_near(out, reference(q, kv, tables, [20]))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_large_exponents_do_not_overflow(splits: int) -> None:
+    kv, tables = cache_and_tables([100], 1, 16, torch.float32)
+    q = queries(1, 2, 16, torch.float32, scale=400.0)
+    lengths = torch.tensor([100], dtype=torch.int32, device=DEVICE)
+    out = decode_attention(q, kv, tables, lengths, splits=splits, block_n=16)
+    torch.testing.assert_close(out.double(), reference(q, kv, tables, [100]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_nan_within_the_length_is_not_hidden(splits: int) -> None:
+    kv, tables = cache_and_tables([48, 48], 1, 16, torch.float32)
+    kv[0, 0, int(tables[0, 1])] = math.nan  # a whole range of the first row; all its exponents are NaN
+    lengths = torch.tensor([48, 40], dtype=torch.int32, device=DEVICE)
+    q = queries(2, 2, 16, torch.float32)
+    out = decode_attention(q, kv, tables, lengths, splits=splits, block_n=16)
+    assert out[0].isnan().all()
+    assert not out[1].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kv_heads", "blocks"), [(2, 2**19 + 4), (1, 2**20 + 4)])
+def test_a_cache_of_more_than_two_to_the_31_numbers(kv_heads: int, blocks: int) -> None:
+    size = 128
+    kv = torch.empty((2, kv_heads, blocks, BLOCK_SIZE, size), dtype=torch.bfloat16, device=DEVICE)
+    tables = torch.tensor([[blocks - 1, 3]], dtype=torch.int32, device=DEVICE)
+    small = queries(4 * kv_heads, BLOCK_SIZE, size, torch.bfloat16).view(2, kv_heads, 2, BLOCK_SIZE, size)
+    kv[:, :, tables[0].long()] = small
+    q = queries(1, 4, size, torch.bfloat16)
+    out = decode_attention(q, kv, tables, torch.tensor([20], dtype=torch.int32, device=DEVICE), splits=1)
+    assert_near(out, reference(q, small, torch.tensor([[0, 1]], device=DEVICE), [20]))
+
+
+def test_default_splits() -> None:
+    assert [default_splits(n, 2, 400) for n in (1, 16, 64, 128, 256, 512, 1024)] == [16, 16, 16, 8, 4, 2, 1]
+    assert [default_splits(1024, 2, span) for span in (16, 575, 576, 1151, 1152, 32_768)] == [1, 1, 2, 2, 4, 4]
+    for n in range(1, 1025, 7):
+        for kv_heads in (1, 2, 8):
+            splits = default_splits(n, kv_heads, 5000)
+            assert splits & (splits - 1) == 0 and 1 <= splits <= 16
+            assert splits <= 4 or n * kv_heads * splits <= 16 * 132
+    assert least_range(1, 2) == 32 and least_range(1024, 2) == 128
+
+
+def test_tuning_knows_every_head_size() -> None:
+    assert SHARED_TUNING.keys() == TUNING.keys()
+    for size in (8, 64, 80, 96, 128, 192, 256):
+        block_n, warps, stages = tuning(size)
+        assert block_n % BLOCK_SIZE == 0 and warps & (warps - 1) == 0 and stages >= 1
+        for group in (1, 2, 6, 7, 20, 200):
+            assert 1 <= tile_rows(group, size) <= 16
+
+
+class Batch:
+    """Rows in no order. Of each group (rows, blocks, tails): the first blocks are shared, so many tokens follow.
+
+    A tail of 0 is a row that has ended; a group of no blocks shares nothing. NaN wherever no sequence has a token.
+    """
+
+    def __init__(self, groups: list[tuple[int, list[int]]], shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        group, kv_heads, size = shape
+        rng = random.Random(len(groups) + size)
+        generator = torch.Generator().manual_seed(size)
+        rows = [(number, tail) for number, (_, tails) in enumerate(groups) for tail in tails]
+        rng.shuffle(rows)
+        counts = [-(-(groups[number][0] * BLOCK_SIZE + tail) // BLOCK_SIZE) for number, tail in rows]
+        free = list(range(sum(counts) + sum(blocks for blocks, _ in groups)))
+        rng.shuffle(free)
+        self.kv = torch.full((2, kv_heads, len(free), BLOCK_SIZE, size), math.nan)
+        common = [[free.pop() for _ in range(blocks)] for blocks, _ in groups]
+        tables = np.full((len(rows) + 1, max(counts)), 2**30, dtype=np.int32)
+        for row, (number, tail) in enumerate(rows):
+            own = [free.pop() for _ in range(counts[row] - len(common[number]))]
+            tables[row, : counts[row]] = common[number] + own
+            for index, block in enumerate(own):
+                held = min(tail - index * BLOCK_SIZE, BLOCK_SIZE)
+                self.kv[:, :, block, :held] = torch.randn((2, kv_heads, held, size), generator=generator)
+        for block in itertools.chain(*common):
+            self.kv[:, :, block] = torch.randn((2, kv_heads, BLOCK_SIZE, size), generator=generator)
+        self.kv = self.kv.to(DEVICE, dtype)
+        self.counts = np.array([groups[number][0] for number, _ in rows])
+        self.lengths = [groups[number][0] * BLOCK_SIZE + tail if tail else 0 for number, tail in rows]
+        self.host_tables = tables[:-1]
+        self.tables = torch.from_numpy(tables).to(DEVICE)
+        self.q = queries(len(rows), group * kv_heads, size, dtype)
+        self.shared = self.plan(len(rows) + 5)
+
+    def plan(self, most: int) -> Shared:
+        heads, size = self.q.shape[1:]
+        shared = Shared.new(most, heads, self.kv.shape[1], size, DEVICE)
+        for scratch in (shared.maxima, shared.sums, shared.partials):
+            scratch.fill_(math.nan)
+        keys, tokens = find_shared(self.host_tables, self.counts)
+        plan = plan_sharing(keys, tokens, shared.rows.shape[1], rows=most)
+        shared.write(plan, lambda values: torch.from_numpy(values).to(DEVICE))
+        return shared
+
+    def attend(self, shared: Shared | None, block_n: int | None = None) -> Tensor:
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
+        return decode_attention(self.q, self.kv, self.tables, lengths, splits=1, shared=shared, block_n=block_n)
+
+    def reference(self) -> Tensor:
+        return reference(self.q, self.kv, self.tables, self.lengths)
+
+
+MIXED = [(3, [1, 16, 17, 40, 0, 5]), (0, [1, 16, 50, 0]), (1, [2, 30, 7, 16]), (5, [20] * 9 + [0]), (2, [9, 9, 9])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 2, 64), (6, 1, 128), (1, 1, 96), (2, 1, 8)])
+def test_shared_blocks(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    batch = Batch(MIXED, shape, dtype)
+    assert sorted(set(batch.shared.skip.tolist())) == [0, 16, 48, 80]  # too few share two blocks
+    out = batch.attend(batch.shared)
+    ended = [row for row, length in enumerate(batch.lengths) if length == 0]
+    assert len(ended) == 3 and out[ended].count_nonzero() == 0
+    assert_near(out, batch.reference())
+    assert_near(out, batch.attend(None).double())
+
+
+def test_a_group_of_several_tiles() -> None:
+    batch = Batch([(4, [1, 2, 3, 20, 35] * 8), (2, [1] * 5)], (2, 1, 16), torch.float32)
+    assert (batch.shared.tokens > 0).sum() == 3 + 1
+    assert_near(batch.attend(batch.shared, block_n=16), batch.reference())
+
+
+@pytest.mark.parametrize("ended", [0, 7])
+def test_rows_of_a_tile_end(ended: int) -> None:
+    """The first among them too, whose table the whole tile goes by, and all of them."""
+    batch = Batch([(3, [5] * 8)], (7, 1, 16), torch.float32)
+    batch.lengths = [0] * (ended + 1) + batch.lengths[ended + 1 :]
+    out = batch.attend(batch.shared)
+    assert out[: ended + 1].count_nonzero() == 0
+    assert_near(out, batch.reference())
+
+
+def test_rows_that_have_nothing_of_their_own_yet() -> None:
+    batch = Batch([(3, [5] * 5)], (7, 1, 16), torch.float32)
+    batch.lengths[1:3] = [3 * BLOCK_SIZE] * 2
+    assert_near(batch.attend(batch.shared), batch.reference())
+
+
+def test_fewer_rows_than_were_planned_for() -> None:
+    batch = Batch([(3, [5] * 8)], (7, 1, 16), torch.float32)
+    batch.q, batch.lengths = batch.q[:5].contiguous(), batch.lengths[:5]
+    assert_near(batch.attend(batch.shared), batch.reference())
+    assert batch.shared.sums[5:].isnan().all()  # nobody's
+
+
+def test_nothing_shared() -> None:
+    batch = Batch([(0, [5, 0, 33])], (3, 1, 16), torch.float32)
+    shared = Shared.new(8, 3, 1, 16, DEVICE)
+    shared.sums.fill_(math.nan)
+    assert_near(batch.attend(shared), batch.reference())
+    assert shared.sums.isnan().all()  # nothing was written
+
+
+def test_shared_blocks_are_read_by_the_first_kernel_alone() -> None:
+    """What a tile is told to take is what counts: half of the shared blocks, and rows of their own for the rest."""
+    batch = Batch([(4, [5] * 4)], (2, 1, 16), torch.float32)
+    batch.shared.tokens[0] = batch.shared.skip[:4] = 2 * BLOCK_SIZE
+    assert_near(batch.attend(batch.shared), batch.reference())
+    batch.shared.skip[:4] = 3 * BLOCK_SIZE  # leaves a block out
+    batch.kv[:, :, int(batch.tables[0, 2])] = math.nan
+    assert not batch.attend(batch.shared).isnan().any()
+
+
+def test_nan_in_shared_blocks_is_not_hidden() -> None:
+    batch = Batch([(2, [5] * 4), (2, [5] * 4)], (2, 1, 16), torch.float32)
+    batch.kv[0, 0, int(batch.tables[0, 0])] = math.nan
+    hit = (batch.tables[:8, 0] == batch.tables[0, 0]).tolist()
+    assert hit.count(True) == 4
+    assert batch.attend(batch.shared).isnan().all((1, 2)).tolist() == hit
+    assert batch.attend(batch.shared).isnan().any((1, 2)).tolist() == hit
+
+
+def test_large_exponents_in_shared_blocks() -> None:
+    batch = Batch([(3, [5] * 4)], (2, 1, 16), torch.float32)
+    batch.q *= 200.0
+    torch.testing.assert_close(batch.attend(batch.shared).double(), batch.reference(), rtol=1e-4, atol=1e-4)
+
+
+def test_room_for_every_plan() -> None:
+    shared = Shared.new(100, 14, 2, 64, DEVICE)
+    assert shared.rows.shape == (max_tiles(100, tile_rows(7, 64)), tile_rows(7, 64))
+    assert shared.partials.shape == (100, 14, 64) and shared.partials.dtype == torch.float32
+    assert shared.tokens.count_nonzero() == 0 and shared.skip.count_nonzero() == 0

@@ -1,0 +1,102 @@
+"""The whole step of decoding, as it is recorded on CUDA, held against the same step in torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from engine_parts import assert_same_tokens, random_prompts, small_decoder, small_spec
+
+from assay.engine import NativeEngine, Request, SamplingParams
+from assay.engine.capture import GraphRunner, sizes_up_to
+from assay.engine.operations import TritonOperations
+from assay.models.decoder import Decoder
+
+
+class SteppedRunner(GraphRunner):
+    """Runs each step anew instead of replaying it: the interpreter has nothing to record."""
+
+    def __init__(self, engine: NativeEngine, window: int, splits: int) -> None:
+        torch_pool, torch.cuda.graph_pool_handle = torch.cuda.graph_pool_handle, lambda: None  # type: ignore[assignment]
+        try:
+            super().__init__(engine.network, engine.rows, engine.runner.kv)
+        finally:
+            torch.cuda.graph_pool_handle = torch_pool
+        self.window, self.splits = window, splits
+        self.least_shared = 1
+
+    def decode(self, size: int, steps: int, span: int) -> None:
+        rows = next(one for one in self.sizes if one >= size)
+        for _ in range(steps):
+            self._whole_step(rows, self.sharing and self.splits == 1, self.splits)
+
+
+def kernel_engine(model: Decoder, window: int, splits: int, **options: object) -> NativeEngine:
+    engine = NativeEngine(model.spec, device="cpu", dtype=torch.float32, **options)  # type: ignore[arg-type]
+    engine.load_weights(model.weights(), 0)
+    ops = engine.network.ops
+    rotations = torch.cat((ops.cos[:, 0, : model.spec.head_dim // 2], -ops.sin[:, 0, : model.spec.head_dim // 2]), -1)  # type: ignore[attr-defined]
+    engine.network.ops = TritonOperations(model.spec, rotations.contiguous())
+    engine.runner = SteppedRunner(engine, window, splits)
+    return engine
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CUDA tests run the recorded step itself")
+@pytest.mark.parametrize(("family", "splits"), [("qwen2", 1), ("qwen3", 1), ("llama", 2)])
+def test_steps_in_kernels_write_what_steps_in_torch_write(family: str, splits: int) -> None:
+    """With one split rows that begin with the same blocks read them together."""
+    model = small_decoder(small_spec(family, layers=2), seed=3)
+    plain = SamplingParams(n=4, temperature=1.1, max_new_tokens=5, stop_token_ids=(1, 2))
+    kinds = [
+        plain,
+        replace(plain, n=1, temperature=0.0),
+        replace(plain, n=1, top_k=5, top_p=0.8),
+        replace(plain, n=1, min_p=0.2, forbidden_token_ids=(5, 9), min_new_tokens=4),
+    ]
+    prompts = [list(range(40)), *random_prompts(3, 61, seed=4)]
+    requests = [Request(p, kinds[i], seed=i) for i, p in enumerate(prompts)]
+    expected_engine = NativeEngine(model.spec, device="cpu", dtype=torch.float32, max_batch=5)
+    expected_engine.load_weights(model.weights(), 0)
+    expected = expected_engine.generate(requests)
+    found = kernel_engine(model, window=3, splits=splits, max_batch=5).generate(requests)
+    for request, ours, theirs in zip(requests, found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert_same_tokens(model, request.prompt_ids, a.token_ids, b.token_ids)
+            if a.token_ids == b.token_ids:
+                assert a.finish == b.finish
+                for name in ("engine_logprobs", "sampling_logprobs", "kept_mass", "entropy"):
+                    x, y = (torch.tensor(getattr(one, name)) for one in (a, b))
+                    assert torch.allclose(x, y, atol=1e-4), name
+
+
+def test_recordings_come_in_a_few_sizes_and_hold_everyone() -> None:
+    for rows in (1, 2, 3, 7, 64, 100, 1000, 1024):
+        sizes = sizes_up_to(rows)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == rows
+        assert len(sizes) <= 21
+        assert all(b <= 2 * a for a, b in pairwise(sizes))
+    assert sizes_up_to(1024) == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        64,
+        96,
+        128,
+        160,
+        192,
+        224,
+        256,
+        320,
+        384,
+        448,
+        512,
+        640,
+        768,
+        896,
+        1024,
+    ]

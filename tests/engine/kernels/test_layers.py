@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from assay.engine.columns import BLOCK_SIZE, WIDTH, Column, State
+from assay.engine.kernels.layers import rms_norm, rope_store, silu_mul, start_step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter cuts bfloat16 off where a device rounds it to the nearest.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+DTYPES = [torch.float32, torch.bfloat16]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # an infinity is meant
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_near(value: Tensor, expected: Tensor, roundings: int = 1) -> None:
+    assert value.shape == expected.shape
+    tolerance = TOLERANCE[value.dtype] * roundings
+    torch.testing.assert_close(value.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [8, 12, 576, 896, 1536, 4096])
+def test_rms_norm(size: int, dtype: torch.dtype) -> None:
+    x, weight = 3 * normal(3, size, dtype=dtype), normal(size, dtype=dtype, seed=1)
+    x[1] *= 1e-3  # so small that eps counts
+    y = x.double()
+    expected = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    assert_near(rms_norm(x, weight, 1e-6), expected)
+    assert rms_norm(x[:0], weight, 1e-6).shape == (0, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [12, 1024, 1536])
+def test_silu_mul(size: int, dtype: torch.dtype) -> None:
+    gate_up = 5 * normal(3, 2 * size, dtype=dtype)
+    gate_up[0, :2] = torch.tensor([-120.0, 120.0])  # where a careless exponential overflows
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_near(silu_mul(gate_up), F.silu(gate) * up)
+
+
+def rope_table(size: int, length: int = 200) -> Tensor:
+    frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angles = torch.arange(length)[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).float().to(DEVICE)
+
+
+def turned(x: Tensor, norm: Tensor | None, eps: float, positions: Tensor, rotations: Tensor) -> Tensor:
+    """Reference in 64 bits, as complex numbers. [N, heads, d]"""
+    x = x.double()
+    if norm is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = rotations[positions].double()[:, None].chunk(2, dim=-1)
+    product = torch.complex(a, b) * torch.complex(cos, sin)
+    return torch.cat((product.real, product.imag), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"),
+    [(14, 2, 64), (3, 3, 80), (6, 2, 96), (7, 1, 128), (2, 1, 8), (4, 2, 12), (1, 1, 16)],
+)
+def test_rope_store(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype) -> None:
+    blocks, eps = 5, 1e-3
+    qkv = normal(4, (heads + 2 * kv_heads) * size, dtype=dtype)
+    positions = torch.tensor([3, 0, 199, 17], device=DEVICE)
+    slots = torch.tensor([79, -1, 0, 38], device=DEVICE)
+    q_norm, k_norm = (normal(size, dtype=dtype, seed=seed) if norm else None for seed in (1, 2))
+    before = normal(2, kv_heads, blocks, BLOCK_SIZE, size, dtype=dtype, seed=3)
+    cache, rotations = before.clone(), rope_table(size)
+    q = rope_store(qkv, positions, slots, rotations, q_norm, k_norm, eps, cache)
+
+    parts = qkv.view(4, -1, size).split([heads, kv_heads, kv_heads], dim=1)
+    keys = turned(parts[1], k_norm, eps, positions, rotations)
+    roundings = 4 if norm else 1  # the norm rounds twice more, and turning mixes two numbers of a head
+    assert_near(q, turned(parts[0], q_norm, eps, positions, rotations), roundings)
+    new, old = cache.view(2, kv_heads, -1, size), before.view(2, kv_heads, -1, size)
+    used = [0, 2, 3]
+    assert_near(new[0][:, slots[used]], keys[used].transpose(0, 1), roundings)
+    assert torch.equal(new[1][:, slots[used]], parts[2][used].transpose(0, 1))
+    others = torch.ones(blocks * BLOCK_SIZE, dtype=torch.bool, device=DEVICE)
+    others[slots[used]] = False
+    assert torch.equal(new[:, :, others], old[:, :, others])
+
+
+def test_rope_store_of_nothing_stored_leaves_the_cache_alone() -> None:
+    cache = normal(2, 1, 2, BLOCK_SIZE, 8, dtype=torch.float32)
+    before = cache.clone()
+    nowhere = torch.full((2,), -1, device=DEVICE)
+    rope_store(
+        normal(2, 32, dtype=torch.float32), torch.arange(2, device=DEVICE), nowhere, rope_table(8), None, None, 0, cache
+    )
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize(("n", "block_size"), [(1, 16), (9, 16), (150, 4)])
+def test_start_step(n: int, block_size: int) -> None:
+    rows, max_blocks = n + 2, 12
+    generator = torch.Generator().manual_seed(n)
+    ints = torch.randint(1, 40, (rows, WIDTH), generator=generator)
+    ints[:, Column.STATE] = torch.arange(rows) % 7 % 5  # running in two rows of seven
+    ints[::7, Column.STORED] = 0
+    tables = torch.randint(0, 2**20, (rows, max_blocks), generator=generator, dtype=torch.int32)
+    positions, slots, ids = (torch.full((rows,), -7, device=DEVICE) for _ in range(3))
+    lengths = positions.int()
+    start_step(ints.to(DEVICE), tables.to(DEVICE), n, block_size, positions, lengths, slots, ids)
+
+    expected = []
+    for row, table in zip(ints[:n].tolist(), tables.tolist(), strict=False):
+        position, slot = row[Column.POSITION], -1
+        if row[Column.STATE] != State.RUNNING:
+            expected.append([0, 0, -1, 0])
+            continue
+        if position >= row[Column.STORED]:
+            slot = table[position // block_size] * block_size + position % block_size
+        expected.append([position, position + 1, slot, row[Column.TOKEN]])
+    found = torch.stack([positions, lengths.long(), slots, ids], dim=1).tolist()
+    assert found[:n] == expected
+    assert found[n:] == [[-7] * 4] * 2, "rows beyond n were written"
+
+
+def test_start_step_of_a_part_of_wider_tables() -> None:
+    ints = torch.zeros(3, WIDTH + 5, dtype=torch.int64, device=DEVICE)
+    ints[:, Column.POSITION], ints[:, Column.TOKEN] = torch.tensor([0, 5, 37]), torch.tensor([8, 9, 7])
+    tables = torch.arange(30, dtype=torch.int32, device=DEVICE).view(3, 10)
+    positions, slots, ids = (torch.empty(3, dtype=torch.int64, device=DEVICE) for _ in range(3))
+    lengths = torch.empty(3, dtype=torch.int32, device=DEVICE)
+    start_step(ints[:, :WIDTH], tables[:, :4], 3, 16, positions, lengths, slots, ids)
+    assert slots.tolist() == [0, 10 * 16 + 5, 22 * 16 + 5]
+    assert ids.tolist() == [8, 9, 7]
+    assert lengths.tolist() == [1, 6, 38]

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from assay.engine.columns import FORBIDDEN_SLOTS, WIDTH, Column, State
+from assay.engine.kernels import sampling
+from assay.engine.sampler import draw_rows, noise_keys
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy: not a number, minus inf
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DRAWS = 20_000 if DEVICE == "cuda" else 50  # the interpreter takes a tenth of a second for one
+
+
+@dataclass
+class Row:
+    """What one row asks for."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    forbidden: list[int] = field(default_factory=list)
+    stops: list[int] = field(default_factory=list)
+    min_new: int = 0
+    limit: int = 1000
+    count: int = 0
+    state: State = State.RUNNING
+
+
+class Step:
+    """The tables that a step reads and writes, for these rows and one more that it must leave alone."""
+
+    def __init__(self, rows: list[Row], logits: Tensor, keys: Tensor | None = None) -> None:
+        size = len(rows) + 1
+        self.logits = logits
+        self.ints = torch.full((size, WIDTH), -1)
+        self.ints[:, : Column.STOPS] = 0
+        self.floats, self.forbidden = torch.zeros(size, 4), torch.full((size, FORBIDDEN_SLOTS), -1)
+        self.ints[:, Column.KEY] = noise_keys(torch.arange(size), torch.arange(size)) if keys is None else keys
+        self.ints[:, Column.POSITION] = 40
+        for i, row in enumerate(rows):
+            self.floats[i, :3] = torch.tensor([row.temperature, row.top_p, row.min_p])
+            self.ints[i, [Column.TOP_K, Column.COUNT, Column.LIMIT]] = torch.tensor([row.top_k, row.count, row.limit])
+            self.ints[i, Column.MIN_NEW], self.ints[i, Column.STATE] = row.min_new, row.state
+            self.ints[i, Column.FORBIDDEN] = len(row.forbidden)
+            self.forbidden[i, : len(row.forbidden)] = torch.tensor(row.forbidden, dtype=torch.int64)
+            for slot, token in enumerate(row.stops):
+                self.ints[i, Column.STOPS + slot] = token
+        self.before = self.ints.clone()
+        self.at = torch.tensor([6])
+        self.log_tokens = torch.full((4, size), 77, dtype=torch.int32)
+        self.log_scores = torch.full((4, 4, size), 77.0)
+
+    def run(self) -> Step:
+        """By the kernels. Everything comes back to the CPU."""
+        scratch = sampling.Scratch(*self.logits.shape, DEVICE)
+        names = ("logits", "ints", "floats", "forbidden", "at", "log_tokens", "log_scores")
+        tables = [getattr(self, name).to(DEVICE, copy=True) for name in names]
+        sampling.draw(*tables, scratch)
+        for name, table in zip(names[1:], tables[1:], strict=True):
+            setattr(self, name, table.cpu())
+        self.kept = scratch.kept.cpu()
+        return self
+
+    def run_in_torch(self) -> Step:
+        tables = (self.ints, self.floats, self.forbidden, self.at, self.log_tokens, self.log_scores)
+        draw_rows(self.logits.clone(), *tables)
+        return self
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.log_tokens[2, :-1].long()
+
+    @property
+    def scores(self) -> Tensor:
+        """[4, N]: engine, sampling, kept mass, entropy."""
+        return self.log_scores[:, 2, :-1]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a small vocabulary has several."""
+    monkeypatch.setattr(sampling, "CHUNK", 16)
+    monkeypatch.setattr(sampling, "SPAN", 32)
+
+
+def random_logits(rows: int, vocabulary: int, spread: float = 2.0, seed: int = 0) -> Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+MANY = [
+    Row(),
+    Row(temperature=0.7),
+    Row(temperature=0.0),
+    Row(temperature=0.0, forbidden=[3, 30], top_k=3),
+    Row(temperature=1.5, forbidden=[0, 1, 2, 36]),
+    Row(top_k=3, temperature=0.8),
+    Row(top_k=20),
+    Row(top_k=10_000),
+    Row(top_p=0.7),
+    Row(top_p=0.99, temperature=1.3),
+    Row(min_p=0.2),
+    Row(top_k=15, top_p=0.9, min_p=0.02, forbidden=[5, 11], stops=[7, 8], min_new=1),
+    Row(stops=[1, 2], min_new=4, count=4),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [37, 5000])
+def test_draws_what_the_torch_sampler_draws(
+    vocabulary: int, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    if vocabulary < 100:
+        request.getfixturevalue("small_chunks")
+    logits = random_logits(len(MANY), vocabulary).to(dtype)
+    logits[4, 1] = 40.0  # a forbidden token that holds almost everything
+    logits[3, 30] = logits[11, 5] = 8.0  # and some that hold much
+    logits[1, 5:20] = -math.inf
+    theirs, mine = (Step(MANY, logits) for _ in range(2))
+    theirs.run_in_torch()
+    mine.run()
+    assert mine.tokens.tolist() == theirs.tokens.tolist()
+    assert torch.allclose(mine.scores, theirs.scores, atol=1e-5)
+    assert torch.equal(mine.ints, theirs.ints)
+    assert torch.equal(mine.log_tokens[:, -1], theirs.log_tokens[:, -1])
+
+
+def reference(logits: Tensor, row: Row) -> Tensor:
+    """In float64: the probabilities of what may be drawn, 0 for the rest; they sum to the kept mass."""
+    probs = torch.softmax(logits.double() / row.temperature, 0)
+    allowed = [i for i in range(len(probs)) if i not in row.forbidden]
+    order = sorted(allowed, key=lambda i: (-probs[i].item(), i))[: row.top_k or None]
+    whole, chosen = probs[order].sum().item(), torch.zeros_like(probs)
+    for i in order:
+        if chosen.any() and (chosen.sum() >= row.top_p * whole - 1e-9 or probs[i] < row.min_p * probs[order[0]]):
+            break
+        chosen[i] = probs[i]
+    return chosen
+
+
+def test_kept_sets_are_the_reference_ones_ties_included(small_chunks: None) -> None:
+    rows = [
+        Row(top_k=1),
+        Row(top_k=2),
+        Row(top_k=9),
+        Row(top_k=36),
+        Row(top_p=0.31),
+        Row(top_p=0.9),
+        Row(top_p=0.999),
+        Row(top_p=1e-6),
+        Row(top_k=12, top_p=0.8),
+        Row(top_k=5, top_p=0.999),
+        Row(top_p=0.3),
+        Row(min_p=0.3),
+        Row(top_p=0.8, min_p=0.1, forbidden=[0, 20, 33], temperature=1.4),
+    ]
+    logits = (random_logits(len(rows), 37, 1.5) * 2).round() / 2  # many equal
+    logits[2:4] = torch.tensor([0.0, -0.0, 0.0, -0.0, 0.0]).repeat(8)[:37]  # all equal
+    logits[4] = -3.25
+    logits[10], logits[10, 36] = 0.0, 1.0  # one likely token and a tail that holds almost all
+    step = Step(rows, logits.bfloat16()).run()
+    for i, row in enumerate(rows):
+        wanted = reference(logits[i], row)
+        assert wanted[step.tokens[i]] > 0, row
+        mass = wanted.sum().item()
+        assert step.scores[2, i].item() == pytest.approx(mass, abs=1e-6), row
+        assert step.scores[1, i].item() == pytest.approx(math.log(wanted[step.tokens[i]] / mass), abs=1e-5), row
+        # Which of several equals are kept shows in the chunks.
+        chunks = torch.nn.functional.pad(wanted, (0, 11)).view(3, 16).sum(1) / mass
+        assert torch.allclose((step.kept[i] / step.kept[i].sum()).double(), chunks, atol=1e-6), row
+
+
+MANNERS = [  # those that take the interpreter long come last
+    Row(),
+    Row(min_p=0.5),
+    Row(forbidden=[12, 36]),
+    Row(top_k=3),
+    Row(top_p=0.7),
+    Row(top_k=4, top_p=0.95, min_p=0.05, forbidden=[1], temperature=1.5),
+]
+
+
+@pytest.mark.parametrize("row", MANNERS if DEVICE == "cuda" else MANNERS[:3])
+def test_distribution(small_chunks: None, row: Row) -> None:
+    logits = torch.full((37,), -9.0)
+    logits[[1, 5, 12, 20, 30, 36]] = torch.tensor([1.0, 1.5, 2.0, 2.0, 1.0, 0.5])
+    step = Step([row] * DRAWS, logits.bfloat16().expand(DRAWS, -1).contiguous()).run()
+    expected = reference(logits, row)
+    expected = expected / expected.sum()
+    assert bool((expected[step.tokens] > 0).all())
+    counts = torch.bincount(step.tokens, minlength=37)
+    often = expected * DRAWS > 3
+    cells = [(counts[i].item(), expected[i].item() * DRAWS) for i in often.nonzero()[:, 0]]
+    rare = (counts[~often].sum().item(), expected[~often].sum().item() * DRAWS)
+    if rare[1] > 0:
+        cells.append(rare)
+    assert stats.chisquare(*zip(*cells, strict=True)).pvalue > 1e-3
+
+
+def test_rows_are_logged_and_moved_on(small_chunks: None) -> None:
+    nan = float("nan")
+    rows = [
+        Row(),
+        Row(stops=[0, 4], limit=1),  # as long as it may be, too: the stop token counts
+        Row(limit=1),
+        Row(),
+        Row(top_p=0.5),
+        Row(state=State.IDLE, forbidden=[1]),
+        Row(state=State.STOP),
+        Row(stops=[8], min_new=1),  # may not stop yet
+        Row(forbidden=[0, *range(9, 37)]),
+    ]
+    logits = torch.full((9, 37), -30.0)
+    logits[torch.arange(9), torch.tensor([3, 4, 5, 6, 7, 8, 0, 8, 0])] = 30.0  # all but certain
+    logits[3, 20], logits[4, 36], logits[5, 0] = nan, nan, nan
+    logits[7, 2] = logits[8, 1] = 0.0
+    step = Step(rows, logits).run()
+    ran, well = [0, 1, 2, 3, 4, 7, 8], [0, 1, 2, 7, 8]
+    states = [State.RUNNING, State.STOP, State.LENGTH, State.BROKEN, State.BROKEN, State.IDLE, State.STOP]
+    assert step.ints[:9, Column.STATE].tolist() == [*states, State.RUNNING, State.RUNNING]
+    assert step.tokens[well].tolist() == [3, 4, 5, 2, 1]
+    assert step.ints[ran, Column.TOKEN].tolist() == step.tokens[ran].tolist()
+    assert step.ints[ran, Column.COUNT].tolist() == [1] * 7 and step.ints[ran, Column.POSITION].tolist() == [41] * 7
+    assert torch.equal(step.ints[[5, 6, 9]], step.before[[5, 6, 9]])
+    others = [c for c in range(WIDTH) if c not in (Column.TOKEN, Column.COUNT, Column.POSITION, Column.STATE)]
+    assert torch.equal(step.ints[:, others], step.before[:, others])
+    untouched = torch.ones(4, 10, dtype=torch.bool)
+    untouched[2, ran] = False
+    assert (step.log_tokens[untouched] == 77).all() and (step.log_scores[:, untouched] == 77).all()
+    assert step.scores[0].isnan().nonzero()[:, 0].tolist() == [3, 4]
+    assert step.scores[:, 0].tolist() == pytest.approx([0, 0, 1, 0], abs=1e-6)
+    assert step.scores[:2, 7].tolist() == pytest.approx([-30, 0], abs=1e-6)
+    assert step.scores[2, 7].item() == pytest.approx(math.exp(-30), rel=1e-5)
+
+
+def test_a_row_of_which_nothing_is_allowed_breaks_alone(small_chunks: None) -> None:
+    everything = list(range(37))
+    rows = [Row(forbidden=everything), Row(), Row(temperature=0.0, forbidden=everything), Row(top_k=2)]
+    rows += [Row(top_p=0.5, forbidden=everything), Row(forbidden=[3])]
+    logits = torch.zeros(6, 37)
+    logits[3] = -math.inf
+    logits[5, 3] = float("nan")  # forbidden, yet the log-probability of others depends on it
+    step = Step(rows, logits).run()
+    assert step.scores[0].isnan().tolist() == [True, False, True, True, True, True]
+    assert step.ints[:6, Column.STATE].tolist() == [State.BROKEN, State.RUNNING, *[State.BROKEN] * 4]
+    assert ((step.tokens >= 0) & (step.tokens < 37)).all()
+    assert step.scores[0, 1].item() == pytest.approx(-math.log(37), abs=1e-6)
+    assert step.scores[3, 1].item() == pytest.approx(math.log(37), abs=1e-6)
+
+
+def test_greedy_takes_the_lowest_id_of_equals(small_chunks: None) -> None:
+    logits = torch.randint(0, 3, (6, 37), generator=torch.Generator().manual_seed(1)).bfloat16()
+    logits[0, :20] = 0
+    step = Step([Row(temperature=0.0)] * 6, logits).run()
+    assert step.tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
+def test_a_row_draws_the_same_wherever_it_stands(small_chunks: None) -> None:
+    rows = [Row(), Row(top_k=4), Row(temperature=0.9, top_p=0.6), Row(forbidden=[2, 3]), Row(temperature=0.0)]
+    logits = random_logits(5, 37)
+    keys = noise_keys(torch.arange(6), torch.arange(6))
+    together = Step(rows, logits, keys).run()
+    order = [3, 1, 4, 2]
+    moved = Step([rows[i] for i in order], logits[order], keys[[*order, 5]]).run()
+    assert torch.equal(moved.tokens, together.tokens[order])
+    assert torch.equal(moved.scores, together.scores[:, order])

@@ -1,0 +1,226 @@
+"""Native engines in all the ways they can run, and what they have to write, shared by their tests."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from engine_parts import assert_same_tokens, logits_after, small_spec
+from torch import Tensor
+
+from assay.engine import Engine, NativeEngine, Request, RequestError, SamplingParams, make_engine
+from assay.engine.columns import BLOCK_SIZE
+from assay.engine.memory import GIB
+from assay.engine.sampler import noise_keys, signed, uniform
+from assay.engine.stopping import Decode
+from assay.models.base import PolicyModel
+from assay.models.decoder import Decoder
+from assay.models.spec import ModelSpec, spec_to_hf
+from assay.types import Completion
+
+SPECS = {
+    "llama": small_spec("llama", layers=2, out_bias=True, qkv_bias=True, mlp_bias=True, kv_heads=4),
+    "llama3-rope": small_spec(
+        "llama",
+        layers=2,
+        rope_scaling=(
+            ("factor", 8.0),
+            ("high_freq_factor", 4.0),
+            ("low_freq_factor", 1.0),
+            ("original_max_position_embeddings", 32),
+            ("rope_type", "llama3"),
+        ),
+    ),
+    "qwen2": small_spec("qwen2", layers=2, kv_heads=1),
+    "qwen3": small_spec("qwen3", layers=2, head_dim=12),
+}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way of running that must not change what is written."""
+
+    max_batch: int = 256
+    prefill_tokens: int = 0
+    window: int = 1
+    ahead: int = 0  # 1: results are looked at one window late, as on a GPU
+    blocks: int = 0  # of the cache; 0: enough
+
+
+MODES = {
+    "plain": Mode(),
+    "few rows": Mode(max_batch=3),
+    "chunks": Mode(prefill_tokens=5),
+    "windows": Mode(max_batch=7, window=4, ahead=1),
+    "small cache": Mode(max_batch=8, blocks=7),
+    "all at once": Mode(max_batch=6, prefill_tokens=7, window=3, ahead=1, blocks=7),
+}
+
+
+def memory_of(spec: ModelSpec, blocks: int, dtype: torch.dtype = torch.float32) -> float:
+    """GiB that hold so many blocks of the cache, and no more."""
+    return blocks * spec.layers * 2 * spec.kv_heads * spec.head_dim * dtype.itemsize * BLOCK_SIZE / GIB
+
+
+def engine_for(
+    model: Decoder,
+    mode: Mode = MODES["plain"],
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_length: int | None = None,
+    decode: Decode | None = None,
+) -> NativeEngine:
+    engine = make_engine(
+        "native",
+        model,
+        device="cpu",
+        dtype=dtype,
+        max_batch=mode.max_batch,
+        max_length=max_length,
+        memory=memory_of(model.spec, mode.blocks, dtype),
+        prefill_tokens=mode.prefill_tokens,
+        decode=decode,
+    )
+    assert isinstance(engine, NativeEngine)
+    assert mode.blocks in (0, engine.blocks.total)
+    engine.runner.window = engine.runner.long_window = mode.window
+    engine.runner.ahead = mode.ahead
+    return engine
+
+
+def transformers_model(spec: ModelSpec, model: Decoder) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = spec_to_hf(spec)
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values)).eval()
+    hf.load_state_dict(dict(model.state_dict()))
+    return hf
+
+
+def mixed_prompts(vocabulary: int = 61, seed: int = 0) -> list[list[int]]:
+    """Long and short, some that begin alike, two that are the same, and some that just fill blocks of 16."""
+    draw = random.Random(seed)
+
+    def ids(count: int) -> list[int]:
+        return draw.choices(range(vocabulary), k=count)
+
+    system = ids(21)
+    alike = [system + ids(5), system + ids(12), system[:16] + ids(9), system, list(system)]
+    return [ids(draw.randint(1, 12)) for _ in range(6)] + alike + [ids(16), ids(32)]
+
+
+def requests_for(prompts: Sequence[Sequence[int]], params: SamplingParams, keep: bool = False) -> list[Request]:
+    return [Request(prompt, params, seed=1000 + i, name=f"p{i}", keep=keep) for i, prompt in enumerate(prompts)]
+
+
+def mixed_requests(params: SamplingParams, seed: int = 0) -> list[Request]:
+    """Every second one stops only at its limit, so that small caches overflow whatever the weights."""
+    requests = requests_for(mixed_prompts(seed=seed), params)
+    long = replace(params, stop_token_ids=())
+    return [replace(request, params=(long, params)[i % 2]) for i, request in enumerate(requests)]
+
+
+def served(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[Completion]], dict[int, str]]:
+    """Completions and errors by index."""
+    try:
+        return engine.generate(requests), {}
+    except RequestError as error:
+        return error.completions, error.errors
+
+
+def tokens_of(groups: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def words(ids: Sequence[int]) -> str:
+    """Text with one letter for a token."""
+    return "".join(chr(97 + i) for i in ids)
+
+
+def idle(engine: NativeEngine) -> bool:
+    """Whether nothing is left of what ran: no row, no block, nothing under way."""
+    return not (engine.scheduler.unfinished or engine.blocks.in_use or engine.looks or engine.scheduler.pending)
+
+
+@dataclass
+class Expected:
+    """What is to be said of a completion's tokens, from the trainer's logits in float64, by brute force."""
+
+    engine: Tensor  # [tokens] log-probabilities
+    sampling: Tensor
+    mass: float
+    entropy: float
+
+
+def expected_scores(
+    model: PolicyModel, prompt: Sequence[int], completion: Completion, params: SamplingParams
+) -> Expected:
+    logits = logits_after(model, [*prompt, *completion.token_ids])[len(prompt) - 1 : -1].double()
+    logprobs = (logits / (params.temperature or 1.0)).log_softmax(-1)
+    engine, sampling, masses = [], [], []
+    for place, (row, token) in enumerate(zip(logprobs, completion.token_ids, strict=True)):
+        kept = [token] if params.temperature == 0 else drawable(row.exp().tolist(), place, params)
+        assert token in kept
+        mass = sum(math.exp(row[one]) for one in kept)
+        engine.append(float(row[token]))
+        sampling.append(float(row[token]) - math.log(mass))
+        masses.append(1.0 if params.temperature == 0 else mass)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    return Expected(torch.tensor(engine), torch.tensor(sampling), sum(masses) / len(masses), float(entropies.mean()))
+
+
+def drawable(probs: Sequence[float], place: int, params: SamplingParams) -> list[int]:
+    """Of the allowed the top k, of these the fewest that hold p of their mass, and of these the ones at least min_p
+    times as likely as the likeliest."""
+    early = params.stop_token_ids if place < params.min_new_tokens else ()
+    allowed = set(range(len(probs))) - set(params.forbidden_token_ids) - set(early)
+    ranked = sorted(allowed, key=lambda token: (-probs[token], token))[: params.top_k or None]
+    total, held, kept = sum(probs[token] for token in ranked), 0.0, []
+    for token in ranked:
+        if held >= params.top_p * total and params.top_p < 1:
+            break
+        kept.append(token)
+        held += probs[token]
+    return [token for token in kept if probs[token] >= params.min_p * probs[ranked[0]]]
+
+
+def assert_same_draws(
+    model: PolicyModel, request: Request, ours: Sequence[Completion], theirs: Sequence[Completion]
+) -> None:
+    """Samples of one request by two engines: identical, or a first divergence where no more than rounding decides."""
+    prompt, params = request.prompt_ids, request.params
+    for sample, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        pairs = zip(a.token_ids, b.token_ids, strict=False)
+        place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+        if place is None or params.temperature == 0:
+            assert_same_tokens(model, prompt, a.token_ids, b.token_ids)
+            assert place is not None or a.finish is b.finish
+            continue
+        logits = logits_after(model, [*prompt, *a.token_ids[:place]])[-1].double()
+        probs = (logits / params.temperature).softmax(-1).tolist()
+        kept = drawable(probs, place, params)
+        lower = min(a.token_ids[place], b.token_ids[place])
+        border = sum(probs[token] for token in kept if token <= lower) / sum(probs[token] for token in kept)
+        key = noise_keys(torch.tensor([signed(request.seed)]), torch.tensor([sample]))
+        assert abs(float(uniform(key, torch.tensor([place]))) - border) < 1e-5, f"token {place} of sample {sample}"
+
+
+def assert_same_groups(
+    model: PolicyModel,
+    requests: Sequence[Request],
+    ours: Sequence[Sequence[Completion]],
+    theirs: Sequence[Sequence[Completion]],
+) -> None:
+    for request, group, others in zip(requests, ours, theirs, strict=True):
+        assert_same_draws(model, request, group, others)
+
+
+def assert_scores(model: PolicyModel, prompt: Sequence[int], completion: Completion, params: SamplingParams) -> None:
+    expected = expected_scores(model, prompt, completion, params)
+    assert torch.allclose(torch.tensor(completion.engine_logprobs), expected.engine, atol=1e-4)
+    assert torch.allclose(torch.tensor(completion.sampling_logprobs), expected.sampling, atol=1e-4)
+    assert abs(completion.kept_mass - expected.mass) < 1e-4
+    assert abs(completion.entropy - expected.entropy) < 1e-4

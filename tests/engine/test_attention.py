@@ -1,0 +1,158 @@
+"""Attention over blocks of the cache, held against float64 computed row by row."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from assay.engine.attention import ChunkAttention, RowAttention
+from assay.engine.scheduler import Chunk
+from assay.engine.varlen import slots_of
+
+CPU = torch.device("cpu")
+SIZE = 4  # tokens in a block
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.03}
+SHAPES = [(4, 4, 8), (4, 2, 8), (3, 1, 12)]  # heads, kv_heads, head_dim
+
+
+def random_cache(blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, kv_heads, blocks, SIZE, head_dim, generator=generator).to(dtype)
+
+
+def exact(kv: Tensor, query: Tensor, blocks: Sequence[int], length: int) -> Tensor:
+    """What one query [H, d] sees of the first `length` tokens in these blocks: [H, d] in float64."""
+    slots = [blocks[place // SIZE] * SIZE + place % SIZE for place in range(length)]
+    keys, values = kv.flatten(2, 3)[:, :, slots].double()
+    shared = query.shape[0] // keys.shape[0]
+    out = []
+    for head, q in enumerate(query.double()):
+        weights = (keys[head // shared] @ q / math.sqrt(len(q))).softmax(-1)
+        out.append(weights @ values[head // shared])
+    return torch.stack(out)
+
+
+def some_tables(lengths: Sequence[int], blocks: int, seed: int) -> list[list[int]]:
+    """Blocks for sequences of these lengths, all different, in no order."""
+    order = random.Random(seed).sample(range(blocks), blocks)
+    return [[order.pop() for _ in range(-(-length // SIZE))] for length in lengths]
+
+
+def table_tensor(tables: Sequence[Sequence[int]], width: int, filler: int) -> Tensor:
+    return torch.tensor([[*table, *[filler] * (width - len(table))] for table in tables], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+def test_rows(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    lengths = [1, 9, 4, 13, 16, 2]
+    kv = random_cache(30, kv_heads, head_dim, dtype)
+    tables = some_tables(lengths, 30, seed=1)
+    queries = torch.randn(6, heads, head_dim, generator=torch.Generator().manual_seed(2)).to(dtype)
+    attend = RowAttention(table_tensor(tables, 7, filler=29), torch.tensor(lengths), 16, SIZE, dtype)
+    for _ in range(2):  # as for layers
+        out = attend(kv, queries)
+        assert out.shape == queries.shape and out.dtype == dtype
+        for row, length in enumerate(lengths):
+            expected = exact(kv, queries[row], tables[row], length)
+            assert (out[row].double() - expected).abs().max() < TOLERANCE[dtype]
+        kv = random_cache(30, kv_heads, head_dim, dtype, seed=3)
+
+
+def chunks_of(parts: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]]) -> list[Chunk]:
+    return [Chunk([0] * (stop + 3), start, stop, table) for (start, stop), table in zip(parts, tables, strict=True)]
+
+
+PARTS = {
+    "whole prompts of one length": [(0, 7), (0, 7)],
+    "whole prompts": [(0, 7), (0, 1), (0, 12), (0, 4)],
+    "one": [(0, 6)],
+    "later parts": [(3, 7), (8, 12), (5, 6)],
+    "all kinds": [(0, 5), (9, 17), (4, 8), (0, 1), (15, 16)],
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize("kind", PARTS)
+def test_chunks(kind: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    parts = PARTS[kind]
+    kv = random_cache(30, kv_heads, head_dim, dtype)
+    tables = some_tables([stop + 3 for _, stop in parts], 30, seed=4)  # some have blocks for what is still to come
+    count = sum(stop - start for start, stop in parts)
+    queries = torch.randn(count, heads, head_dim, generator=torch.Generator().manual_seed(5)).to(dtype)
+    out = ChunkAttention(chunks_of(parts, tables), SIZE, CPU, dtype)(kv, queries)
+    assert out.shape == queries.shape and out.dtype == dtype
+    sees = [
+        (table, place + 1) for (start, stop), table in zip(parts, tables, strict=True) for place in range(start, stop)
+    ]
+    for query, row, (table, length) in zip(queries, out, sees, strict=True):
+        assert (row.double() - exact(kv, query, table, length)).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_what_a_row_does_not_see_may_be_anything(dtype: torch.dtype, garbage: float) -> None:
+    lengths = [1, 9, 4, 13, 2]
+    kv = random_cache(30, 2, 8, dtype)
+    tables = some_tables(lengths, 30, seed=1)
+    seen = {slot for table, length in zip(tables, lengths, strict=True) for slot in slots_of_table(table, length)}
+    for slot in set(range(30 * SIZE)) - seen:
+        kv[:, :, slot // SIZE, slot % SIZE] = garbage
+    broken = slots_of_table(tables[3], 13)[6]
+    kv[1, :, broken // SIZE, broken % SIZE] = garbage  # a value that the fourth row does see
+    queries = torch.randn(5, 4, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
+    nobodys = next(block for block in range(30) if not any(block in table for table in tables))
+    attend = RowAttention(table_tensor(tables, 4, filler=nobodys), torch.tensor(lengths), 16, SIZE, dtype)
+    out = attend(kv, queries)
+    for row, length in enumerate(lengths):
+        if row == 3:
+            assert not out[row].isfinite().any()
+        else:
+            expected = exact(kv, queries[row], tables[row], length)
+            assert (out[row].double() - expected).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_what_a_chunk_does_not_see_may_be_anything(dtype: torch.dtype, kind: str) -> None:
+    """A token that is no number breaks those after it in its own sequence, not those before it, which others share."""
+    parts = PARTS[kind]
+    kv = random_cache(40, 2, 8, dtype)
+    tables = some_tables([stop + 3 for _, stop in parts], 40, seed=4)
+    seen = {slot for table, (_, stop) in zip(tables, parts, strict=True) for slot in slots_of_table(table, stop)}
+    for slot in set(range(40 * SIZE)) - seen:
+        kv[:, :, slot // SIZE, slot % SIZE] = math.nan
+    start, stop = parts[0]
+    first_bad = start + (stop - start) // 2
+    bad = slots_of_table(tables[0], stop)[first_bad]
+    kv[:, 1, bad // SIZE, bad % SIZE] = math.nan  # one head alone
+    count = sum(stop - start for start, stop in parts)
+    queries = torch.randn(count, 4, 8, generator=torch.Generator().manual_seed(5)).to(dtype)
+    out = ChunkAttention(chunks_of(parts, tables), SIZE, CPU, dtype)(kv, queries)
+    rows = iter(zip(queries, out, strict=True))
+    for part, ((start, stop), table) in enumerate(zip(parts, tables, strict=True)):
+        for place in range(start, stop):
+            query, row = next(rows)
+            heads = slice(0, 2) if part == 0 and place >= first_bad else slice(0, 4)
+            expected = exact(kv, query, table, place + 1)
+            assert (row.double() - expected)[heads].abs().max() < TOLERANCE[dtype]
+            if part == 0 and place >= first_bad:
+                assert row[2:].isnan().all()
+
+
+def slots_of_table(table: Sequence[int], length: int) -> list[int]:
+    return [table[place // SIZE] * SIZE + place % SIZE for place in range(length)]
+
+
+def test_slots_are_where_tokens_lie() -> None:
+    chunk = Chunk([0] * 11, 0, 11, [7, 2, 5])
+    assert slots_of(chunk, 0, 11, SIZE).tolist() == slots_of_table([7, 2, 5], 11)
+    assert slots_of(chunk, 3, 9, SIZE).tolist() == slots_of_table([7, 2, 5], 11)[3:9]
+    assert slots_of(chunk, 3, 9, SIZE).dtype == np.int64

@@ -1,0 +1,208 @@
+"""Finished sequences that are kept and continued by their handles, held against a fresh engine given all tokens."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+from engine_parts import assert_same_tokens, small_decoder
+from native_parts import (
+    MODES,
+    SPECS,
+    Mode,
+    assert_same_draws,
+    assert_scores,
+    engine_for,
+    idle,
+    mixed_prompts,
+    requests_for,
+    served,
+    tokens_of,
+    words,
+)
+
+from assay.engine import NativeEngine, Request, SamplingParams
+from assay.models.decoder import Decoder
+from assay.types import Completion, Finish
+
+WAYS = {
+    "plain": Mode(),
+    "windows": Mode(max_batch=5, window=4, ahead=1, blocks=80),
+    "all at once": MODES["all at once"],
+}
+
+
+@functools.cache
+def model() -> Decoder:
+    return small_decoder(SPECS["qwen3"], seed=21)
+
+
+@functools.cache
+def fresh() -> NativeEngine:
+    return engine_for(model(), decode=words)
+
+
+def assert_as_fresh(before: list[int], request: Request, group: list[Completion]) -> None:
+    """`before`: all tokens that the completions follow."""
+    fresh().forget()
+    whole = Request(before, request.params, request.seed)
+    assert_same_draws(model(), whole, group, fresh().generate([whole])[0])
+    for completion in group:
+        assert_scores(model(), before, completion, request.params)
+
+
+@pytest.mark.parametrize("mode", WAYS)
+def test_several_turns_equal_one_long_list(mode: str) -> None:
+    """Ended by their limit, by a stop token or by a stop string; greedy or not."""
+    draw = random.Random(1)
+    engine = engine_for(model(), WAYS[mode], decode=words)
+    kinds = [
+        SamplingParams(temperature=0.0, max_new_tokens=7),
+        SamplingParams(max_new_tokens=16),
+        SamplingParams(max_new_tokens=20, stop_token_ids=tuple(range(12))),
+        SamplingParams(max_new_tokens=20, stop=tuple(words([i]) for i in range(20, 30))),
+    ]
+    sequences = [list(prompt) for prompt in mixed_prompts(seed=1)[5:9]]
+    requests = [Request(ids, kinds[i % 4], seed=i, keep=True) for i, ids in enumerate(sequences)]
+    finishes = set()
+    for turn in range(4):
+        engine.reset_stats()
+        groups = engine.generate(requests)
+        if turn > 0 and mode != "all at once":  # what was kept is used: only what is new, and the token drawn last
+            assert engine.stats.prefill_tokens == sum(len(request.prompt_ids) + 1 for request in requests)
+        for i, (request, group) in enumerate(zip(requests, groups, strict=True)):
+            assert_as_fresh(sequences[i], request, group)
+            finishes.add(group[0].finish)
+            more = draw.choices(range(61), k=draw.choice((0, 1, 4)) if turn else 0)
+            sequences[i] += [*group[0].token_ids, *more]
+            requests[i] = Request(more, kinds[i % 4], seed=10 * turn + i, keep=True, continues=group[0].handle)
+    assert finishes == {Finish.LENGTH, Finish.STOP}
+    assert len(engine.scheduler.kept) == 4
+    engine.release(request.continues for request in requests if request.continues is not None)
+    assert idle(engine) and not engine.scheduler.kept
+
+
+@pytest.mark.parametrize("mode", WAYS)
+def test_one_sequence_goes_on_in_several_ways(mode: str) -> None:
+    engine = engine_for(model(), WAYS[mode])
+    prompts = mixed_prompts(seed=2)[4:8]
+    params = SamplingParams(n=3, max_new_tokens=14)
+    first = engine.generate(requests_for(prompts, params, keep=True))
+    handles = [completion.handle for group in first for completion in group]
+    assert None not in handles and len(set(handles)) == 12
+    engine.reset_stats()
+    before = [
+        [*prompt, *completion.token_ids] for prompt, group in zip(prompts, first, strict=True) for completion in group
+    ]
+    # Each of the samples of a group, in another order, and each in several ways.
+    requests = [Request([i], params, seed=i, continues=handle) for i, handle in enumerate(handles)][::-1]
+    groups = engine.generate(requests)
+    if mode != "all at once":
+        assert engine.stats.prefill_tokens == 2 * 12
+    for request, group, ids in zip(requests, groups, before[::-1], strict=True):
+        assert_as_fresh([*ids, *request.prompt_ids], request, group)
+    assert idle(engine)
+
+
+def test_an_empty_continuation_goes_on_where_the_limit_cut_it_off() -> None:
+    for mode in WAYS.values():
+        engine = engine_for(model(), mode)
+        for prompt in mixed_prompts(seed=3)[:9:2]:
+            greedy = SamplingParams(temperature=0.0, max_new_tokens=8)
+            (whole,) = engine.generate([Request(prompt, SamplingParams(temperature=0.0, max_new_tokens=24), seed=0)])[0]
+            (part,) = engine.generate([Request(prompt, greedy, seed=0, keep=True)])[0]
+            written = list(part.token_ids)
+            for _ in range(2):
+                engine.reset_stats()
+                (part,) = engine.generate([Request([], greedy, seed=0, keep=True, continues=part.handle)])[0]
+                assert engine.stats.prefill_tokens == 1
+                written += part.token_ids
+            assert_same_tokens(model(), prompt, written, whole.token_ids)
+
+
+def kept_with_blocks(engine: NativeEngine) -> tuple[list[int], Completion]:
+    prompt = mixed_prompts(seed=4)[-1]
+    (completion,) = engine.generate([Request(prompt, SamplingParams(max_new_tokens=12), seed=0, keep=True)])[0]
+    assert completion.handle is not None and engine.scheduler.kept[completion.handle].blocks
+    return [*prompt, *completion.token_ids], completion
+
+
+def test_kept_blocks_are_given_up_for_others_and_computed_again() -> None:
+    engine = engine_for(model(), Mode(max_batch=4, blocks=8))
+    before, completion = kept_with_blocks(engine)
+    params = SamplingParams(max_new_tokens=60)
+    others = requests_for(mixed_prompts(seed=5)[:6], params)
+    for request, group in zip(others, engine.generate(others), strict=True):
+        assert_scores(model(), request.prompt_ids, group[0], params)
+    assert completion.handle is not None and not engine.scheduler.kept[completion.handle].blocks
+    engine.reset_stats()
+    request = Request([1, 2], SamplingParams(n=2, max_new_tokens=9), seed=3, continues=completion.handle)
+    assert_as_fresh([*before, 1, 2], request, engine.generate([request])[0])
+    assert engine.stats.prefill_tokens == len(before) + 2
+
+
+def test_new_weights_compute_what_was_kept_anew() -> None:
+    other = small_decoder(SPECS["qwen3"], seed=5)
+    engine = engine_for(other)
+    before, completion = kept_with_blocks(engine)
+    engine.load_weights(model().weights(), version=4)
+    engine.reset_stats()
+    request = Request([1, 2], SamplingParams(n=2, max_new_tokens=9), seed=3, continues=completion.handle)
+    group = engine.generate([request])[0]
+    assert_as_fresh([*before, 1, 2], request, group)
+    assert engine.stats.prefill_tokens == len(before) + 2
+    assert completion.version == 0 and {continued.version for continued in group} == {4}
+
+
+def test_forgetting_computes_what_was_kept_anew() -> None:
+    engine = engine_for(model())
+    before, completion = kept_with_blocks(engine)
+    engine.forget()
+    assert idle(engine)
+    engine.reset_stats()
+    request = Request([1], SamplingParams(max_new_tokens=9), seed=3, continues=completion.handle)
+    assert_as_fresh([*before, 1], request, engine.generate([request])[0])
+    assert engine.stats.prefill_tokens == len(before) + 1
+
+
+def test_handles_that_lead_nowhere_are_named() -> None:
+    engine = engine_for(model())
+    before, completion = kept_with_blocks(engine)
+    assert completion.handle is not None
+    params = SamplingParams(max_new_tokens=5)
+    good = Request([5], params, seed=1, name="good")
+    unknown = Request([5], params, seed=1, name="lost", continues=completion.handle + 1)
+    groups, errors = served(engine, [good, unknown])
+    assert list(errors) == [1] and "'lost'" in errors[1] and f"handle {completion.handle + 1}" in errors[1]
+    assert_as_fresh([5], good, groups[0])
+
+    going_on = Request([6], params, seed=2, continues=completion.handle)
+    groups, errors = served(engine, [going_on, going_on])  # the first uses it up
+    assert list(errors) == [1] and "continued or released before" in errors[1]
+    assert_as_fresh([*before, 6], going_on, groups[0])
+    assert list(served(engine, [going_on])[1]) == [0]
+
+    _, completion = kept_with_blocks(engine)
+    assert completion.handle is not None
+    engine.release([completion.handle, completion.handle, 12345])
+    assert idle(engine)
+    assert list(served(engine, [Request([6], params, seed=2, continues=completion.handle)])[1]) == [0]
+
+
+def test_a_continuation_that_cannot_be_served_leaves_its_handle() -> None:
+    engine = engine_for(model())
+    before, completion = kept_with_blocks(engine)
+    for ids in ([1] * 96, [61]):
+        assert served(engine, [Request(ids, SamplingParams(), seed=0, continues=completion.handle)])[1]
+    request = Request([7], SamplingParams(max_new_tokens=5), seed=0, continues=completion.handle)
+    assert_as_fresh([*before, 7], request, engine.generate([request])[0])
+
+
+def test_only_what_is_asked_for_is_kept() -> None:
+    engine = engine_for(model())
+    params = SamplingParams(n=2, max_new_tokens=5)
+    kept, free = engine.generate([Request([1], params, seed=0, keep=True), Request([2], params, seed=0)])
+    assert set(engine.scheduler.kept) == {completion.handle for completion in kept}
+    assert all(completion.handle is None for completion in free)
+    assert tokens_of([kept])[0] == [kept_one.tokens[1:] for kept_one in engine.scheduler.kept.values()]

@@ -1,0 +1,185 @@
+"""Requests that cannot be served, or break on the way: they are named, and the others are finished as if alone."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from typing import Any
+
+import pytest
+from engine_parts import small_decoder, small_spec
+from native_parts import MODES, Mode, assert_same_groups, engine_for, idle, mixed_prompts, requests_for, served, words
+from torch import Tensor
+
+from assay.engine import NativeEngine, Request, RequestError, SamplingParams
+from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS
+from assay.models.decoder import Decoder
+
+WAYS = {"plain": Mode(), "all at once": MODES["all at once"]}
+ODD = 60  # the token whose weights are broken
+
+
+@functools.cache
+def model() -> Decoder:
+    return small_decoder(small_spec(tied=False), seed=21)
+
+
+BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
+    "empty prompt": ([], {}, r"the prompt is empty \(0 tokens; the context holds 96\)"),
+    "long prompt": ([1] * 96, {}, "the prompt has 96 tokens but the context holds 96"),
+    "foreign token": ([1, 61], {}, "token ids outside the vocabulary of 61"),
+    "negative token": ([1, -1], {}, "token ids outside the vocabulary of 61"),
+    "no samples": ([1], {"n": 0}, "samples must be at least 1, not 0"),
+    "temperature": ([1], {"temperature": -0.1}, "temperature must be 0 .* not -0.1"),
+    "no temperature": ([1], {"temperature": float("nan")}, "temperature must be 0 .* not nan"),
+    "top-k": ([1], {"top_k": -1}, "top_k must be 0 .* not -1"),
+    "top-p": ([1], {"top_p": 0.0}, "top_p must be above 0 .* not 0.0"),
+    "high top-p": ([1], {"top_p": 1.1}, "top_p must be above 0 .* not 1.1"),
+    "min-p": ([1], {"min_p": -0.1}, "min_p must be between 0 .* not -0.1"),
+    "high min-p": ([1], {"min_p": 1.5}, "min_p must be between 0 .* not 1.5"),
+    "no tokens": ([1], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+    "least tokens": ([1], {"min_new_tokens": -1}, "min_new_tokens must be 0 or more, not -1"),
+    "empty stop": ([1], {"stop": ("a", "")}, "a stop string is empty"),
+    "stop strings": ([1], {"stop": ("a",)}, "stop strings need an engine that was given `decode`"),
+    "stop tokens": ([1], {"stop_token_ids": tuple(range(STOP_SLOTS + 1))}, f"{STOP_SLOTS + 1} stop tokens"),
+    "forbidden": ([1], {"forbidden_token_ids": tuple(range(FORBIDDEN_SLOTS + 1))}, "65 forbidden tokens"),
+    "foreign forbidden": ([1], {"forbidden_token_ids": (61,)}, "a forbidden token is outside the vocabulary of 61"),
+    "everything": ([1], {"forbidden_token_ids": tuple(range(61))}, "every token of the vocabulary is forbidden"),
+    "cache": ([1] * 40, {"max_new_tokens": 50}, "40 prompt tokens and 50 new ones do not fit .* holds 80 tokens"),
+}
+
+
+def test_bad_requests_are_named_and_the_others_finish() -> None:
+    good = requests_for(mixed_prompts(seed=1), SamplingParams(n=2, max_new_tokens=10, stop_token_ids=(1, 2)))
+    engine = engine_for(model(), Mode(max_batch=6, blocks=5))
+    expected = engine.generate(good)
+    bad = [Request(prompt, SamplingParams(**params), seed=0, name=name) for name, (prompt, params, _) in BAD.items()]
+    order = random.Random(1).sample(range(len(good) + len(bad)), len(good) + len(bad))
+    mixed = [(*good, *bad)[i] for i in order]
+    with pytest.raises(RequestError) as caught:
+        engine.generate(mixed)
+    error = caught.value
+    places = {request.name: place for place, request in enumerate(mixed)}
+    assert set(error.errors) == {places[name] for name in BAD}
+    for name, (_, _, message) in BAD.items():
+        assert re.match(f"request '{name}': .*{message}", error.errors[places[name]])
+    assert str(error) == f"{error.errors[min(error.errors)]} ({len(BAD) - 1} more requests failed)"
+    assert [error.completions[places[name]] for name in BAD] == [[]] * len(BAD)
+    finished = [error.completions[places[request.name]] for request in good]
+    assert_same_groups(model(), good, finished, expected)
+    assert_same_groups(model(), good, engine.generate(good), expected)
+    assert idle(engine)
+
+
+def test_what_just_fits_is_served() -> None:
+    engine = engine_for(model(), Mode(blocks=5))
+    requests = [
+        Request([1] * 40, SamplingParams(max_new_tokens=41), seed=0),  # the last token drawn is not stored
+        Request([1] * 80, SamplingParams(max_new_tokens=1), seed=0),
+        Request([1], SamplingParams(forbidden_token_ids=tuple(range(60)), max_new_tokens=3), seed=0),
+        Request([1], SamplingParams(stop_token_ids=tuple(range(100, 100 + STOP_SLOTS)), max_new_tokens=3), seed=0),
+    ]
+    groups = engine.generate(requests)
+    assert [len(group[0].token_ids) for group in groups] == [41, 1, 3, 3]
+    assert groups[2][0].token_ids == [60] * 3
+    whole = engine_for(model()).generate([Request([1] * 95, SamplingParams(max_new_tokens=9), seed=0)])
+    assert len(whole[0][0].token_ids) == 1
+    assert engine.generate([]) == []
+
+
+# -- weights that are not numbers
+
+
+def with_broken_token(token: int) -> dict[str, Tensor]:
+    weights = {name: weight.detach().clone() for name, weight in model().weights()}
+    weights["model.embed_tokens.weight"][token] = float("nan")
+    return weights
+
+
+def broken_engine(mode: Mode, token: int = ODD) -> NativeEngine:
+    engine = engine_for(model(), mode, decode=words)
+    engine.load_weights(with_broken_token(token).items(), version=1)
+    return engine
+
+
+def odd_and_good(params: SamplingParams) -> tuple[list[Request], set[int]]:
+    """Prompts with the odd token at the end, in the middle, and behind what others begin with as well."""
+    good = [[token % 60 for token in prompt] for prompt in mixed_prompts(seed=7)]
+    system = good[6][:21]
+    odd = [[ODD], [*system, ODD, 4, 5], [*system[:16], ODD], [*range(20), ODD, *range(30)], [ODD, *range(40)]]
+    prompts = [odd[1], good[0], odd[0], *good[1:7], odd[2], *good[7:9], odd[3], *good[9:], odd[4]]
+    return requests_for(prompts, params), {i for i, prompt in enumerate(prompts) if ODD in prompt}
+
+
+@pytest.mark.parametrize("mode", WAYS)
+def test_prompts_that_give_no_numbers_break_nobody_else(mode: str) -> None:
+    params = SamplingParams(n=2, max_new_tokens=9, forbidden_token_ids=(ODD,))
+    requests, odd = odd_and_good(params)
+    expected = engine_for(model()).generate(requests)
+    engine = broken_engine(WAYS[mode])
+    seen: dict[tuple[int, int], list[int]] = {}
+    watchers = (None, lambda request, sample, token: seen.setdefault((request, sample), []).append(token))
+    for watcher in watchers:
+        with pytest.raises(
+            RequestError, match=r"request 'p0': .*token 0 of sample 0 is not a number \(NaN\)"
+        ) as caught:
+            engine.generate(requests, watcher)
+        assert set(caught.value.errors) == odd
+        assert all(f"'p{index}'" in caught.value.errors[index] for index in odd)
+        ours = caught.value.completions
+        assert_same_groups(model(), requests, ours, [[] if i in odd else group for i, group in enumerate(expected)])
+        assert idle(engine)
+    assert seen == {(r, s): completion.token_ids for r, group in enumerate(ours) for s, completion in enumerate(group)}
+    # Those who use the blocks after it are right too, and nothing of a broken prefix is found again.
+    good = [request for index, request in enumerate(requests) if index not in odd]
+    assert_same_groups(
+        model(), good, engine.generate(good), [group for index, group in enumerate(expected) if index not in odd]
+    )
+    engine.load_weights(model().weights(), version=2)
+    assert_same_groups(model(), requests, engine.generate(requests), expected)
+
+
+@pytest.mark.parametrize("mode", WAYS)
+def test_a_token_that_breaks_its_sequence_breaks_no_other(mode: str) -> None:
+    """Drawn on the way: some samples of a request break, others of the same prompt would not."""
+    params = SamplingParams(n=2, max_new_tokens=24)
+    requests = requests_for([[t % 60 for t in prompt] for prompt in mixed_prompts(seed=9)], params)
+    expected = engine_for(model()).generate(requests)
+    # A sequence breaks one step after the odd token is drawn, if there is such a step.
+    places = [[c.token_ids.index(ODD) if ODD in c.token_ids[:-1] else None for c in group] for group in expected]
+    odd = {index for index, group in enumerate(places) if group != [None, None]}
+    assert 1 < len(odd) < len(requests) and any(None in places[index] for index in odd)
+    engine = broken_engine(WAYS[mode])
+    for _ in range(2):
+        groups, errors = served(engine, requests)
+        assert set(errors) == odd
+        for index in odd:
+            samples = [(sample, place + 1) for sample, place in enumerate(places[index]) if place is not None]
+            assert any(f"token {place} of sample {sample} is" in errors[index] for sample, place in samples)
+        assert_same_groups(model(), requests, groups, [[] if i in odd else group for i, group in enumerate(expected)])
+        assert idle(engine)
+
+
+def test_what_is_drawn_behind_a_stop_string_may_be_broken() -> None:
+    """The device does not know of stop strings: it goes on to the odd token, in blocks that others use next."""
+    params = SamplingParams(temperature=1.0, max_new_tokens=16)
+    prompt = [1, 2, 3]
+    (free,) = engine_for(model()).generate([Request(prompt, params, seed=8)])[0]
+    odd = next(token for token in free.token_ids[4:] if token not in (*prompt, *free.token_ids[:4]))
+    stop = words(free.token_ids[2:4])
+    engine = broken_engine(Mode(window=16, ahead=1, blocks=2, max_batch=1), token=odd)
+    stopping = Request(prompt, SamplingParams(max_new_tokens=16, stop=(stop,)), seed=8, keep=True)
+    (stopped,) = engine.generate([stopping])[0]
+    assert stopped.token_ids == free.token_ids[:4]
+    assert engine.runner.kv.isnan().any()  # there it lies
+    healthy = engine_for(model())
+    more = SamplingParams(max_new_tokens=8, forbidden_token_ids=(odd,))
+    continued = engine.generate([Request([4], more, seed=3, continues=stopped.handle)])
+    whole = [Request([*prompt, *stopped.token_ids, 4], more, seed=3)]
+    assert_same_groups(model(), whole, continued, healthy.generate(whole))
+    (stopped,) = engine.generate([stopping])[0]
+    assert stopped.handle is not None
+    engine.release([stopped.handle])
+    others = requests_for([[5, 6], [7], [1, 2, 3, 4]], more)
+    assert_same_groups(model(), others, engine.generate(others), healthy.generate(others))

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from assay.engine.base import Request, SamplingParams
+from assay.engine.history import STEPS, History, rows_of
+from assay.engine.rows import Look
+from assay.engine.scheduler import close_gaps, seat
+from assay.engine.sequence import Job, Sample
+
+
+def new_sample(index: int, limit: int = 10_000) -> Sample:
+    return Sample(Job(index, Request([1], SamplingParams(), seed=0), [1], limit), 0)
+
+
+def look_at(running: list[Sample], first: int, steps: int) -> Look:
+    """What a device would have logged: a token is told by its step and row, scores by both and their kind."""
+    step = torch.arange(first, first + steps)[:, None]
+    tokens = step * 100 + torch.arange(len(running))
+    scores = torch.stack([tokens + 0.125 * kind for kind in range(4)])
+    return Look(list(running), first, tokens.int(), scores.float(), torch.zeros(2, len(running)))
+
+
+def assert_reads(history: History, samples: list[Sample], told: dict[Sample, list[int]]) -> None:
+    count = len(told[samples[0]])
+    tokens, scores = history.read(samples, count)
+    assert tokens.tolist() == [told[sample] for sample in samples]
+    assert scores.shape == (4, len(samples), count)
+    for kind in range(4):
+        assert np.array_equal(scores[kind], tokens + 0.125 * kind)
+
+
+@pytest.mark.parametrize(("window", "late"), [(1, 0), (4, 0), (4, 1), (7, 2)])
+def test_sequences_find_their_tokens_wherever_they_were_drawn(window: int, late: int) -> None:
+    """Samples come, go, move between rows; looks are written late; and all of it for longer than there is room."""
+    draw = random.Random(window)
+    history = History(6)
+    first = history.first = 37
+    step, named = first, 0
+    running: list[Sample] = []
+    told: dict[Sample, list[int]] = {}  # the tokens of each, written down one by one
+    looks: list[Look] = []
+    for _ in range(5 * STEPS // window):
+        while len(running) < 6 and draw.random() < 0.3:
+            seat(new_sample(named), running, step)
+            told[running[-1]] = []
+            named += 1
+        if running:
+            for offset in range(window):
+                for row, sample in enumerate(running):
+                    told[sample].append((step + offset) * 100 + row)
+            looks.append(look_at(running, step, window))
+            step += window
+        while len(looks) > late:
+            history.write(looks.pop(0), running)
+        leaving = [sample for sample in running if draw.random() < 0.02 * window]
+        if leaving:
+            while looks:
+                history.write(looks.pop(0), running)
+            for sample in leaving:
+                assert_reads(history, [sample], told)
+            close_gaps(running, leaving, step)
+    assert step > first + 3 * STEPS and named > 20
+
+
+def test_many_are_read_together() -> None:
+    history = History(4)
+    running: list[Sample] = []
+    for index in range(4):
+        seat(new_sample(index), running, 0)
+    samples = list(running)
+    history.write(look_at(running, 0, 3), running)
+    close_gaps(running, [samples[1]], 3)  # the last moves to its row
+    history.write(look_at(running, 3, 3), running)
+    told = {samples[0]: [0, 100, 200, 300, 400, 500], samples[2]: [2, 102, 202, 302, 402, 502]}
+    told[samples[3]] = [3, 103, 203, 301, 401, 501]
+    assert_reads(history, [samples[0], samples[2]], told)
+    assert_reads(history, [samples[0], samples[3], samples[2]], told)
+    assert_reads(history, [samples[1]], {samples[1]: [1, 101, 201]})
+    assert rows_of(samples[3], 2).tolist() == [3, 3]  # ended before it moved
+
+
+def test_room_is_made_by_dropping_what_nobody_needs() -> None:
+    history = History(2)
+    running: list[Sample] = []
+    for start in range(0, 8 * STEPS, 50):  # one after the other
+        seat(new_sample(start), running, start)
+        history.write(look_at(running, start, 50), running)
+        assert_reads(history, running, {running[0]: [step * 100 for step in range(start, start + 50)]})
+        close_gaps(running, list(running), start + 50)
+    assert history.tokens.shape == (2, STEPS) and history.scores.shape == (4, 2, STEPS)
+    seat(new_sample(0), running, 8 * STEPS)
+    told: list[int] = []
+    for start in range(8 * STEPS, 11 * STEPS, 64):  # one that stays
+        history.write(look_at(running, start, 64), running)
+        told += [step * 100 for step in range(start, start + 64)]
+    assert_reads(history, running, {running[0]: told})
+    assert history.tokens.shape[1] <= 8 * STEPS
+
+
+def test_a_late_look_may_be_of_steps_before_anybody_now_running_came() -> None:
+    history = History(2)
+    running: list[Sample] = []
+    seat(new_sample(0), running, 0)
+    for start in range(0, STEPS, 4):
+        history.write(look_at(running, start, 4), running)
+    late = look_at(running, STEPS, 4)
+    close_gaps(running, list(running), STEPS)
+    seat(new_sample(1), running, STEPS + 4)
+    history.write(late, running)
+    history.write(look_at(running, STEPS + 4, 4), running)
+    assert_reads(history, running, {running[0]: [step * 100 for step in range(STEPS + 4, STEPS + 8)]})

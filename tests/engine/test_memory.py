@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_parts import small_spec
+
+from assay.engine.columns import BLOCK_SIZE
+from assay.engine.memory import GIB, SHARE, UNKNOWN, cache_blocks
+from assay.engine.runner import new_cache
+from assay.types import UserError
+
+CPU = torch.device("cpu")
+SPEC = small_spec(layers=3, kv_heads=2, head_dim=8)
+BLOCK = 3 * 2 * 2 * 8 * 4 * BLOCK_SIZE  # bytes in float32
+
+
+def free(monkeypatch: pytest.MonkeyPatch, amount: int | None) -> None:
+    monkeypatch.setattr("assay.engine.memory.free_memory", lambda device: amount)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 100_000])
+def test_a_budget_is_used_up_and_not_exceeded(blocks: int) -> None:
+    for dtype, bytes_each in ((torch.float32, BLOCK), (torch.bfloat16, BLOCK // 2)):
+        assert cache_blocks(SPEC, 4, 96, CPU, dtype, blocks * bytes_each / GIB) == blocks
+        assert cache_blocks(SPEC, 4, 96, CPU, dtype, (blocks * bytes_each + bytes_each - 1) / GIB) == blocks
+    if blocks < 100:
+        assert new_cache(SPEC, blocks, CPU, torch.float32).nbytes == blocks * BLOCK
+
+
+def test_a_budget_for_less_than_one_block_is_refused() -> None:
+    with pytest.raises(UserError, match=rf"engine.memory = .* GiB holds less than one block .*{BLOCK} bytes"):
+        cache_blocks(SPEC, 4, 96, CPU, torch.float32, (BLOCK - 1) / GIB)
+
+
+def test_without_a_budget_it_is_what_is_useful_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 100 * GIB)
+    assert cache_blocks(SPEC, 4, 96, CPU, torch.float32, 0.0) == 4 * 6
+    assert cache_blocks(SPEC, 4, 97, CPU, torch.float32, 0.0) == 4 * 7
+    free(monkeypatch, 40 * BLOCK)
+    assert cache_blocks(SPEC, 1000, 96, CPU, torch.float32, 0.0) == int(40 * SHARE["cpu"])
+    assert cache_blocks(SPEC, 1000, 96, CPU, torch.bfloat16, 0.0) == int(80 * SHARE["cpu"])
+    free(monkeypatch, 1)
+    assert cache_blocks(SPEC, 1000, 96, CPU, torch.float32, 0.0) == 1
+    free(monkeypatch, None)  # a machine that does not say
+    assert cache_blocks(SPEC, 10**6, 96, CPU, torch.float32, 0.0) == min(
+        6 * 10**6, int(UNKNOWN * SHARE["cpu"]) // BLOCK
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_cache_is_zeros_of_the_right_kind(dtype: torch.dtype) -> None:
+    cache = new_cache(SPEC, 5, CPU, dtype)
+    assert cache.shape == (3, 2, 2, 5, BLOCK_SIZE, 8) and cache.dtype == dtype and cache.is_contiguous()
+    assert not cache.any()
+    cache[1, 0, 1, 4] = 2.5
+    assert float(cache.float().sum()) == 2.5 * BLOCK_SIZE * 8

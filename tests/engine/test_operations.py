@@ -1,0 +1,87 @@
+"""The small operations of a layer in torch, held against the formulas in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from engine_parts import small_spec
+from torch import Tensor
+
+from assay.engine.columns import BLOCK_SIZE
+from assay.engine.operations import TorchOperations, operations, uses_triton
+from assay.models.decoder import rope_frequencies
+from assay.models.spec import ModelSpec
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 0.05}  # angles are float32 in all of them
+SPEC = small_spec(heads=4, kv_heads=2, head_dim=8, max_length=96)
+
+
+def made(spec: ModelSpec, dtype: torch.dtype) -> TorchOperations:
+    ops = operations(spec, spec.max_length, CPU, dtype)
+    assert isinstance(ops, TorchOperations)  # Triton is for CUDA
+    return ops
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def rotated(x: Tensor, position: int, spec: ModelSpec) -> Tensor:
+    """Pairs half a head apart, turned by the position's angles, one pair after the other: [heads, d]."""
+    half = spec.head_dim // 2
+    out = x.double().clone()
+    for pair, frequency in enumerate(rope_frequencies(spec).double().tolist()):
+        cos, sin = math.cos(position * frequency), math.sin(position * frequency)
+        a, b = x[:, pair].double(), x[:, pair + half].double()
+        out[:, pair], out[:, pair + half] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_norm_and_activation(dtype: torch.dtype) -> None:
+    ops = made(SPEC, dtype)
+    x, weight = normal(5, 32, dtype=dtype), normal(32, seed=1, dtype=dtype)
+    assert (ops.norm(x, weight).double() - rms_norm(x, weight, SPEC.norm_eps)).abs().max() < TOLERANCE[dtype]
+    gate, up = normal(5, 9, dtype=dtype), normal(5, 9, seed=1, dtype=dtype)
+    together = torch.cat((gate, up), dim=-1)
+    expected = gate.double() / (1 + (-gate.double()).exp()) * up.double()
+    assert (ops.activate(together).double() - expected).abs().max() < TOLERANCE[dtype]
+    assert torch.equal(together, torch.cat((gate, up), dim=-1))  # its input is left alone
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rotating_and_storing(dtype: torch.dtype, normed: bool, scaled: bool) -> None:
+    scaling = (("factor", 2.0), ("rope_type", "linear")) if scaled else ()
+    spec = small_spec("qwen3" if normed else "qwen2", head_dim=8, rope_scaling=scaling)
+    ops = made(spec, dtype)
+    positions, slots = torch.tensor([0, 5, 95, 17, 31]), torch.tensor([3, 40, -1, 16, -1])
+    qkv = normal(5, (4 + 2 * 2) * 8, dtype=dtype)
+    q_norm, k_norm = (normal(8, seed=seed, dtype=dtype) if normed else None for seed in (1, 2))
+    cache = torch.full((2, 2, 4, BLOCK_SIZE, 8), 7.0, dtype=dtype)
+    out = ops.rotate_and_store(qkv, ops.places(positions, slots), q_norm, k_norm, cache)
+    q, k, v = qkv.view(5, 8, 8).split([4, 2, 2], dim=1)
+    for token, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist(), strict=True)):
+        query, key = q[token].double(), k[token].double()
+        if q_norm is not None and k_norm is not None:
+            query, key = rms_norm(query, q_norm, spec.norm_eps), rms_norm(key, k_norm, spec.norm_eps)
+        assert (out[token].double() - rotated(query, position, spec)).abs().max() < TOLERANCE[dtype]
+        if slot >= 0:
+            stored = cache.flatten(2, 3)[:, :, slot].double()
+            assert (stored[0] - rotated(key, position, spec)).abs().max() < TOLERANCE[dtype]
+            assert torch.equal(stored[1], v[token].double())
+    untouched = sorted(set(range(4 * BLOCK_SIZE - 1)) - {3, 40, 16})  # all but the very last, which is nobody's
+    assert (cache.flatten(2, 3)[:, :, untouched] == 7.0).all()
+
+
+def test_triton_is_for_cuda_alone() -> None:
+    assert not uses_triton(CPU) and not uses_triton(torch.device("mps"))

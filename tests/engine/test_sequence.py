@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from assay.engine.base import Request, SamplingParams
+from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS
+from assay.engine.sequence import Job, Kept, Prefix, Sample, job_for, name_of
+from assay.types import UserError
+
+
+def request(tokens: Sequence[int] = (1, 2, 3), name: str = "", **params: Any) -> Request:
+    return Request(tokens, SamplingParams(**params), seed=0, name=name)
+
+
+def job_of(asked: Request, before: Sequence[int] = (), **changes: Any) -> Job:
+    options: dict[str, Any] = {"max_length": 100, "vocabulary": 200, "can_decode": False} | changes
+    return job_for(asked, 4, before, **options)
+
+
+def test_a_request_is_called_by_its_name_or_its_number() -> None:
+    assert name_of(request(), 4) == job_of(request()).name == "request 4"
+    assert name_of(request(name="gsm8k/7"), 4) == job_of(request(name="gsm8k/7")).name == "request 'gsm8k/7'"
+
+
+def test_a_job_begins_with_what_it_continues_and_ends_with_the_context() -> None:
+    asked = request([5, 6], max_new_tokens=50)
+    assert job_of(asked) == Job(4, asked, [5, 6], 50)
+    assert job_of(asked, [1] * 60).tokens == [1] * 60 + [5, 6]
+    assert job_of(asked, [1] * 60).limit == 38
+    assert job_of(request([]), [1, 2]).tokens == [1, 2]
+    assert job_of(request([7] * 99)).limit == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "before", "complaint"),
+    [
+        (request(n=0), [], "samples must be at least 1, not 0"),
+        (request(temperature=-0.5), [], "temperature must be 0"),
+        (request(temperature=float("nan")), [], "temperature must be 0"),
+        (request(top_k=-1), [], "top_k must be 0"),
+        (request(top_p=0.0), [], "top_p must be above 0"),
+        (request(top_p=1.5), [], "top_p must be above 0"),
+        (request(min_p=1.5), [], "min_p must be between 0"),
+        (request(max_new_tokens=0), [], "max_new_tokens must be at least 1, not 0"),
+        (request(min_new_tokens=-1), [], "min_new_tokens must be 0 or more"),
+        (request(stop=("",)), [], "a stop string is empty"),
+        (request([]), [], "the prompt is empty .0 tokens; the context holds 100."),
+        (request([1] * 100), [], "the prompt has 100 tokens but the context holds 100"),
+        (request([1] * 40), [1] * 60, "the prompt has 100 tokens but the context holds 100"),
+        (request([3, -1]), [], "outside the vocabulary of 200"),
+        (request([3, 200]), [], "outside the vocabulary of 200"),
+        (request(stop=("x",)), [], "stop strings need an engine that was given `decode`"),
+        (request(stop_token_ids=tuple(range(STOP_SLOTS + 1))), [], "17 stop tokens, the engine takes up to 16"),
+        (
+            request(forbidden_token_ids=tuple(range(FORBIDDEN_SLOTS + 1))),
+            [],
+            "65 forbidden tokens, the engine takes up to 64",
+        ),
+        (request(forbidden_token_ids=(3, 200)), [], "a forbidden token is outside the vocabulary of 200"),
+        (request(forbidden_token_ids=(-1,)), [], "a forbidden token is outside the vocabulary of 200"),
+        (request(stop_token_ids=(200,), min_new_tokens=1), [], "a stop token is outside the vocabulary of 200"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_name_of_the_request(
+    asked: Request, before: list[int], complaint: str
+) -> None:
+    with pytest.raises(UserError, match=f"^request 4: .*{complaint}"):
+        job_of(asked, before)
+    named = Request(asked.prompt_ids, asked.params, seed=0, name="the odd one")
+    with pytest.raises(UserError, match=f"^request 'the odd one': .*{complaint}"):
+        job_of(named, before)
+
+
+def test_a_request_fits_the_cache_to_the_last_token_that_is_fed() -> None:
+    asked = request([1] * 20, max_new_tokens=13)
+    assert job_of(asked, cache_tokens=32).limit == 13, "the last token drawn is not fed"
+    with pytest.raises(UserError, match=r"^request 4: 20 prompt tokens and 13 new ones .* holds 31 tokens: raise"):
+        job_of(asked, cache_tokens=31)
+    with pytest.raises(UserError, match="25 prompt tokens and 13 new ones"):
+        job_of(asked, [1] * 5, cache_tokens=32)
+
+
+def test_what_looks_odd_but_can_be_served() -> None:
+    most = tuple(range(STOP_SLOTS))
+    job_of(request(stop_token_ids=most * 2), can_decode=True)
+    job_of(request(stop_token_ids=(*most, 50), forbidden_token_ids=(50,)))  # never drawn, so it needs no place
+    job_of(request(forbidden_token_ids=tuple(range(FORBIDDEN_SLOTS)) * 2))
+    job_of(request(stop=("x",)), can_decode=True)
+    job_of(request(stop_token_ids=(200,)))  # never drawn
+    job_of(request(max_new_tokens=3, min_new_tokens=9))
+
+
+def test_something_must_be_left_to_be_drawn() -> None:
+    for forbidden, stops, shortest in (((0, 1, 2, 3), (), 0), ((0, 1), (2, 3), 1), ((), (0, 1, 2, 3), 1)):
+        params: dict[str, Any] = {"forbidden_token_ids": forbidden, "stop_token_ids": stops, "min_new_tokens": shortest}
+        with pytest.raises(UserError, match=r"^request 4: every token of the vocabulary is forbidden"):
+            job_of(request(**params), vocabulary=4)
+    job_of(request(forbidden_token_ids=(0, 1), stop_token_ids=(2, 3)), vocabulary=4)
+    job_of(request(forbidden_token_ids=(0, 1), stop_token_ids=(1, 2), min_new_tokens=1), vocabulary=4)
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 19), st.integers(0, 30))
+def test_what_is_stored_after_some_steps_is_what_decoding_stores(
+    prompt: int, limit: int, drawn: int, steps: int
+) -> None:
+    drawn = min(drawn, limit - 1)
+    asked = request([1] * prompt, max_new_tokens=limit)
+    sample = Sample(Job(0, asked, asked.prompt_ids, limit), 0, drawn=[2] * drawn)
+    assert sample.start == prompt + drawn
+    stored, position = prompt + drawn, prompt + drawn - 1  # of the token to be fed
+    for _ in range(steps):
+        if position + 1 < prompt + limit:  # it may draw one more
+            stored = max(stored, position + 1)
+            position += 1
+    assert sample.stored(steps) == stored
+
+
+@given(
+    st.integers(1, 20), st.integers(1, 20), st.integers(0, 19), st.integers(1, 5), st.integers(0, 9), st.integers(0, 50)
+)
+def test_blocks_last_until_one_more_step_would_not_fit(
+    prompt: int, limit: int, drawn: int, size: int, spare: int, entered: int
+) -> None:
+    asked = request([1] * prompt, max_new_tokens=limit)
+    sample = Sample(Job(0, asked, asked.prompt_ids, limit), 0, drawn=[2] * min(drawn, limit - 1), entered=entered)
+    blocks = -(-sample.start // size) + spare
+    sample.blocks = list(range(blocks))
+    enough = [steps for steps in range(200) if sample.stored(steps) <= blocks * size]
+    if len(enough) == 200:
+        assert sample.lasts_until(size) > entered + 200
+    else:
+        assert sample.lasts_until(size) == entered + max(enough)
+    steps = sample.end - entered
+    assert steps == limit - len(sample.drawn)
+    assert sample.stored(steps) == sample.stored(200) == prompt + limit - 1
+
+
+def test_a_prefix_is_ready_when_all_of_it_was_scheduled() -> None:
+    assert not Prefix([1, 2, 3], deque(), computed=2).ready
+    assert Prefix([1, 2, 3], deque(), computed=3).ready
+
+
+def test_a_kept_sequence_has_all_but_its_last_token_unless_its_blocks_were_taken() -> None:
+    assert Kept([1, 2, 3], [7]).stored == 2
+    assert Kept([1, 2, 3], []).stored == 0
+
+
+def test_samples_are_themselves_and_not_what_they_hold() -> None:
+    job = job_of(request())
+    assert len({Sample(job, 0), Sample(job, 0)}) == 2

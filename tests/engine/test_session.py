@@ -1,0 +1,257 @@
+"""One call of `generate`: what is streamed, what stop strings end, and what is left when a callback breaks it off."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine_parts import small_decoder
+from native_parts import (
+    MODES,
+    SPECS,
+    Mode,
+    assert_same_groups,
+    assert_scores,
+    engine_for,
+    idle,
+    mixed_prompts,
+    mixed_requests,
+    requests_for,
+    words,
+)
+
+from assay.engine import Request, RequestError, SamplingParams
+from assay.engine.columns import State
+from assay.engine.rows import Look
+from assay.engine.scheduler import close_gaps, seat
+from assay.engine.sequence import Job, Sample
+from assay.engine.session import Session
+from assay.models.decoder import Decoder
+from assay.types import Completion, Finish
+
+WIDE = Mode(max_batch=7, window=8, ahead=1)
+WAYS = {"plain": MODES["plain"], "wide windows": WIDE, "all at once": MODES["all at once"]}
+
+
+@functools.cache
+def model() -> Decoder:
+    return small_decoder(SPECS["qwen3"], seed=21)
+
+
+class Watcher:
+    """Notes what it is told, and that it is told in order."""
+
+    def __init__(self, tokens_before_error: int = 10**9, finished_before_error: int = 10**9) -> None:
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+        self.finished: dict[tuple[int, int], Completion] = {}
+        self.left = [tokens_before_error, finished_before_error]
+
+    def on_token(self, request: int, sample: int, token: int) -> None:
+        assert (request, sample) not in self.finished
+        self._count(0)
+        self.tokens.setdefault((request, sample), []).append(token)
+
+    def on_finish(self, request: int, sample: int, completion: Completion) -> None:
+        assert (request, sample) not in self.finished
+        self._count(1)
+        self.finished[request, sample] = completion
+
+    def _count(self, kind: int) -> None:
+        self.left[kind] -= 1
+        if self.left[kind] < 0:
+            raise ConnectionError("nobody listens")
+
+
+STREAMS = [("both", mode) for mode in WAYS] + [("tokens", "wide windows"), ("completions", "wide windows")]
+
+
+@pytest.mark.parametrize(("streams", "mode"), STREAMS)
+def test_everything_is_streamed_once_and_in_order(mode: str, streams: str) -> None:
+    params = SamplingParams(n=2, max_new_tokens=40, stop_token_ids=(1, 2, 3))
+    requests = mixed_requests(params, seed=3)[:6]
+    requests[0] = replace(requests[0], params=replace(requests[0].params, stop=("x", "yz")))
+    engine = engine_for(model(), WAYS[mode], decode=words)
+    quiet = engine.generate(requests)
+    watcher = Watcher()
+    groups = engine.generate(
+        requests,
+        on_token=None if streams == "completions" else watcher.on_token,
+        on_finish=None if streams == "tokens" else watcher.on_finish,
+    )
+    assert_same_groups(model(), requests, groups, quiet)
+    every = {(r, s): completion for r, group in enumerate(groups) for s, completion in enumerate(group)}
+    if streams != "completions":
+        assert watcher.tokens == {key: completion.token_ids for key, completion in every.items()}
+    if streams != "tokens":
+        assert watcher.finished == every
+        assert list(watcher.finished) != sorted(watcher.finished)  # as they finish, not as they were asked for
+    assert (engine.stats.preemptions > 0) == (mode == "all at once")
+
+
+def test_tokens_come_while_others_are_still_being_drawn() -> None:
+    order: list[str] = []
+    engine = engine_for(model(), Mode(max_batch=2))
+    limits = [Request([i], SamplingParams(max_new_tokens=5), seed=i) for i in range(4)]
+    engine.generate(
+        limits,
+        on_token=lambda request, sample, token: order.append(f"token of {request}"),
+        on_finish=lambda request, sample, completion: order.append(f"end of {request}"),
+    )
+    first = order.index("end of 0")
+    assert order[:4] == ["token of 0", "token of 1"] * 2
+    assert "token of 2" not in order[:first] and "token of 2" in order[first:]
+
+
+@pytest.mark.parametrize("mode", WAYS)
+def test_stop_strings_keep_the_token_that_completes_them_and_nothing_after_it(mode: str) -> None:
+    """Also inside a window, when the device has already gone on."""
+    plain = SamplingParams(n=2, max_new_tokens=30)
+    engine = engine_for(model(), WAYS[mode], decode=words)
+    requests = requests_for(mixed_prompts(seed=2)[2:10], plain)
+    free = engine.generate(requests)
+    ends = [5 + 2 * i for i in range(len(requests))]  # where the first sample is to stop
+    wanted = [words(group[0].token_ids[end - 3 : end]) for group, end in zip(free, ends, strict=True)]
+    stopping = [
+        replace(request, params=replace(plain, stop=("no such thing", text)), keep=True)
+        for request, text in zip(requests, wanted, strict=True)
+    ]
+    for i in (1, 3):
+        stopping[i] = replace(requests[i], keep=True)  # not everyone has stop strings
+    groups = engine.generate(stopping)
+    for request, group, without in zip(stopping, groups, free, strict=True):
+        for completion, whole in zip(group, without, strict=True):
+            text, stops = words(whole.token_ids), request.params.stop
+            end = text.index(stops[1]) + 3 if stops and stops[1] in text else 30
+            assert completion.token_ids == whole.token_ids[:end]
+            assert completion.finish is (Finish.STOP if end < 30 or text.endswith(stops or ("?",)) else Finish.LENGTH)
+            assert_scores(model(), request.prompt_ids, completion, request.params)
+    assert sum(completion.finish is Finish.STOP for group in groups for completion in group) >= 6
+    if mode == "wide windows":
+        assert engine.stats.windows < engine.stats.decode_steps
+    # What the device wrote behind the end is not taken for part of the sequence.
+    more = [Request([9, 9, 9], plain, seed=5, continues=group[0].handle) for group in groups]
+    fresh = engine_for(model(), decode=words)
+    whole_lists = [[*r.prompt_ids, *g[0].token_ids, 9, 9, 9] for r, g in zip(stopping, groups, strict=True)]
+    lists = [Request(ids, plain, seed=5) for ids in whole_lists]
+    assert_same_groups(model(), lists, engine.generate(more), fresh.generate(lists))
+
+
+PLACES = [("plain", "later token"), ("plain", "first completion")]
+PLACES += [("all at once", place) for place in ("first token", "later token", "first completion", "later completion")]
+
+
+@pytest.mark.parametrize(("mode", "where"), PLACES)
+def test_an_error_in_a_callback_breaks_off_the_call_and_nothing_else(mode: str, where: str) -> None:
+    params = SamplingParams(n=2, max_new_tokens=30, stop_token_ids=(1, 2, 3))
+    requests = mixed_requests(params, seed=5)[3:9]
+    engine = engine_for(model(), WAYS[mode])
+    kept = engine.generate([Request([4, 5, 6], params, seed=1, keep=True), Request([7], params, seed=2, keep=True)])
+    going_on = Request([8], params, seed=3, continues=kept[0][0].handle, keep=True)
+    after = 0 if where.startswith("first") else 9
+    watcher = Watcher(after) if where.endswith("token") else Watcher(finished_before_error=after)
+    with pytest.raises(ConnectionError, match="nobody listens"):
+        engine.generate([going_on, *requests], watcher.on_token, watcher.on_finish)
+    assert idle(engine) and gc.isenabled()
+    fresh = engine_for(model())
+    assert_same_groups(model(), requests, engine.generate(requests), fresh.generate(requests))
+    # Both those that were to be continued and those that were not still can be.
+    for handle, before in (
+        (kept[0][0].handle, [4, 5, 6, *kept[0][0].token_ids]),
+        (kept[1][1].handle, [7, *kept[1][1].token_ids]),
+    ):
+        ours = engine.generate([Request([8], params, seed=3, continues=handle)])
+        whole = [Request([*before, 8], params, seed=3)]
+        assert_same_groups(model(), whole, ours, fresh.generate(whole))
+
+
+def test_an_error_on_the_device_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a window: some of its steps are taken, and were never counted."""
+    requests = mixed_requests(SamplingParams(max_new_tokens=30, stop_token_ids=(1, 2, 3)), seed=5)[3:9]
+    engine = engine_for(model(), WIDE)
+    unembed, calls = engine.network.unembed, itertools.count()
+
+    def fail(hidden: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 13:
+            raise MemoryError("no room")
+        return unembed(hidden)
+
+    monkeypatch.setattr(engine.network, "unembed", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        engine.generate(requests)
+    assert idle(engine)
+    assert_same_groups(model(), requests, engine.generate(requests), engine_for(model()).generate(requests))
+
+
+# -- the parts, without an engine
+
+
+def new_session(requests: int = 3) -> Session:
+    def keep(sample: Sample, tokens: list[int]) -> int:
+        kept.append(tokens)
+        return len(kept)
+
+    kept: list[list[int]] = []
+    return Session(requests, 4, 6, words, keep, None, None)
+
+
+def a_look(samples: list[Sample], first: int, tokens: list[list[int]], after: list[tuple[int, State]]) -> Look:
+    ids = torch.tensor(tokens, dtype=torch.int32)
+    scores = torch.stack([-ids.float(), -2.0 * ids, ids / 100, ids / 10])
+    return Look(samples, first, ids, scores, torch.tensor(after).T)
+
+
+def test_completions_are_cut_out_of_the_log() -> None:
+    session = new_session()
+    running: list[Sample] = []
+    jobs = [Job(i, Request([i], SamplingParams(n=1 + (i == 0)), seed=0, keep=i == 0), [i], 9) for i in range(3)]
+    for sample in (Sample(jobs[0], 1), Sample(jobs[0], 0), Sample(jobs[1], 0), Sample(jobs[2], 0)):
+        seat(sample, running, 0)
+    samples = list(running)
+    run = State.RUNNING
+    ended = session.take(
+        a_look(samples, 0, [[1, 2, 3, 4], [5, 6, 7, 8]], [(2, run), (1, State.STOP), (2, State.LENGTH), (2, run)]),
+        running,
+    )
+    assert ended == [(samples[1], State.STOP), (samples[2], State.LENGTH)]
+    close_gaps(running, [sample for sample, _ in ended], 2)
+    assert session.take(a_look(running, 2, [[9, 10]], [(3, run), (3, State.BROKEN)]), running)[0][0] is samples[3]
+    close_gaps(running, [samples[3]], 3)
+    session.take(a_look(running, 3, [[11]], [(4, State.LENGTH)]), running)
+    with pytest.raises(RequestError, match=r"request 2: .*token 2 of sample 0 is not a number") as caught:
+        session.completions()
+    assert list(caught.value.errors) == [2]
+    first, second, third = caught.value.completions
+    assert [completion.token_ids for completion in first] == [[2], [1, 5, 9, 11]]  # by sample
+    assert [completion.handle for completion in first] == [1, 2] and second[0].handle is None and third == []
+    assert first[1].engine_logprobs == [-1.0, -5.0, -9.0, -11.0] and first[1].sampling_logprobs == [-2, -10, -18, -22]
+    assert first[1].kept_mass == pytest.approx(0.065) and first[1].entropy == pytest.approx(0.65)
+    assert second[0].token_ids == [3, 7] and second[0].finish is Finish.LENGTH and first[0].finish is Finish.STOP
+    assert {completion.version for completion in (*first, *second)} == {6}
+    assert session.tokens == 7
+
+
+def test_what_was_drawn_before_a_preemption_comes_first_and_counts_by_its_length() -> None:
+    session = new_session(1)
+    running: list[Sample] = []
+    sample = Sample(Job(0, Request([1], SamplingParams(), seed=0, keep=True), [1], 4), 0)
+    for step, count in ((0, 3), (5, 0), (6, 1)):  # a stay of three tokens, one of none, and the last
+        seat(sample, running, step)
+        session.history.first = min(session.history.first, step)
+        if count:
+            tokens = [[10 * step + i] for i in range(count)]
+            state = State.LENGTH if step == 6 else State.RUNNING
+            session.take(a_look(running, step, tokens, [(len(sample.drawn) + count, state)]), running)
+        if step < 6:
+            sample.drawn = session.drawn(sample, len(sample.drawn) + count)
+            close_gaps(running, [sample], step + count)
+    (completion,) = session.completions()[0]
+    assert completion.token_ids == [0, 1, 2, 60] and completion.engine_logprobs == [0.0, -1.0, -2.0, -60.0]
+    assert completion.sampling_logprobs == [0.0, -2.0, -4.0, -120.0]
+    assert completion.kept_mass == pytest.approx(np.mean([0, 0.01, 0.02, 0.6]))
+    assert completion.entropy == pytest.approx(np.mean([0, 0.1, 0.2, 6.0]))
+    assert session.tokens == 4
