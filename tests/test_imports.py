@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"types"},
     "algos": {"types"},
     "engine": {"types", "models"},
+    "bench": {"types", "models", "engine"},
     "rollout": {"types", "text", "rewards", "engine"},
     "evals": {"types", "rollout", "engine"},
     "runs": {"types", "config", "settings"},

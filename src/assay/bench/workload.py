@@ -1,0 +1,149 @@
+"""What is generated: how many sequences of which lengths, as requests, and the name that figures of it go by."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from assay.bench.shapes import SHAPES, label
+from assay.engine import Request, SamplingParams
+from assay.types import UserError
+
+FIXED, LONGTAIL = "fixed", "longtail"
+LONGTAIL_BATCH = 1024  # sequences at once, unless told otherwise
+STANDARD = {FIXED: {"prompts": 16, "new": 256}, LONGTAIL: {"prompts": 64, "new": 1024}}
+# Lengths of the long tail: log-normal, this share of the maximum in the median, cut off at 1 and at the maximum. With
+# 1,024 the median is 118, the mean about 200, one in ten above 480 and one in forty at the maximum.
+MEDIAN_SHARE, SIGMA = 0.115, 1.1
+ROUND_TO = 64  # the engine's longest sequence is a multiple of this
+NAMED = ("prompt_tokens", "temperature", "top_p", "top_k", "min_p", "max_batch")  # in a row's id where not standard
+
+
+@dataclass(frozen=True)
+class Workload:
+    shape: str = "0.5b"
+    model: str | None = None  # a folder, GGUF or hub id in place of the shape
+    prompts: int = 16  # distinct ones
+    samples: int = 64  # of each prompt; the long tail has `requests` instead
+    prompt_tokens: int = 128
+    new: int = 256  # tokens of each sequence; in the long tail the most of any
+    lengths: str = FIXED
+    requests: int = 4096  # of the long tail: the distinct prompts again and again, in order, one sample each
+    max_batch: int | None = None
+    seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise UserError(f"unknown shape '{self.shape}': choose one of {', '.join(SHAPES)}")
+        for name in ("prompts", "samples", "prompt_tokens", "new", "requests", "max_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.is_longtail and self.prompts > self.requests:
+            raise UserError(f"{self.prompts} distinct prompts are more than --requests {self.requests}: ask for fewer")
+
+    @property
+    def is_longtail(self) -> bool:
+        return self.lengths == LONGTAIL
+
+    @property
+    def sequences(self) -> int:
+        return self.requests if self.is_longtail else self.prompts * self.samples
+
+    @property
+    def batch(self) -> int:
+        """Sequences at once."""
+        return self.max_batch or min(self.sequences, LONGTAIL_BATCH if self.is_longtail else self.sequences)
+
+    @property
+    def max_length(self) -> int:
+        """Of prompt and completion, rounded up."""
+        return -(-(self.prompt_tokens + self.new) // ROUND_TO) * ROUND_TO
+
+    @cached_property
+    def new_tokens(self) -> list[int]:
+        """Of each sequence; the same in every run."""
+        if not self.is_longtail:
+            return [self.new] * self.sequences
+        rng = random.Random(f"{self.seed}/lengths")
+        median = math.log(MEDIAN_SHARE * self.new)
+        return [min(max(round(rng.lognormvariate(median, SIGMA)), 1), self.new) for _ in range(self.requests)]
+
+    @property
+    def mean_new(self) -> float:
+        return sum(self.new_tokens) / self.sequences
+
+    @property
+    def label(self) -> str:
+        return label(self.shape, self.model)
+
+    @property
+    def id(self) -> str:
+        """Tells workloads apart, so that figures of one never take the place of another's."""
+        standard: dict[str, Any] = {field.name: field.default for field in fields(self)}
+        names = list(NAMED)
+        if not self.is_longtail:
+            kind = f"{self.prompts}x{self.samples}x{self.new}"
+            kind = "one-sequence" if kind == "1x1x512" else kind
+        else:
+            standard |= STANDARD[LONGTAIL]
+            distinct = self.prompts == self.requests
+            kind = "longtail-distinct" if distinct else "longtail"
+            names += ["requests", "new"] if distinct else ["prompts", "requests", "new"]
+        others = [f"-{name}{value}" for name in names if (value := getattr(self, name)) != standard[name]]
+        return f"gen-{self.label}-{kind}{''.join(others)}"
+
+    def make_requests(self, vocab_size: int, run: int) -> list[Request]:
+        """Every run has its own prompts: nothing that an engine keeps of one run shortens the next."""
+        rng = random.Random(f"{self.seed}/{run}")
+        prompts = [rng.choices(range(vocab_size), k=self.prompt_tokens) for _ in range(self.prompts)]
+        if not self.is_longtail:
+            return [Request(prompt, self.params(self.samples, self.new), rng.getrandbits(63)) for prompt in prompts]
+        return [
+            Request(prompts[index % self.prompts], self.params(1, new), rng.getrandbits(63))
+            for index, new in enumerate(self.new_tokens)
+        ]
+
+    def params(self, n: int, new: int) -> SamplingParams:
+        """Without stop tokens: every sequence reaches its length."""
+        return SamplingParams(
+            n=n,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            max_new_tokens=new,
+        )
+
+
+TABLE = (
+    Workload(),
+    Workload(shape="1.5b"),
+    Workload(lengths=LONGTAIL, prompts=64, new=1024),
+    Workload(lengths=LONGTAIL, prompts=4096, new=1024),
+    Workload(prompts=1, samples=1, new=512),
+)
+STARTUP = Workload()  # whose start-up is in the table
+
+
+def words_of(settings: Any) -> list[str]:
+    """The command-line words that give this dataclass, standard values left out."""
+    words: list[str] = []
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        assert field.default is not MISSING, field.name
+        if value == field.default:
+            continue
+        option = field.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", str(value)]
+    return words

@@ -1,0 +1,204 @@
+"""The measurement itself: what is timed, what is counted, and what is put beside it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from assay.bench import engine as bench
+from assay.bench import parts, startup
+from assay.bench.engine import Options, measure, named, stats_of
+from assay.bench.mismatch import mismatch, parts_of, spread
+from assay.bench.shapes import SHAPES, random_model
+from assay.bench.transformers_peer import transformers_model
+from assay.bench.workload import Workload
+from assay.engine import Request, SamplingParams
+from assay.types import Completion, Finish, UserError
+
+TINY = Workload(shape="tiny", prompts=2, samples=3, prompt_tokens=9, new=8)
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Every timed span takes as long as it is told, in turn."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.times = [time for at, span in enumerate(seconds) for time in (100.0 * at, 100.0 * at + span)]
+
+    def perf_counter(self) -> float:
+        return self.times.pop(0)
+
+
+def test_speed_is_the_median_and_the_first_run_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "time", Clock([4.0, 1.0, 8.0, 2.0]))
+    (row,) = measure(TINY, Options(device="cpu", dtype="float32"))
+    assert row["id"] == named("gen-tiny-2x3x8-prompt_tokens9", Options(device="cpu", dtype="float32"))
+    assert row["system"] == "assay" and row["logprobs"] is True
+    assert (row["tokens_per_s"], row["runs"], row["first_run_tokens_per_s"]) == (24.0, [48.0, 6.0, 24.0], 12.0)
+    assert row["mismatch_tokens"] == 48
+    assert row["mismatch_mean_abs"] < 1e-5 and 1 <= row["mismatch_max_ratio"] < 1.0001
+    assert row["peak_memory_gib"] is None and "parts_ms" not in row
+    assert (row["dtype"], row["device"], row["max_batch"], row["mean_new"]) == ("float32", "cpu", 6, 8.0)
+    words = "--shape tiny --prompts 2 --samples 3 --prompt-tokens 9 --new 8 --device cpu --dtype float32"
+    assert row["command"] == f"assay bench engine {words}"
+
+
+def test_transformers_takes_turns_on_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, Any]] = []
+    timed = bench.timed
+
+    def watched(generate: Any, requests: Any, device: Any) -> Any:
+        seen.append((type(generate.__self__).__name__, requests))
+        return timed(generate, requests, device)
+
+    monkeypatch.setattr(bench, "timed", watched)
+    monkeypatch.setattr(bench, "time", Clock([4.0, 9.0, 1.0, 2.0, 1.0, 4.0]))
+    work = Workload(shape="tiny", lengths="longtail", prompts=3, requests=7, prompt_tokens=4, new=12, max_batch=4)
+    options = Options(device="cpu", dtype="float32", repeat=2, compare="transformers", mismatch=False)
+    row, other = measure(work, options)
+    assert [name for name, _ in seen] == ["NativeEngine", "TransformersPeer"] * 3
+    assert all(seen[at][1] is seen[at + 1][1] for at in (0, 2, 4))
+    assert len({tuple(requests[0].prompt_ids) for _, requests in seen}) == 3  # each run has prompts of its own
+    tokens = sum(work.new_tokens)
+    assert other["system"] == "transformers" and other["logprobs"] is False and other["id"] == row["id"]
+    assert other["runs"] == [round(tokens / 2, 1), round(tokens / 4, 1)]
+    assert row["ratio_to_transformers"] == 2.667  # 1 over the median of 1/2 and 1/4
+    assert "mismatch_mean_abs" not in row
+
+
+def test_the_peer_has_the_same_weights() -> None:
+    model = random_model(SHAPES["tiny"], CPU, seed=1)
+    hf = transformers_model(model, CPU, torch.float32)
+    ids = torch.arange(40).view(2, 20) * 7 % 512
+    with torch.no_grad():
+        expected = model.unembed(model.hidden(ids.flatten(), [20, 20])).view(2, 20, -1)
+        assert torch.allclose(hf(ids).logits, expected, atol=1e-5) and expected.std() > 0.05
+
+
+def test_engine_counters_are_read_where_there_are_some() -> None:
+    @dataclass
+    class Stats:
+        kv_waste: float = 0.02
+        preemptions: int = 3
+
+    assert stats_of(SimpleNamespace(stats=Stats())) == {"preemptions": 3, "kv_waste": 0.02}
+    assert stats_of(SimpleNamespace()) == {}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_mismatch_against_log_probabilities_in_float64(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("assay.bench.mismatch.TOKENS_AT_ONCE", 40)  # several passes
+    model = random_model(SHAPES["tiny"], CPU, seed=2)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)  # far from uniform
+    wide = random_model(SHAPES["tiny"], CPU, seed=2).double()
+    with torch.no_grad():
+        wide.lm_head.weight.mul_(20)
+    generator = torch.Generator().manual_seed(0)
+    requests, groups, shifts = [], [], []
+    for length in (3, 6):
+        prompt = torch.randint(512, (length,), generator=generator).tolist()
+        requests.append(Request(prompt, SamplingParams(n=4, temperature=temperature), seed=0))
+        group = []
+        for new in (1, 5, 9, 14):
+            tokens = torch.randint(512, (new,), generator=generator).tolist()
+            ids = torch.tensor(prompt + tokens)
+            with torch.no_grad():
+                logits = wide.unembed(wide.hidden(ids, [len(ids)])) / (temperature or 1.0)
+            every = torch.log_softmax(logits, -1)
+            exact = torch.stack([every[length - 1 + at, token] for at, token in enumerate(tokens)])
+            shift = torch.rand(new, generator=generator, dtype=torch.float64) - 0.5
+            shifts.append(shift)
+            logprobs = (exact + shift).tolist()
+            group.append(Completion(tokens, logprobs, logprobs, Finish.LENGTH))
+        groups.append(group)
+    found = mismatch(model, requests, groups, torch.float32)
+    expected = torch.cat(shifts).abs()
+    assert found["mismatch_tokens"] == 2 * (1 + 5 + 9 + 14)
+    assert found["mismatch_mean_abs"] == pytest.approx(expected.mean().item(), abs=1e-5)
+    assert found["mismatch_max_ratio"] == pytest.approx(math.exp(expected.max().item()), abs=1e-4)
+    rounded = mismatch(model, requests, groups, torch.bfloat16)  # computed at 16 bits: close, not the same
+    assert 1e-6 < abs(rounded["mismatch_mean_abs"] - found["mismatch_mean_abs"]) < 0.1
+
+
+def test_sequences_are_spread_and_split() -> None:
+    pairs = [([0] * 10, Completion([index], [0.0], [0.0], Finish.LENGTH)) for index in range(200)]
+    chosen = [completion.token_ids[0] for _, completion in spread(pairs, 64)]
+    assert len(set(chosen)) == 64 and chosen[0] == 0 and chosen[-1] >= 196 and chosen == sorted(chosen)
+    assert len(spread(pairs[:5], 64)) == 5
+    long = [([0] * length, pairs[0][1]) for length in (10_000, 10_000, 99_999, 5)]
+    assert [len(part) for part in parts_of(long)] == [1, 1, 1, 1]
+    assert [len(part) for part in parts_of(pairs[:3])] == [3]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("_attend", "attention"),
+        ("_merge", "attention"),
+        ("void flash::flash_fwd_kernel<cutlass::bfloat16_t>", "attention"),
+        ("nvjet_tst_192x192_64x4_1x2_h_bz_TNT", "matmul"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", "matmul"),
+        ("_rms_norm", "norm_rope_activation"),
+        ("_rope_store", "norm_rope_activation"),
+        ("_silu_mul", "norm_rope_activation"),
+        ("draw_kernel", "sampling"),
+        ("truncate_kernel", "sampling"),
+        ("void cunn_SoftMaxForward<4, float>", "sampling"),
+        ("void at_cuda_detail::cub::DeviceMergeSortMergeKernel", "sampling"),
+        ("void at::native::distribution_elementwise_grid_stride_kernel<normal_and_transform>", "other"),
+        ("Memcpy DtoH (Device -> Pinned)", "other"),
+    ],
+)
+def test_kernels_are_sorted_into_parts(kernel: str, part: str) -> None:
+    assert parts.part_of(kernel) == part
+
+
+def test_parts_of_a_step_leave_out_the_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[int, int]] = []
+
+    def kernel_times(engine: object, requests: list[Request]) -> Counter[str]:
+        steps = requests[0].params.max_new_tokens
+        runs.append((steps, sum(request.params.n for request in requests)))
+        return Counter({"matmul": 50 + 3 * steps, "attention": 7 + 2 * steps, "other": 1})
+
+    monkeypatch.setattr(parts, "kernel_times", kernel_times)
+    requests = [Request([1], SamplingParams(n=5, max_new_tokens=30), seed=0)] * 3
+    found = parts.step_parts(None, requests, batch=8)  # type: ignore[arg-type]
+    assert runs == [(1, 8), (30, 8)]
+    assert found["matmul"] == 3 and found["attention"] == 2 and found["other"] == 0 and found["total"] == 5
+    assert set(found) == {"attention", "matmul", "sampling", "norm_rope_activation", "other", "total"}
+
+
+@pytest.mark.gpu
+def test_a_gpu_step_has_parts_and_memory() -> None:
+    work = Workload(shape="0.5b", prompts=2, samples=4, prompt_tokens=32, new=16)
+    (row,) = measure(work, Options(device="cuda", repeat=1, parts=True))
+    assert row["parts_ms"]["matmul"] > 0 and row["parts_ms"]["attention"] > 0
+    assert 0.9 < row["peak_memory_gib"] < 40 and row["dtype"] == "bfloat16"
+    assert row["mismatch_mean_abs"] < 0.05
+
+
+def test_too_long_for_the_model_is_named() -> None:
+    with pytest.raises(UserError, match=r"more than the 32768 of tiny: ask for fewer with --prompt-tokens or --new"):
+        measure(Workload(shape="tiny", new=32768), Options(device="cpu"))
+    with pytest.raises(UserError, match="--repeat must be at least 1"):
+        Options(repeat=0)
+
+
+def test_ids_name_a_device_and_dtype_that_would_not_be_picked() -> None:
+    assert named("x", Options()) == "x"
+    if not torch.cuda.is_available():
+        assert named("x", Options(dtype="bf16")) == "x-bfloat16" and named("x", Options(dtype="float32")) == "x"
+
+
+def test_a_process_that_fails_to_start_says_why() -> None:
+    with pytest.raises(UserError, match=r"gave no token: unknown shape 'huge'"):
+        startup.seconds_to_first_token(["bench", "engine", "--shape", "huge", "--first-token"], {})

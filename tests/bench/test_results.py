@@ -1,0 +1,137 @@
+"""Files of figures: merged, refused, never half written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assay.bench.machine import describe_machine, describe_versions
+from assay.bench.results import earlier_rows, merge, peer_rows, save, with_ratios
+from assay.types import UserError
+
+MACHINE = {"gpu": None, "cores": 2}
+VERSIONS = {"torch": "2.0", "assay": "1"}
+
+
+def row(row_id: str, system: str = "assay", **facts: Any) -> dict[str, Any]:
+    return {"id": row_id, "system": system, **facts}
+
+
+def test_rows_are_merged_by_id_and_system(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    save(file, MACHINE, VERSIONS, "first", [row("a", tokens_per_s=1), row("b", tokens_per_s=2)])
+    save(file, MACHINE, VERSIONS, "second", [row("a", tokens_per_s=3), row("a", "other", tokens_per_s=4)])
+    content = json.loads(file.read_text())
+    assert content["machine"] == MACHINE and content["versions"] == VERSIONS and content["command"] == "second"
+    assert content["rows"] == [
+        row("a", tokens_per_s=3),
+        row("b", tokens_per_s=2),
+        row("a", "other", tokens_per_s=4),
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_a_system_with_and_without_log_probabilities_has_two_rows() -> None:
+    rows = [row("a", "vllm", logprobs=True), row("a", "vllm", logprobs=False)]
+    assert merge(rows, [row("a", "vllm", logprobs=False, tokens_per_s=5)]) == [
+        rows[0],
+        row("a", "vllm", logprobs=False, tokens_per_s=5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("machine", "versions", "said"),
+    [
+        ({"gpu": "X", "cores": 2}, VERSIONS, r"other machine \(gpu None, now X\)"),
+        (MACHINE, {"torch": "2.1", "assay": "1"}, r"other versions \(torch 2.0, now 2.1\)"),
+        (MACHINE, {**VERSIONS, "cuda": "12"}, r"other versions \(cuda None, now 12\)"),
+    ],
+)
+def test_figures_of_another_machine_or_version_are_not_mixed(
+    tmp_path: Path, machine: dict, versions: dict, said: str
+) -> None:
+    file = tmp_path / "figures.json"
+    save(file, MACHINE, VERSIONS, "first", [row("a")])
+    before = file.read_bytes()
+    refused = said + ": give another --json file, or delete it"
+    with pytest.raises(UserError, match=refused):
+        earlier_rows(file, machine, versions)
+    with pytest.raises(UserError, match=refused):
+        save(file, machine, versions, "", [row("b")])
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"machine": {}, "versions": {}, "rows": [{}]}', '{"rows": []}'])
+def test_another_file_is_left_alone(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "notes.json"
+    file.write_text(content)
+    with pytest.raises(UserError, match="no file of benchmark figures: give another --json file"):
+        save(file, MACHINE, VERSIONS, "", [row("a")])
+    assert file.read_text() == content
+
+
+def test_a_write_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "figures.json"
+    save(file, MACHINE, VERSIONS, "first", [row("a")])
+    before = file.read_bytes()
+
+    def full(*paths: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(UserError, match="No space left"):
+        save(file, MACHINE, VERSIONS, "second", [row("b")])
+    assert file.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(UserError, match="there is no folder"):
+        earlier_rows(tmp_path / "nowhere" / "x.json", MACHINE, VERSIONS)
+
+
+def test_peer_lines_become_rows_and_ratios(tmp_path: Path) -> None:
+    file = tmp_path / "peer.txt"
+    lines = [
+        "INFO loading weights",
+        '{"engine": "vllm", "shape": "0.5b", "logprobs": false, "tokens_per_s": 51000}',
+        '{"engine": "vllm", "shape": "0.5b", "logprobs": true, "tokens_per_s": 36000}',
+        '{"engine": "vllm", "shape": "0.5b", "logprobs": true, "tokens_per_s": 30000}',
+        '{"engine": "vllm", "shape": "0.5b", "logprobs": true, "tokens_per_s": 37000}',
+        '{"engine": "vllm", "shape": "1.5b", "logprobs": true, "tokens_per_s": 20000}',
+        '{"engine": "vllm", "shape": "1.5b", "logprobs": true, "tokens_per_s": null}',
+        '{"shape": "0.5b"}',
+        "{broken",
+        "[1, 2]",
+        "17",
+    ]
+    file.write_text("\n".join(lines))
+    peers = peer_rows(file)
+    assert [(p["id"], p["system"], p["logprobs"], p["tokens_per_s"]) for p in peers] == [
+        ("gen-0.5b-16x64x256", "vllm", False, 51000),
+        ("gen-0.5b-16x64x256", "vllm", True, 36000),
+        ("gen-1.5b-16x64x256", "vllm", True, 20000),
+    ]
+    ours = row("gen-0.5b-16x64x256", tokens_per_s=216000.0)
+    other, start = row("gen-0.5b-longtail", tokens_per_s=1.0), row("startup-0.5b", seconds=3.0)
+    assert with_ratios([*peers, ours, other, start])[3:] == [ours | {"ratio_to_vllm": 6.0}, other, start]
+    # Also when they come at different times.
+    results = tmp_path / "figures.json"
+    save(results, MACHINE, VERSIONS, "", [ours])
+    save(results, MACHINE, VERSIONS, "", peers)
+    assert json.loads(results.read_text())["rows"][0]["ratio_to_vllm"] == 6.0
+
+
+def test_a_file_without_peer_lines_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("nothing here\n")
+    with pytest.raises(UserError, match="has no line such as"):
+        peer_rows(tmp_path / "empty.txt")
+    with pytest.raises(UserError, match="cannot read"):
+        peer_rows(tmp_path / "missing.txt")
+
+
+def test_machine_and_versions_are_json_and_stay_the_same() -> None:
+    machine, versions = describe_machine(), describe_versions()
+    assert json.loads(json.dumps([machine, versions])) == [describe_machine(), describe_versions()]
+    assert {"gpu", "cpu", "cores", "memory_gib"} <= machine.keys() and machine["cpu"] and machine["cores"] >= 1
+    assert versions.keys() == {"python", "torch", "triton", "cuda", "transformers", "assay"}
+    assert versions["torch"] and versions["transformers"]

@@ -1,0 +1,120 @@
+"""Workloads: their lengths, their requests, their names; and the shapes of the models."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+
+from assay.bench.shapes import SHAPES, label, random_model
+from assay.bench.workload import TABLE, Workload, words_of
+from assay.types import UserError
+
+
+@pytest.mark.parametrize(("shape", "weights"), [("0.5b", 494_032_768), ("1.5b", 1_543_714_304)])
+def test_shapes_have_as_many_weights_as_the_models_they_are_of(shape: str, weights: int) -> None:
+    assert SHAPES[shape].parameters == weights  # as the published checkpoints say
+
+
+def test_random_weights_are_normal_and_the_same_for_the_same_seed() -> None:
+    first, again, other = (dict(random_model(SHAPES["tiny"], torch.device("cpu"), s).weights()) for s in (3, 3, 4))
+    for name, weight in first.items():
+        assert torch.equal(weight, again[name])
+        if "norm" in name:
+            assert bool((weight == 1).all())
+        else:
+            assert not torch.equal(weight, other[name])
+            assert abs(weight.std().item() - 0.02) < 0.02 * 5 / math.sqrt(2 * weight.numel())
+
+
+def test_the_long_tail_is_the_one_that_is_described() -> None:
+    lengths = Workload(lengths="longtail", prompts=64, new=1024).new_tokens
+    assert len(lengths) == 4096 and min(lengths) >= 1 and max(lengths) == 1024
+    # Against the distribution itself, in terms of the error function; 4,096 draws.
+    share_below = {bound: sum(length <= bound for length in lengths) / 4096 for bound in (30, 118, 480)}
+    for bound, share in share_below.items():
+        z = (math.log(bound + 0.5) - math.log(0.115 * 1024)) / 1.1
+        expected = 0.5 * (1 + math.erf(z / math.sqrt(2)))
+        assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 4096)
+    assert 185 < statistics.fmean(lengths) < 215
+    assert lengths == Workload(lengths="longtail", prompts=64, new=1024).new_tokens
+    assert lengths != Workload(lengths="longtail", prompts=64, new=1024, seed=1).new_tokens
+
+
+def test_requests_of_fixed_lengths() -> None:
+    work = Workload(shape="tiny", prompts=3, samples=5, prompt_tokens=7, new=11, top_k=4, min_p=0.1)
+    requests = work.make_requests(20, run=0)
+    assert [len(request.prompt_ids) for request in requests] == [7, 7, 7]
+    assert all(0 <= token < 20 for request in requests for token in request.prompt_ids)
+    (params,) = {request.params for request in requests}
+    assert (params.n, params.max_new_tokens, params.top_k, params.min_p) == (5, 11, 4, 0.1)
+    assert len({request.seed for request in requests}) == len({tuple(r.prompt_ids) for r in requests}) == 3
+    assert work.sequences == work.batch == 15 and work.max_length == 64
+    assert requests == work.make_requests(20, run=0)
+    prompts = {tuple(request.prompt_ids) for request in requests}
+    assert not prompts & {tuple(request.prompt_ids) for request in work.make_requests(20, run=1)}
+
+
+def test_requests_of_the_long_tail_go_through_the_prompts_again_and_again() -> None:
+    work = Workload(shape="tiny", lengths="longtail", prompts=3, requests=8, prompt_tokens=5, new=40)
+    requests = work.make_requests(50, run=2)
+    prompts = [tuple(request.prompt_ids) for request in requests]
+    assert prompts[:3] == prompts[3:6] and prompts[:2] == prompts[6:] and len(set(prompts)) == 3
+    assert [request.params.max_new_tokens for request in requests] == work.new_tokens
+    assert {request.params.n for request in requests} == {1} and len({request.seed for request in requests}) == 8
+    assert work.batch == 8 and Workload(lengths="longtail").batch == 1024
+
+
+def test_the_standard_table() -> None:
+    assert [work.id for work in TABLE] == [
+        "gen-0.5b-16x64x256",
+        "gen-1.5b-16x64x256",
+        "gen-0.5b-longtail",
+        "gen-0.5b-longtail-distinct",
+        "gen-0.5b-one-sequence",
+    ]
+
+
+def test_ids_tell_workloads_apart(tmp_path) -> None:
+    longtail = TABLE[2]
+    changes: list[dict[str, Any]] = [
+        {"prompt_tokens": 64},
+        {"top_p": 0.9},
+        {"temperature": 0.0},
+        {"max_batch": 7},
+        {"min_p": 0.1},
+    ]
+    changed = [dataclasses.replace(work, **change) for work in (TABLE[0], longtail) for change in changes]
+    changes = [{"prompts": 32}, {"requests": 99}, {"new": 9}]
+    changed += [dataclasses.replace(longtail, **change) for change in changes]
+    ids = [work.id for work in (*TABLE, *changed)]
+    assert len(set(ids)) == len(ids)
+    assert dataclasses.replace(TABLE[0], top_p=0.9).id == "gen-0.5b-16x64x256-top_p0.9"
+    (tmp_path / "SmolLM2-135M").mkdir()
+    assert label("0.5b", f"{tmp_path}/SmolLM2-135M/") == "smollm2-135m"
+    assert label("0.5b", "some/Model-1.5B.gguf") == "model-1.5b" and label("0.5b", "org/Name-0.5B") == "name-0.5b"
+
+
+def test_words_leave_out_what_is_standard() -> None:
+    assert words_of(Workload()) == []
+    assert words_of(Workload(shape="tiny", top_p=0.5, max_batch=3)) == [
+        *("--shape", "tiny", "--max-batch", "3", "--top-p", "0.5"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"shape": "7b"}, "choose one of 0.5b"),
+        ({"new": 0}, "--new must be at least 1"),
+        ({"max_batch": 0}, "--max-batch must be at least 1"),
+        ({"lengths": "longtail", "prompts": 9, "requests": 8}, "more than --requests 8"),
+    ],
+)
+def test_mistakes_are_named(wrong: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Workload(**wrong)
