@@ -54,3 +54,8 @@ def test_a_cache_is_zeros_of_the_right_kind(dtype: torch.dtype) -> None:
     assert not cache.any()
     cache[1, 0, 1, 4] = 2.5
     assert float(cache.float().sum()) == 2.5 * BLOCK_SIZE * 8
+
+
+def test_a_cache_that_no_machine_can_hold_is_an_error_of_one_line() -> None:
+    with pytest.raises(UserError, match=r"cache of .* GiB does not fit on cpu: lower engine\.memory"):
+        new_cache(SPEC, 1 << 50, CPU, torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,46 +30,17 @@ __all__ = [
 BATCH = {"cpu": 256, "cuda": 1024}  # sequences decoded at once, unless told otherwise
 
 
-def make_native(
-    model: PolicyModel,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    max_batch: int,
-    max_length: int | None,
-    memory: float,
-    prefill_tokens: int,
-    decode: Decode | None,
-) -> Engine:
+def make_native(model: PolicyModel, *, memory: float, prefill_tokens: int, **options: Any) -> Engine:
     if not isinstance(model, Decoder):
         raise UserError("the native engine serves the Llama, Qwen2 and Qwen3 families: use engine 'hf' for this model")
-    return NativeEngine(
-        model.spec,
-        device=device,
-        dtype=dtype,
-        max_batch=max_batch,
-        max_length=max_length,
-        memory=memory,
-        prefill_tokens=prefill_tokens,
-        decode=decode,
-    )
+    return NativeEngine(model.spec, memory=memory, prefill_tokens=prefill_tokens, **options)
 
 
-def make_hf(
-    model: PolicyModel,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    max_batch: int,
-    max_length: int | None,
-    memory: float,
-    prefill_tokens: int,
-    decode: Decode | None,
-) -> Engine:
-    """Memory and prefill budgets are the native engine's."""
+def make_hf(model: PolicyModel, *, memory: float, prefill_tokens: int, **options: Any) -> Engine:
+    """Budgets of memory and prefill are the native engine's."""
     if isinstance(model, Decoder):
         raise UserError("the hf engine serves models loaded through transformers: use engine 'native' for this model")
-    return HFEngine(model, device=device, dtype=dtype, max_batch=max_batch, max_length=max_length, decode=decode)
+    return HFEngine(model, **options)
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {"native": make_native, "hf": make_hf}

@@ -46,8 +46,9 @@ class RowAttention:
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if self.plain:
             return self._products(*(x.flatten(0, 1) for x in (queries, keys, values))).view(queries.shape)
-        rows_first = (x.transpose(0, 1) for x in (queries, keys, values))  # the other way round the mask makes it slow
-        return F.scaled_dot_product_attention(*rows_first, attn_mask=self.bias[:, None, None]).transpose(0, 1)
+        # Rows first: the other way round the mask makes it slow.
+        q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias[:, None, None]).transpose(0, 1)
 
     def _products(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if self.wide_bias is None:  # the same for every layer

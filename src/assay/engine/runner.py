@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,12 +11,14 @@ from torch import Tensor
 
 from assay.engine.attention import ChunkAttention, RowAttention
 from assay.engine.columns import BLOCK_SIZE, Column, State
+from assay.engine.memory import GIB
 from assay.engine.network import FusedDecoder
 from assay.engine.rows import Rows
 from assay.engine.scheduler import Chunk
 from assay.engine.sequence import Sample
 from assay.engine.varlen import VarlenAttention, has_varlen, slots_of
 from assay.models.spec import ModelSpec
+from assay.types import UserError
 
 
 class Runner:
@@ -72,7 +75,13 @@ class Runner:
 def new_cache(spec: ModelSpec, blocks: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Zeros [layers, 2, kv_heads, blocks, block size, head_dim]; on a CPU memory is taken only as it is written to."""
     shape = (spec.layers, 2, spec.kv_heads, blocks, BLOCK_SIZE, spec.head_dim)
-    if device.type != "cpu":
-        return torch.zeros(shape, device=device, dtype=dtype)
-    numbers = int(np.prod(shape))
-    return torch.from_numpy(np.zeros(numbers * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        if device.type != "cpu":
+            return torch.zeros(shape, device=device, dtype=dtype)
+        return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise UserError(
+            f"the key/value cache of {size / GIB:.1f} GiB does not fit on {device}: "
+            "lower engine.memory or engine.max_batch"
+        ) from None
