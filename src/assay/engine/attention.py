@@ -20,6 +20,25 @@ from assay.engine.scheduler import Chunk
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class Gather:
+    """The same blocks of every layer, one behind the other, into memory that the next layer uses again."""
+
+    def __init__(self, blocks: Tensor) -> None:
+        self.blocks = blocks
+        self.index: Tensor | None = None
+        self.out: Tensor | None = None
+
+    def __call__(self, kv: Tensor) -> Tensor:
+        """kv [2, K, blocks, block size, d] -> [2 x K x blocks chosen, block size x d]"""
+        lines = kv.view(-1, kv.shape[3] * kv.shape[4])  # a block of one head each: copied faster than along an axis
+        if self.index is None:
+            heads = torch.arange(kv.shape[0] * kv.shape[1], device=kv.device)[:, None]
+            self.index = (heads * kv.shape[2] + self.blocks).view(-1)
+            self.out = lines.new_empty(len(self.index), lines.shape[1])
+        assert self.out is not None
+        return torch.index_select(lines, 0, self.index, out=self.out)
+
+
 class RowAttention:
     """One query for each row."""
 
@@ -27,7 +46,7 @@ class RowAttention:
         """`tables` [B, *]: blocks of the rows; `lengths` [B]: keys that each sees, at most `span`."""
         self.rows, blocks = tables.shape[0], -(-span // block_size)
         self.span = blocks * block_size
-        self.index = tables[:, :blocks].reshape(-1)
+        self.gather = Gather(tables[:, :blocks].reshape(-1))
         unseen = torch.arange(self.span, device=tables.device) >= lengths[:, None]
         self.bias = torch.zeros(unseen.shape, device=tables.device, dtype=dtype).masked_fill_(unseen, -math.inf)
         self.last = lengths[:, None] - 1
@@ -37,7 +56,7 @@ class RowAttention:
 
     def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
         kv_heads, head_dim = kv.shape[1], kv.shape[-1]
-        keys, values = kv.index_select(2, self.index).view(2, kv_heads, self.rows, self.span, head_dim)
+        keys, values = self.gather(kv).view(2, kv_heads, self.rows, self.span, head_dim)
         # Query heads that share a key head stand where a sequence of queries usually does: no key is repeated.
         queries = q.view(self.rows, kv_heads, -1, head_dim).transpose(0, 1)
         out = unseen_silenced(self._attend, queries, keys, values, self.last)
@@ -69,7 +88,7 @@ class ChunkAttention:
         tables = np.zeros((self.count, int(blocks.max())), dtype=np.int64)
         for row, chunk in enumerate(chunks):
             tables[row, : blocks[row]] = chunk.blocks[: blocks[row]]
-        self.index = torch.from_numpy(tables.reshape(-1)).to(device)
+        self.gather = Gather(torch.from_numpy(tables.reshape(-1)).to(device))
         places = np.arange(self.longest) < sizes[:, None]
         self.even = bool(places.all())
         self.places = torch.from_numpy(np.flatnonzero(places)).to(device)  # of real queries in the padded batch
@@ -83,7 +102,7 @@ class ChunkAttention:
 
     def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
         kv_heads, head_dim = kv.shape[1], kv.shape[-1]
-        keys, values = kv.index_select(2, self.index).view(2, kv_heads, self.count, self.span, head_dim)
+        keys, values = self.gather(kv).view(2, kv_heads, self.count, self.span, head_dim)
         padded = q
         if not self.even:
             padded = q.new_zeros(self.count * self.longest, *q.shape[1:]).index_copy_(0, self.places, q)

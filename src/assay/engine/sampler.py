@@ -19,6 +19,7 @@ from torch import Tensor
 from assay.engine.columns import STOP_SLOTS, Column, State
 
 BLOCK = 256  # tokens whose probabilities are summed first when drawing
+SMALL = 4096  # a vocabulary for which a table of products costs less than a loop over rows
 HEAD = 64  # truncation looks at this many of the likeliest tokens before it sorts the whole vocabulary
 PART = 2**20  # logits that one CPU thread works on at a time
 SLACK = 1 - 1e-6  # top-p: a set short of p by rounding alone has reached it
@@ -181,7 +182,10 @@ def dots(probs: Tensor, values: Tensor) -> Tensor:
     """Row by row the sum of products, where a value of -inf has probability 0 and counts for nothing."""
     if probs.device.type != "cpu":
         return (probs * values.masked_fill(probs == 0, 0.0)).sum(-1)
-    products = torch.stack([p @ v for p, v in zip(probs, values, strict=True)])  # the way without a table of products
+    if probs.shape[-1] <= SMALL:
+        products = torch.linalg.vecdot(probs, values)
+    else:  # the way without a table of products
+        products = torch.stack([p @ v for p, v in zip(probs, values, strict=True)])
     if bool(products.isnan().any()):
         products = torch.linalg.vecdot(probs, values.masked_fill(probs == 0, 0.0))
     return products
@@ -299,7 +303,9 @@ def by_block(table: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
 
 
 def in_block(table: Tensor, block: Tensor, fill: float) -> Tensor:
-    """[B, BLOCK]: of each row one block, filled up where the vocabulary ends."""
+    """[B, BLOCK or fewer]: of each row one block, filled up where the vocabulary ends."""
+    if table.shape[-1] <= BLOCK:
+        return table  # there is one block only
     places = block[:, None] * BLOCK + torch.arange(BLOCK, device=block.device)
     beyond = places >= table.shape[-1]
     return table.gather(-1, places.clamp(max=table.shape[-1] - 1)).masked_fill(beyond, fill)
