@@ -406,9 +406,10 @@ def test_the_cache_wastes_only_last_partial_blocks() -> None:
     stats, shares = engine.stats, [empty / slots for slots, empty in held]
     assert stats.preemptions == 0 and len(shares) == 300 and max(shares[250:]) < 0.04
     assert stats.kv_waste_peak < 0.04
-    assert stats.kv_waste_peak == pytest.approx(shares[8 * (300 // 8) - 1], abs=1e-3)  # the last that it counted
-    slots, empty = (sum(side) for side in zip(*held[7::8], strict=True))
-    assert stats.kv_waste == pytest.approx(empty / slots, abs=1e-3)
+    assert stats.kv_waste_peak == pytest.approx(shares[7 * (300 // 7) - 1], abs=1e-3)  # the last that it counted
+    for counted, tolerance in ((held[6::7], 1e-3), (held, 3e-3)):  # a seventh of the steps stands for all of them
+        slots, empty = (sum(side) for side in zip(*counted, strict=True))
+        assert stats.kv_waste == pytest.approx(empty / slots, abs=tolerance)
 
 
 def test_no_logits_outlive_their_step(monkeypatch: pytest.MonkeyPatch) -> None:

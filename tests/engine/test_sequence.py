@@ -88,12 +88,16 @@ def test_a_request_fits_the_cache_to_the_last_token_that_is_fed() -> None:
 
 def test_what_looks_odd_but_can_be_served() -> None:
     most = tuple(range(STOP_SLOTS))
-    job_of(request(stop_token_ids=most * 2), can_decode=True)
-    job_of(request(stop_token_ids=(*most, 50), forbidden_token_ids=(50,)))  # never drawn, so it needs no place
-    job_of(request(forbidden_token_ids=tuple(range(FORBIDDEN_SLOTS)) * 2))
-    job_of(request(stop=("x",)), can_decode=True)
-    job_of(request(stop_token_ids=(200,)))  # never drawn
-    job_of(request(max_new_tokens=3, min_new_tokens=9))
+    for asked in (
+        request(stop_token_ids=most * 2),
+        request(stop_token_ids=(*most, 50), forbidden_token_ids=(50,)),  # never drawn, so it needs no place
+        request(forbidden_token_ids=tuple(range(FORBIDDEN_SLOTS)) * 2),
+        request(stop=("x",)),
+        request(stop_token_ids=(200,)),  # never drawn
+        request(max_new_tokens=3, min_new_tokens=9),
+    ):
+        job = job_of(asked, can_decode=True)
+        assert list(job.tokens) == [1, 2, 3] and job.limit == min(asked.params.max_new_tokens, 97)
 
 
 def test_something_must_be_left_to_be_drawn() -> None:

@@ -28,7 +28,7 @@ from assay.models.fingerprint import fingerprint
 from assay.models.spec import ModelSpec
 from assay.types import Completion, UserError
 
-COUNT_EVERY = 8  # windows, for what takes time to count
+COUNT_EVERY = 7  # windows, for what takes time to count; odd, or it would always be at the same place in a block
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed between two stretches of decoding, unless told otherwise
 
 
@@ -218,11 +218,16 @@ class NativeEngine:
         self.stats.decode_steps += steps
         self.stats.windows += 1
         if self.stats.windows % COUNT_EVERY == 0:
-            self._count_waste()
+            self._count_waste(steps)
 
-    def _count_waste(self) -> None:
-        stats, step, held = self.stats, self.scheduler.step, self.blocks.in_use * BLOCK_SIZE
-        empty = sum(len(s.blocks) * BLOCK_SIZE - s.stored(step - s.entered) for s in self.scheduler.running)
+    def _count_waste(self, steps: int) -> None:
+        """Of the last steps, the first and the last: blocks are taken for all of them at once, and fill up slowly."""
+        stats, last, held = self.stats, self.scheduler.step, 2 * self.blocks.in_use * BLOCK_SIZE
+        empty = sum(
+            len(sample.blocks) * BLOCK_SIZE - sample.stored(step - sample.entered)
+            for sample in self.scheduler.running
+            for step in (last - steps + 1, last)
+        )
         stats.places += held
         stats.empty_places += empty
         if held >= stats.peak_places:
