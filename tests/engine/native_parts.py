@@ -47,7 +47,11 @@ class Mode:
     prefill_tokens: int = 0
     window: int = 1
     ahead: int = 0  # 1: results are looked at one window late, as on a GPU
-    blocks: int = 0  # of the cache; 0: enough
+    cache: int = 0  # tokens that the cache has room for; 0: enough
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.cache // BLOCK_SIZE)
 
 
 MODES = {
@@ -55,8 +59,8 @@ MODES = {
     "few rows": Mode(max_batch=3),
     "chunks": Mode(prefill_tokens=5),
     "windows": Mode(max_batch=7, window=4, ahead=1),
-    "small cache": Mode(max_batch=8, blocks=7),
-    "all at once": Mode(max_batch=6, prefill_tokens=7, window=3, ahead=1, blocks=7),
+    "small cache": Mode(max_batch=8, cache=112),
+    "all at once": Mode(max_batch=6, prefill_tokens=7, window=3, ahead=1, cache=112),
 }
 
 
@@ -101,7 +105,8 @@ def transformers_model(spec: ModelSpec, model: Decoder) -> torch.nn.Module:
 
 
 def mixed_prompts(vocabulary: int = 61, seed: int = 0) -> list[list[int]]:
-    """Long and short, some that begin alike, two that are the same, and some that just fill blocks of 16."""
+    """Long and short, some that begin alike, two that are the same, and some that just fill their blocks."""
+    assert 16 % BLOCK_SIZE == 0
     draw = random.Random(seed)
 
     def ids(count: int) -> list[int]:

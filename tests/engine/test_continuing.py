@@ -28,7 +28,7 @@ from assay.types import Completion, Finish
 
 WAYS = {
     "plain": Mode(),
-    "windows": Mode(max_batch=5, window=4, ahead=1, blocks=80),
+    "windows": Mode(max_batch=5, window=4, ahead=1, cache=1280),
     "all at once": MODES["all at once"],
 }
 
@@ -87,7 +87,7 @@ def test_several_turns_equal_one_long_list(mode: str) -> None:
 def test_one_sequence_goes_on_in_several_ways(mode: str) -> None:
     engine = engine_for(model(), WAYS[mode])
     prompts = mixed_prompts(seed=2)[4:8]
-    params = SamplingParams(n=3, max_new_tokens=14)
+    params = SamplingParams(n=3, max_new_tokens=20)
     first = engine.generate(requests_for(prompts, params, keep=True))
     handles = [completion.handle for group in first for completion in group]
     assert None not in handles and len(set(handles)) == 12
@@ -98,6 +98,7 @@ def test_one_sequence_goes_on_in_several_ways(mode: str) -> None:
     # Each of the samples of a group, in another order, and each in several ways.
     requests = [Request([i], params, seed=i, continues=handle) for i, handle in enumerate(handles)][::-1]
     groups = engine.generate(requests)
+    assert (engine.stats.preemptions > 0) == (mode == "all at once")
     if mode != "all at once":
         assert engine.stats.prefill_tokens == 2 * 12
     for request, group, ids in zip(requests, groups, before[::-1], strict=True):
@@ -129,7 +130,7 @@ def kept_with_blocks(engine: NativeEngine) -> tuple[list[int], Completion]:
 
 
 def test_kept_blocks_are_given_up_for_others_and_computed_again() -> None:
-    engine = engine_for(model(), Mode(max_batch=4, blocks=8))
+    engine = engine_for(model(), Mode(max_batch=4, cache=128))
     before, completion = kept_with_blocks(engine)
     params = SamplingParams(max_new_tokens=60)
     others = requests_for(mixed_prompts(seed=5)[:6], params)

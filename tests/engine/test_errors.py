@@ -52,7 +52,7 @@ BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
 
 def test_bad_requests_are_named_and_the_others_finish() -> None:
     good = requests_for(mixed_prompts(seed=1), SamplingParams(n=2, max_new_tokens=10, stop_token_ids=(1, 2)))
-    engine = engine_for(model(), Mode(max_batch=6, blocks=5))
+    engine = engine_for(model(), Mode(max_batch=6, cache=80))
     expected = engine.generate(good)
     bad = [Request(prompt, SamplingParams(**params), seed=0, name=name) for name, (prompt, params, _) in BAD.items()]
     order = random.Random(1).sample(range(len(good) + len(bad)), len(good) + len(bad))
@@ -73,7 +73,7 @@ def test_bad_requests_are_named_and_the_others_finish() -> None:
 
 
 def test_what_just_fits_is_served() -> None:
-    engine = engine_for(model(), Mode(blocks=5))
+    engine = engine_for(model(), Mode(cache=80))
     requests = [
         Request([1] * 40, SamplingParams(max_new_tokens=41), seed=0),  # the last token drawn is not stored
         Request([1] * 80, SamplingParams(max_new_tokens=1), seed=0),
@@ -168,7 +168,7 @@ def test_what_is_drawn_behind_a_stop_string_may_be_broken() -> None:
     (free,) = engine_for(model()).generate([Request(prompt, params, seed=8)])[0]
     odd = next(token for token in free.token_ids[4:] if token not in (*prompt, *free.token_ids[:4]))
     stop = words(free.token_ids[2:4])
-    engine = broken_engine(Mode(window=16, ahead=1, blocks=2, max_batch=1), token=odd)
+    engine = broken_engine(Mode(window=16, ahead=1, cache=18, max_batch=1), token=odd)
     stopping = Request(prompt, SamplingParams(max_new_tokens=16, stop=(stop,)), seed=8, keep=True)
     (stopped,) = engine.generate([stopping])[0]
     assert stopped.token_ids == free.token_ids[:4]

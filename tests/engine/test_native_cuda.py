@@ -98,9 +98,10 @@ def test_a_small_cache_and_new_weights_change_nothing_and_record_nothing_anew() 
     spec = small_spec("qwen2", head_dim=64, max_length=160)
     model, other = small_decoder(spec, seed=1), small_decoder(spec, seed=2)
     asked = [Request([7 * i + j for j in range(5)], SamplingParams(n=6, max_new_tokens=60), seed=i) for i in range(3)]
+    blocks = 192 // BLOCK_SIZE
     block = 2 * spec.layers * spec.kv_heads * spec.head_dim * 4 * BLOCK_SIZE
-    engine = native(model, "cuda", max_batch=8, memory=(12 * block + 1) / GIB)
-    assert engine.blocks.total == 12
+    engine = native(model, "cuda", max_batch=8, memory=(blocks * block + 1) / GIB)
+    assert engine.blocks.total == blocks
     expected = flat(native(model, "cuda", max_batch=8).generate(asked))
     assert share_of_equals(flat(engine.generate(asked)), expected) >= 0.8
     assert engine.stats.preemptions > 0
@@ -111,7 +112,8 @@ def test_a_small_cache_and_new_weights_change_nothing_and_record_nothing_anew() 
     assert share_of_equals(new, fresh) >= 0.8
     assert share_of_equals(new, expected) < 0.2
     assert {c.version for c in new} == {1}
-    assert engine.runner.graphs == recorded  # type: ignore[attr-defined]
+    # Another number of rows may turn up, but nothing that was recorded is recorded again.
+    assert all(engine.runner.graphs[key] is graph for key, graph in recorded.items())  # type: ignore[attr-defined]
 
 
 def test_long_shared_prompts_are_read_together_and_nothing_changes() -> None:

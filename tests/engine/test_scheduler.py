@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from assay.engine.base import Request, SamplingParams
 from assay.engine.blocks import Blocks
+from assay.engine.columns import BLOCK_SIZE
 from assay.engine.scheduler import Chunk, Plan, Scheduler
 from assay.engine.sequence import Job, Kept, Prefix, Sample, job_for
 
@@ -447,7 +448,7 @@ cases = st.builds(
     Case,
     asks=st.lists(asks, min_size=1, max_size=6),
     calls=st.integers(1, 3),
-    size=st.sampled_from((16, 4)),
+    size=st.sampled_from((16, BLOCK_SIZE, 4)),
     spare=st.one_of(st.integers(0, 4), st.integers(0, 30)),
     max_batch=st.integers(1, 12),
     budget=st.integers(1, 64),
@@ -508,6 +509,7 @@ def least_work(calls: list[Call], size: int) -> tuple[int, int]:
 
 
 def make(blocks: int, max_batch: int = 8, budget: int = 100) -> Scheduler:
+    """With blocks of 16 tokens, whatever the engine's have: the lengths in these examples go by that."""
     return Scheduler(Blocks(blocks, 16), max_batch, budget)
 
 

@@ -147,7 +147,7 @@ PLACES += [("all at once", place) for place in ("first token", "later token", "f
 
 @pytest.mark.parametrize(("mode", "where"), PLACES)
 def test_an_error_in_a_callback_breaks_off_the_call_and_nothing_else(mode: str, where: str) -> None:
-    params = SamplingParams(n=2, max_new_tokens=30, stop_token_ids=(1, 2, 3))
+    params = SamplingParams(n=2, max_new_tokens=40, stop_token_ids=(1, 2, 3))
     requests = mixed_requests(params, seed=5)[3:9]
     engine = engine_for(model(), WAYS[mode])
     kept = engine.generate([Request([4, 5, 6], params, seed=1, keep=True), Request([7], params, seed=2, keep=True)])
@@ -159,6 +159,7 @@ def test_an_error_in_a_callback_breaks_off_the_call_and_nothing_else(mode: str, 
     assert idle(engine) and gc.isenabled()
     fresh = engine_for(model())
     assert_same_groups(model(), requests, engine.generate(requests), fresh.generate(requests))
+    assert (engine.stats.preemptions > 0) == (mode == "all at once")
     # Both those that were to be continued and those that were not still can be.
     for handle, before in (
         (kept[0][0].handle, [4, 5, 6, *kept[0][0].token_ids]),

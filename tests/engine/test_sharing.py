@@ -66,17 +66,17 @@ def shared_rows(tables: list[list[int]], counts: list[int], least: int = 4) -> l
 
 def test_samples_of_prompts() -> None:
     tables = [[7, 8, 9, 30 + row] if row % 2 else [4, 5, 60 + row] for row in range(8)]
-    assert shared_rows(tables, [2, 3] * 4) == [([0, 2, 4, 6], 32), ([1, 3, 5, 7], 48)]
+    assert shared_rows(tables, [2, 3] * 4) == [([0, 2, 4, 6], 2 * BLOCK_SIZE), ([1, 3, 5, 7], 3 * BLOCK_SIZE)]
 
 
 def test_the_same_tokens_in_other_blocks_are_not_shared() -> None:
     tables = [[1, 2], [1, 2], [1, 2], [1, 2], [5, 6], [5, 6]]
-    assert shared_rows(tables, [2] * 6) == [([0, 1, 2, 3], 32)]
+    assert shared_rows(tables, [2] * 6) == [([0, 1, 2, 3], 2 * BLOCK_SIZE)]
 
 
 def test_the_same_last_block_behind_another() -> None:
     """Whoever finds the second block again may have another first one."""
-    assert shared_rows([[1, 2], [1, 2], [1, 2], [1, 2], [5, 2]], [2] * 5) == [([0, 1, 2, 3], 32)]
+    assert shared_rows([[1, 2], [1, 2], [1, 2], [1, 2], [5, 2]], [2] * 5) == [([0, 1, 2, 3], 2 * BLOCK_SIZE)]
     blocks = Blocks(8, BLOCK_SIZE)
     tokens = list(range(2 * BLOCK_SIZE))
     early, late = blocks.take(2), blocks.take(2)
@@ -87,11 +87,14 @@ def test_the_same_last_block_behind_another() -> None:
 
 def test_prompts_that_begin_alike() -> None:
     tables = [[1, 2, 3, 10 + row, 20 + row] for row in range(4)]
-    assert shared_rows(tables, [5] * 4) == [([0, 1, 2, 3], 48)]
-    assert shared_rows(tables, [5, 5, 5, 2]) == [([0, 1, 2, 3], 32)]
+    assert shared_rows(tables, [5] * 4) == [([0, 1, 2, 3], 3 * BLOCK_SIZE)]
+    assert shared_rows(tables, [5, 5, 5, 2]) == [([0, 1, 2, 3], 2 * BLOCK_SIZE)]
     # Not at the cost of samples that share a whole prompt, and not with prompts too short to share anything.
     several = [[1, 2, 9]] * 4 + tables + [[1]]
-    assert shared_rows(several, [3] * 4 + [4] * 4 + [0]) == [([0, 1, 2, 3], 48), ([4, 5, 6, 7], 48)]
+    assert shared_rows(several, [3] * 4 + [4] * 4 + [0]) == [
+        ([0, 1, 2, 3], 3 * BLOCK_SIZE),
+        ([4, 5, 6, 7], 3 * BLOCK_SIZE),
+    ]
 
 
 def test_nobody_shares() -> None:

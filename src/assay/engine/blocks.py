@@ -62,14 +62,15 @@ class Blocks:
     def release(self, blocks: Sequence[int], *, forget: bool = False) -> list[int]:
         """One user less; returns those that nobody uses now. `forget`: what they hold must not be found again."""
         unused = []
+        users, keys = self.users, self.keys
         for block in reversed(blocks):  # so that the end of a prefix goes before its beginning
-            assert self.users[block] > 0, "a block was released twice"
-            self.users[block] -= 1
+            left = users[block] = users[block] - 1
+            assert left >= 0, "a block was released twice"
             if forget:
                 self._forget(block)
-            if self.users[block] == 0:
+            if left == 0:
                 unused.append(block)
-                if block in self.keys:
+                if block in keys:
                     self.idle[block] = None
                 else:
                     self.free.append(block)

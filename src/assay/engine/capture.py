@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,8 @@ class GraphRunner(Runner):
         spec = network.spec
         self.least_shared = SHARED_TOKENS // BLOCK_SIZE
         self.shared = attention.Shared.new(rows.size, spec.heads, spec.kv_heads, spec.head_dim, kv.device)
+        self.order = torch.arange(rows.size, dtype=torch.int32, device=kv.device)
+        self.counters = torch.zeros(rows.size, spec.kv_heads, dtype=torch.int32, device=kv.device)
         self.scratch = sampling.Scratch(rows.size, network.spec.vocab_size, kv.device)
         self.sizes = sizes_up_to(rows.size)
         # By rows, whether blocks are shared, and into how many ranges sequences are cut.
@@ -55,8 +58,12 @@ class GraphRunner(Runner):
         self.pool = torch.cuda.graph_pool_handle()
 
     def arrange(self, running: Sequence[Sample]) -> None:
-        """See who begins with the same blocks, if that is worth a kernel of its own."""
+        """Order rows by length, and see who begins with the same blocks, if that is worth a kernel of its own."""
         size = len(running)
+        # The longest first. All grow by one token a step, so that the order holds until somebody comes or goes.
+        order = np.arange(self.rows.size, dtype=np.int32)
+        order[:size] = np.argsort(-self.rows.begun[:size], kind="stable")
+        self.order.copy_(self.rows.upload(order))
         counts = self.rows.prompts[:size] // BLOCK_SIZE
         counts[counts < self.least_shared] = 0
         keys, tokens = find_shared(self.rows.host_tables[:size], counts)
@@ -101,7 +108,13 @@ class GraphRunner(Runner):
         shared = self.shared if sharing else None
 
         def attend(kv: Tensor, q: Tensor) -> Tensor:
-            return self.attention.decode_attention(q, kv, rows.tables, lengths, splits=splits, shared=shared)
+            return self.attention.decode_attention(
+                *(q, kv, rows.tables, lengths),
+                splits=splits,
+                counters=self.counters,
+                order=self.order,
+                shared=shared,
+            )
 
         hidden = self.network.forward(ids, Places(positions, slots), self.kv, attend)
         logits = self.network.unembed(hidden)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-BLOCK_SIZE = 16  # tokens in one block of the cache
+BLOCK_SIZE = 8  # tokens in one block of the cache
 STOP_SLOTS = 16  # stop tokens a row can hold
 FORBIDDEN_SLOTS = 64  # forbidden tokens a row can hold
 

@@ -59,6 +59,7 @@ class Rows:
         self.modes = Modes()
         self.host_tables = np.zeros((rows, max_blocks), dtype=np.int32)
         self.prompts = np.zeros(rows, dtype=np.int64)  # tokens before the first new one
+        self.begun = np.zeros(rows, dtype=np.int64)  # tokens of the sequence, had it entered at step 0
         self.tables_changed = False
 
     def column(self, column: Column, size: int) -> Tensor:
@@ -81,6 +82,7 @@ class Rows:
                 ints[place, [Column.POSITION, Column.STORED]] = sample.start - 1, sample.start
         self.ints[rows] = self.upload(ints)
         self.prompts[rows] = [len(sample.job.tokens) for sample in samples]
+        self.begun[rows] = [sample.start - sample.entered for sample in samples]
         params = [sample.job.request.params for sample in samples]
         floats = [(p.temperature, p.top_p, p.min_p, 0.0) for p in params]
         self.floats[rows] = self.upload(np.array(floats, dtype=np.float32))
@@ -116,9 +118,14 @@ class Rows:
         self.step += 1
 
     def note_blocks(self, samples: Sequence[Sample]) -> None:
-        """Their blocks have changed."""
+        """They have entered, or have more blocks than before."""
         for sample in samples:
-            self.host_tables[sample.row, : len(sample.blocks)] = sample.blocks
+            noted, count = sample.noted, len(sample.blocks)
+            if noted == count - 1:
+                self.host_tables[sample.row, noted] = sample.blocks[noted]
+            else:
+                self.host_tables[sample.row, noted:count] = sample.blocks[noted:]
+            sample.noted = count
         self.tables_changed = self.tables_changed or bool(samples)
 
     def write_tables(self, size: int, width: int) -> None:
@@ -131,7 +138,8 @@ class Rows:
         """Close gaps: afterwards rows up to `size` are in use, and those up to `before` no longer are."""
         if moves:
             froms, tos = (np.array(side) for side in zip(*moves, strict=True))
-            self.host_tables[tos], self.prompts[tos] = self.host_tables[froms], self.prompts[froms]
+            for kept in (self.host_tables, self.prompts, self.begun):
+                kept[tos] = kept[froms]
             self.tables_changed = True
             sources, destinations = self.upload(froms), self.upload(tos)
             for table in (self.ints, self.floats, self.forbidden):

@@ -16,8 +16,9 @@ from assay.engine.network import FusedDecoder
 from assay.engine.rows import Rows
 from assay.engine.scheduler import Chunk
 from assay.engine.sequence import Sample
-from assay.engine.varlen import VarlenAttention, has_varlen, slots_of
+from assay.engine.varlen import VarlenAttention, slots_of
 from assay.models.spec import ModelSpec
+from assay.models.varlen import has_varlen
 from assay.types import UserError
 
 

@@ -270,6 +270,6 @@ def close_gaps(running: list[Sample], gone: Sequence[Sample], step: int) -> list
 
 def seat(sample: Sample, running: list[Sample], step: int) -> None:
     """Give a sample the next row."""
-    sample.row, sample.entered = len(running), step
+    sample.row, sample.entered, sample.noted = len(running), step, 0
     sample.spans = [(sample.row, step)]
     running.append(sample)

@@ -37,6 +37,7 @@ class Sample:
     index: int  # within its request
     drawn: list[int] = field(default_factory=list)  # tokens drawn before it last entered: after a preemption
     blocks: list[int] = field(default_factory=list)
+    noted: int = 0  # blocks that its row knows of
     row: int = -1  # while it runs
     entered: int = 0  # the step of its first token since it last entered
     last: int = 0  # `end` and

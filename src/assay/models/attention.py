@@ -8,13 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from assay.models.varlen import has_varlen, varlen_attention
+
 
 class PackedCausal:
     """Each token sees the earlier tokens of its own sequence.
 
-    Sequences are laid out as a right-padded batch for the fused kernel, and taken back out of it: padding sits behind
-    every real token, where causal attention never looks, so no mask is needed. Everything outside attention stays free
-    of padding.
+    On CUDA at 16 bits they stay as they are. Elsewhere sequences are laid out as a right-padded batch for the fused
+    kernel, and taken back out of it: padding sits behind every real token, where causal attention never looks, so no
+    mask is needed. Everything outside attention stays free of padding.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
@@ -26,6 +28,7 @@ class PackedCausal:
         self.even = bool((sizes == self.longest).all())
         self.positions = positions.to(device)
         self.slots = (row * self.longest + positions).to(device)  # where each token sits in the padded batch
+        self.starts = torch.cat((starts, sizes.sum()[None])).to(device, torch.int32)
 
     def pad(self, x: Tensor) -> Tensor:
         """[N, H, d] -> [B, H, T, d]"""
@@ -34,6 +37,8 @@ class PackedCausal:
         return x.unflatten(0, (self.batch, self.longest)).transpose(1, 2)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if has_varlen(q.device, q.dtype):
+            return varlen_attention(q, k, v, self.starts, self.starts, (self.longest, self.longest))
         shared = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(self.pad(q), self.pad(k), self.pad(v), is_causal=True, enable_gqa=shared)
         out = out.transpose(1, 2).flatten(0, 1)

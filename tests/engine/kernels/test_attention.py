@@ -23,8 +23,9 @@ from assay.engine.kernels.attention import (
 from assay.engine.sharing import find_shared, max_tiles, plan_sharing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LENGTHS = [0, 1, 15, 16, 17, 100]
-BLOCKS, MAX_BLOCKS = 40, 8
+LENGTHS = [0, 1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 100]
+MAX_BLOCKS = 128 // BLOCK_SIZE  # of a row
+BLOCKS = 5 * MAX_BLOCKS
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities and NaN are meant
 
 
@@ -112,7 +113,8 @@ def test_large_exponents_do_not_overflow(splits: int) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_nan_within_the_length_is_not_hidden(splits: int) -> None:
     kv, tables = cache_and_tables([48, 48], 1, 16, torch.float32)
-    kv[0, 0, int(tables[0, 1])] = math.nan  # a whole range of the first row; all its exponents are NaN
+    last = tables[0, 32 // BLOCK_SIZE : 48 // BLOCK_SIZE]  # a whole range of the first row; all its exponents are NaN
+    kv[0, 0, last.long()] = math.nan
     lengths = torch.tensor([48, 40], dtype=torch.int32, device=DEVICE)
     q = queries(2, 2, 16, torch.float32)
     out = decode_attention(q, kv, tables, lengths, splits=splits, block_n=16)
@@ -121,27 +123,72 @@ def test_nan_within_the_length_is_not_hidden(splits: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kv_heads", "blocks"), [(2, 2**19 + 4), (1, 2**20 + 4)])
-def test_a_cache_of_more_than_two_to_the_31_numbers(kv_heads: int, blocks: int) -> None:
-    size = 128
+@pytest.mark.parametrize(("kv_heads", "tokens"), [(2, 2**23), (1, 2**24)])
+def test_a_cache_of_more_than_two_to_the_31_numbers(kv_heads: int, tokens: int) -> None:
+    size, blocks, length = 128, tokens // BLOCK_SIZE + 4, BLOCK_SIZE + 4
     kv = torch.empty((2, kv_heads, blocks, BLOCK_SIZE, size), dtype=torch.bfloat16, device=DEVICE)
     tables = torch.tensor([[blocks - 1, 3]], dtype=torch.int32, device=DEVICE)
     small = queries(4 * kv_heads, BLOCK_SIZE, size, torch.bfloat16).view(2, kv_heads, 2, BLOCK_SIZE, size)
     kv[:, :, tables[0].long()] = small
     q = queries(1, 4, size, torch.bfloat16)
-    out = decode_attention(q, kv, tables, torch.tensor([20], dtype=torch.int32, device=DEVICE), splits=1)
-    assert_near(out, reference(q, small, torch.tensor([[0, 1]], device=DEVICE), [20]))
+    out = decode_attention(q, kv, tables, torch.tensor([length], dtype=torch.int32, device=DEVICE), splits=1)
+    assert_near(out, reference(q, small, torch.tensor([[0, 1]], device=DEVICE), [length]))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_order_and_counters_that_are_used_again(splits: int) -> None:
+    kv, tables = cache_and_tables(LENGTHS, 2, 16, torch.float32)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    counters = torch.zeros((len(LENGTHS), 2), dtype=torch.int32, device=DEVICE)
+    order = lengths.argsort(descending=True).int()
+    for scale in (2.0, 1.0):
+        q = queries(len(LENGTHS), 6, 16, torch.float32, scale)
+        out = decode_attention(q, kv, tables, lengths, splits=splits, counters=counters, order=order, block_n=16)
+        assert_near(out, reference(q, kv, tables, LENGTHS))
+        assert not counters.any()
+
+
+def test_order_says_which_rows_are_done() -> None:
+    kv, tables = cache_and_tables(LENGTHS, 2, 16, torch.float32)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    q = queries(len(LENGTHS), 6, 16, torch.float32)
+    out, order = torch.full_like(q, 7.0), torch.full_like(lengths, 5)
+    decode_attention(q, kv, tables, lengths, out, splits=1, order=order, block_n=16)
+    assert (out[:5] == 7.0).all()
+    assert_near(out[5:], reference(q, kv, tables, LENGTHS)[5:])
+
+
+@pytest.mark.gpu
+def test_many_programs_that_join_at_once() -> None:
+    """Over and over, with all multiprocessors busy: a range that is read too early would show."""
+    lengths = [100 + 7 * i for i in range(60)]
+    generator = torch.Generator().manual_seed(3)
+    blocks = sum(-(-length // BLOCK_SIZE) for length in lengths)
+    kv = torch.randn((2, 2, blocks, BLOCK_SIZE, 64), generator=generator).to(DEVICE, torch.bfloat16)
+    tables = torch.zeros((60, 80), dtype=torch.int32)
+    free = torch.randperm(blocks, generator=generator).int()
+    for row, length in enumerate(lengths):
+        count = -(-length // BLOCK_SIZE)
+        tables[row, :count], free = free[:count], free[count:]
+    tables = tables.to(DEVICE)
+    device_lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    counters = torch.zeros((60, 2), dtype=torch.int32, device=DEVICE)
+    q = queries(60, 14, 64, torch.bfloat16)
+    first = decode_attention(q, kv, tables, device_lengths, splits=16, counters=counters)
+    assert_near(first, reference(q, kv, tables, lengths))
+    for _ in range(200):
+        assert torch.equal(decode_attention(q, kv, tables, device_lengths, splits=16, counters=counters), first)
 
 
 def test_default_splits() -> None:
-    assert [default_splits(n, 2, 400) for n in (1, 16, 64, 128, 256, 512, 1024)] == [16, 16, 16, 8, 4, 2, 1]
-    assert [default_splits(1024, 2, span) for span in (16, 575, 576, 1151, 1152, 32_768)] == [1, 1, 2, 2, 4, 4]
+    assert [default_splits(n, 2, 400) for n in (1, 16, 64, 128, 256, 512, 1024)] == [16, 16, 4, 2, 1, 1, 1]
+    assert [default_splits(1024, 2, span) for span in (16, 2047, 2048, 4095, 4096, 32_768)] == [1, 1, 2, 2, 4, 16]
     for n in range(1, 1025, 7):
         for kv_heads in (1, 2, 8):
             splits = default_splits(n, kv_heads, 5000)
             assert splits & (splits - 1) == 0 and 1 <= splits <= 16
-            assert splits <= 4 or n * kv_heads * splits <= 16 * 132
-    assert least_range(1, 2) == 32 and least_range(1024, 2) == 128
+            assert splits <= 4 or n * kv_heads * splits <= 512
+    assert least_range(1, 2) == 64 and least_range(1024, 2) == 1024
 
 
 def test_tuning_knows_every_head_size() -> None:
@@ -205,14 +252,23 @@ class Batch:
         return reference(self.q, self.kv, self.tables, self.lengths)
 
 
-MIXED = [(3, [1, 16, 17, 40, 0, 5]), (0, [1, 16, 50, 0]), (1, [2, 30, 7, 16]), (5, [20] * 9 + [0]), (2, [9, 9, 9])]
+MANY = 80 // BLOCK_SIZE  # blocks that do not fit one tile of keys
+MIXED = [
+    (3, [1, BLOCK_SIZE, BLOCK_SIZE + 1, 40, 0, 5]),
+    (0, [1, BLOCK_SIZE, 50, 0]),
+    (1, [2, 30, 7, BLOCK_SIZE]),
+    (MANY, [20] * 9 + [0]),
+    (2, [9, 9, 9]),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 2, 64), (6, 1, 128), (1, 1, 96), (2, 1, 8)])
 def test_shared_blocks(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     batch = Batch(MIXED, shape, dtype)
-    assert sorted(set(batch.shared.skip.tolist())) == [0, 16, 48, 80]  # too few share two blocks
+    assert sorted(set(batch.shared.skip.tolist())) == [
+        blocks * BLOCK_SIZE for blocks in (0, 1, 3, MANY)
+    ]  # too few share two blocks
     out = batch.attend(batch.shared)
     ended = [row for row, length in enumerate(batch.lengths) if length == 0]
     assert len(ended) == 3 and out[ended].count_nonzero() == 0

@@ -72,7 +72,7 @@ def test_rope_store(heads: int, kv_heads: int, size: int, norm: bool, dtype: tor
     blocks, eps = 5, 1e-3
     qkv = normal(4, (heads + 2 * kv_heads) * size, dtype=dtype)
     positions = torch.tensor([3, 0, 199, 17], device=DEVICE)
-    slots = torch.tensor([79, -1, 0, 38], device=DEVICE)
+    slots = torch.tensor([blocks * BLOCK_SIZE - 1, -1, 0, 2 * BLOCK_SIZE + 6], device=DEVICE)
     q_norm, k_norm = (normal(size, dtype=dtype, seed=seed) if norm else None for seed in (1, 2))
     before = normal(2, kv_heads, blocks, BLOCK_SIZE, size, dtype=dtype, seed=3)
     cache, rotations = before.clone(), rope_table(size)
@@ -101,7 +101,7 @@ def test_rope_store_of_nothing_stored_leaves_the_cache_alone() -> None:
     assert torch.equal(cache, before)
 
 
-@pytest.mark.parametrize(("n", "block_size"), [(1, 16), (9, 16), (150, 4)])
+@pytest.mark.parametrize(("n", "block_size"), [(1, BLOCK_SIZE), (9, 16), (150, 4)])
 def test_start_step(n: int, block_size: int) -> None:
     rows, max_blocks = n + 2, 12
     generator = torch.Generator().manual_seed(n)

@@ -1,7 +1,7 @@
 """Attention of one new token a sequence over the paged cache.
 
 One program takes a sequence and a key head with all the query heads that share it, so that every key is read once.
-Where there are few sequences, each is cut into ranges that different programs take, and a second kernel merges them.
+Where there are few sequences, each is cut into ranges that different programs take; the last to finish joins them.
 Where many begin with the same blocks, another kernel goes first: it reads these once for the queries of many rows, and
 each row starts from what that kernel leaves behind.
 """
@@ -21,14 +21,12 @@ from torch import Tensor
 from assay.engine.sharing import max_tiles
 
 # By padded head size. Queries in a tile: rows times the query heads of a key head.
-TUNING = {64: (32, 1, 3), 128: (32, 1, 5), 256: (32, 2, 2)}  # keys in a tile, warps, stages
+TUNING = {64: (64, 2, 6), 128: (32, 1, 5), 256: (32, 2, 2)}  # keys in a tile, warps, stages
 SHARED_TUNING = {64: (64, 128, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}  # queries, keys, warps, stages
 MAX_TILE_ROWS = 16
 MAX_SPLITS = 16
-PROGRAMS = 2112  # that keep an H200 busy: 16 on each of its multiprocessors
-FEW_PROGRAMS = 256
-MOST_RANGES = 4  # of many rows
-MIN_RANGE, LEAST_RANGE, LONG_RANGE = 32, 128, 288  # tokens
+PROGRAMS = 512  # that keep an H200 busy: four on each of its multiprocessors
+MIN_RANGE, LONG_RANGE = 64, 1024  # tokens: the least range where there are few programs, and where there are enough
 MIN_DOT = 16  # the least side of a product on tensor cores
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
@@ -51,16 +49,16 @@ def tile_rows(group: int, d: int) -> int:
 def default_splits(n: int, kv_heads: int, span: int) -> int:
     """Ranges to cut sequences of up to `span` tokens into, a power of two.
 
-    Few rows leave multiprocessors idle; and even of many rows the longest should not take much longer than the rest.
+    Few rows leave multiprocessors idle; and even among many rows a very long one should not be left working alone.
     """
-    enough, even = PROGRAMS // max(n * kv_heads, 1), min(span // LONG_RANGE, MOST_RANGES)
-    wanted = min(max(enough, even, 1), MAX_SPLITS)
+    enough = PROGRAMS // max(n * kv_heads, 1)
+    wanted = min(max(enough, span // LONG_RANGE, 1), MAX_SPLITS)
     return 1 << wanted.bit_length() - 1
 
 
 def least_range(n: int, kv_heads: int) -> int:
-    """Tokens below which a range is not cut off: more where there are programs enough."""
-    return MIN_RANGE if n * kv_heads < FEW_PROGRAMS else LEAST_RANGE
+    """Tokens below which a range is not cut off."""
+    return MIN_RANGE if n * kv_heads < PROGRAMS else LONG_RANGE
 
 
 @dataclass(slots=True)
@@ -98,6 +96,8 @@ def decode_attention(
     out: Tensor | None = None,
     splits: int | None = None,
     *,
+    counters: Tensor | None = None,
+    order: Tensor | None = None,
     shared: Shared | None = None,
     block_n: int | None = None,
     warps: int | None = None,
@@ -106,6 +106,8 @@ def decode_attention(
     """q [N, H, d] over the first lengths [N] tokens of each row of `tables`, in kv_layer [2, K, blocks, block_size, d].
 
     A row of length 0 gives zeros. `shared`: blocks that rows have in common, to be read once; then `splits` is 1.
+    `counters` [N, K] int32 are zeros, and left so; where sequences are cut and none are given, new ones are made.
+    `order` [N] int32: rows in the order in which they begin; the longest first, and none is left working alone.
     """
     assert q.is_contiguous() and kv_layer.is_contiguous() and lengths.is_contiguous() and tables.stride(1) == 1
     rows, heads, size = q.shape
@@ -122,10 +124,14 @@ def decode_attention(
         attend_shared(q, kv_layer, tables, shared)
     partial, stats = out, out
     if splits > 1:
+        if counters is None:
+            counters = torch.zeros((rows, kv_heads), device=q.device, dtype=torch.int32)
         partial = torch.empty((rows, heads, splits, size), device=q.device, dtype=torch.float32)
         stats = torch.empty((rows, heads, splits, 2), device=q.device, dtype=torch.float32)
     _attend[(kv_heads, rows, splits)](
-        *(q, kv_layer, tables, tables.stride(0), lengths, partial, stats),
+        *(q, kv_layer, tables, tables.stride(0), lengths, out, partial, stats),
+        out if counters is None else counters,
+        lengths if order is None else order,
         *((shared.skip, shared.maxima, shared.sums, shared.partials) if shared else [out] * 4),
         *(blocks * block_size * size, least_range(rows, kv_heads)),
         SCALE=math.log2(math.e) / math.sqrt(size),  # exponents are to base 2
@@ -136,21 +142,13 @@ def decode_attention(
         SIZE_BLOCK=columns,
         BLOCK_SIZE=block_size,
         TILE=tile,
-        SPLIT=splits > 1,
+        SPLITS=splits,
+        ORDERED=order is not None,
         SHARED=shared is not None,
         WIDE=INTERPRETED and q.dtype == torch.bfloat16,
         num_warps=warps or best[1],
         num_stages=stages or best[2],
     )
-    if splits > 1:
-        _merge[(rows * heads,)](
-            *(partial, stats, out),
-            SPLITS=splits,
-            SPLITS_BLOCK=triton.next_power_of_2(splits),
-            SIZE=size,
-            SIZE_BLOCK=columns,
-            num_warps=1,
-        )
     return out
 
 
@@ -188,8 +186,11 @@ def _attend(
     tables,
     tables_stride,
     lengths,
-    out,  # what the row gives; with SPLIT [N, H, splits, d], still to be divided by the sum of the weights
-    stats,  # with SPLIT [N, H, splits, 2]: the largest exponent, the sum of the weights
+    out,
+    partial,  # with SPLITS > 1 [N, H, splits, d]: what a range gives, still to be divided by the sum of the weights
+    stats,  # with SPLITS > 1 [N, H, splits, 2]: the largest exponent, the sum of the weights
+    counters,  # with SPLITS > 1 [N, K]: ranges that are done
+    order,  # with ORDERED
     skip,  # this and the next three: see Shared
     maxima,
     sums,
@@ -204,16 +205,22 @@ def _attend(
     SIZE_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ORDERED: tl.constexpr,
     SHARED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
+    if ORDERED:
+        row = tl.load(order + row).to(tl.int64)
     length = tl.load(lengths + row)
-    first, last = 0, length
-    if SPLIT:
-        share = tl.maximum(tl.cdiv(tl.cdiv(length, TILE), tl.num_programs(2)) * TILE, least)
+    first, last, ranges = 0, length, 1
+    if SPLITS > 1:
+        share = tl.maximum(tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE, least)
+        ranges = tl.maximum(tl.cdiv(length, share), 1)
+        if tl.program_id(2) >= ranges:
+            return
         first = tl.program_id(2) * share
         last = tl.minimum(first + share, length)
 
@@ -239,13 +246,20 @@ def _attend(
         query, keys, values, table, first, last, largest, total, result, SCALE, SIZE, BLOCK_SIZE, TILE, WIDE
     )
 
-    if SPLIT:
-        part = head * tl.num_programs(2) + tl.program_id(2)
-        tl.store(stats + part * 2, largest, mask=member < GROUP)
-        tl.store(stats + part * 2 + 1, total, mask=member < GROUP)
-        if first < last:  # of an empty range nothing but the stats is read
-            tl.store(out + part[:, None] * SIZE + column[None, :], result, mask=inside)
-    else:
+    complete = True
+    if SPLITS > 1:
+        if ranges > 1:
+            part = head * SPLITS + tl.program_id(2)
+            tl.store(stats + part * 2, largest, mask=member < GROUP)
+            tl.store(stats + part * 2 + 1, total, mask=member < GROUP)
+            tl.store(partial + part[:, None] * SIZE + column[None, :], result, mask=inside)
+            tl.debug_barrier()  # all that this program gives is there before it is counted
+            counter = counters + row * tl.num_programs(0) + kv_head
+            complete = tl.atomic_add(counter, 1, sem="acq_rel") == ranges - 1
+            if complete:
+                tl.store(counter, 0)
+                total, result = _join(partial, stats, head, member < GROUP, inside, ranges, SIZE, SPLITS)
+    if complete:
         result = result / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + head[:, None] * SIZE + column[None, :], result.to(out.dtype.element_ty), mask=inside)
 
@@ -350,26 +364,23 @@ def _take_in(
 
 
 @triton.jit
-def _merge(
-    partial,
-    stats,
-    out,
-    SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr,
-):
-    """One query head of one row."""
-    head = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS_BLOCK)
-    column = tl.arange(0, SIZE_BLOCK)
-    place = head * SPLITS + split
-    largest = tl.load(stats + place * 2, mask=split < SPLITS, other=float("-inf"))
-    total = tl.load(stats + place * 2 + 1, mask=split < SPLITS, other=0.0)
-    used = total != 0.0  # an empty range has written no result
-    share = tl.where(used, tl.exp2(largest - tl.max(largest, 0)), 0.0)
-    whole = tl.sum(share * total, 0)
-    inside = used[:, None] & (column < SIZE)[None, :]
-    value = tl.load(partial + place[:, None] * SIZE + column[None, :], mask=inside, other=0.0)
-    value = tl.sum(value * share[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
-    tl.store(out + head * SIZE + column, value.to(out.dtype.element_ty), mask=column < SIZE)
+def _join(partial, stats, head, asked, inside, ranges, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """The sum of the weights, and the result still to be divided by it, of all ranges: always in the same order."""
+    column = tl.arange(0, inside.shape[1])
+    largest = tl.full([inside.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([inside.shape[0]], tl.float32)
+    result = tl.zeros([inside.shape[0], inside.shape[1]], tl.float32)
+    for index in tl.static_range(SPLITS):  # unrolled, so that all loads are under way at once
+        part = head * SPLITS + index
+        there = asked & (index < ranges)
+        # Other programs wrote these: they are read from where all can see them.
+        other_largest = tl.load(stats + part * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        other_total = tl.load(stats + part * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        place = partial + part[:, None] * SIZE + column[None, :]
+        other = tl.load(place, mask=inside & (index < ranges), other=0.0, cache_modifier=".cg")
+        new_largest = tl.maximum(tl.maximum(largest, other_largest), -1e30)  # finite: no difference is NaN
+        shrink, other_shrink = tl.exp2(largest - new_largest), tl.exp2(other_largest - new_largest)
+        total = total * shrink + other_total * other_shrink
+        result = result * shrink[:, None] + other * other_shrink[:, None]
+        largest = new_largest
+    return total, result
