@@ -160,10 +160,18 @@ class AlgoConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: orthogonalised momentum for the matrices of the layers, AdamW for everything else"""
     lr: Above0 = 1e-6
-    """learning rate"""
+    """learning rate of whatever has none of its own below; a schedule scales them all"""
+    matrix_lr: Above0 | None = None
+    """learning rate of the matrices in the layers; muon needs one, e.g. 0.001; empty: lr"""
+    embedding_lr: Above0 | None = None
+    """learning rate of the embedding, and of a head that shares its weights; empty: lr"""
+    head_lr: Above0 | None = None
+    """learning rate of a head with weights of its own; empty: lr"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """decay after the warm-up"""
     warmup: Count = 0
@@ -176,6 +184,8 @@ class OptimConfig(Section):
     """decoupled; not applied to vectors (norms and biases)"""
     betas: tuple[Below1, Below1] = (0.9, 0.95)
     """AdamW's moments"""
+    momentum: Below1 = 0.95
+    """Muon's momentum"""
     eps: Above0 = 1e-8
     """AdamW's epsilon"""
     max_grad_norm: NonNegative = 1.0

@@ -16,7 +16,7 @@ from assay.runs import checkpoints
 from assay.text import Tokenizer
 from assay.types import UserError
 
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum")
 
 
 @dataclass
@@ -50,7 +50,7 @@ def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: to
     tensors = load_file(checkpoints.folder(run_path, step) / "optimizer.safetensors")
     for name, parameter in policy.named_parameters():
         saved = {kind: tensors[f"{name}|{kind}"] for kind in MOMENTS if f"{name}|{kind}" in tensors}
-        if saved and saved["exp_avg"].shape != parameter.shape:
+        if any(value.shape != parameter.shape for kind, value in saved.items() if kind != "step"):
             raise UserError(
                 f"the checkpoint's optimizer state does not fit the model ({name}): resume with the run's own model"
             )

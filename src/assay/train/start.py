@@ -20,7 +20,7 @@ from assay.tasks.base import UNLIMITED, LazyPrompts, prompts_of
 from assay.tasks.overlap import overlap
 from assay.train import checkpoint, setup
 from assay.train.data import PromptStream
-from assay.train.optim import make_adamw
+from assay.train.optim import make_optimizer
 from assay.train.reference import load_reference
 from assay.train.stages import Parts
 from assay.train.sync import sync_weights
@@ -83,12 +83,11 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {policy.vocab_size}: "
             "they do not belong together; set model.tokenizer to the model's own"
         )
-    o = cfg.optim
     updater = Updater(
         policy,
-        make_adamw(policy, o.lr, o.betas, o.eps, o.weight_decay),
+        make_optimizer(policy, cfg.optim),
         temperature=cfg.sampling.temperature,
-        max_grad_norm=o.max_grad_norm,
+        max_grad_norm=cfg.optim.max_grad_norm,
         token_budget=cfg.train.token_budget,
         dtype=pick_dtype(cfg.dtype, device),
     )
