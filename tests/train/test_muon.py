@@ -6,21 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from muon_shards import noise, train, worker
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 from train_parts import tiny_decoder
 
 from assay.config import OptimConfig
-from assay.train.muon import QUINTIC, ROUNDS, Muon, orthogonalised
+from assay.train.muon import QUINTIC, ROUNDS, orthogonalised
 from assay.train.optim import make_optimizer
 
 SHAPES = [(8, 8), (24, 6), (5, 17), (1, 7), (9, 1)]
-
-
-def noise(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def by_svd(matrix: Tensor) -> Tensor:
@@ -54,15 +49,6 @@ def test_single_precision_is_close_and_keeps_its_dtype() -> None:
     matrix = noise((12, 20))
     found = orthogonalised(matrix.float())
     assert found.dtype == torch.float32 and torch.allclose(found.double(), orthogonalised(matrix), atol=1e-4)
-
-
-def train(parameter: nn.Parameter, gradients: list[Tensor], weight_decay: float = 0.1) -> Tensor:
-    group = {"params": [parameter], "kind": "matrix", "lr": 0.05, "weight_decay": weight_decay}
-    optimizer = Muon([group], lr=1.0, momentum=0.9)
-    for gradient in gradients:
-        parameter.grad = gradient
-        optimizer.step()
-    return parameter.detach()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -121,32 +107,6 @@ def test_a_parameter_without_gradient_stays() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)) and not optimizer.state
-
-
-def sharded(mesh_shape: tuple[int, ...], shape: tuple[int, int], placements: list[Placement]) -> Tensor:
-    mesh = init_device_mesh("cpu", mesh_shape)
-    parameter, *gradients = (distribute_tensor(noise(shape, seed), mesh, placements) for seed in range(4))
-    found = train(nn.Parameter(parameter), gradients)
-    assert isinstance(found, DTensor) and found.placements == tuple(placements)
-    return found.full_tensor()
-
-
-def compare(mesh_shape: tuple[int, ...], placements: list[list[Placement]]) -> None:
-    for placed in placements:
-        for shape in [(8, 8), (25, 6), (5, 17)]:  # 25 and 5 rows cannot be cut evenly
-            expected = train(nn.Parameter(noise(shape)), [noise(shape, seed) for seed in (1, 2, 3)])
-            found = sharded(mesh_shape, shape, placed)
-            assert torch.allclose(found, expected, rtol=0, atol=1e-12), (placed, shape)
-
-
-def worker(rank: int, mesh_shape: tuple[int, ...], placements: list[list[Placement]], meeting: str) -> None:
-    world = int(torch.tensor(mesh_shape).prod())
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    try:
-        compare(mesh_shape, placements)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_one_shard_is_the_whole(tmp_path: Path) -> None:
