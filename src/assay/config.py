@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -37,6 +37,22 @@ class ModelConfig(Section):
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         return {"source": value} if isinstance(value, str) else value
+
+
+class LoraConfig(Section):
+    """Low-rank adapters, trained in place of the model's own weights."""
+
+    rank: Count = 0
+    """of the adapters; 0: none, all weights are trained"""
+    alpha: Above0 = 32.0
+    """what an adapter adds is multiplied by alpha / rank"""
+    targets: list[str] = Field(default_factory=lambda: ["all-linear"], min_length=1)
+    """linear layers to adapt, by the end of their names, e.g. ["q_proj", "v_proj"]; all-linear: all in the layers"""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _single(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
 
 class TaskConfig(Section):
@@ -160,10 +176,18 @@ class AlgoConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: orthogonalised momentum for the matrices of the layers, AdamW for everything else"""
     lr: Above0 = 1e-6
-    """learning rate"""
+    """learning rate of whatever has none of its own below; a schedule scales them all"""
+    matrix_lr: Above0 | None = None
+    """learning rate of the matrices in the layers; muon needs one, e.g. 0.001; empty: lr"""
+    embedding_lr: Above0 | None = None
+    """learning rate of the embedding, and of a head that shares its weights; empty: lr"""
+    head_lr: Above0 | None = None
+    """learning rate of a head with weights of its own; empty: lr"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """decay after the warm-up"""
     warmup: Count = 0
@@ -176,6 +200,8 @@ class OptimConfig(Section):
     """decoupled; not applied to vectors (norms and biases)"""
     betas: tuple[Below1, Below1] = (0.9, 0.95)
     """AdamW's moments"""
+    momentum: Below1 = 0.95
+    """Muon's momentum"""
     eps: Above0 = 1e-8
     """AdamW's epsilon"""
     max_grad_norm: NonNegative = 1.0
@@ -296,6 +322,7 @@ class TrainConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """computation in training; master weights are always float32"""
     model: ModelConfig = Field(default_factory=ModelConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     task: TaskConfig = Field(default_factory=TaskConfig)
     prompt: PromptConfig = Field(default_factory=PromptConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from train_parts import tiny_decoder
+from train_parts import SPEC, tiny_decoder
 
-from assay.train.optim import clip_gradients, make_adamw, rate, set_rate
+from assay.config import OptimConfig
+from assay.train.optim import clip_gradients, make_adamw, make_optimizer, rate, set_rate
+from assay.types import UserError
 
 
 def test_warm_up_rises_in_equal_steps_to_one() -> None:
@@ -90,3 +93,52 @@ def test_frozen_parameters_are_left_to_themselves() -> None:
     optimizer = make_adamw(model, lr=0.1)
     listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert id(model.model.embed_tokens.weight) not in listed
+
+
+RATES = {"matrix_lr": 0.02, "embedding_lr": 0.2, "head_lr": 0.004}
+LAYERS = ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"]
+NORMS = ["model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.q_proj.bias"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_is_in_one_group_with_the_rate_of_its_kind(name: str, tied: bool) -> None:
+    model = tiny_decoder(spec=replace(SPEC, tied=tied, qkv_bias=True))
+    optimizer = make_optimizer(model, OptimConfig.model_validate({"name": name, "lr": 1e-3, **RATES}))
+    listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(listed) == sorted(id(p) for p in model.parameters())
+    names = dict(model.named_parameters())
+    for factor in (1.0, 0.05):
+        set_rate(optimizer, 1e-3 * factor)
+        rates = {
+            n: g["lr"] for n, p in names.items() for g in optimizer.param_groups if any(p is q for q in g["params"])
+        }
+        expected = dict.fromkeys(LAYERS, 0.02) | dict.fromkeys(NORMS, 1e-3) | {"model.embed_tokens.weight": 0.2}
+        expected |= {} if tied else {"lm_head.weight": 0.004}
+        assert {n: rates[n] for n in expected} == pytest.approx({n: r * factor for n, r in expected.items()})
+
+
+def test_without_rates_of_their_own_all_share_one_to_the_last_bit() -> None:
+    optimizer = make_adamw(tiny_decoder(), lr=3e-6)
+    for lr in (3e-6, 1.7e-6, 0.0):
+        set_rate(optimizer, lr)
+        assert {group["lr"] for group in optimizer.param_groups} == {lr}
+
+
+def test_muon_wants_a_rate_for_its_matrices() -> None:
+    with pytest.raises(UserError, match=r"optim\.matrix_lr"):
+        make_optimizer(tiny_decoder(), OptimConfig(name="muon"))
+
+
+def test_a_fallback_model_has_the_same_kinds() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from assay.models import HFModel
+
+    model = HFModel(GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=16)))
+    optimizer = make_optimizer(model, OptimConfig(name="muon", matrix_lr=0.1))
+    kinds = {id(p): group["kind"] for group in optimizer.param_groups for p in group["params"]}
+    found = {name: kinds[id(p)] for name, p in model.named_parameters()}
+    assert found.pop("hf.transformer.wte.weight") == found.pop("hf.transformer.wpe.weight") == "embedding"
+    expected = {n: "matrix" if n.endswith(("attn.weight", "proj.weight", "fc.weight")) else "rest" for n in found}
+    assert found == expected and "matrix" in found.values()

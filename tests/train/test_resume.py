@@ -23,6 +23,24 @@ VARIANTS: dict[str, tuple[object, ...]] = {
         *("--algo.kl_coef", 0.1, "--algo.entropy_coef", 0.01, "--sft.steps", 2, "--sft.batch", 4),
         *("--optim.schedule", "cosine", "--optim.warmup", 2, "--optim.weight_decay", 0.1),
     ),
+    "muon": (
+        *(
+            "--optim.name",
+            "muon",
+            "--optim.matrix_lr",
+            0.01,
+            "--optim.embedding_lr",
+            0.02,
+            "--optim.schedule",
+            "linear",
+        ),
+        *("--optim.initial", 0.5, "--optim.weight_decay", 0.1, "--algo.updates", 3),
+    ),
+    "lora, kl": ("--lora.rank", 2, "--algo.kl_coef", 0.1, "--algo.updates", 3),
+    "lora, muon, kl, warm start": (
+        *("--lora.rank", 2, "--lora.targets", "q_proj", "--algo.kl_coef", 0.1, "--sft.steps", 2, "--sft.batch", 4),
+        *("--optim.name", "muon", "--optim.matrix_lr", 0.01),
+    ),
     "dapo": ("--algo.recipe", "dapo", "--train.passes", 2),
     "half precision": ("--dtype", "bfloat16", "--engine.dtype", "bfloat16", "--algo.kl_coef", 0.1),
 }

@@ -7,20 +7,25 @@ import torch
 from train_parts import gradients_of, make_groups, tiny_decoder, weights_of
 
 from assay.algos import make_algorithm
+from assay.config import OptimConfig
 from assay.models import Decoder, PolicyModel, load_model
 from assay.runs import checkpoints
 from assay.text import char_tokenizer, load_tokenizer
 from assay.train.checkpoint import State, load_optimizer, load_state, save
-from assay.train.optim import make_adamw
+from assay.train.optim import make_adamw, make_optimizer
 from assay.train.update import Updater
 from assay.types import UserError
 
 STATE = State(step=3, cursor=17, tokens=123456789012, wall_s=1.5, facts={"sft": {"loss": 0.25, "steps": 2}})
 
 
-def trained(steps: int = 3) -> Updater:
+ADAMW = OptimConfig(lr=1e-2, weight_decay=0.1)
+MUON = OptimConfig(name="muon", lr=1e-2, matrix_lr=3e-2, weight_decay=0.1)
+
+
+def trained(steps: int = 3, optim: OptimConfig = ADAMW) -> Updater:
     policy = tiny_decoder(dtype=torch.float32)
-    updater = Updater(policy, make_adamw(policy, 1e-2, weight_decay=0.1))
+    updater = Updater(policy, make_optimizer(policy, optim))
     more(updater, steps)
     return updater
 
@@ -33,21 +38,22 @@ def more(updater: Updater, steps: int) -> None:
         updater.update(groups, algo, 1e-2)
 
 
-def reloaded(path: Path) -> Updater:
+def reloaded(path: Path, optim: OptimConfig = ADAMW) -> Updater:
     policy = load_model(str(checkpoints.folder(path, 3) / "model"))
-    updater = Updater(policy, make_adamw(policy, 1e-2, weight_decay=0.1))
+    updater = Updater(policy, make_optimizer(policy, optim))
     load_optimizer(path, 3, policy, updater.optimizer)
     return updater
 
 
-def test_a_checkpoint_comes_back_bit_for_bit_and_goes_on_alike(tmp_path: Path) -> None:
-    original = trained()
+@pytest.mark.parametrize("optim", [ADAMW, MUON], ids=lambda optim: optim.name)
+def test_a_checkpoint_comes_back_bit_for_bit_and_goes_on_alike(tmp_path: Path, optim: OptimConfig) -> None:
+    original = trained(optim=optim)
     save(tmp_path, STATE, original.policy, original.optimizer, char_tokenizer())
-    restored = reloaded(tmp_path)
+    restored = reloaded(tmp_path, optim)
     assert isinstance(restored.policy, Decoder)
     assert load_state(tmp_path, 3) == STATE
     assert torch.equal(weights_of(original.policy), weights_of(restored.policy))
-    assert moments(original) and moments(original).keys() == moments(restored).keys()
+    assert len(moments(original)) > 20 and moments(original).keys() == moments(restored).keys()
     assert all(torch.equal(value, moments(restored)[key]) for key, value in moments(original).items())
     more(original, 2)
     more(restored, 2)

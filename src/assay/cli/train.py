@@ -16,6 +16,7 @@ from assay.types import UserError
 
 HELP = "Reinforce a model on a task, as a config file says. Every setting can be changed on the command line."
 SETTINGS = TrainConfig
+FIXED = ("eval.final_split", "eval.final_examples", "optim.name")  # for as long as a run lasts, like model and task
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +67,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
             "resume without changing the model, or start a new run"
         )
     for key in differences(before, cfg):
-        if key.startswith("task.") or key in ("eval.final_split", "eval.final_examples"):
+        if key.startswith(("task.", "lora.")) or key in FIXED:
             raise UserError(f"run {path.name} was begun with another {key}: start a new run to change it")
     if args.config and (others := differences(cfg, asked)):
         raise UserError(

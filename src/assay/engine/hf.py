@@ -26,6 +26,7 @@ from assay.engine.stopping import Decode
 from assay.engine.weights import copy_weights
 from assay.models.base import PolicyModel
 from assay.models.fingerprint import fingerprint
+from assay.models.lora import drop_lora
 from assay.types import Completion, UserError
 
 PREFILL_TOKENS = 8192  # of prompts that start together
@@ -152,6 +153,7 @@ def own_copy(model: PolicyModel, device: torch.device, dtype: torch.dtype | None
     for weight in model.parameters():
         weight.grad = None  # not to be copied along
     copied = copy.deepcopy(model).to(device).eval()
+    drop_lora(copied)  # the weights that come are merged
     for name, weight in model.named_parameters():
         weight.grad = gradients[name]
     for weight in copied.parameters():

@@ -1,5 +1,6 @@
 """Policy networks: our decoder and any other causal LM of transformers; loading, building, saving."""
 
+from assay.models.adapter import load_adapter, save_adapter
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.device import pick_device, pick_dtype
@@ -7,6 +8,7 @@ from assay.models.export import save_model
 from assay.models.fallback import HFModel
 from assay.models.fingerprint import fingerprint
 from assay.models.load import fetch_model, load_model
+from assay.models.lora import Lora, add_lora
 from assay.models.presets import PRESETS, build_preset, preset
 from assay.models.spec import ModelSpec, spec_from_hf, spec_to_hf
 
@@ -14,15 +16,19 @@ __all__ = [
     "PRESETS",
     "Decoder",
     "HFModel",
+    "Lora",
     "ModelSpec",
     "PolicyModel",
+    "add_lora",
     "build_preset",
     "fetch_model",
     "fingerprint",
+    "load_adapter",
     "load_model",
     "pick_device",
     "pick_dtype",
     "preset",
+    "save_adapter",
     "save_model",
     "spec_from_hf",
     "spec_to_hf",

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from assay.models.lora import Lora, merged_weights
+
 
 class PolicyModel(nn.Module):
     """A causal language model over packed sequences: tokens of all sequences one after the other, no padding."""
 
     vocab_size: int
     max_length: int
+    lora: Lora | None = None  # adapters, which are then all that is trained
 
     def hidden(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """Hidden states [N, D] for packed token ids [N]; `lengths` says where sequences end and sums to N."""
@@ -23,8 +26,16 @@ class PolicyModel(nn.Module):
         raise NotImplementedError
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once, under its Hugging Face name: what weight sync, fingerprint and export see."""
-        raise NotImplementedError
+        """Every weight once, under its Hugging Face name: what weight sync, fingerprint and export see.
+
+        A tied head is listed once, as the embedding. Adapters are merged into what they adapt.
+        """
+        yield from merged_weights(self.network)
+
+    @property
+    def network(self) -> nn.Module:
+        """The module in which parameters have their Hugging Face names."""
+        return self
 
     @property
     def device(self) -> torch.device:

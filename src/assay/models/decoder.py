@@ -8,7 +8,7 @@ callable: the trainer passes causal attention over packed sequences, an engine p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -121,9 +121,6 @@ class Decoder(PolicyModel):
 
     def unembed(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.named_parameters()  # a tied head is listed once, as the embedding
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel, no_progress_bars
+from assay.models.lora import merged_state
 from assay.models.spec import spec_to_hf
 from assay.types import UserError
 
@@ -75,7 +76,7 @@ def save_fallback(model: HFModel, folder: Path, dtype: torch.dtype, tokens: dict
         for key, value in tokens.items():
             setattr(hf.generation_config, key, value)
     with no_progress_bars():
-        hf.save_pretrained(folder, state_dict=cast_state(hf.state_dict(), dtype), max_shard_size=shard_bytes)
+        hf.save_pretrained(folder, state_dict=cast_state(merged_state(hf), dtype), max_shard_size=shard_bytes)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     write_json(folder / "config.json", {**config, "dtype": name_of(dtype)})
 

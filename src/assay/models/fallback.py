@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from assay.models.attention import PackedCausal
 from assay.models.base import PolicyModel
@@ -64,8 +64,9 @@ class HFModel(PolicyModel):
     def unembed(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.hf.named_parameters()  # a tied weight is listed once
+    @property
+    def network(self) -> nn.Module:
+        return self.hf
 
 
 def scatter(values: Tensor, layout: PackedCausal) -> Tensor:

@@ -1,4 +1,7 @@
-"""A checkpoint: the model as a Hugging Face folder, the optimizer's moments, and where the loop stood. No pickle."""
+"""A checkpoint: the model as a Hugging Face folder, the optimizer's moments, and where the loop stood. No pickle.
+
+With LoRA the model is the merged one, and the adapters lie beside it.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from assay.models import PolicyModel, save_model
+from assay.models import PolicyModel, load_adapter, save_adapter, save_model
 from assay.models.export import share
+from assay.models.lora import adapters_off
 from assay.runs import checkpoints
 from assay.text import Tokenizer
 from assay.types import UserError
 
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+ADAPTER = "adapter"  # in a checkpoint: what PEFT loads, and a resumed run with LoRA
+BASE = "base"  # in the folder of a run with LoRA: what the adapters belong to
+MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum")
 
 
 @dataclass
@@ -38,7 +44,21 @@ def save(
         tokenizer.save(folder / "model")
         save_file(optimizer_tensors(policy, optimizer), folder / "optimizer.safetensors")
         share(folder / "optimizer.safetensors")
+        if policy.lora is not None:
+            save_adapter(policy, folder / ADAPTER)
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=1))
+
+
+def save_base(run_path: Path, policy: PolicyModel, tokenizer: Tokenizer) -> None:
+    """Set aside what adapters are trained on: from merged weights it could not be told to the last bit."""
+    with adapters_off(policy):
+        save_model(policy, run_path / BASE, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
+    tokenizer.save(run_path / BASE)
+
+
+def load_adapters(run_path: Path, step: int, policy: PolicyModel) -> None:
+    if policy.lora is not None:
+        load_adapter(policy, checkpoints.folder(run_path, step) / ADAPTER)
 
 
 def load_state(run_path: Path, step: int) -> State:
@@ -50,7 +70,7 @@ def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: to
     tensors = load_file(checkpoints.folder(run_path, step) / "optimizer.safetensors")
     for name, parameter in policy.named_parameters():
         saved = {kind: tensors[f"{name}|{kind}"] for kind in MOMENTS if f"{name}|{kind}" in tensors}
-        if saved and saved["exp_avg"].shape != parameter.shape:
+        if any(value.shape != parameter.shape for kind, value in saved.items() if kind != "step"):
             raise UserError(
                 f"the checkpoint's optimizer state does not fit the model ({name}): resume with the run's own model"
             )

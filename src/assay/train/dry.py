@@ -61,12 +61,14 @@ def memory(parts: Parts, prompt: int) -> dict[str, float]:
     """Bytes by purpose, at the peak of a step. An estimate: kernels, fragmentation and the interpreter come on top."""
     cfg, policy, engine = parts.cfg, parts.updater.policy, parts.collector.engine
     count = sum(p.numel() for p in policy.parameters())
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    from_base = policy.lora is not None and not cfg.algo.reference and not cfg.sft.steps  # its own reference
     half = 2 if parts.updater.dtype == torch.bfloat16 else 4
     served = torch.finfo(engine.dtype).bits // 8
     found = {
-        "weights, gradients, AdamW": 16.0 * count,
+        "weights, gradients, AdamW": 4.0 * count + 12.0 * trained,
         "engine's copy of the weights": float(served * count),
-        "reference": float(half * count) if parts.algo.needs_reference else 0.0,
+        "reference": float(half * count) if parts.algo.needs_reference and not from_base else 0.0,
     }
     length = min(prompt + cfg.sampling.max_new_tokens, engine.max_length)
     sequences = cfg.train.prompts * cfg.train.samples

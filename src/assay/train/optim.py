@@ -1,25 +1,66 @@
-"""AdamW, its schedule, and gradient clipping."""
+"""Which parameter is trained how: optimizers, their schedule, and gradient clipping."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from assay.config import OptimConfig
+from assay.train.muon import Muon
+from assay.types import UserError
+
+LAYER = re.compile(r"\.\d+\.")  # in the name of whatever belongs to a layer
+
+
+def make_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
+    if cfg.name == "muon" and cfg.matrix_lr is None:
+        raise UserError("Muon's steps are of another size than AdamW's: set optim.matrix_lr, e.g. 0.001")
+    groups = parameter_groups(model, cfg)
+    fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
+    if cfg.name == "muon":
+        return Muon(groups, cfg.lr, cfg.momentum, cfg.betas, cfg.eps, fused)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=fused)
+
 
 def make_adamw(
     model: nn.Module, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
-) -> torch.optim.AdamW:
-    """Weight decay is for matrices only: decaying norms and biases towards zero makes no sense."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+) -> torch.optim.Optimizer:
+    return make_optimizer(model, OptimConfig(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+
+def parameter_groups(model: nn.Module, cfg: OptimConfig) -> list[dict[str, Any]]:
+    """Every trained parameter in one group: by kind, which decides on its rate, and by whether it decays.
+
+    Weight decay is for matrices only: decaying norms and biases towards zero makes no sense.
+    """
+    rates = {"matrix": cfg.matrix_lr, "embedding": cfg.embedding_lr, "head": cfg.head_lr, "rest": None}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    found: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():  # a tied head is listed once, as the embedding
+        if parameter.requires_grad:
+            kind = "embedding" if id(parameter) in embeddings else kind_of(name, parameter)
+            found.setdefault((kind, parameter.dim() >= 2), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "kind": kind,
+            "ratio": (rates[kind] or cfg.lr) / cfg.lr,
+            "lr": rates[kind] or cfg.lr,
+            "weight_decay": cfg.weight_decay if decays else 0.0,
+        }
+        for (kind, decays), parameters in found.items()
     ]
-    fused = trained[0].device.type in ("cuda", "cpu")
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=fused)
+
+
+def kind_of(name: str, parameter: nn.Parameter) -> str:
+    if parameter.dim() != 2:
+        return "rest"
+    return "matrix" if LAYER.search(name) else "head"
 
 
 def rate(kind: str, step: int, total: int, warmup: int = 0, final: float = 0.0) -> float:
@@ -36,8 +77,9 @@ def rate(kind: str, step: int, total: int, warmup: int = 0, final: float = 0.0) 
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give `lr` to all groups; those with a base rate of their own keep its ratio to `optim.lr`."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["ratio"]
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from assay.models import load_model, save_model
+from assay.models.lora import is_untrained
 from assay.runs.resolve import resolve_model
 from assay.train.update import Updater
 from assay.types import UserError
@@ -12,13 +13,18 @@ from assay.types import UserError
 KEPT = "reference"  # in the run's folder
 
 
-def load_reference(updater: Updater, run_path: Path | None, source: str, runs_dir: str) -> None:
+def load_reference(
+    updater: Updater, run_path: Path | None, source: str, runs_dir: str, warm_start: bool = False
+) -> None:
     """The model that the settings name, or the one that a resumed run set aside.
 
     With neither (`run_path` is None for a run that has no checkpoint yet), `freeze_reference` makes it later.
+    Adapters without a warm start began with their base, which is at hand.
     """
     if source:
         place(updater, resolve_model(source, Path(runs_dir)))
+    elif run_path is not None and updater.policy.lora is not None and not warm_start:
+        updater.reference = updater.policy
     elif run_path is not None and not (run_path / KEPT).exists():
         raise UserError(
             f"{run_path} kept no reference model, for it began without a KL term: name one as algo.reference"
@@ -31,8 +37,11 @@ def freeze_reference(updater: Updater, run_path: Path) -> None:
     """Take the policy as it is now, unless another model is the reference.
 
     It comes back from disk, as it does when the run is resumed: both ways it is the same to the last bit.
+    Adapters that are still untrained need no copy: their base is what the policy is now, and stays so.
     """
-    if updater.reference is None:
+    if updater.reference is None and is_untrained(updater.policy):
+        updater.reference = updater.policy
+    elif updater.reference is None:
         save_model(updater.policy, run_path / KEPT)
         place(updater, str(run_path / KEPT))
 

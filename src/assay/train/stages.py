@@ -59,6 +59,8 @@ def begin(parts: Parts) -> None:
     A run that is nothing but a warm start is measured before it instead.
     """
     cfg = parts.cfg
+    if parts.updater.policy.lora is not None:
+        checkpoint.save_base(parts.run.path, parts.updater.policy, parts.tokenizer)
     if parts.total_steps and cfg.sft.steps:
         imitate(parts)
     log(parts, measure(parts, cfg.eval.final_split, "before"))

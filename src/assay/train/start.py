@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from assay.config import TrainConfig
-from assay.models import pick_device, pick_dtype
+from assay.models import Lora, add_lora, pick_device, pick_dtype
 from assay.rewards import JudgePool, check_verdicts
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
@@ -20,7 +20,7 @@ from assay.tasks.base import UNLIMITED, LazyPrompts, prompts_of
 from assay.tasks.overlap import overlap
 from assay.train import checkpoint, setup
 from assay.train.data import PromptStream
-from assay.train.optim import make_adamw
+from assay.train.optim import make_optimizer
 from assay.train.reference import load_reference
 from assay.train.stages import Parts
 from assay.train.sync import sync_weights
@@ -49,14 +49,18 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
         console.warn(f"{complaint}: going on from an earlier checkpoint")
     if step is None:
         source = setup.model_source(cfg.model, cfg.runs_dir)
+    elif cfg.lora.rank:
+        source = str(run.path / checkpoint.BASE)
     else:
         source = str(checkpoints.folder(run.path, step) / "model")
     parts = assemble(cfg, console, source, clock)
     parts.run = run
     if parts.algo.needs_reference:
-        load_reference(parts.updater, None if step is None else run.path, cfg.algo.reference, cfg.runs_dir)
+        kept = None if step is None else run.path
+        load_reference(parts.updater, kept, cfg.algo.reference, cfg.runs_dir, warm_start=cfg.sft.steps > 0)
     if step is not None:
         parts.state = checkpoint.load_state(run.path, step)
+        checkpoint.load_adapters(run.path, step, parts.updater.policy)
         checkpoint.load_optimizer(run.path, step, parts.updater.policy, parts.updater.optimizer)
         sync_weights(parts.updater.policy, parts.collector.engine, version=step)
         parts.stream.cursor, parts.resumed = parts.state.cursor, True
@@ -83,12 +87,14 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {policy.vocab_size}: "
             "they do not belong together; set model.tokenizer to the model's own"
         )
-    o = cfg.optim
+    if cfg.lora.rank:
+        lora = Lora(cfg.lora.rank, cfg.lora.alpha, tuple(cfg.lora.targets), cfg.model.source)
+        add_lora(policy, lora, cfg.seed)
     updater = Updater(
         policy,
-        make_adamw(policy, o.lr, o.betas, o.eps, o.weight_decay),
+        make_optimizer(policy, cfg.optim),
         temperature=cfg.sampling.temperature,
-        max_grad_norm=o.max_grad_norm,
+        max_grad_norm=cfg.optim.max_grad_norm,
         token_budget=cfg.train.token_budget,
         dtype=pick_dtype(cfg.dtype, device),
     )

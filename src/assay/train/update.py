@@ -13,6 +13,7 @@ from torch import Tensor
 from assay.algos import Algorithm, LossBatch, Sums, metrics
 from assay.models import PolicyModel
 from assay.models.logprobs import token_logprobs
+from assay.models.lora import adapters_off
 from assay.train.optim import clip_gradients, set_rate
 from assay.train.pack import MicroBatch, Row, pack, rows_of, split_rows
 from assay.types import Group
@@ -28,7 +29,7 @@ class Updater:
     max_grad_norm: float = 1.0
     token_budget: int = 16384  # halved, for good, whenever a micro-batch does not fit into memory
     dtype: torch.dtype = torch.float32  # of the computation; weights stay as they are
-    reference: PolicyModel | None = None
+    reference: PolicyModel | None = None  # the policy itself stands for its base: its adapters do not count here
 
     def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
         """`passes` times over the groups, each time in `algo.updates` optimizer steps."""
@@ -88,7 +89,7 @@ class Updater:
     @torch.no_grad()
     def _ref_logprobs(self, part: MicroBatch) -> Tensor:
         assert self.reference is not None, "an algorithm with a KL term needs a reference model"
-        with self._computing():
+        with self._computing(), adapters_off(self.reference):
             return token_logprobs(self.reference, part.ids, part.lengths, part.trained, self.temperature)[0]
 
     def _computing(self) -> AbstractContextManager:

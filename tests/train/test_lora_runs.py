@@ -1,0 +1,122 @@
+"""Runs that train adapters: what lies on disk, what is compared with, and what a resumed run insists on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import SmallRuns, gpt2_folder
+from train_parts import make_groups, tiny_decoder
+
+from assay.algos import make_algorithm
+from assay.models import Lora, PolicyModel, add_lora, fingerprint, load_adapter, load_model
+from assay.train.optim import make_adamw
+from assay.train.pack import rows_of
+from assay.train.update import Updater
+
+pytestmark = pytest.mark.usefixtures("no_curves")
+LORA = ("--lora.rank", 2, "--lora.alpha", 4, "--algo.kl_coef", 0.1, "--optim.lr", 0.01)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
+    small = SmallRuns(tmp_path_factory.mktemp("lora"))
+    assert small.train(*LORA) == 0
+    return small
+
+
+def print_of(folder: Path) -> str:
+    return fingerprint(load_model(str(folder)).weights())
+
+
+def test_a_checkpoint_holds_the_merged_model_and_the_adapters(finished: SmallRuns) -> None:
+    base, last = finished.runs / "small" / "base", finished.checkpoint(2)
+    assert print_of(finished.checkpoint(0) / "model") == print_of(base) != print_of(last / "model")
+    policy = load_model(str(base))
+    add_lora(policy, Lora(2, 4.0))
+    load_adapter(policy, last / "adapter")
+    assert fingerprint(policy.weights()) == print_of(last / "model")
+    trained = {name.partition("|")[0] for name in load_file(last / "optimizer.safetensors")}
+    assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert not (finished.runs / "small" / "reference").exists()  # the base is at hand
+
+
+def test_other_commands_take_the_merged_model(finished: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finished("eval", "run:small@0", "run:small@last", "--eval.final_examples", 3) == 0
+    assert "run:small@last" in capsys.readouterr().out
+    assert finished.train("--model", "run:small@last", "--name", "next", "--train.steps", 0) == 0
+    assert print_of(finished.checkpoint(0, "next") / "model") == print_of(finished.checkpoint(2) / "model")
+
+
+@pytest.mark.parametrize("words", [("--lora.rank", 3), ("--lora.rank", 0), ("--lora.targets", "q_proj")])
+def test_adapters_stay_what_they_are_on_resuming(
+    finished: SmallRuns, capsys: pytest.CaptureFixture[str], words: tuple[object, ...]
+) -> None:
+    assert finished.resume("small", "--train.steps", 3, *words) == 2
+    assert f"another {str(words[0]).removeprefix('--')}" in capsys.readouterr().err
+
+
+def test_another_base_is_noticed_on_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train(*LORA) == 0
+    weights = small.runs / "small" / "base" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert small.resume("small", "--train.steps", 3) == 2
+    assert "other base weights" in capsys.readouterr().err
+
+
+def test_a_model_without_linear_layers_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = SmallRuns(tmp_path)
+    folder = gpt2_folder(tmp_path / "gpt2")
+    assert small.train("--model", folder, *LORA) == 2
+    assert "no linear layer is called 'all-linear'" in capsys.readouterr().err and not small.runs.exists()
+
+
+def test_adapters_of_a_fallback_model_are_trained_and_resumed(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = SmallRuns(tmp_path)
+    folder = gpt2_folder(tmp_path / "model")  # for its tokenizer
+    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}
+    config = AutoConfig.for_model("gpt_neo", vocab_size=vocabulary, max_position_embeddings=96, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = ("--model", folder, *LORA, "--train.steps")
+    assert small.train(*words, 3) == 0
+    assert small.train(*words, 2, "--name", "longer") == 0
+    assert small.resume("longer", "--train.steps", 3) == 0
+    first, second = (small.checkpoint(3, name) for name in ("small", "longer"))
+    for part in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        left, right = load_file(first / part), load_file(second / part)
+        assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
+    assert print_of(first / "model") != print_of(small.runs / "small" / "base")
+
+
+def adapted() -> PolicyModel:
+    policy = tiny_decoder()
+    add_lora(policy, Lora(2, 4.0))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in (p for p in policy.parameters() if p.requires_grad):
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+    return policy
+
+
+def test_the_policy_without_its_adapters_is_as_good_a_reference_as_a_copy_of_the_base() -> None:
+    algo = make_algorithm("grpo", kl_coef=0.5)
+    groups = make_groups(tiny_decoder(), seed=4)
+    algo.credit(groups)
+    found = {}
+    for name in ("itself", "a copy", "another"):
+        policy = adapted()
+        reference = {"itself": policy, "a copy": tiny_decoder(), "another": tiny_decoder(seed=1)}[name]
+        updater = Updater(policy, make_adamw(policy, 1e-2), reference=reference)
+        sums = updater._accumulate(rows_of(groups, algo), algo)
+        gradients = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        found[name] = torch.cat([sums.losses["loss/kl"].reshape(1), gradients])
+    assert torch.allclose(found["itself"], found["a copy"], rtol=0, atol=1e-12)
+    assert float((found["itself"] - found["another"]).abs().max()) > 1e-3
