@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from assay.models.attention import PackedCausal
 from assay.models.base import PolicyModel
+from assay.models.collectives import whole_weights
 from assay.models.spec import LLAMA3_SCALING, ModelSpec
 
 # (layer, queries [N, heads, d], keys [N, kv_heads, d], values [N, kv_heads, d]) -> [N, heads, d]
@@ -123,7 +124,7 @@ class Decoder(PolicyModel):
         return self.lm_head(hidden)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.named_parameters()  # a tied head is listed once, as the embedding
+        yield from whole_weights(self)  # a tied head is listed once, as the embedding
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from assay.models.attention import PackedCausal
 from assay.models.base import PolicyModel
+from assay.models.collectives import whole_weights
 from assay.types import UserError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class HFModel(PolicyModel):
         return hidden
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.hf.named_parameters()  # a tied weight is listed once
+        yield from whole_weights(self.hf)  # a tied weight is listed once
 
 
 def scatter(values: Tensor, layout: PackedCausal) -> Tensor:
