@@ -17,7 +17,8 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": {"types"},
     "tasks": {"types", "rewards"},
     "text": {"types"},
-    "models": {"types"},
+    "mesh": {"types"},
+    "models": {"types", "mesh"},
     "algos": {"types"},
     "engine": {"types", "models"},
     "bench": {"types", "models", "engine"},
@@ -25,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "evals": {"types", "rollout", "engine"},
     "runs": {"types", "config", "settings"},
     "train": {
-        *("types", "config", "settings", "rewards", "tasks", "text", "models", "algos", "engine"),
+        *("types", "config", "settings", "mesh", "rewards", "tasks", "text", "models", "algos", "engine"),
         *("rollout", "evals", "runs"),
     },
 }

@@ -293,6 +293,15 @@ class LogConfig(Section):
     """write TensorBoard files into the run directory"""
 
 
+class ParallelConfig(Section):
+    """How a run that torchrun starts is spread over its processes."""
+
+    tp: Positive = 1
+    """processes that hold one model together (tensor parallelism); the others split the batch"""
+    mode: Literal["auto", "ddp", "fsdp"] = "auto"
+    """between those that split the batch. ddp: whole copies; fsdp: parts; auto: fsdp on GPUs from 1e9 parameters on"""
+
+
 class EngineConfig(Section):
     """Generation."""
 
@@ -335,6 +344,7 @@ class TrainConfig(Section):
     save: SaveConfig = Field(default_factory=SaveConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
 
 
 class MeasureConfig(Section):

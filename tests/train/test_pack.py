@@ -8,7 +8,7 @@ import torch
 from train_parts import make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
-from assay.train.pack import Row, pack, rows_of, split_rows
+from assay.train.pack import Row, pack, rows_of, share_rows, split_rows
 
 
 def row(length: int, mark: float = 0.0) -> Row:
@@ -24,6 +24,32 @@ def test_parts_keep_to_the_budget_and_every_row_comes_once(token_budget: int) ->
     assert all(len(part) == 1 or sum(len(r.ids) for r in part) <= token_budget for part in parts)
     for part, following in pairwise(parts):  # no part could have taken the next row as well
         assert sum(len(r.ids) for r in part) + len(following[0].ids) > token_budget
+
+
+@pytest.mark.parametrize("token_budget", [1, 20, 50, 1000])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_ranks_share_every_row_once_in_step_and_in_balance(ranks: int, token_budget: int) -> None:
+    draw = random.Random(token_budget)
+    rows = [row(draw.randint(2, 14), mark) for mark in range(1, 41)]
+    shares = [share_rows(rows, ranks, rank, token_budget) for rank in range(ranks)]
+    assert len({len(parts) for parts in shares}) == 1
+    learnt = [[r for part in parts for r in part if any(r.trained)] for parts in shares]
+    assert sorted(r.advantage for own in learnt for r in own) == list(range(1, 41))
+    sizes = [sum(len(r.ids) for r in own) for own in learnt]
+    assert max(sizes) - min(sizes) <= 14
+    for part in [part for parts in shares for part in parts]:
+        assert len(part) == 1 or sum(len(r.ids) for r in part) <= token_budget
+    blanks = [r for parts in shares for part in parts for r in part if not any(r.trained)]
+    assert all(len(r.ids) == 1 and r.weight == 0 for r in blanks)
+    if ranks == 1:
+        assert shares[0] == list(split_rows(rows, token_budget)) and not blanks
+
+
+def test_more_ranks_than_rows_leave_some_with_nothing_to_learn() -> None:
+    shares = [share_rows([row(5), row(9)], 4, rank, 100) for rank in range(4)]
+    assert [[any(r.trained) for r in part] for parts in shares for part in parts] == [[True], [True], [False], [False]]
+    batch = pack(shares[3][0], "cpu")
+    assert len(batch.ids) == 1 and len(batch.weights) == 0
 
 
 def test_no_rows_make_no_parts() -> None:

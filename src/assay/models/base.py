@@ -26,9 +26,10 @@ class PolicyModel(nn.Module):
         raise NotImplementedError
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once, under its Hugging Face name: what weight sync, fingerprint and export see.
+        """Every weight once, whole, under its Hugging Face name: what weight sync, fingerprint and export see.
 
-        A tied head is listed once, as the embedding. Adapters are merged into what they adapt.
+        A tied head is listed once, as the embedding. Adapters are merged into what they adapt. Where weights are split
+        over ranks they are gathered one by one, so all ranks must go through this together.
         """
         yield from merged_weights(self.network)
 

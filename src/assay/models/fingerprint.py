@@ -19,13 +19,14 @@ CHUNK = 1 << 20  # words; small enough for the caches, and one table of multipli
 
 def fingerprint(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
     """The fingerprint of named weights, as they are or as they would be after a cast to `dtype`."""
-    lines = sorted((name, describe(name, weight.detach(), dtype)) for name, weight in weights)
-    return hashlib.blake2b("".join(line for _, line in lines).encode(), digest_size=16).hexdigest()
-
-
-def describe(name: str, weight: Tensor, dtype: torch.dtype | None) -> str:
-    value = weight if dtype is None else weight.to(dtype)
-    return f"{name}:{tuple(value.shape)}:{value.dtype}:{tensor_sum(value)};"
+    found: dict[str, str] = {}  # one weight at a time: whole ones may be gathered from many ranks just for this
+    for name, weight in weights:
+        value = weight.detach()
+        if dtype is not None:
+            value = value.to(dtype)
+        found[name] = f"{name}:{tuple(value.shape)}:{value.dtype}:{tensor_sum(value)};"
+    text = "".join(found[name] for name in sorted(found))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def tensor_sum(value: Tensor) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from assay.models.base import PolicyModel
+from assay.models.vocab_parallel import VocabularyHead
 
 LOGITS_AT_ONCE = 1 << 25  # numbers; 128 MiB in float32
 
@@ -28,6 +29,9 @@ def token_logprobs(
     hidden = model.hidden(ids, lengths)
     places = chosen.nonzero().squeeze(1)
     before, targets = hidden.index_select(0, places - 1), ids.index_select(0, places)
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, VocabularyHead):
+        return head.scores(before, targets, temperature, logits_at_once)
     size = max(logits_at_once // model.vocab_size, 1)
 
     def score(part: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from assay.models.collectives import gather_back, whole
 from assay.types import UserError
 
 if TYPE_CHECKING:
@@ -131,11 +132,12 @@ def is_untrained(policy: PolicyModel) -> bool:
 
 def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight once, as if there were no adapters but what they add. The frozen weights are never written to."""
+    gather_back(network)
     adapted = dict(adapted_layers(network))
     for name, weight in network.named_parameters():
         owner, _, own_name = name.rpartition(".")
         if not is_adapter(name):
-            yield name, adapted[owner].merged() if owner in adapted and own_name == "weight" else weight
+            yield name, whole(adapted[owner].merged() if owner in adapted and own_name == "weight" else weight)
 
 
 def merged_state(network: nn.Module) -> dict[str, Tensor]:

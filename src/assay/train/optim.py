@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from assay.config import OptimConfig
+from assay.models.collectives import local
 from assay.train.muon import Muon
 from assay.types import UserError
 
@@ -86,8 +89,36 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale gradients down to `max_norm` (0: leave them) and give their norm before that."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
+    norm = total_norm(grads)
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, scale)
+        torch._foreach_mul_([local(grad) for grad in grads], scale)
     return norm
+
+
+def total_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients as one vector, also where parts of them, or copies, lie on other ranks.
+
+    Squares are added up over the ranks that hold parts, and a copy is counted once. (Torch's own function does not take
+    gradients of different layouts together.)
+    """
+    by_holders: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        by_holders[holders(grad)].append(local(grad))
+    if set(by_holders) <= {()}:
+        return torch.nn.utils.get_total_norm([local(grad) for grad in grads])
+    total = torch.zeros((), device=local(grads[0]).device, dtype=grads[0].dtype)
+    for groups, parts in by_holders.items():
+        square = torch.nn.utils.get_total_norm(parts) ** 2
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        total += square
+    return total.sqrt()
+
+
+def holders(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks over which a gradient is cut into parts."""
+    placements: Any = getattr(grad, "placements", ())
+    mesh: Any = getattr(grad, "device_mesh", None)
+    assert not any(placement.is_partial() for placement in placements), "a gradient that is still to be added up"
+    return tuple(mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate())

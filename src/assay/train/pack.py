@@ -72,6 +72,24 @@ def split_rows(rows: Sequence[Row], token_budget: int) -> Iterator[list[Row]]:
         yield part
 
 
+def share_rows(rows: Sequence[Row], dp_size: int, dp_rank: int, token_budget: int) -> list[list[Row]]:
+    """The micro-batches of one data-parallel rank; every rank gets as many, of about as many tokens together.
+
+    Where one rank needs more of them than another, that one gets some with a single token and nothing to learn: ranks
+    have to keep pace, for they exchange weights and gradients on the way.
+    """
+    shares: list[list[Row]] = [[] for _ in range(dp_size)]
+    sizes = [0] * dp_size
+    for row in sorted(rows, key=lambda row: -len(row.ids)):  # longest first, to whoever has least
+        least = sizes.index(min(sizes))
+        shares[least].append(row)
+        sizes[least] += len(row.ids)
+    parts = [list(split_rows(share, token_budget)) for share in shares]
+    most = max(len(own) for own in parts)
+    blank = [Row(rows[0].ids[:1], [0], [0.0], 0.0, 0.0)] if rows else []
+    return parts[dp_rank] + [blank] * (most - len(parts[dp_rank]))
+
+
 def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = torch.float32) -> MicroBatch:
     trained = torch.tensor([bit for row in rows for bit in row.trained], dtype=torch.bool)
     counts = torch.tensor([sum(row.trained) for row in rows])

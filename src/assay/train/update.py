@@ -5,18 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from assay.algos import Algorithm, LossBatch, Sums, metrics
+from assay.mesh import Mesh
 from assay.models import PolicyModel
 from assay.models.logprobs import token_logprobs
 from assay.models.lora import adapters_off
 from assay.train.optim import clip_gradients, set_rate
-from assay.train.pack import MicroBatch, Row, pack, rows_of, split_rows
-from assay.types import Group
+from assay.train.pack import MicroBatch, Row, pack, rows_of, share_rows
+from assay.train.parallel import in_lockstep, sum_gradients
+from assay.types import Group, UserError
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Updater:
     token_budget: int = 16384  # halved, for good, whenever a micro-batch does not fit into memory
     dtype: torch.dtype = torch.float32  # of the computation; weights stay as they are
     reference: PolicyModel | None = None  # the policy itself stands for its base: its adapters do not count here
+    mesh: Mesh = field(default_factory=Mesh)  # every rank is handed all rows of a step, and takes its share
 
     def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
         """`passes` times over the groups, each time in `algo.updates` optimizer steps."""
@@ -46,14 +49,12 @@ class Updater:
         }
 
     def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
-        """One optimizer step. The split into micro-batches changes memory and time, not the result."""
-        while True:
-            try:
-                sums = self._accumulate(rows, algo)
-                break
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not out_of_memory(error) or not self._shrink(rows):
-                    raise
+        """One optimizer step. The split into micro-batches, and over ranks, changes memory and time, not the result."""
+        while (sums := self._attempt(rows, algo)) is None:
+            continue
+        if self.mesh.dp_size > 1:
+            sums = sums.all_reduce(self.mesh.dp_group)
+            sum_gradients(self.policy.parameters(), self.mesh)
         norm = float(clip_gradients(self.policy.parameters(), self.max_grad_norm))
         finite = bool(torch.isfinite(torch.tensor(norm)))
         if finite:
@@ -64,9 +65,30 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
         return sums, norm, not finite
 
+    def _attempt(self, rows: Sequence[Row], algo: Algorithm) -> Sums | None:
+        """None where memory did not suffice, on this rank or another, and all of them go on with a smaller budget."""
+        failure = None
+        try:
+            sums = self._accumulate(rows, algo)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            if in_lockstep(self.policy, self.mesh):  # the others wait in the middle of a pass: there is no way back
+                raise UserError(
+                    f"rank {self.mesh.rank} ran out of memory: lower train.token_budget, now {self.token_budget}, "
+                    "or spread the model over more devices"
+                ) from error
+            failure = error
+        if not self.mesh.any(failure is not None):
+            return sums
+        if not self._shrink(rows):
+            raise failure or RuntimeError("another rank ran out of memory on a single sequence")
+        return None
+
     def _accumulate(self, rows: Sequence[Row], algo: Algorithm) -> Sums:
         self.optimizer.zero_grad(set_to_none=True)
-        parts = [pack(part, self.policy.device, self._loss_dtype) for part in split_rows(rows, self.token_budget)]
+        shares = share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget)
+        parts = [pack(part, self.policy.device, self._loss_dtype) for part in shares]
         return sum(self._backward(part, algo) for part in parts)  # type: ignore[return-value]
 
     def _backward(self, part: MicroBatch, algo: Algorithm) -> Sums:

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from processes import start
+
+from assay.mesh import Mesh, init_mesh
+from assay.types import UserError
+
+
+def test_one_process_is_a_grid_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    mesh = init_mesh()
+    assert (mesh.rank, mesh.world, mesh.dp_size, mesh.tp_size, mesh.dp_rank, mesh.tp_rank) == (0, 1, 1, 1, 0, 0)
+    assert mesh.is_main and mesh.device_mesh is mesh.dp_group is mesh.tp_group is None
+    assert mesh.all_gather_objects("mine") == ["mine"] and mesh.broadcast_object("mine") == "mine"
+    assert mesh.any(True) and not mesh.any(False)
+    assert mesh.sum_(torch.ones(2)).tolist() == [1.0, 1.0]
+    mesh.barrier()
+    mesh.close()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "device", "said"),
+    [
+        ("4", 3, "cpu", "tp = 3, but there are 4 processes: choose 1 or 2 or 4"),
+        ("1", 2, "cpu", "tp = 2, but there is one process: .* torchrun start a multiple of 2"),
+        ("2", 1, "mps", "2 processes cannot share device 'mps'"),
+    ],
+)
+def test_grids_that_cannot_be_are_told(
+    monkeypatch: pytest.MonkeyPatch, world: str, tp: int, device: str, said: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(UserError, match=said):
+        init_mesh(tp, device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_more_processes_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="more processes on this node than its 0 GPUs"):
+        init_mesh(1, "cuda")
+
+
+def exchange(flat: Mesh) -> None:
+    assert (flat.dp_size, flat.tp_size, flat.dp_rank) == (4, 1, flat.rank)
+    mesh = init_mesh(2)
+    assert mesh.world == 4 and (mesh.dp_rank, mesh.tp_rank) == divmod(mesh.rank, 2)
+    assert mesh.is_main == (mesh.rank == 0)
+    pair = [mesh.tp_rank, mesh.tp_rank + 2]  # those that see other rows of the batch with the same part of the model
+    assert mesh.all_gather_objects({"rank": mesh.rank}) == [{"rank": rank} for rank in pair]
+    values = torch.tensor([float(mesh.rank), 1.0])
+    assert mesh.sum_(values) is values and values.tolist() == [sum(pair), 2.0]
+    assert mesh.any(mesh.rank == 3) and not mesh.any(False)
+    assert mesh.broadcast_object(f"from {mesh.rank}") == "from 0"
+    mesh.barrier()
+
+
+@pytest.mark.slow
+def test_what_ranks_exchange() -> None:
+    start(4, exchange)
