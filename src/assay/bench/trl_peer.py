@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from assay.bench.chance import chance
 from assay.bench.engine import synchronise
@@ -14,7 +16,7 @@ from assay.bench.trainer import Parts
 from assay.bench.transformers_peer import transformers_model
 from assay.types import UserError
 
-SEQUENCES_AT_ONCE = 32  # in TRL's forward and backward pass: what its own users set for answers of some hundred tokens
+SEQUENCES_AT_ONCE = 32  # in TRL's forward and backward pass, which holds logits of all their tokens
 
 
 def trl_version() -> str:
@@ -29,13 +31,8 @@ def trl_steps(parts: Parts, steps: int, our_turn: Callable[[], None]) -> list[fl
 
     Before each but the first it is our turn, so that whatever slows the machine slows both.
     """
-    import time
-
-    import torch
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from trl import GRPOTrainer
 
     seconds: list[float] = []

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kl", type=float, default=0.0, metavar="WEIGHT", help="above 0: with a reference model [0]")
     group.add_argument("--peer", choices=("trl",), help="the same steps by this trainer, in turns, if it is installed")
     group.add_argument(
-        *("--set", "-s"),
+        "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE[,VALUE...]",
