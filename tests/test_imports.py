@@ -21,7 +21,6 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"types", "mesh"},
     "algos": {"types"},
     "engine": {"types", "models"},
-    "bench": {"types", "models", "engine"},
     "rollout": {"types", "text", "rewards", "engine"},
     "evals": {"types", "rollout", "engine"},
     "runs": {"types", "config", "settings"},
@@ -29,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
         *("types", "config", "settings", "mesh", "rewards", "tasks", "text", "models", "algos", "engine"),
         *("rollout", "evals", "runs"),
     },
+    "bench": {"types", "config", "rewards", "text", "models", "algos", "engine", "rollout", "train"},
 }
 NO_TORCH = ("types", "config", "settings", "rewards", "tasks", "text", "runs")
 

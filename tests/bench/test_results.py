@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from assay.bench.machine import describe_machine, describe_versions
-from assay.bench.results import earlier_rows, merge, peer_rows, save, with_ratios
+from assay.bench.results import earlier_rows, merge, peer_rows, peer_steps, save, with_ratios
 from assay.types import UserError
 
 MACHINE = {"gpu": None, "cores": 2}
@@ -127,6 +127,28 @@ def test_a_file_without_peer_lines_is_an_error(tmp_path: Path) -> None:
         peer_rows(tmp_path / "empty.txt")
     with pytest.raises(UserError, match="cannot read"):
         peer_rows(tmp_path / "missing.txt")
+
+
+def test_peer_steps_become_rows_and_ratios(tmp_path: Path) -> None:
+    file = tmp_path / "trl.txt"
+    steps = [("hf", 40, 20.5), ("hf", 27, 30.0), ("hf", 24, 29.0), ("vllm", 80, 82.0), ("vllm", 30.5, 80.0)]
+    lines = [json.dumps({"system": "trl", "mode": mode, "step_s": s, "peak_gib": gib}) for mode, s, gib in steps]
+    once = '{"system": "trl", "mode": "once", "step_s": 3, "peak_gib": 1}'
+    file.write_text("\n".join(["loading", *lines, once, '{"system": "trl", "mode": "hf", "step_s": 0, "peak_gib": 1}']))
+    plain, vllm = peer_steps(file)
+    shared = {"id": "step-0.5b-16x64x256"}
+    assert plain == {**shared, "system": "trl", "step_s": 25.5, "runs": [27, 24], "first_step_s": 40, "peak_gib": 30.0}
+    assert vllm["system"] == "trl-vllm" and vllm["step_s"] == 30.5 and vllm["peak_gib"] == 82.0
+    ours = row("step-0.5b-16x64x256", step_s=3.0)
+    found = with_ratios([ours, plain, vllm, row("train-0.5b-16x1024", tokens_per_s=5.0)])
+    assert found[0] == ours | {"ratio_to_trl": 8.5, "ratio_to_trl-vllm": 10.167} and found[1] == plain
+    assert not any("ratio" in name for name in found[3])
+
+
+def test_a_file_without_steps_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text('{"system": "trl", "mode": "hf", "step_s": 3, "peak_gib": 1}\n')
+    with pytest.raises(UserError, match="has no two lines such as"):
+        peer_steps(tmp_path / "one.txt")
 
 
 def test_machine_and_versions_are_json_and_stay_the_same() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +13,7 @@ from assay.types import UserError
 
 OURS = "assay"
 PEER_WORKLOAD = "16x64x256"  # what other systems' benchmarks run
+PEER_MODE = "hf"  # of a trainer's benchmark: it generates by transformers; other modes stand in the system's name
 Row = dict[str, Any]
 Facts = Mapping[str, Any]
 
@@ -65,30 +66,33 @@ def merge(earlier: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """Our rows say how they compare with other systems' figures that include log-probabilities, as ours do."""
-    peers = {(row["id"], row["system"]): row for row in rows if row["system"] != OURS and row.get("logprobs")}
+    """Our rows say how many times as fast they are as other systems: in generation, as those with log-probabilities."""
+    peers = {
+        (row["id"], row["system"]): row
+        for row in rows
+        if row["system"] != OURS and (row.get("logprobs") or "step_s" in row)
+    }
     return [row if row["system"] != OURS else row | ratios(row, peers) for row in rows]
 
 
 def ratios(row: Row, peers: Mapping[tuple[str, str], Row]) -> dict[str, float]:
     return {
-        f"ratio_to_{system}": round(row["tokens_per_s"] / peer["tokens_per_s"], 3)
+        f"ratio_to_{system}": round(speed(row) / speed(peer), 3)
         for (row_id, system), peer in peers.items()
-        if row_id == row["id"] and "tokens_per_s" in row
+        if row_id == row["id"] and ("tokens_per_s" in row or "step_s" in row)
     }
+
+
+def speed(row: Row) -> float:
+    return row["tokens_per_s"] if "tokens_per_s" in row else 1 / row["step_s"]
 
 
 def peer_rows(path: Path) -> list[Row]:
     """From JSON lines as another system's benchmark prints them, among whatever else it says."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     runs: dict[tuple[str, str, bool], list[float]] = {}
-    for line in lines:
-        if (found := figure(line)) is not None:
-            key = (f"gen-{found['shape']}-{PEER_WORKLOAD}", found["engine"], bool(found["logprobs"]))
-            runs.setdefault(key, []).append(found["tokens_per_s"])
+    for found in figures(path, {"engine", "shape", "logprobs", "tokens_per_s"}, "tokens_per_s"):
+        key = (f"gen-{found['shape']}-{PEER_WORKLOAD}", found["engine"], bool(found["logprobs"]))
+        runs.setdefault(key, []).append(found["tokens_per_s"])
     if not runs:
         raise UserError(f'{path} has no line such as {{"engine": "vllm", "shape": "0.5b", "logprobs": true, ...}}')
     return [
@@ -97,16 +101,43 @@ def peer_rows(path: Path) -> list[Row]:
     ]
 
 
-def figure(line: str) -> Row | None:
-    """The object in a line, if it is one of ours to read."""
+def peer_steps(path: Path) -> list[Row]:
+    """The same for whole steps: a line a step, of which the first of each mode is its warm-up."""
+    steps: dict[str, list[Row]] = {}
+    for found in figures(path, {"system", "mode", "step_s", "peak_gib"}, "step_s"):
+        plain = found["mode"] == PEER_MODE
+        steps.setdefault(found["system"] if plain else f"{found['system']}-{found['mode']}", []).append(found)
+    if not any(len(lines) > 1 for lines in steps.values()):
+        example = '{"system": "trl", "mode": "hf", "step_s": 20.5, "peak_gib": 30.1}'
+        raise UserError(f"{path} has no two lines such as {example}: one for the warm-up, then one a step")
+    return [
+        {
+            "id": f"step-0.5b-{PEER_WORKLOAD}",
+            "system": system,
+            "step_s": median(line["step_s"] for line in timed),
+            "runs": [line["step_s"] for line in timed],
+            "first_step_s": first["step_s"],
+            "peak_gib": max(line["peak_gib"] for line in (first, *timed)),
+        }
+        for system, (first, *timed) in steps.items()
+        if timed
+    ]
+
+
+def figures(path: Path, names: set[str], value: str) -> Iterator[Row]:
+    """The objects in a file's lines that have these names and a figure as `value`."""
     try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(found, dict) or not {"engine", "shape", "logprobs", "tokens_per_s"} <= found.keys():
-        return None
-    speed = found["tokens_per_s"]
-    return found if isinstance(speed, (int, float)) and speed > 0 else None
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    for line in lines:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        fits = isinstance(found, dict) and names <= found.keys()
+        if fits and isinstance(found[value], int | float) and found[value] > 0:
+            yield found
 
 
 def write(path: Path, content: Facts) -> None:

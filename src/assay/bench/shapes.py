@@ -9,6 +9,7 @@ import torch
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.load import load_model
+from assay.models.presets import preset
 from assay.models.spec import ModelSpec
 
 
@@ -33,6 +34,7 @@ SHAPES: dict[str, ModelSpec] = {
     "0.5b": qwen2(896, 4864, layers=24, heads=14, head_dim=64, vocab_size=151936),  # Qwen2.5 0.5B
     "1.5b": qwen2(1536, 8960, layers=28, heads=12, head_dim=128, vocab_size=151936),  # Qwen2.5 1.5B
     "tiny": qwen2(64, 128, layers=2, heads=4, head_dim=16, vocab_size=512),  # to try the command itself
+    "tiny-llama": preset("tiny-llama", vocab_size=512, max_length=2048),  # the step that a CPU is measured with
 }
 
 

@@ -144,6 +144,8 @@ def words_of(settings: Any) -> list[str]:
         option = field.name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, tuple):
+            words += [word for item in value for word in (f"--{option}", item)]
         else:
             words += [f"--{option}", str(value)]
     return words

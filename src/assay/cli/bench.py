@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from assay.cli import bench_step
+from assay.cli.bench_rows import Job, add_output, measured, print_table, ratios_text
 from assay.runs.console import Console
 from assay.types import UserError
 
@@ -17,24 +17,22 @@ if TYPE_CHECKING:
     from assay.bench.engine import Options
     from assay.bench.workload import Workload
 
-Job = Callable[[], list[dict[str, Any]]]
 HELP = "measure generation: tokens a second, memory, start-up, agreement with the trainer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="bench_command", required=True, metavar="engine")
+    commands = parser.add_subparsers(dest="bench_command", required=True, metavar="engine|step")
     engine = commands.add_parser("engine", help=HELP, description=HELP)
     add_workload(engine.add_argument_group("what is generated"))
     add_measurement(engine.add_argument_group("how it is measured"))
-    output = engine.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="FILE", help="write the figures, or add them to those in FILE")
-    output.add_argument("--peer-rows", type=Path, metavar="FILE", help="JSON lines of another system's benchmark")
+    output = add_output(engine, "JSON lines of another system's benchmark")
     output.add_argument("--first-token", action="store_true", help=argparse.SUPPRESS)
+    bench_step.add_arguments(commands.add_parser("step", help=bench_step.HELP, description=bench_step.HELP))
 
 
 def add_workload(group: argparse._ArgumentGroup) -> None:
     model = group.add_mutually_exclusive_group()
-    model.add_argument("--shape", default="0.5b", help="0.5b, 1.5b or tiny, with random weights [0.5b]")
+    model.add_argument("--shape", default="0.5b", help="0.5b, 1.5b, tiny-llama or tiny, with random weights [0.5b]")
     model.add_argument("--model", metavar="SOURCE", help="a model to load instead: folder, .gguf or hub id")
     group.add_argument("--prompts", type=int, help="distinct prompts [16; longtail: 64]")
     group.add_argument("--samples", type=int, default=64, help="of each prompt [64]")
@@ -74,6 +72,8 @@ def add_measurement(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.bench_command == "step":
+        return bench_step.run(args)
     from assay.bench.engine import Options
 
     work = workload(args)
@@ -83,8 +83,15 @@ def run(args: argparse.Namespace) -> int:
 
         print_first_token(work, options)
         return 0
+    from assay.bench.results import peer_rows
+    from assay.models.device import pick_device
+
     console = Console()
-    print_rows(measured(args, work, options, console), console)
+    if options.parts and pick_device(options.device).type != "cuda":
+        console.warn("--parts is for CUDA only: it is left out here")
+    peers = [] if args.peer_rows is None else peer_rows(args.peer_rows)
+    jobs = jobs_of(args, work, options)
+    print_rows(measured(args, peers, jobs, words_for(args, work, options), "--max-batch, --samples or --new"), console)
     return 0
 
 
@@ -100,52 +107,21 @@ def workload(args: argparse.Namespace) -> Workload:
     return work
 
 
-def measured(args: argparse.Namespace, work: Workload, options: Options, console: Console) -> list[dict[str, Any]]:
-    """All rows; each is in the file before the next is begun."""
-    import torch
-
-    from assay.bench.machine import describe_machine, describe_versions
-    from assay.bench.results import earlier_rows, peer_rows, save, with_ratios
-    from assay.models.device import pick_device
-
-    if options.parts and pick_device(options.device).type != "cuda":
-        console.warn("--parts is for CUDA only: it is left out here")
-    machine, versions = describe_machine(), describe_versions()
-    if args.json is not None:
-        earlier_rows(args.json, machine, versions)  # a file that cannot be added to is found out first
-    rows = [] if args.peer_rows is None else peer_rows(args.peer_rows)
-    for note, job in jobs_of(args, work, options):
-        console.note(note)
-        try:
-            rows += job()
-        except torch.OutOfMemoryError:
-            raise UserError("the GPU's memory is full: choose a smaller --max-batch, --samples or --new") from None
-        if args.json is not None:
-            save(args.json, machine, versions, command_of(args, work, options), rows)
-    return with_ratios(rows)
-
-
-def jobs_of(args: argparse.Namespace, work: Workload, options: Options) -> list[tuple[str, Job]]:
-    """What to say, and what to measure then."""
+def jobs_of(args: argparse.Namespace, work: Workload, options: Options) -> list[Job]:
     from assay.bench.engine import measure
     from assay.bench.startup import measure_startup
     from assay.bench.workload import STARTUP, TABLE
 
     speeds = TABLE if args.table else () if args.startup else (work,)
     starts = (STARTUP,) if args.table else (work,) if args.startup else ()
-    jobs = [(describe(what), partial(measure, what, options)) for what in speeds]
+    jobs: list[Job] = [(describe(what), partial(measure, what, options)) for what in speeds]
     return jobs + [(f"{w.label}: two starts of a fresh process", partial(measure_startup, w, options)) for w in starts]
 
 
-def command_of(args: argparse.Namespace, work: Workload, options: Options) -> str:
+def words_for(args: argparse.Namespace, work: Workload, options: Options) -> list[str]:
     from assay.bench.workload import words_of
 
-    words = ["--table"] if args.table else words_of(work) + ["--startup"] * args.startup
-    words += words_of(options)
-    for name in ("peer_rows", "json"):
-        if getattr(args, name) is not None:
-            words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    return shlex.join(["assay", "bench", "engine", *words])
+    return (["--table"] if args.table else words_of(work) + ["--startup"] * args.startup) + words_of(options)
 
 
 def describe(work: Workload) -> str:
@@ -157,9 +133,7 @@ def describe(work: Workload) -> str:
 
 
 def print_rows(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    cells = [cells_of(row) for row in rows]
-    used = [name for name in cells[0] if any(cell[name] for cell in cells)]
-    console.table("Figures", used, [[cell[name] for name in used] for cell in cells])
+    print_table([cells_of(row) for row in rows], console)
     parts = [row for row in rows if row.get("parts_ms")]
     if parts:
         names = list(parts[0]["parts_ms"])
@@ -172,7 +146,6 @@ def cells_of(row: dict[str, Any]) -> dict[str, str]:
         return "" if row.get(name) is None else format(row[name], form)
 
     runs = row.get("runs", []) if "tokens_per_s" in row else []
-    ratios = [f"{value:.2f} x {name.removeprefix('ratio_to_')}" for name, value in row.items() if "ratio_to_" in name]
     return {
         "id": row["id"],
         "system": row["system"] + ("" if row.get("logprobs", True) else " (no log-probs)"),
@@ -185,5 +158,5 @@ def cells_of(row: dict[str, Any]) -> dict[str, str]:
         "KV waste": text("kv_waste", ".2%"),
         "mismatch": text("mismatch_mean_abs", ".1e"),
         "max ratio": text("mismatch_max_ratio", ".4f"),
-        "ours": ", ".join(ratios),
+        "ours": ratios_text(row),
     }

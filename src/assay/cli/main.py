@@ -23,7 +23,7 @@ COMMANDS = {
     "data": "prepare, show and check the data of a task",
     "runs": "list and compare runs",
     "export": "write a checkpoint as a Hugging Face folder",
-    "bench": "measure generation: tokens a second, memory, start-up",
+    "bench": "measure generation and training: tokens a second, seconds a step, memory",
 }
 
 
