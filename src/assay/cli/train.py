@@ -97,7 +97,7 @@ def go(parts: Any, console: Console) -> int:
     except KeyboardInterrupt:
         console.stop()
         saved = checkpoints.last(path)
-        where = "before the first checkpoint" if saved is None else f"at step {parts.state.step}, saved up to {saved}"
+        where = "before the first checkpoint" if saved is None else f"with a checkpoint of step {saved}"
         console.note(f"stopped {where}; go on with: assay train --resume {path}")
         raise
     except Exception as error:
