@@ -142,7 +142,7 @@ def _line(index: int, rollout: Rollout, kind: Kind) -> dict[str, Any]:
         "truncated": last is not None and last.finish is Finish.LENGTH,
         "version": last and last.version,
     }
-    if kind == "train":
+    if kind != "eval":
         line |= {
             "advantage": rollout.advantage,
             "masked": rollout.masked,
