@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file
 
 from assay.cli.main import main
@@ -117,6 +120,22 @@ class SmallRuns:
     def files(self) -> dict[str, bytes]:
         """Everything there is, to see whether anything was overwritten."""
         return {str(p.relative_to(self.folder)): p.read_bytes() for p in self.folder.rglob("*") if p.is_file()}
+
+
+def strike_at(monkeypatch: pytest.MonkeyPatch, target: str, call: int, strike: Callable[[], None]) -> None:
+    """Strike within the `call`th call of `target` (from 1), then let it go on."""
+    place, _, name = target.rpartition(".")
+    module, _, owner = place.partition(":")
+    holder: Any = getattr(import_module(module), owner) if owner else import_module(module)
+    original, calls = getattr(holder, name), []
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            strike()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(holder, name, struck)
 
 
 def gpt2_folder(folder: Path, chat: bool = True) -> Path:

@@ -6,12 +6,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from small_run import SmallRuns
+from small_run import SmallRuns, strike_at
 
 from assay.runs import checkpoints
 from assay.train.stopping import Stopped, Stopping
@@ -27,24 +25,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
     small = SmallRuns(tmp_path_factory.mktemp("stopping"))
     assert small.train(*WORDS) == 0
     return small
-
-
-def at(monkeypatch: pytest.MonkeyPatch, target: str, call: int, strike: Callable[[], None]) -> None:
-    """Strike within the `call`th call of `target` (from 1), then let it go on."""
-    from importlib import import_module
-
-    place, _, name = target.rpartition(".")
-    module, _, owner = place.partition(":")
-    holder: Any = getattr(import_module(module), owner) if owner else import_module(module)
-    original, calls = getattr(holder, name), []
-
-    def struck(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == call:
-            strike()
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(holder, name, struck)
 
 
 COLLECT, UPDATE = "assay.rollout.collect:Collector.collect", "assay.train.update:Updater.update"
@@ -72,7 +52,7 @@ def stopped_and_resumed(
 ) -> None:
     target, call, saved = place
     with monkeypatch.context() as patch:
-        at(patch, target, call, strike)
+        strike_at(patch, target, call, strike)
         assert small.train(*WORDS, *words, "--name", name) == 143
     path = small.runs / name
     assert checkpoints.last_sound(path) == (saved, [])
@@ -136,7 +116,7 @@ def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
 
     name = "at-once-" + target.rpartition(".")[2]
     with monkeypatch.context() as patch:
-        at(patch, target, 2, strike)
+        strike_at(patch, target, 2, strike)
         assert whole.train(*WORDS, "--name", name) == 130
     assert checkpoints.last_sound(whole.runs / name) == (0, [])
     assert "stopped with a checkpoint of step 0" in capfd.readouterr().out
@@ -153,7 +133,7 @@ def test_stopping_twice_in_the_same_evaluation_is_no_different(
 
     for call, start in ((2, True), (1, False)):
         with monkeypatch.context() as patch:
-            at(patch, "assay.train.stages.evaluate", call, strike)
+            strike_at(patch, "assay.train.stages.evaluate", call, strike)
             words = (*WORDS, "--name", "twice", "--save.grace_s", 0.1)
             assert (whole.train(*words) if start else whole.resume("twice")) == 143
         assert checkpoints.last_sound(whole.runs / "twice") == (3, [])

@@ -254,6 +254,8 @@ def save(parts: Parts, metrics: Mapping[str, float]) -> None:
     """A checkpoint, noted as the best one where it is."""
     path, best = parts.run.path, is_best(parts, metrics)
     parts.state.wall_s = time.perf_counter() - parts.clock
+    if best:
+        parts.state.best = {"step": parts.state.step, "value": metrics["eval/accuracy"]}
     checkpoint.save(path, parts.state, parts.updater.policy, parts.updater.optimizer, parts.tokenizer)
     if best:
         checkpoints.set_best(path, parts.state.step, metrics["eval/accuracy"])

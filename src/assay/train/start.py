@@ -69,6 +69,8 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
         parts.stream.cursor = parts.state.cursor
         parts.clock -= parts.state.wall_s
     run.cut_back(-1 if step is None else step)  # last: a resume that fails leaves the run as it was
+    if parts.state.best:  # the note of it may have been cut back too, or never written
+        checkpoints.set_best(run.path, **parts.state.best)
     parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, run)
     return parts
 
