@@ -225,6 +225,8 @@ class LoopConfig(Section):
     """most tokens in one forward and backward pass; memory goes with it, the result does not"""
     max_train_prompts: Count = 0
     """use only the first so many prompts of the train split; 0: all"""
+    max_skipped: Count = 5
+    """stop after so many steps in a row whose loss or gradient was not finite; 0: never"""
 
 
 class SftConfig(Section):
@@ -282,6 +284,8 @@ class SaveConfig(Section):
     """latest checkpoints kept, besides the best one and the start"""
     rollouts: Annotated[int, Field(ge=-1)] = -1
     """steps whose rollouts are kept on disk; -1: all, 0: none"""
+    grace_s: NonNegative = 30.0
+    """seconds that a step may take to end after Ctrl-C or SIGTERM; later, sampling or an evaluation is broken off"""
 
 
 class LogConfig(Section):

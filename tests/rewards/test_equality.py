@@ -175,6 +175,33 @@ x^{x^{x^{x}}}
 999999999!
 9!!!!
 {5
+(x+1)^{9999}
+(x+y+z)^{500}
+(a+b+c+d+e+f)^{12}
+(1+\sqrt{2})^{5000}
+((9^{999})^{999})^{999}
+(9^{499})^{199}
+\sqrt{9999^{9999}-1}
+\frac{x^{999}-1}{x-1}
+\sin^{99}(x)\cos^{99}(x)
+\int_0^1 \frac{\sin(x^7)}{\cos(x)+x^9} dx
+\sum_{n=1}^{9999} \frac{1}{n}
+\prod_{n=1}^{9999} n^n
+\binom{99999999}{44444444}
+\{x_0^2,x_1^2,x_2^2,x_3^2,x_4^2,x_5^2,x_6^2,x_7^2,x_8^2,x_9^2,x_{10}^2,x_{11}^2\}
+"""
+
+# Large, but no trouble: the limits leave them to the comparison.
+LARGE = r"""
+2^{2010}+1 | 2^{2010}+2
+(x+1)^{20} | (x+2)^{20}
+(x+y)^{12} | x+y
+(1+\sqrt{5})^{100} | \sqrt{5}
+(x^2)^{9} | x
+\{1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20\} | \{1,2\}
+\sin^{2}(x) | \cos^{2}(x)
+\pi^{2}/6 | \pi/6
+\binom{100}{50}x | x
 """
 
 
@@ -214,6 +241,11 @@ def test_hostile_and_senseless_answers_are_refused_at_once(answer: str) -> None:
     with pytest.raises(Unreadable):
         equal(answer, "5")
     assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize(("answer", "gold"), pairs(LARGE))
+def test_large_answers_within_the_limits_are_compared(answer: str, gold: str) -> None:
+    assert not equal(answer, gold) and equal(answer, answer.replace("x", " x"))
 
 
 def test_ten_megabytes_are_refused_at_once() -> None:

@@ -79,16 +79,14 @@ HOSTILE = [
 ]
 
 
-def test_hostile_answers_cost_at_most_their_limit() -> None:
-    limit = 1.0
-    with JudgePool(MathJudge(), workers=2, timeout_s=limit) as pool:
+def test_hostile_answers_are_judged_by_their_size_and_not_by_the_clock() -> None:
+    with JudgePool(MathJudge(), workers=2, timeout_s=30) as pool:
         pool.judge([(r"\boxed{\sqrt{4}}", "2", {})] * 2)  # loads math-verify in both
         started = time.perf_counter()
         verdicts = pool.judge([(text, "5", {}) for text in HOSTILE])
         seconds = time.perf_counter() - started
         assert pool.judge([(r"\boxed{5}", "5", {})])[0].correct
-    allowed = {Status.TIMEOUT, Status.UNPARSABLE, Status.NO_ANSWER, Status.WRONG}
-    assert {v.status for v in verdicts} <= allowed, verdicts
+    assert {v.status for v in verdicts} <= {Status.UNPARSABLE, Status.NO_ANSWER, Status.WRONG}, verdicts
     assert [v.status for v in verdicts[:4]] == [Status.UNPARSABLE] * 2 + [Status.NO_ANSWER, Status.UNPARSABLE]
     assert all(v.reward == 0.0 and (v.detail or v.status is Status.WRONG) for v in verdicts)
     assert seconds < 30

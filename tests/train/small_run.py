@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
+from safetensors.torch import load_file
+
 from assay.cli.main import main
+from assay.models import fingerprint, load_model
+from assay.runs import checkpoints
+from assay.runs.rollouts import read_rollouts
 
 # Random models solve nothing: a reward that looks at the letters gives every group winners and losers.
 REWARD = """
@@ -75,9 +86,56 @@ class SmallRuns:
     def checkpoint(self, step: int, name: str = "small") -> Path:
         return self.runs / name / "checkpoints" / f"step-{step:06d}"
 
+    def same_run(self, one: str, other: str, steps: int) -> None:
+        """Weights, moments, metrics, answers and results of two runs are equal to the last bit, but for clocks."""
+        first, second = (self.checkpoint(steps, name) for name in (one, other))
+        for part in ("model/model.safetensors", "optimizer.safetensors"):
+            left, right = load_file(first / part), load_file(second / part)
+            assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
+        left_model, right_model = (load_model(str(folder / "model")) for folder in (first, second))
+        assert fingerprint(left_model.weights()) == fingerprint(right_model.weights())
+        assert self.timeless(one) == self.timeless(other)
+        assert sum(row.get("optim/grad_norm", 0) > 0 for row in self.metrics(one)) > 1  # or there was nothing to repeat
+        for step in range(1, steps + 1):
+            assert read_rollouts(self.runs / one, step) == read_rollouts(self.runs / other, step)
+        for folder in ("rollouts", "evals"):
+            files = [{file.name for file in (self.runs / name / folder).iterdir()} for name in (one, other)]
+            assert files[0] == files[1]
+        for file in (self.runs / one / "evals").iterdir():
+            assert file.read_bytes() == (self.runs / other / "evals" / file.name).read_bytes()
+        clocks = ("run", "wall_s", "sft")
+        summaries = [{k: v for k, v in self.summary(name).items() if k not in clocks} for name in (one, other)]
+        assert summaries[0] == summaries[1]
+        assert checkpoints.read_best(self.runs / one) == checkpoints.read_best(self.runs / other)
+        assert checkpoints.steps(self.runs / one) == checkpoints.steps(self.runs / other)
+
+    def process(self, *words: object) -> subprocess.Popen[str]:
+        """The real command line, in a process that can be killed."""
+        command = [sys.executable, "-m", "assay", *map(str, words), "--runs_dir", str(self.runs)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=self.folder
+        )
+
     def files(self) -> dict[str, bytes]:
         """Everything there is, to see whether anything was overwritten."""
         return {str(p.relative_to(self.folder)): p.read_bytes() for p in self.folder.rglob("*") if p.is_file()}
+
+
+def strike_at(monkeypatch: pytest.MonkeyPatch, target: str, call: int, strike: Callable[[], None]) -> None:
+    """Strike within the `call`th call of `target` (from 1), then let it go on."""
+    place, _, name = target.rpartition(".")
+    module, _, owner = place.partition(":")
+    holder: Any = getattr(import_module(module), owner) if owner else import_module(module)
+    original, calls = getattr(holder, name), []
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            strike()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(holder, name, struck)
 
 
 def gpt2_folder(folder: Path, chat: bool = True) -> Path:

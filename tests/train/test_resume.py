@@ -10,7 +10,6 @@ import pytest
 from safetensors.torch import load_file
 from small_run import SmallRuns
 
-from assay.models import fingerprint, load_model
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
 
@@ -50,16 +49,6 @@ class Stop(Exception):
     pass
 
 
-@pytest.fixture
-def one_thread():
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The process dies while it samples for the step after `step`."""
     from assay.train import loop, stages
@@ -70,24 +59,6 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         return stages.sample(parts)
 
     monkeypatch.setattr(loop, "sample", sample)
-
-
-def same_run(small: SmallRuns, one: str, other: str) -> None:
-    first, second = (small.checkpoint(STEPS, name) for name in (one, other))
-    for part in ("model/model.safetensors", "optimizer.safetensors"):
-        left, right = load_file(first / part), load_file(second / part)
-        assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
-    left_model, right_model = (load_model(str(folder / "model")) for folder in (first, second))
-    assert fingerprint(left_model.weights()) == fingerprint(right_model.weights())
-    assert small.timeless(one) == small.timeless(other)
-    assert sum(row.get("optim/grad_norm", 0) > 0 for row in small.metrics(one)) > 1  # or there was nothing to repeat
-    for step in range(1, STEPS + 1):
-        assert read_rollouts(small.runs / one, step) == read_rollouts(small.runs / other, step)
-    clocks = ("run", "wall_s", "sft")
-    summaries = [{k: v for k, v in small.summary(name).items() if k not in clocks} for name in (one, other)]
-    assert summaries[0] == summaries[1]
-    assert checkpoints.read_best(small.runs / one) == checkpoints.read_best(small.runs / other)
-    assert checkpoints.steps(small.runs / one) == checkpoints.steps(small.runs / other)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -104,7 +75,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(
     assert checkpoints.last(small.runs / "stopped") == 2
     assert not (small.runs / "stopped" / "summary.json").exists()
     assert small.resume("stopped") == 0
-    same_run(small, "small", "stopped")
+    small.same_run("small", "stopped", STEPS)
     assert small.summary("stopped")["steps"] == STEPS
 
 
@@ -121,7 +92,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(
     (stopped / "reference" / "model.safetensors").write_bytes(b"half")  # it died while setting it aside
     (stopped / "summary.json").unlink()
     assert small.resume("stopped") == 0
-    same_run(small, "small", "stopped")
+    small.same_run("small", "stopped", STEPS)
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +106,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.Capt
     assert small.resume("stopped") == 0
     said = capsys.readouterr().out
     assert "is damaged" in said and "from step 2" in said
-    same_run(small, "small", "stopped")
+    small.same_run("small", "stopped", STEPS)
 
 
 def test_a_longer_run_goes_on_from_a_finished_one(tmp_path: Path) -> None:

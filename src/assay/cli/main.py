@@ -7,6 +7,7 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -51,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"assay: the disk is full ({error.filename or error.strerror}): free some space first", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("assay: stopped", file=sys.stderr)
-        return 130
+        return 128 + getattr(stop, "signum", signal.SIGINT)  # as a shell says it of what a signal ended
 
 
 def dispatch(words: list[str]) -> int:

@@ -87,18 +87,29 @@ def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
 
 
 def go(parts: Any, console: Console) -> int:
+    from assay.runs import checkpoints
     from assay.train.loop import train
+    from assay.train.stages import stoppable
 
+    path = parts.run.path
     try:
-        with parts.run, parts.collector.judge:
+        with parts.run, parts.collector.judge, stoppable(parts):
             summary = train(parts)
     except KeyboardInterrupt:
         console.stop()
-        console.note(f"stopped at step {parts.state.step}; go on with: assay train --resume {parts.run.path}")
+        saved = checkpoints.last(path)
+        where = "before the first checkpoint" if saved is None else f"with a checkpoint of step {saved}"
+        console.note(f"stopped {where}; go on with: assay train --resume {path}")
         raise
+    except Exception as error:
+        if isinstance(error, UserError) or not checkpoints.disk_is_full(error):
+            raise
+        raise UserError(
+            f"the disk is full: free some space and go on with: assay train --resume {path} (checkpoints are intact)"
+        ) from error
     finally:
         console.stop()
-    show(summary, parts.run.path, console)
+    show(summary, path, console)
     return 0
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from assay.rewards.limits import Unreadable, UnreadableGold, check_expression
+from assay.rewards.limits import Unreadable, UnreadableGold, check_expression, check_work
 
 # A worker process puts its own here, to stop the clock of an answer while the library loads.
 loading: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -37,6 +37,7 @@ _NO_LIMIT: dict[str, Any] = {"timeout_seconds": None, "raise_on_error": True}
 def same_expression(answer: str, gold: str) -> bool:
     """Whether two tidied expressions are equal to math-verify; Unreadable if only the gold one can be parsed."""
     check_expression(answer)
+    check_work(answer)
     library = _library()
     gold_parsed = _parse_gold(gold)
     if not gold_parsed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 MAX_ANSWER_CHARS = 2_000  # of an extracted answer
@@ -11,6 +12,12 @@ MAX_SYMBOLIC_CHARS = 1_000  # of an expression handed to math-verify
 MAX_DEPTH = 10  # of nested brackets in such an expression
 MAX_POWER_DIGITS = 4  # of an integer exponent there
 MAX_FACTORIAL_DIGITS = 3
+MAX_BINOMIAL_DIGITS = 4
+MAX_RESULT_DIGITS = 1_000  # of a number raised to a power
+MAX_TERMS = 200  # that a bracket has when its power is multiplied out
+MAX_SYMBOL_POWER = 300
+MAX_FUNCTION_POWER = 20
+MAX_PARTS, MAX_SYMBOLIC_PARTS = 24, 8  # of a list or a set: each is compared with each
 
 _BRACKET = re.compile(r"\\[{}]|[{}()\[\]]")
 _RAISED = r"\s*(?:\^|\*\*)[\s{(]*"
@@ -18,6 +25,11 @@ _POWER_TOWER = re.compile(rf"{_RAISED}[\w.\\]+{_RAISED}[\w.\\]+{_RAISED}")
 _POWER_OF_POWER = re.compile(rf"{_RAISED}([0-9]+){_RAISED}([0-9]+)")
 _LONG_POWER = re.compile(rf"(?:\^|\*\*)\s*[{{(\s]*[-+]?\s*[0-9][0-9,]{{{MAX_POWER_DIGITS},}}")
 _LONG_FACTORIAL = re.compile(rf"[0-9]{{{MAX_FACTORIAL_DIGITS + 1},}}[)}}\s]*!|!\s*[)}}]*\s*!")
+_UNFINISHED = re.compile(r"\\(?:i*int|oint|sum|prod|lim)(?![A-Za-z])")
+_LONG_BINOMIAL = re.compile(rf"binom[^0-9]{{0,9}}[0-9]{{{MAX_BINOMIAL_DIGITS + 1},}}")
+_POWER = re.compile(rf"([0-9][0-9.]*|\\[A-Za-z]+|[A-Za-z]|[)\]}}]){_RAISED}([0-9]+)")
+_SYMBOL = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
+_SIGN = re.compile(r"[-+]")
 _LONG_NUMBER = re.compile(rf"[0-9]{{{MAX_DIGITS + 1},}}")
 
 
@@ -52,6 +64,46 @@ def check_expression(text: str) -> None:
         raise Unreadable("the factorial is too large")
     if _LONG_NUMBER.search(text):
         raise Unreadable(f"a number has more than {MAX_DIGITS} digits")
+
+
+def check_work(text: str) -> None:
+    """Refuse short answers that a computer algebra system works on for seconds: the clock should not judge them."""
+    if _UNFINISHED.search(text):
+        raise Unreadable("an integral, sum, product or limit is not worked out")
+    if _LONG_BINOMIAL.search(text):
+        raise Unreadable("the binomial coefficient is too large")
+    most = MAX_SYMBOLIC_PARTS if _SYMBOL.search(text) else MAX_PARTS
+    if text.count(",") >= most:
+        raise Unreadable(f"the answer has more than {most} parts")
+    for power in _POWER.finditer(text):
+        if _work(text, power) > 1:
+            raise Unreadable("the powers are too large")
+
+
+def _work(text: str, power: re.Match[str]) -> float:
+    """How much a power asks for, as a multiple of what it may."""
+    base, exponent = power[1], int(power[2])
+    if base[0].isdigit():
+        return exponent * math.log10(max(int(base.replace(".", "")), 1)) / MAX_RESULT_DIGITS
+    if base[0].isalpha():
+        return exponent / MAX_SYMBOL_POWER
+    if base[0] == "\\":
+        return exponent / MAX_FUNCTION_POWER
+    inside = _inside(text, power.start())
+    terms = len(_SIGN.findall(inside))
+    if not terms:
+        return math.prod((int(inner) for _, inner in _POWER.findall(inside)), start=exponent) / MAX_SYMBOL_POWER
+    return math.comb(exponent + terms, terms) / MAX_TERMS
+
+
+def _inside(text: str, end: int) -> str:
+    """What the bracket encloses that is closed at `end`; brackets of all kinds count alike."""
+    depth = 0
+    for start in range(end, -1, -1):
+        depth += (text[start] in ")]}") - (text[start] in "([{")
+        if depth == 0:
+            return text[start:end]
+    return text[:end]
 
 
 def _check_powers(text: str) -> None:

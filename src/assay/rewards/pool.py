@@ -193,9 +193,10 @@ class _WorkerThread(threading.Thread):
                 raise _StartFailed(f"a judging process was not ready after {START_LIMIT_S:g} s")
             message = receive(process.stdout.fileno())
         except (EOFError, BrokenPipeError):
-            raise _StartFailed(
-                f"a judging process died at its start ({self._discard()}); see its error output"
-            ) from None
+            how = self._discard()
+            if self._stopping:
+                raise RuntimeError("the judge pool was closed") from None
+            raise _StartFailed(f"a judging process died at its start ({how}); see its error output") from None
         except _StartFailed:
             self._discard()
             raise

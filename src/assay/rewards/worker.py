@@ -20,7 +20,10 @@ ORPHAN_GRACE_S = 120.0
 
 def main() -> None:
     incoming, outgoing = _take_pipes()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair: it closes our stdin
+    # Ctrl-C and a scheduler's SIGTERM are the parent's affair: it closes our stdin. To die before it does would give a
+    # wrong verdict. (A handler, unlike SIG_IGN, is not passed on to what users' functions start.)
+    for asked in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(asked, lambda *_: None)
     try:
         setup = receive(incoming)
         judge = _start(setup)

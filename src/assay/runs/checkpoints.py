@@ -45,7 +45,8 @@ def saving(run_path: Path, step: int) -> Iterator[Path]:
         os.rename(temporary, target)
         sync_folder(target.parent)
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)  # frees the space that ran out, among other things
+        if target.exists() or not is_complete(temporary):  # else it is the only one, and `recover` gives it its name
+            shutil.rmtree(temporary, ignore_errors=True)  # frees the space that ran out, among other things
         if disk_is_full(error):
             raise UserError(
                 f"the disk is full: no checkpoint of step {step} in {target.parent}, earlier ones are intact; "

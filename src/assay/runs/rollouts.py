@@ -2,7 +2,7 @@
 
 `rollouts/step-N.jsonl` has one line a rollout; `rollouts/step-N.npz` holds flat arrays in the same order, cut by
 `offsets`. The arrays are in place before the lines are: a step whose .jsonl exists is whole. Evaluations keep the lines
-only, in `evals/`.
+only, in `evals/`; batches that could not be learnt from are in `skipped/`, with a .json that says why.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from assay.runs.files import json_line, number, remove_temporaries, replacing
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
 
-Kind = Literal["train", "eval"]
-_FOLDERS = {"train": "rollouts", "eval": "evals"}
-_STEP_NAME = re.compile(r"step-(\d+)(?:-.+)?\.(?:jsonl|npz)")
+Kind = Literal["train", "eval", "skipped"]
+_FOLDERS = {"train": "rollouts", "eval": "evals", "skipped": "skipped"}
+_STEP_NAME = re.compile(r"step-(\d+)(?:-.+)?\.(?:jsonl?|npz)")
 
 
 def rollout_path(run_path: Path, step: int, kind: Kind = "train", split: str = "") -> Path:
@@ -40,7 +40,7 @@ def write_rollouts(
     """Write a step's groups. `trainer_logprobs`: for each rollout in order, one for each of its tokens."""
     path = rollout_path(run_path, step, kind, split)
     path.parent.mkdir(exist_ok=True)
-    if kind == "train":
+    if kind != "eval":
         with replacing(path.with_suffix(".npz")) as file:
             np.savez(file, **_arrays(groups, trainer_logprobs))  # type: ignore[arg-type]  # its allow_pickle is a bool
     with replacing(path) as file:
@@ -49,9 +49,9 @@ def write_rollouts(
     return path
 
 
-def read_rollouts(run_path: Path, step: int) -> list[Group]:
+def read_rollouts(run_path: Path, step: int, kind: Kind = "train") -> list[Group]:
     """The groups of a training step as they were written (groups without rollouts leave no trace)."""
-    lines, arrays = read_lines(run_path, step), read_arrays(run_path, step)
+    lines, arrays = read_lines(run_path, step, kind), read_arrays(run_path, step, kind)
     offsets = arrays["offsets"].tolist()
     if len(offsets) != len(lines) + 1:
         raise UserError(f"{rollout_path(run_path, step)} and the .npz beside it do not belong together: delete both")
@@ -77,9 +77,9 @@ def read_lines(run_path: Path, step: int, kind: Kind = "train", split: str = "")
         raise UserError(f"{path} is damaged ({error}): delete it") from error
 
 
-def read_arrays(run_path: Path, step: int) -> dict[str, np.ndarray]:
+def read_arrays(run_path: Path, step: int, kind: Kind = "train") -> dict[str, np.ndarray]:
     """token_ids, loss_mask, engine_logprobs, sampling_logprobs (flat), offsets, advantages, maybe trainer_logprobs."""
-    path = rollout_path(run_path, step).with_suffix(".npz")
+    path = rollout_path(run_path, step, kind).with_suffix(".npz")
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
@@ -142,7 +142,7 @@ def _line(index: int, rollout: Rollout, kind: Kind) -> dict[str, Any]:
         "truncated": last is not None and last.finish is Finish.LENGTH,
         "version": last and last.version,
     }
-    if kind == "train":
+    if kind != "eval":
         line |= {
             "advantage": rollout.advantage,
             "masked": rollout.masked,

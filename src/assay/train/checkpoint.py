@@ -33,6 +33,9 @@ class State:
     cursor: int = 0  # prompts taken from the stream
     tokens: int = 0  # written by the policy in training so far
     wall_s: float = 0.0  # of everything, over all resumes
+    skipped: int = 0  # steps in a row with a loss or gradient that was not finite
+    best: dict[str, Any] | None = None  # step and value of the best checkpoint so far
+    unmeasured: dict[str, float] | None = None  # metrics so far of a step whose evaluation was left when stopping
     facts: dict[str, Any] = field(default_factory=dict)  # what the summary needs from before, e.g. the warm start
 
 

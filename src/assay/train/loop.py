@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from assay.train.stages import Parts, begin, describe, due, finish, is_best, learning_rate, log, measure, sample, save
+from assay.train.stages import Parts, begin, close, count_faults, describe, finish, learning_rate, sample
 from assay.train.stages import keep_rollouts as keep
 from assay.train.sync import sync_weights
 
@@ -15,6 +15,8 @@ def train(parts: Parts) -> dict[str, Any]:
     cfg, state = parts.cfg, parts.state
     if not parts.resumed:
         begin(parts)
+    if state.unmeasured is not None:  # the evaluation of its last step was left when the run was stopped
+        close(parts, state.unmeasured, time.perf_counter())
     parts.console.start(parts.total_steps, parts.run.name, state.step)
     while state.step < parts.total_steps:
         started = time.perf_counter()
@@ -30,10 +32,7 @@ def train(parts: Parts) -> dict[str, Any]:
         metrics |= {"time/sample": sampled - started, "time/train": trained - sampled, "time/sync": synced - trained}
         metrics |= {f"time/{part}": seconds for part, seconds in parts.collector.seconds.items()}
         keep(parts, [*groups, *dropped])
-        if due(cfg.eval.every, parts):
-            metrics |= measure(parts, cfg.eval.split)
-        log(parts, metrics | {"time/step": time.perf_counter() - started})
-        if due(cfg.save.every, parts) or is_best(parts, metrics):
-            save(parts, metrics)
+        count_faults(parts, groups)
+        close(parts, metrics, started)
     parts.console.stop()
     return finish(parts)

@@ -11,6 +11,7 @@ from assay.algos import Algorithm
 from assay.config import SftConfig
 from assay.text import Renderer
 from assay.train.data import PromptStream
+from assay.train.faults import diagnosis, hopeless
 from assay.train.optim import make_adamw, rate
 from assay.train.pack import Row
 from assay.train.update import Updater
@@ -21,18 +22,27 @@ IMITATION = Algorithm(advantage="none", policy_loss="reinforce", aggregate="toke
 
 
 def warm_start(
-    updater: Updater, renderer: Renderer, prompts: Sequence[Prompt], cfg: SftConfig, seed: int
+    updater: Updater, renderer: Renderer, prompts: Sequence[Prompt], cfg: SftConfig, seed: int, max_skipped: int = 0
 ) -> Iterator[dict[str, float]]:
-    """Train on `cfg.steps` batches of solutions; yields each step's metrics."""
+    """Train on `cfg.steps` batches of solutions; yields each step's metrics. Gives up like the loop (see `faults`)."""
     stream = PromptStream(prompts, seed)
     imitator = replace(
         updater, optimizer=make_adamw(updater.policy, cfg.lr, weight_decay=cfg.weight_decay), temperature=1.0
     )
+    in_a_row = 0
     for step in range(cfg.steps):
         rows = solution_rows(stream.next(cfg.batch), renderer, updater.policy.max_length)
         lr = cfg.lr * rate("linear", step, cfg.steps, cfg.warmup)
-        sums, norm, _ = imitator.step(rows, IMITATION, lr)
-        yield {"sft/loss": float(sums.losses["loss/policy"]), "sft/grad_norm": norm, "sft/lr": lr}
+        sums, norm, skipped = imitator.step(rows, IMITATION, lr)
+        in_a_row = in_a_row + 1 if skipped else 0
+        yield {
+            "sft/loss": float(sums.losses["loss/policy"]),
+            "sft/grad_norm": norm,
+            "sft/lr": lr,
+            "sft/skipped": float(skipped),
+        }
+        if skipped and hopeless(imitator.faults, in_a_row, max_skipped):
+            raise diagnosis(imitator.faults[-1], in_a_row)
     updater.token_budget = imitator.token_budget
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +20,14 @@ from assay.runs.console import Console
 from assay.runs.curves import draw_curves
 from assay.runs.trackers import Tracker
 from assay.text import Tokenizer
-from assay.train import checkpoint
+from assay.train import checkpoint, faults
 from assay.train.checkpoint import State
 from assay.train.data import PromptStream
 from assay.train.optim import rate
 from assay.train.reference import freeze_reference
 from assay.train.setup import eval_params
 from assay.train.sft import warm_start
+from assay.train.stopping import Stopped, Stopping
 from assay.train.sync import sync_weights
 from assay.train.update import Updater
 from assay.types import Group, Prompt
@@ -48,9 +50,25 @@ class Parts:
     state: State
     console: Console
     clock: float  # when the run began, less what earlier sittings took
+    stopping: Stopping
     resumed: bool = False
     warned: bool = False  # of a judge that fails now and then
     trackers: list[Tracker] = field(default_factory=list)
+
+
+@contextmanager
+def stoppable(parts: Parts) -> Iterator[None]:
+    """While this lasts, a signal ends the run with a checkpoint of all that is done."""
+    state, path = parts.state, parts.run.path
+    with parts.stopping.watching():
+        try:
+            yield
+        except Stopped as stopped:
+            saved = checkpoints.last(path)
+            begun = saved is not None or state.unmeasured is not None  # before that there is nothing to keep
+            if begun and saved != state.step and not stopped.at_once:
+                save(parts, {})
+            raise
 
 
 def begin(parts: Parts) -> None:
@@ -58,16 +76,18 @@ def begin(parts: Parts) -> None:
 
     A run that is nothing but a warm start is measured before it instead.
     """
-    cfg = parts.cfg
+    cfg, state = parts.cfg, parts.state
     if parts.updater.policy.lora is not None:
         checkpoint.save_base(parts.run.path, parts.updater.policy, parts.tokenizer)
-    if parts.total_steps and cfg.sft.steps:
+    if parts.total_steps and cfg.sft.steps and "sft" not in state.facts:  # it is, where the measurement was left
         imitate(parts)
+    state.unmeasured = {} if parts.total_steps else None
     log(parts, measure(parts, cfg.eval.final_split, "before"))
     if not parts.total_steps:
         imitate(parts)
     elif parts.algo.needs_reference:
         freeze_reference(parts.updater, parts.run.path)
+    state.unmeasured = None
     save(parts, {})
 
 
@@ -76,8 +96,11 @@ def imitate(parts: Parts) -> None:
     started = time.perf_counter()
     metrics: dict[str, float] = {}
     console.start(cfg.sft.steps, f"{parts.run.name}: warm start")
-    steps = warm_start(parts.updater, parts.collector.renderer, parts.demonstrations, cfg.sft, cfg.seed)
+    steps = warm_start(
+        parts.updater, parts.collector.renderer, parts.demonstrations, cfg.sft, cfg.seed, cfg.train.max_skipped
+    )
     for step, metrics in enumerate(steps, 1):
+        parts.stopping.check()
         parts.run.log(0, {"sft/step": step, **metrics})
         console.step(step, metrics)
         for tracker in parts.trackers:
@@ -94,6 +117,7 @@ def imitate(parts: Parts) -> None:
 def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
     """One step's groups, and those the algorithm dropped; new prompts replace dropped ones for as long as it allows."""
     cfg, state = parts.cfg, parts.state
+    parts.stopping.check()
     parts.collector.engine.forget()  # a run that is resumed here has no evaluation's prompts to fall back on
     params = SamplingParams(
         n=cfg.train.samples,
@@ -111,7 +135,8 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
     parts.collector.seconds.clear()
     for _ in range(1 + parts.algo.resample):
         prompts = parts.stream.next(cfg.train.prompts - len(kept))
-        judged = parts.collector.collect(prompts, params, (cfg.seed, state.step), seen=seen)
+        with parts.stopping.leavable():
+            judged = parts.collector.collect(prompts, params, (cfg.seed, state.step), seen=seen)
         groups, rejected = parts.algo.keep(judged)
         kept += groups
         dropped += rejected
@@ -161,7 +186,8 @@ def measure(parts: Parts, split: str, label: str = "eval") -> dict[str, float]:
     cfg = parts.cfg
     params = eval_params(cfg.eval, cfg.sampling)
     started = time.perf_counter()
-    report, groups = evaluate(parts.collector, parts.evaluations[f"{label}:{split}"], params, cfg.seed)
+    with parts.stopping.leavable():
+        report, groups = evaluate(parts.collector, parts.evaluations[f"{label}:{split}"], params, cfg.seed)
     rollouts.write_rollouts(parts.run.path, parts.state.step, groups, "eval", split=f"{label}-{split}")
     found = report.summary()
     return {
@@ -182,6 +208,29 @@ def keep_rollouts(parts: Parts, groups: Sequence[Group]) -> None:
     if count:
         rollouts.write_rollouts(parts.run.path, parts.state.step, groups)
         rollouts.keep_rollouts(parts.run.path, "all" if count < 0 else count)
+
+
+def count_faults(parts: Parts, groups: Sequence[Group]) -> None:
+    """Steps in a row that had an update with a loss or gradient that was not finite; their batches are set aside."""
+    found, state = parts.updater.faults, parts.state
+    state.skipped = state.skipped + 1 if found else 0
+    if found:
+        faults.set_aside(parts.run.path, state.step, groups, found)
+
+
+def close(parts: Parts, metrics: dict[str, float], started: float) -> None:
+    """The end of a step: measured where that is due, logged, saved. Left while it is measured, it is made up for."""
+    cfg, state = parts.cfg, parts.state
+    state.unmeasured = metrics
+    if due(cfg.eval.every, parts):
+        metrics = metrics | measure(parts, cfg.eval.split)
+    state.unmeasured = None
+    log(parts, metrics | {"time/step": time.perf_counter() - started})
+    found = parts.updater.faults
+    if faults.hopeless(found, state.skipped, cfg.train.max_skipped):
+        raise faults.diagnosis(found[-1], state.skipped, parts.run.path)
+    if due(cfg.save.every, parts) or is_best(parts, metrics):
+        save(parts, metrics)
 
 
 def log(parts: Parts, metrics: dict[str, float]) -> None:
@@ -207,6 +256,8 @@ def save(parts: Parts, metrics: Mapping[str, float]) -> None:
     """A checkpoint, noted as the best one where it is."""
     path, best = parts.run.path, is_best(parts, metrics)
     parts.state.wall_s = time.perf_counter() - parts.clock
+    if best:
+        parts.state.best = {"step": parts.state.step, "value": metrics["eval/accuracy"]}
     checkpoint.save(path, parts.state, parts.updater.policy, parts.updater.optimizer, parts.tokenizer)
     if best:
         checkpoints.set_best(path, parts.state.step, metrics["eval/accuracy"])

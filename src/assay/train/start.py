@@ -23,6 +23,7 @@ from assay.train.data import PromptStream
 from assay.train.optim import make_optimizer
 from assay.train.reference import load_reference
 from assay.train.stages import Parts
+from assay.train.stopping import Stopping
 from assay.train.sync import sync_weights
 from assay.train.update import Updater
 from assay.types import Prompt, UserError, Verdict
@@ -45,6 +46,10 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
     """Go on from the last sound checkpoint; whatever the run wrote after it is cut back."""
     clock = time.perf_counter()
     step, complaints = checkpoints.last_sound(run.path)
+    if step is None and complaints:
+        raise UserError(
+            f"no checkpoint of {run.path} is sound ({complaints[0]}): delete {run.path / 'checkpoints'} to begin again"
+        )
     for complaint in complaints:
         console.warn(f"{complaint}: going on from an earlier checkpoint")
     if step is None:
@@ -55,17 +60,21 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
         source = str(checkpoints.folder(run.path, step) / "model")
     parts = assemble(cfg, console, source, clock)
     parts.run = run
-    if parts.algo.needs_reference:
-        kept = None if step is None else run.path
-        load_reference(parts.updater, kept, cfg.algo.reference, cfg.runs_dir, warm_start=cfg.sft.steps > 0)
     if step is not None:
         parts.state = checkpoint.load_state(run.path, step)
+        parts.resumed = step > 0 or parts.state.unmeasured is None  # else it was stopped before reinforcement began
+    if parts.algo.needs_reference:
+        kept = run.path if parts.resumed else None
+        load_reference(parts.updater, kept, cfg.algo.reference, cfg.runs_dir, warm_start=cfg.sft.steps > 0)
+    if step is not None:
         checkpoint.load_adapters(run.path, step, parts.updater.policy)
         checkpoint.load_optimizer(run.path, step, parts.updater.policy, parts.updater.optimizer)
         sync_weights(parts.updater.policy, parts.collector.engine, version=step)
-        parts.stream.cursor, parts.resumed = parts.state.cursor, True
+        parts.stream.cursor = parts.state.cursor
         parts.clock -= parts.state.wall_s
     run.cut_back(-1 if step is None else step)  # last: a resume that fails leaves the run as it was
+    if parts.state.best:  # the note of it may have been cut back too, or never written
+        checkpoints.set_best(run.path, **parts.state.best)
     parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, run)
     return parts
 
@@ -123,6 +132,7 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
         state=checkpoint.State(),
         console=console,
         clock=clock,
+        stopping=Stopping(cfg.save.grace_s),
     )
 
 

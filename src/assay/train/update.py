@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +16,7 @@ from assay.mesh import Mesh
 from assay.models import PolicyModel
 from assay.models.logprobs import token_logprobs
 from assay.models.lora import adapters_off
+from assay.train.faults import Fault, examine
 from assay.train.optim import clip_gradients, set_rate
 from assay.train.pack import MicroBatch, Row, pack, rows_of, share_rows
 from assay.train.parallel import in_lockstep, sum_gradients
@@ -33,19 +35,22 @@ class Updater:
     dtype: torch.dtype = torch.float32  # of the computation; weights stay as they are
     reference: PolicyModel | None = None  # the policy itself stands for its base: its adapters do not count here
     mesh: Mesh = field(default_factory=Mesh)  # every rank is handed all rows of a step, and takes its share
+    faults: Sequence[Fault] = ()  # what kept the last `update` from making all of its steps
 
     def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
         """`passes` times over the groups, each time in `algo.updates` optimizer steps."""
+        self.faults = []
         size = max(-(-len(groups) // algo.updates), 1)  # a filter may have dropped every group
         parts = [rows_of(groups[i : i + size], algo) for i in range(0, len(groups), size)]
         steps = [self.step(rows, algo, lr) for _ in range(passes) for rows in parts if rows]
         if not steps:
-            return {"optim/lr": lr, "optim/skipped": 1.0}
+            return {"optim/lr": lr, "optim/skipped": 1.0, "optim/non_finite": 0.0}
         sums, norms, skipped = zip(*steps, strict=True)
         return metrics(sum(sums), updates=len(steps)) | {
             "optim/lr": lr,
             "optim/grad_norm": sum(norms) / len(norms),
             "optim/skipped": float(sum(skipped)),
+            "optim/non_finite": float(len(self.faults)),
         }
 
     def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
@@ -56,12 +61,14 @@ class Updater:
             sums = sums.all_reduce(self.mesh.dp_group)
             sum_gradients(self.policy.parameters(), self.mesh)
         norm = float(clip_gradients(self.policy.parameters(), self.max_grad_norm))
-        finite = bool(torch.isfinite(torch.tensor(norm)))
+        loss = float(sums.losses["loss/total"])
+        finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
             set_rate(self.optimizer, lr)
             self.optimizer.step()
         else:
-            warnings.warn("the gradient is not finite: this update is skipped", stacklevel=2)
+            self.faults = [*self.faults, examine(self.policy, loss, norm)]
+            warnings.warn(f"{self.faults[-1].what} is not finite: this update is skipped", stacklevel=2)
         self.optimizer.zero_grad(set_to_none=True)
         return sums, norm, not finite
 

@@ -1,0 +1,83 @@
+"""Ctrl-C and a scheduler's SIGTERM: the run is asked to stop, and does so where nothing is lost.
+
+The first signal lets the step be finished. When that takes longer than the grace time, whatever changes no weights
+(sampling, an evaluation) is left in the middle. A second signal stops at once, a third ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ECHO_S = 0.3  # launchers pass a signal on that the terminal has sent to us as well: one wish, not two
+
+
+class Stopped(KeyboardInterrupt):
+    """The run was asked to stop. `except Exception` does not hold it up, and neither does a judge."""
+
+    def __init__(self, signum: int, at_once: bool = False) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum, self.at_once = signum, at_once
+
+
+class Stopping:
+    """Whether the run was asked to stop, by which signal, and whether what it is doing can be left."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.grace_s = grace_s
+        self.signum: int | None = None
+        self._asked_at = 0.0
+        self._leavable = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Heed signals until the block ends. Python hands them to the main thread only; elsewhere nothing happens."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {signum: signal.signal(signum, self._asked) for signum in SIGNALS}
+        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._grace_over)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def check(self) -> None:
+        """Between two steps: leave, if that was asked for."""
+        if self.signum is not None:
+            raise Stopped(self.signum)
+
+    @contextmanager
+    def leavable(self) -> Iterator[None]:
+        """A block that can be broken off at any point once the grace time is over: it changes nothing that is saved."""
+        if self.signum is not None and time.monotonic() - self._asked_at >= self.grace_s:
+            raise Stopped(self.signum)
+        self._leavable = True
+        try:
+            yield
+        finally:
+            self._leavable = False
+
+    def _asked(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum is None:
+            self.signum, self._asked_at = signum, time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, max(self.grace_s, 1e-6), 1.0)  # again, should somebody swallow it
+            # Not through the console: its lock may be held, or its buffer half written, where the signal struck.
+            with suppress(OSError):
+                os.write(2, b"\nassay: finishing the step, then saving; once more stops at once\n")
+        elif time.monotonic() - self._asked_at > ECHO_S:
+            for known in SIGNALS:
+                signal.signal(known, signal.SIG_DFL)
+            raise Stopped(signum, at_once=True)
+
+    def _grace_over(self, signum: int, frame: FrameType | None) -> None:
+        if self._leavable and self.signum is not None:
+            raise Stopped(self.signum)

@@ -1,0 +1,134 @@
+"""Losses and gradients that are not finite: skipped, counted, set aside, and in the end told."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import SmallRuns
+
+from assay.runs.rollouts import read_rollouts
+
+pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
+
+# A loss of one's own that is poisoned for as long as a file lies beside it; steps are told apart by its number.
+LOSS = """
+from pathlib import Path
+import torch
+calls = [0]
+
+class PoisonedGradient(torch.autograd.Function):
+    forward = staticmethod(lambda context, values: values.clone())
+    backward = staticmethod(lambda context, gradient: gradient * float("inf"))
+
+def loss(logprobs, behaviour, advantages, low, high):
+    calls[0] += 1
+    poison = Path(__file__).with_name("poison").read_text().split()
+    if str(calls[0]) in poison[1:] or poison[1:] == ["all"]:
+        logprobs = PoisonedGradient.apply(logprobs) if poison[0] == "gradient" else logprobs * float(poison[0])
+    return -advantages * logprobs, {}
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> SmallRuns:
+    small = SmallRuns(tmp_path)
+    (tmp_path / "loss.py").write_text(LOSS)
+    return small
+
+
+def train(small: SmallRuns, poison: str, *words: object) -> int:
+    (small.folder / "poison").write_text(poison)
+    changes = ("--algo.policy_loss", f"{small.folder}/loss.py:loss", "--train.steps", 6, "--save.every", 2)
+    return small.train(*changes, *words)
+
+
+@pytest.mark.parametrize("poison", ["nan", "inf", "gradient"])
+def test_a_poisoned_step_is_skipped_counted_and_set_aside(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], poison: str
+) -> None:
+    assert train(small, f"{poison} 2 4 5", "--train.max_skipped", 3) == 0
+    run = small.runs / "small"
+    rows = {row["step"]: row for row in small.metrics() if "optim/lr" in row}
+    assert [rows[step]["optim/non_finite"] for step in range(1, 7)] == [0, 1, 0, 1, 1, 0]
+    assert sorted(path.name for path in (run / "skipped").glob("*.json")) == [f"step-00000{n}.json" for n in (2, 4, 5)]
+    what = "the gradient" if poison == "gradient" else "the loss"
+    assert f"warning: {what} is not finite: this update is skipped" in capsys.readouterr().out
+    for step in (2, 4, 5):
+        assert read_rollouts(run, step, "skipped") == read_rollouts(run, step)  # rewards and advantages included
+        (update,) = json.loads((run / "skipped" / f"step-00000{step}.json").read_text())["updates"]
+        assert not math.isfinite(float(update["grad_norm"]))
+        assert math.isfinite(float(update["loss"])) == (poison == "gradient")
+        assert update["gradients"] and not update["weights"]
+    state = json.loads((small.checkpoint(6) / "state.json").read_text())
+    assert state["skipped"] == 0
+
+
+def test_a_skipped_step_leaves_weights_and_moments_alone(small: SmallRuns) -> None:
+    from safetensors.torch import load_file
+
+    assert train(small, "nan 3", "--save.every", 1, "--save.keep", 9) == 0
+    for part in ("model/model.safetensors", "optimizer.safetensors"):
+        before, after, later = (load_file(small.checkpoint(step) / part) for step in (2, 3, 4))
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert any(not torch.equal(after[key], later[key]) for key in after)
+
+
+def test_after_too_many_in_a_row_the_run_stops_with_a_diagnosis(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(small, "nan 4 5 6", "--train.max_skipped", 2) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.count("\n") == 0 and "the loss was not finite for 2 steps in a row (loss nan" in said
+    assert f"the batches lie in {small.runs / 'small' / 'skipped'}" in said and "optim.lr" in said
+    assert [row["step"] for row in small.metrics() if "optim/lr" in row] == [1, 2, 3, 4, 5]  # the last one is logged
+    assert small.resume("small") == 2  # from step 4, which was skipped: one more and it stops again
+    assert small.resume("small", "--train.max_skipped", 0, "--optim.lr", 1e-4) == 0
+    assert small.summary()["steps"] == 6
+
+
+def test_resuming_cuts_the_batches_back_that_are_made_again(small: SmallRuns) -> None:
+    assert train(small, "nan 3 4 5", "--train.max_skipped", 3, "--save.every", 4) == 2
+    assert len(list((small.runs / "small" / "skipped").iterdir())) == 9
+    (small.folder / "poison").write_text("nan 0")
+    assert small.resume("small", "--train.steps", 6) == 0
+    left = {path.name for path in (small.runs / "small" / "skipped").iterdir()}
+    assert left == {f"step-00000{n}.{kind}" for n in (3, 4) for kind in ("json", "jsonl", "npz")}
+
+
+def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from assay.train.update import Updater
+
+    step = Updater.step
+
+    def poisoned(self: Updater, *args: object) -> object:
+        if self.optimizer.state:  # from the second step on
+            with torch.no_grad():
+                self.policy.get_parameter("model.layers.1.mlp.down_proj.weight")[0, 0] = math.nan
+        return step(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Updater, "step", poisoned)
+    assert train(small, "nan 0", "--save.every", 1) == 2
+    said = capsys.readouterr().err.strip()
+    assert "the weight model.layers.1.mlp.down_proj.weight is not finite" in said and said.count("\n") == 0
+    assert sorted(p.name for p in (small.runs / "small" / "checkpoints").glob("step-*")) == [
+        "step-000000",
+        "step-000001",
+    ]
+
+
+def test_a_warm_start_gives_up_too(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from assay.train import sft
+
+    rows = sft.solution_rows
+    monkeypatch.setattr(sft, "solution_rows", lambda *a: [sft.replace(r, advantage=math.nan) for r in rows(*a)])
+    assert small.train("--sft.steps", 9, "--sft.batch", 2, "--train.max_skipped", 4) == 2
+    assert "the loss was not finite for 4 steps in a row" in (said := capsys.readouterr().err) and "sft.lr" in said
+    assert [row["sft/skipped"] for row in small.metrics() if "sft/step" in row] == [1.0] * 4

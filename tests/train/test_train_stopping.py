@@ -1,0 +1,184 @@
+"""Asked to stop at any place, a run saves what is done, says how to go on, and goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from small_run import SmallRuns, strike_at
+
+from assay.runs import checkpoints
+from assay.train.stopping import Stopped, Stopping
+
+pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
+STEPS = 5
+WORDS = ("--train.steps", STEPS, "--save.every", 4, "--eval.every", 3, "--sft.steps", 2, "--sft.batch", 4)
+WORDS = (*WORDS, "--algo.kl_coef", 0.1)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
+    small = SmallRuns(tmp_path_factory.mktemp("stopping"))
+    assert small.train(*WORDS) == 0
+    return small
+
+
+COLLECT, UPDATE = "assay.rollout.collect:Collector.collect", "assay.train.update:Updater.update"
+# Where the signal strikes, in which call, and the step whose checkpoint is the last afterwards.
+FINISHED: dict[str, tuple[str, int, int | None]] = {
+    "the warm start": ("assay.train.update:Updater.step", 1, None),
+    "the first evaluation": (COLLECT, 1, 0),
+    "sampling": (COLLECT, 3, 2),
+    "the update": (UPDATE, 2, 2),
+    "the weight sync": ("assay.train.loop.sync_weights", 2, 2),
+    "an evaluation": ("assay.train.stages.evaluate", 2, 3),
+    "saving": ("assay.train.checkpoint.save_file", 2, 3),
+}
+# The same where the work takes longer than the grace time, and is left.
+LEFT = {
+    "the first evaluation": (COLLECT, 1, 0),
+    "sampling": (COLLECT, 3, 1),
+    "an evaluation": ("assay.train.stages.evaluate", 2, 3),
+    "the last evaluation": ("assay.train.stages.evaluate", 4, 5),
+}
+
+
+def stopped_and_resumed(
+    small: SmallRuns, name: str, monkeypatch: pytest.MonkeyPatch, place: tuple[str, int, int | None], strike, *words
+) -> None:
+    target, call, saved = place
+    with monkeypatch.context() as patch:
+        strike_at(patch, target, call, strike)
+        assert small.train(*WORDS, *words, "--name", name) == 143
+    path = small.runs / name
+    assert checkpoints.last_sound(path) == (saved, [])
+    assert not (path / "summary.json").exists()
+    assert small.resume(name) == 0
+    small.same_run("small", name, STEPS)
+
+
+@pytest.mark.parametrize("place", FINISHED)
+def test_what_is_under_way_is_finished_and_saved(
+    whole: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str
+) -> None:
+    def strike() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    name = f"finished-{place.replace(' ', '-')}"
+    stopped_and_resumed(whole, name, monkeypatch, FINISHED[place], strike)
+    said = capfd.readouterr()
+    assert f"go on with: assay train --resume {whole.runs / name}" in said.out
+    assert "finishing the step" in said.err and "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("place", LEFT)
+def test_what_takes_longer_than_the_grace_time_is_left(
+    whole: SmallRuns, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    spent: list[float] = []
+
+    def strike() -> None:
+        started = time.monotonic()
+        signal.raise_signal(signal.SIGTERM)
+        try:
+            time.sleep(60)
+        finally:
+            spent.append(time.monotonic() - started)
+
+    name = f"left-{place.replace(' ', '-')}"
+    stopped_and_resumed(whole, name, monkeypatch, LEFT[place], strike, "--save.grace_s", 0.3)
+    assert 0.25 < spent[0] < 20
+
+
+def test_an_update_is_never_left(whole: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.5)
+
+    place = (UPDATE, 3, 3)  # the evaluation that is due after it is left at once: its time is over
+    stopped_and_resumed(whole, "update", monkeypatch, place, strike, "--save.grace_s", 0.05)
+
+
+@pytest.mark.parametrize("target", [UPDATE, "assay.train.checkpoint.save_file"])
+def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
+    whole: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], target: str
+) -> None:
+    def strike() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # as a launcher may pass it on: not a second wish
+        time.sleep(0.4)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it went on")
+
+    name = "at-once-" + target.rpartition(".")[2]
+    with monkeypatch.context() as patch:
+        strike_at(patch, target, 2, strike)
+        assert whole.train(*WORDS, "--name", name) == 130
+    assert checkpoints.last_sound(whole.runs / name) == (0, [])
+    assert "stopped with a checkpoint of step 0" in capfd.readouterr().out
+    assert whole.resume(name) == 0
+    whole.same_run("small", name, STEPS)
+
+
+def test_stopping_twice_in_the_same_evaluation_is_no_different(
+    whole: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def strike() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(60)
+
+    for call, start in ((2, True), (1, False)):
+        with monkeypatch.context() as patch:
+            strike_at(patch, "assay.train.stages.evaluate", call, strike)
+            words = (*WORDS, "--name", "twice", "--save.grace_s", 0.1)
+            assert (whole.train(*words) if start else whole.resume("twice")) == 143
+        assert checkpoints.last_sound(whole.runs / "twice") == (3, [])
+    assert whole.resume("twice") == 0
+    whole.same_run("small", "twice", STEPS)
+
+
+def test_a_real_process_ends_with_the_code_of_its_signal(whole: SmallRuns) -> None:
+    """And judging processes, which get the signal too where it goes to the whole group, do not answer for it."""
+    words = (*WORDS, "--name", "process", "--train.steps", 200, "--reward.workers", 1)
+    process = whole.process("train", whole.config, *words)
+    metrics = whole.runs / "process" / "metrics.jsonl"
+    while not (metrics.exists() and '"step": 4' in metrics.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    for pid in children(process.pid):
+        os.kill(pid, signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 143, said
+    assert f"assay train --resume {whole.runs / 'process'}" in said and "Traceback" not in said
+    rows = [row for row in whole.metrics("process") if "reward/mean" in row]
+    assert checkpoints.last_sound(whole.runs / "process") == (rows[-1]["step"], [])
+    assert not any("status/error" in row for row in rows)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)]
+    stopping = Stopping(30.0)
+    with stopping.watching():
+        stopping.check()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(Stopped):
+            stopping.check()
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)] == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_outside_the_main_thread_a_run_goes_without(whole: SmallRuns) -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(whole.train("--name", "thread", "--train.steps", 1)))
+    thread.start()
+    thread.join()
+    assert codes == [0]
