@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from assay.models import Decoder, HFModel, ModelSpec
-from assay.models.logprobs import token_logprobs
+from assay.models.logprobs import token_logprobs, token_loss
 from assay.models.spec import spec_from_hf
 
 LENGTHS = [5, 2, 17, 9]
@@ -120,3 +120,77 @@ def test_nothing_chosen_gives_nothing(make_hf: Callable[..., Any]) -> None:
     logprobs, entropy = token_logprobs(model, ids, LENGTHS, torch.zeros_like(chosen))
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
+
+
+@pytest.mark.parametrize("slice_size", [1, 7, 10**6])
+def test_a_loss_through_the_head_is_that_of_the_scores(make_hf: Callable[..., Any], slice_size: int) -> None:
+    """Values and gradients, of tied and untied heads, with terms that bend: each slice by itself must be enough."""
+    for family in ("qwen2", "llama"):
+        model = decoder_of(make_hf(family)).double()
+        ids, chosen = packed(model.vocab_size)
+        mix = torch.randn(int(chosen.sum()), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+        def loss(at: slice, logprobs: Tensor, entropy: Tensor, mix: Tensor = mix) -> Tensor:
+            return (logprobs.exp() * mix[at]).sum() + 0.3 * (entropy.square() * mix[at]).sum()
+
+        def gradients(total: Tensor, model: Decoder = model) -> Tensor:
+            model.zero_grad(set_to_none=True)
+            (2.5 * total).backward()
+            return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+        expected = loss(slice(None), *token_logprobs(model, ids, LENGTHS, chosen, 0.8))
+        at_once = slice_size * model.vocab_size
+        found = token_loss(model, ids, LENGTHS, chosen, loss, 0.8, logits_at_once=at_once)
+        assert (found - expected).abs() < 1e-12
+        assert (gradients(found) - (wanted := gradients(expected))).abs().max() < 1e-12 and wanted.norm() > 0.1
+
+
+def test_a_loss_that_uses_no_entropy_or_nothing_at_all(make_hf: Callable[..., Any]) -> None:
+    model = decoder_of(make_hf("qwen3")).double()
+    ids, chosen = packed(model.vocab_size)
+    token_loss(model, ids, LENGTHS, chosen, lambda _, logprobs, entropy: logprobs.sum() + 0 * entropy.detach().sum())
+    asked: list[int] = []
+
+    def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        asked.append(len(logprobs))
+        return logprobs.sum()
+
+    total = token_loss(model, ids, LENGTHS, torch.zeros_like(chosen), loss)
+    total.backward()
+    assert asked == [0] and total == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def shared_batch(vocabulary: int) -> tuple[Tensor, list[int], list[int], Tensor]:
+    """Five answers to one prompt, a sequence alone, two answers to another, of which one is empty."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(vocabulary, (size,), generator=generator) for size in (6, 0, 3)]
+    answers = [[4, 1, 7, 2, 4], [8], [5, 0]]
+    sequences, shared, chosen = [], [], []
+    for prompt, sizes in zip(prompts, answers, strict=True):
+        for index, size in enumerate(sizes):
+            sequences.append(torch.cat((prompt, torch.randint(vocabulary, (size,), generator=generator))))
+            shared.append(len(prompt) if index else 0)
+            chosen.append(torch.arange(len(sequences[-1])) >= max(len(prompt), 1))
+    return torch.cat(sequences), [len(s) for s in sequences], shared, torch.cat(chosen)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_prompts_computed_once_change_neither_values_nor_gradients(make_hf: Callable[..., Any], family: str) -> None:
+    model = decoder_of(make_hf(family)).double()
+    ids, lengths, shared, chosen = shared_batch(model.vocab_size)
+    mix = torch.randn(int(chosen.sum()), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    rows: list[int] = []
+    handle = model.model.layers[0].register_forward_hook(lambda _, args, out: rows.append(len(out)))
+
+    def run(shared: list[int] | None) -> tuple[Tensor, Tensor, Tensor]:
+        model.zero_grad(set_to_none=True)
+        logprobs, entropy = token_logprobs(model, ids, lengths, chosen, 0.9, shared=shared)
+        ((logprobs + 0.3 * entropy) * mix).sum().backward()
+        return logprobs.detach(), entropy.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    whole, once = run(None), run(shared)
+    handle.remove()
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(whole, once, strict=True))
+    assert whole[2].norm() > 0.1
+    assert rows == [len(ids), len(ids) - sum(shared)]

@@ -137,10 +137,10 @@ class Cramped(Decoder):
 
     room = 10**9
 
-    def hidden(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        if len(ids) > self.room:
+    def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
+        if len(ids) - sum(shared or ()) > self.room:
             raise torch.OutOfMemoryError("no room")
-        return super().hidden(ids, lengths)
+        return super().hidden(ids, lengths, shared)
 
 
 def cramped(room: int) -> Decoder:

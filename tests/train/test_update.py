@@ -277,9 +277,9 @@ class Small(Decoder):
     room = 10**9
     error: type[RuntimeError] = torch.OutOfMemoryError
 
-    def hidden(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        found = super().hidden(ids, lengths)
-        if len(ids) > self.room:
+    def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
+        found = super().hidden(ids, lengths, shared)
+        if len(ids) - sum(shared or ()) > self.room:
             raise self.error("DefaultCPUAllocator: can't allocate memory")
         return found
 
@@ -327,7 +327,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
     algo = GRPO["plain"]
     rows = rows_of(credited(algo), algo)
     broken = updater(algo)
-    broken.policy.unembed = lambda hidden: (_ for _ in ()).throw(RuntimeError("shapes do not fit"))  # type: ignore[method-assign]
+    broken.policy.hidden = lambda *_: (_ for _ in ()).throw(RuntimeError("shapes do not fit"))  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         broken.step(rows, algo, 1e-2)
     assert broken.token_budget == Updater(broken.policy, broken.optimizer).token_budget

@@ -3,32 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.models.varlen import has_varlen, varlen_attention
+from assay.models.varlen import has_varlen, tree_attention, varlen_attention
 
 
 class PackedCausal:
     """Each token sees the earlier tokens of its own sequence.
 
-    On CUDA at 16 bits they stay as they are. Elsewhere sequences are laid out as a right-padded batch for the fused
-    kernel, and taken back out of it: padding sits behind every real token, where causal attention never looks, so no
-    mask is needed. Everything outside attention stays free of padding.
+    `shared[i]` tokens with which sequence i begins are those of the nearest sequence before it that shares none, its
+    leader: they are computed once. All that follow one leader share as much with it.
+
+    On CUDA at 16 bits sequences stay as they are. Elsewhere they are laid out as a right-padded batch for the fused
+    kernel, and taken back out of it. Everything outside attention stays free of padding.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
-        sizes = torch.tensor(list(lengths), dtype=torch.int64)
+    def __init__(self, lengths: Sequence[int], device: torch.device | str, shared: Sequence[int] | None = None) -> None:
+        shared = shared or [0] * len(lengths)
+        tree = Segments.of(lengths, shared)
+        self.device = torch.device(device)
+        self.segments = Padded(tree.lengths, self.device)
+        starts = torch.tensor([0, *tree.lengths]).cumsum(0)
+        positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(torch.tensor(tree.lengths))
+        offsets = torch.tensor(tree.offsets).repeat_interleave(torch.tensor(tree.lengths))
+        self.positions = (positions + offsets).to(self.device)  # of the tokens that are computed
+        self.starts = starts.to(self.device, torch.int32)
+        # Of all tokens, those that are computed; and where among these each of all tokens is found.
+        self.computed = self.places = None
+        self.branches: Branches | None = None
+        if any(shared):
+            computed, places = tree.computed()
+            self.computed, self.places = computed.to(self.device), places.to(self.device)
+            self.branches = Branches(tree, starts, self.device)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        longest = self.segments.longest
+        if has_varlen(q.device, q.dtype):
+            if self.branches is not None:
+                return tree_attention(q, k, v, self.starts, longest, self.branches)
+            return varlen_attention(q, k, v, self.starts, self.starts, (longest, longest))
+        if self.branches is None:
+            return self.segments.attend(q, k, v)
+        return self.branches.attend(q, k, v)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Runs of tokens that are computed: whole sequences, stems that several begin with, and what follows the stems."""
+
+    lengths: list[int]
+    offsets: list[int]  # positions at which they begin in their sequences
+    stems: list[int]  # for each the segment that it follows, or -1
+    sequences: list[tuple[int, int, int]]  # length, shared tokens, and where in the computed ones those begin
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], shared: Sequence[int]) -> Segments:
+        tree = cls([], [], [], [])
+        start = stem = stem_start = 0
+        for index, (length, prefix) in enumerate(zip(lengths, shared, strict=True)):
+            if not prefix:
+                prefix = next(iter(shared[index + 1 : index + 2]), 0)  # a leader is a stem and what follows it
+                stem, stem_start = len(tree.lengths), start
+                tree._add(prefix or length, 0, -1)
+                start += prefix or length
+                tree.sequences.append((length, 0, 0))
+            else:
+                assert prefix == tree.lengths[stem], "all that follow a leader share as much with it"
+                tree.sequences.append((length, prefix, stem_start))
+            if prefix and length > prefix:
+                tree._add(length - prefix, prefix, stem)
+                start += length - prefix
+        return tree
+
+    def _add(self, length: int, offset: int, stem: int) -> None:
+        self.lengths.append(length)
+        self.offsets.append(offset)
+        self.stems.append(stem)
+
+    def computed(self) -> tuple[Tensor, Tensor]:
+        """Which of all tokens are computed, and where among these each of all tokens is found."""
+        kept, places, begun, done = [], [], 0, 0
+        for length, prefix, stem_start in self.sequences:
+            kept.append(torch.arange(begun + prefix, begun + length))
+            places += [torch.arange(stem_start, stem_start + prefix), torch.arange(done, done + length - prefix)]
+            begun, done = begun + length, done + length - prefix
+        return torch.cat(kept), torch.cat(places)
+
+
+class Padded:
+    """Segments as rows of a batch. Padding sits behind every real token, where causal attention never looks."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        sizes = torch.tensor(lengths)
         self.batch, self.longest = len(lengths), int(sizes.max())
-        starts = sizes.cumsum(0) - sizes
-        row = torch.repeat_interleave(torch.arange(self.batch), sizes)
-        positions = torch.arange(int(sizes.sum())) - starts[row]
         self.even = bool((sizes == self.longest).all())
-        self.positions = positions.to(device)
+        row = torch.repeat_interleave(torch.arange(self.batch), sizes)
+        positions = torch.arange(len(row)) - (sizes.cumsum(0) - sizes)[row]
         self.slots = (row * self.longest + positions).to(device)  # where each token sits in the padded batch
-        self.starts = torch.cat((starts, sizes.sum()[None])).to(device, torch.int32)
 
     def pad(self, x: Tensor) -> Tensor:
         """[N, H, d] -> [B, H, T, d]"""
@@ -36,10 +113,69 @@ class PackedCausal:
             x = x.new_zeros(self.batch * self.longest, *x.shape[1:]).index_copy(0, self.slots, x)
         return x.unflatten(0, (self.batch, self.longest)).transpose(1, 2)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if has_varlen(q.device, q.dtype):
-            return varlen_attention(q, k, v, self.starts, self.starts, (self.longest, self.longest))
-        shared = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(self.pad(q), self.pad(k), self.pad(v), is_causal=True, enable_gqa=shared)
-        out = out.transpose(1, 2).flatten(0, 1)
-        return out if self.even else out.index_select(0, self.slots)
+    def unpad(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2).flatten(0, 1)
+        return x if self.even else x.index_select(0, self.slots)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(self.pad(q), self.pad(k), self.pad(v), is_causal=True, enable_gqa=gqa)
+        return self.unpad(out)
+
+
+class Branches:
+    """Segments that follow stems, and the stems. Token numbers are those of computed tokens."""
+
+    def __init__(self, tree: Segments, starts: Tensor, device: torch.device) -> None:
+        self.tree, self.device = tree, device
+        self.spans = [torch.arange(a, b) for a, b in pairwise(starts.tolist())]
+        self.followers = [i for i, stem in enumerate(tree.stems) if stem >= 0]
+        stems = sorted({tree.stems[i] for i in self.followers})
+        in_tails = [sum(tree.lengths[i] for i in self.followers if tree.stems[i] == stem) for stem in stems]
+        in_stems = [tree.lengths[stem] for stem in stems]
+        self.tails = self._tokens(self.followers)  # of segments that follow a stem
+        self.stems = self._tokens(stems)
+        # Where the tails of each stem begin among `tails`, and each stem among `stems`; ends included.
+        self.tail_starts, self.stem_starts = self._bounds(in_tails), self._bounds(in_stems)
+        self.most = max(in_tails), max(in_stems)
+
+    def _tokens(self, segments: list[int]) -> Tensor:
+        return torch.cat([self.spans[i] for i in segments]).to(self.device)
+
+    def _bounds(self, sizes: list[int]) -> Tensor:
+        return torch.tensor([0, *sizes]).cumsum(0).to(self.device, torch.int32)
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Padded, Padded, Tensor, Tensor]:
+        """Tokens of segments that follow nothing, these as rows; tails as rows, what these may look at, and see."""
+        lengths = self.tree.lengths
+        roots = [i for i, stem in enumerate(self.tree.stems) if stem < 0]
+        root_rows = Padded([lengths[i] for i in roots], self.device)
+        tail_rows = Padded([lengths[i] for i in self.followers], self.device)
+        stems = [self.spans[self.tree.stems[i]] for i in self.followers]
+        seen, mask = visible(stems, [self.spans[i] for i in self.followers])
+        return self._tokens(roots), root_rows, tail_rows, seen.to(self.device), mask.to(self.device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """In torch, for any device and dtype."""
+        roots, root_rows, tail_rows, seen, mask = self.rows
+        first = root_rows.attend(*(x.index_select(0, roots) for x in (q, k, v)))
+        keys, values = (x.index_select(0, seen.flatten()).unflatten(0, seen.shape).transpose(1, 2) for x in (k, v))
+        queries = tail_rows.pad(q.index_select(0, self.tails))
+        rest = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return torch.empty_like(q).index_copy(0, roots, first).index_copy(0, self.tails, tail_rows.unpad(rest))
+
+
+def visible(stems: list[Tensor], tails: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Tokens [rows, stem + tail] that rows of queries may look at, padded with any, and which of these are seen."""
+    width, height = max(len(stem) for stem in stems), max(len(tail) for tail in tails)
+    seen = torch.zeros(len(tails), width + height, dtype=torch.int64)
+    mask = torch.zeros(len(tails), 1, height, width + height, dtype=torch.bool)
+    causal = torch.ones(height, height, dtype=torch.bool).tril()
+    for row, (stem, tail) in enumerate(zip(stems, tails, strict=True)):
+        seen[row, : len(stem)], seen[row, width : width + len(tail)] = stem, tail
+        mask[row, 0, :, : len(stem)] = True
+        mask[row, 0, :, width:] = causal
+    return seen, mask

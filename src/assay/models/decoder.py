@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from assay.models.attention import PackedCausal
 from assay.models.base import PolicyModel
@@ -45,12 +46,12 @@ class Attention(nn.Module):
         self.q_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [N, heads, d]."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.o_proj(out.flatten(-2))
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 class Mlp(nn.Module):
@@ -73,7 +74,14 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(spec.hidden, spec.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        q, k, v = self.before(x, cos, sin)
+        return self.after(x, attend(self.self_attn.layer, q, k, v))
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn(self.input_layernorm(x), cos, sin)
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.self_attn.o_proj(attended.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -87,6 +95,8 @@ class Trunk(nn.Module):
 
 class Decoder(PolicyModel):
     inv_freq: Tensor
+    shares = True
+    recompute = False  # keep only the inputs of layers for the backward pass: less memory, a third more time
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -108,16 +118,31 @@ class Decoder(PolicyModel):
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [N, D] for token ids [N] at positions [N]."""
-        x = self.model.embed_tokens(ids)
+        x = as_computed(self.model.embed_tokens(ids))
         angles = positions[:, None].float() * self.inv_freq.float()  # [N, d/2]
         cos, sin = angles.cos()[:, None].to(x.dtype), angles.sin()[:, None].to(x.dtype)  # [N, 1, d/2]
         for layer in self.model.layers:
-            x = layer(x, cos, sin, attend)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, attend)
         return self.model.norm(x)
 
-    def hidden(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        layout = PackedCausal(lengths, ids.device)
-        return self(ids, layout.positions, layout)
+    def compile_layers(self) -> None:
+        """Fuse the small operations around products and attention. All layers share what is compiled for the first."""
+        for layer in self.model.layers:
+            assert isinstance(layer, Layer)
+            layer.before = torch.compile(layer.before, dynamic=True)  # type: ignore[method-assign]
+            layer.after = torch.compile(layer.after, dynamic=True)  # type: ignore[method-assign]
+
+    def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
+        layout = PackedCausal(lengths, ids.device, shared)
+        if layout.computed is None or layout.places is None:
+            return self(ids, layout.positions, layout)
+        return self(ids.index_select(0, layout.computed), layout.positions, layout).index_select(0, layout.places)
+
+    def head(self) -> Tensor:
+        return self.lm_head.weight
 
     def unembed(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)
@@ -135,6 +160,12 @@ class Decoder(PolicyModel):
                 weight.zero_()
             else:
                 weight.fill_(1.0)
+
+
+def as_computed(x: Tensor) -> Tensor:
+    """In autocast's dtype where that is on: the residual stream too, as in an engine."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

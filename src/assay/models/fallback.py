@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from assay.models.attention import PackedCausal
+from assay.models.attention import Padded
 from assay.models.base import PolicyModel
 from assay.types import UserError
 
@@ -46,9 +46,9 @@ class HFModel(PolicyModel):
         self.hf.eval()
         return self
 
-    def hidden(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
         """Logits [N, vocabulary]: ids are padded on the right, where causal attention never looks, and packed again."""
-        layout = PackedCausal(lengths, ids.device)
+        layout = Padded(lengths, ids.device)
         shape = (layout.batch, layout.longest)
         extra: dict[str, Any] = {}
         if self.takes_positions:
@@ -69,7 +69,7 @@ class HFModel(PolicyModel):
         return self.hf
 
 
-def scatter(values: Tensor, layout: PackedCausal) -> Tensor:
+def scatter(values: Tensor, layout: Padded) -> Tensor:
     return values.new_zeros(layout.batch * layout.longest).index_copy(0, layout.slots, values)
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from assay.algos import Algorithm
 from assay.types import Group, Rollout
+
+WORTH_SHARING = 0.1  # of all tokens: attention in two parts takes a little longer
+PIECES = 4  # that a data-parallel rank gets at least, where there are rows enough
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,11 @@ class Row:
     advantage: float
     weight: float  # of each of its trained tokens in the loss of the whole batch
 
+    @cached_property
+    def prompt(self) -> tuple[int, ...]:
+        """The tokens before the first that is trained."""
+        return tuple(self.ids[: self.trained.index(1)]) if 1 in self.trained else tuple(self.ids)
+
     @classmethod
     def of(cls, rollout: Rollout) -> Row:
         return cls(rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, rollout.advantage, 0.0)
@@ -33,6 +42,7 @@ class MicroBatch:
 
     ids: Tensor  # [N]
     lengths: list[int]  # of the sequences
+    shared: list[int]  # tokens that each has in common with the nearest before it that has 0 here
     trained: Tensor  # [N] bool
     behaviour_logprobs: Tensor  # [M]
     advantages: Tensor  # [M]
@@ -58,36 +68,64 @@ def rows_of(groups: Sequence[Group], algo: Algorithm) -> list[Row]:
     ]
 
 
-def split_rows(rows: Sequence[Row], token_budget: int) -> Iterator[list[Row]]:
-    """Parts of at most `token_budget` tokens (a longer sequence is a part of its own), of similar lengths."""
+def split_rows(rows: Sequence[Row], token_budget: int, sharing: bool = False) -> Iterator[list[Row]]:
+    """Parts of at most `token_budget` tokens (a longer sequence is a part of its own).
+
+    Rows with the same prompt are neighbours; with `sharing` their prompt is computed, and so counts, once.
+    """
     part: list[Row] = []
     size = 0
-    for row in sorted(rows, key=lambda row: len(row.ids)):
-        if part and size + len(row.ids) > token_budget:
+    for row in by_prompt(rows):
+        new = len(row.ids)
+        if sharing and part and row.prompt == part[-1].prompt:
+            new -= len(row.prompt)
+        if part and size + new > token_budget:
             yield part
-            part, size = [], 0
+            part, size, new = [], 0, len(row.ids)
         part.append(row)
-        size += len(row.ids)
+        size += new
     if part:
         yield part
 
 
-def share_rows(rows: Sequence[Row], dp_size: int, dp_rank: int, token_budget: int) -> list[list[Row]]:
+def by_prompt(rows: Sequence[Row]) -> list[Row]:
+    """Prompts in the order in which they come first, and the shortest answers to each first."""
+    first: dict[tuple[int, ...], int] = {}
+    for row in rows:
+        first.setdefault(row.prompt, len(first))
+    return sorted(rows, key=lambda row: (first[row.prompt], len(row.ids)))
+
+
+def share_rows(
+    rows: Sequence[Row], dp_size: int, dp_rank: int, token_budget: int, sharing: bool = False
+) -> list[list[Row]]:
     """The micro-batches of one data-parallel rank; every rank gets as many, of about as many tokens together.
 
     Where one rank needs more of them than another, that one gets some with a single token and nothing to learn: ranks
     have to keep pace, for they exchange weights and gradients on the way.
     """
+    if dp_size == 1:
+        return list(split_rows(rows, token_budget, sharing))
+    # Pieces small enough that ranks come out even; rows with the same prompt stay together within them.
+    pieces = list(split_rows(rows, max(sum(len(row.ids) for row in rows) // (PIECES * dp_size), 1)))
     shares: list[list[Row]] = [[] for _ in range(dp_size)]
     sizes = [0] * dp_size
-    for row in sorted(rows, key=lambda row: -len(row.ids)):  # longest first, to whoever has least
-        least = sizes.index(min(sizes))
-        shares[least].append(row)
-        sizes[least] += len(row.ids)
-    parts = [list(split_rows(share, token_budget)) for share in shares]
+    for piece in sorted(pieces, key=lambda piece: -sum(len(row.ids) for row in piece)):  # largest first,
+        least = sizes.index(min(sizes))  # to whoever has least
+        shares[least] += piece
+        sizes[least] += sum(len(row.ids) for row in piece)
+    parts = [list(split_rows(share, token_budget, sharing)) for share in shares]
     most = max(len(own) for own in parts)
     blank = [Row(rows[0].ids[:1], [0], [0.0], 0.0, 0.0)] if rows else []
     return parts[dp_rank] + [blank] * (most - len(parts[dp_rank]))
+
+
+def shared_tokens(rows: Sequence[Row]) -> list[int]:
+    """For each row the tokens of its prompt, if the row before it has the same one; all 0 where it saves too little."""
+    shared = [
+        len(row.prompt) if index and row.prompt == rows[index - 1].prompt else 0 for index, row in enumerate(rows)
+    ]
+    return shared if sum(shared) >= WORTH_SHARING * sum(len(row.ids) for row in rows) else [0] * len(rows)
 
 
 def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = torch.float32) -> MicroBatch:
@@ -101,6 +139,7 @@ def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = t
     return MicroBatch(
         ids=torch.tensor([t for row in rows for t in row.ids]).to(device),
         lengths=[len(row.ids) for row in rows],
+        shared=shared_tokens(rows),
         trained=trained.to(device),
         behaviour_logprobs=behaviour.to(device),
         advantages=each_token([row.advantage for row in rows]),

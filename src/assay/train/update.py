@@ -14,7 +14,7 @@ from torch import Tensor
 from assay.algos import Algorithm, LossBatch, Sums, metrics
 from assay.mesh import Mesh
 from assay.models import PolicyModel
-from assay.models.logprobs import token_logprobs
+from assay.models.logprobs import token_logprobs, token_loss
 from assay.models.lora import adapters_off
 from assay.train.faults import Fault, examine
 from assay.train.optim import clip_gradients, set_rate
@@ -94,32 +94,41 @@ class Updater:
 
     def _accumulate(self, rows: Sequence[Row], algo: Algorithm) -> Sums:
         self.optimizer.zero_grad(set_to_none=True)
-        shares = share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget)
+        shares = share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares)
         parts = [pack(part, self.policy.device, self._loss_dtype) for part in shares]
         return sum(self._backward(part, algo) for part in parts)  # type: ignore[return-value]
 
     def _backward(self, part: MicroBatch, algo: Algorithm) -> Sums:
         ref_logprobs = self._ref_logprobs(part) if algo.needs_reference else None
-        with self._computing():
-            logprobs, entropy = token_logprobs(self.policy, part.ids, part.lengths, part.trained, self.temperature)
-        out = algo.loss(
-            LossBatch(
-                logprobs=logprobs,
-                behaviour_logprobs=part.behaviour_logprobs,
-                advantages=part.advantages,
-                weights=part.weights,
-                entropy=entropy if algo.needs_entropy else entropy.detach(),
-                ref_logprobs=ref_logprobs,
+        sums: list[Sums] = []
+
+        def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            out = algo.loss(
+                LossBatch(
+                    logprobs=logprobs,
+                    behaviour_logprobs=part.behaviour_logprobs[at],
+                    advantages=part.advantages[at],
+                    weights=part.weights[at],
+                    entropy=entropy if algo.needs_entropy else entropy.detach(),
+                    ref_logprobs=None if ref_logprobs is None else ref_logprobs[at],
+                )
             )
-        )
-        out.total.backward()
-        return out.sums
+            sums.append(out.sums)
+            return out.total
+
+        with self._computing():
+            total = token_loss(
+                self.policy, part.ids, part.lengths, part.trained, loss, self.temperature, shared=part.shared
+            )
+        total.backward()
+        return sum(sums)  # type: ignore[return-value]
 
     @torch.no_grad()
     def _ref_logprobs(self, part: MicroBatch) -> Tensor:
         assert self.reference is not None, "an algorithm with a KL term needs a reference model"
+        ids, lengths, trained = part.ids, part.lengths, part.trained
         with self._computing(), adapters_off(self.reference):
-            return token_logprobs(self.reference, part.ids, part.lengths, part.trained, self.temperature)[0]
+            return token_logprobs(self.reference, ids, lengths, trained, self.temperature, shared=part.shared)[0]
 
     def _computing(self) -> AbstractContextManager:
         return torch.autocast(self.policy.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)

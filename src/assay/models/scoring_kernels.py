@@ -1,0 +1,105 @@
+"""The two passes of `scoring` over logits in Triton: each number is read once in each, and nothing else is kept."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096  # numbers of a row that are read together
+WARPS = 8
+
+
+def scores_of(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    assert logits.stride(1) == 1
+    rows, size = logits.shape
+    logprobs, entropies, partition = torch.empty((3, rows), device=logits.device, dtype=torch.float32)
+    if rows:
+        _scores_of[(rows,)](
+            *(logits, logits.stride(0), targets, 1.0 / temperature, logprobs, entropies, partition),
+            SIZE=size,
+            BLOCK=min(BLOCK, triton.next_power_of_2(size)),
+            num_warps=WARPS,
+        )
+    return logprobs, entropies, partition
+
+
+@triton.jit
+def _scores_of(logits, stride, targets, scale, logprobs, entropies, partition, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    line = logits + row * stride
+    column = tl.arange(0, BLOCK)
+    # One maximum, sum and weighted sum for each lane; the lanes are joined once, at the end.
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        value = tl.load(line + start + column, mask=start + column < SIZE, other=float("-inf")).to(tl.float32) * scale
+        # A lane that has seen nothing but -inf keeps a finite maximum, so that no difference is NaN.
+        new = tl.maximum(tl.maximum(largest, value), -1e30)
+        shrink = tl.exp(largest - new)
+        share = tl.exp(value - new)
+        total = total * shrink + share
+        weighted = weighted * shrink + tl.where(share > 0, share * value, 0.0)
+        largest = new
+    top = tl.max(largest, 0)
+    factor = tl.exp(largest - top)
+    whole = tl.sum(total * factor, 0)
+    log_sum = top + tl.log(whole)
+    chosen = tl.load(line + tl.load(targets + row)).to(tl.float32) * scale
+    tl.store(logprobs + row, chosen - log_sum)
+    tl.store(entropies + row, log_sum - tl.sum(weighted * factor, 0) / whole)
+    tl.store(partition + row, log_sum)
+
+
+def gradient_of(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropies: Tensor,
+    partition: Tensor,
+    up: Tensor,
+    spread: Tensor | None,
+) -> Tensor:
+    """In place of the logits."""
+    rows, size = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(size))
+    if rows:
+        _gradient_of[(rows, triton.cdiv(size, block))](
+            *(logits, logits.stride(0), targets, 1.0 / temperature, entropies, partition),
+            *(up.contiguous(), up if spread is None else spread.contiguous()),
+            SIZE=size,
+            BLOCK=block,
+            SPREAD=spread is not None,
+            num_warps=WARPS,
+        )
+    return logits
+
+
+@triton.jit
+def _gradient_of(
+    logits,
+    stride,
+    targets,
+    scale,
+    entropies,
+    partition,
+    up,
+    spread,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    place = logits + row * stride + column
+    logs = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32) * scale - tl.load(partition + row)
+    share = tl.exp(logs)
+    asked = tl.load(up + row)
+    factor = asked
+    if SPREAD:
+        factor = asked + tl.load(spread + row) * (tl.where(share > 0, logs, 0.0) + tl.load(entropies + row))
+    grad = tl.where(column == tl.load(targets + row), asked, 0.0) - share * factor
+    tl.store(place, (grad * scale).to(logits.dtype.element_ty), mask=inside)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from assay.models import scoring
+
+triton = pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def example(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    logits = (5 * torch.randn(rows, size, generator=generator)).to(DEVICE, dtype)
+    targets = torch.randint(size, (rows,), generator=generator).to(DEVICE)
+    up, spread = torch.randn(2, rows, generator=generator).to(DEVICE)
+    return logits, targets, up, spread
+
+
+def reference(logits: Tensor, targets: Tensor, temperature: float, up: Tensor, spread: Tensor | None) -> tuple:
+    """By autograd, in 64 bits."""
+    logits = logits.double().requires_grad_()
+    every = torch.log_softmax(logits / temperature, -1)
+    chosen, entropy = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+    total = (chosen * up.double()).sum()
+    if spread is not None:
+        total = total + (entropy * spread.double()).sum()
+    total.backward()
+    assert logits.grad is not None
+    return chosen.detach(), entropy.detach(), logits.grad
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(("rows", "size"), [(5, 7), (3, 300), (2, 9000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_give_scores_and_gradients(
+    dtype: torch.dtype, rows: int, size: int, temperature: float, with_entropy: bool
+) -> None:
+    from assay.models import scoring_kernels
+
+    logits, targets, up, spread = example(rows, size, dtype)
+    expected = reference(logits, targets, temperature, up, spread if with_entropy else None)
+    logprobs, entropies, partition = scoring_kernels.scores_of(logits, targets, temperature)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(entropies.double(), expected[1], rtol=1e-5, atol=2e-5)
+    grad = scoring_kernels.gradient_of(
+        logits, targets, temperature, entropies, partition, up, spread if with_entropy else None
+    )
+    assert grad is logits
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(grad.double(), expected[2], rtol=tolerance, atol=tolerance)
+
+
+def test_torch_gives_the_same() -> None:
+    logits, targets, up, spread = example(6, 50, torch.float64)
+    expected = reference(logits, targets, 0.7, up, spread)
+    logprobs, entropies, partition = scoring.scores_of(logits, targets, 0.7)
+    grad = scoring.gradient_of(logits, targets, 0.7, entropies, partition, up.double(), spread.double())
+    for found, wanted in zip((logprobs, entropies, grad), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_words_that_cannot_come() -> None:
+    """Logits of minus infinity: probability and gradient 0, and no NaN from 0 times infinity."""
+    from assay.models import scoring_kernels
+
+    logits, targets, up, spread = example(4, 5000, torch.float32)
+    logits[:, 7:4100] = float("-inf")
+    targets[:] = 3
+    kept = torch.cat((logits[:, :7], logits[:, 4100:]), 1)
+    expected = torch.distributions.Categorical(logits=kept.double()).entropy()
+    _, entropies, partition = scoring_kernels.scores_of(logits, targets, 1.0)
+    torch.testing.assert_close(entropies.double(), expected, rtol=1e-5, atol=1e-5)
+    grad = scoring_kernels.gradient_of(logits, targets, 1.0, entropies, partition, up, spread)
+    assert grad.isfinite().all() and not grad[:, 7:4100].any()
+
+
+def test_no_rows() -> None:
+    from assay.models import scoring_kernels
+
+    logits, targets, up, spread = example(0, 9, torch.float32)
+    logprobs, entropies, partition = scoring_kernels.scores_of(logits, targets, 1.0)
+    assert len(logprobs) == len(entropies) == len(partition) == 0
+    assert scoring_kernels.gradient_of(logits, targets, 1.0, entropies, partition, up, spread) is logits
