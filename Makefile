@@ -4,16 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all test-slurm lint format clean
 
 demo: $(READY)
 	$(BIN)/assay train configs/demo.toml
 
 test: $(READY)
-	$(BIN)/pytest -m "not slow and not gpu and not peer"
+	$(BIN)/pytest -m "not slow and not gpu and not peer and not slurm"
 
 test-all: $(READY)
 	$(BIN)/pytest
+
+# Needs Debian's slurm-wlm and munge, or the like; the daemons are its own and end with it.
+test-slurm: $(READY)
+	$(BIN)/pytest -m slurm tests/slurm
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ COMMANDS = {
     "data": "prepare, show and check the data of a task",
     "runs": "list and compare runs",
     "export": "write a checkpoint as a Hugging Face folder",
+    "slurm": "train as a batch job of Slurm that goes on by itself",
     "bench": "measure generation and training: tokens a second, seconds a step, memory",
 }
 

@@ -1,0 +1,135 @@
+"""`assay slurm`: a training run as a batch job that saves before its time is up and goes on by itself."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+from shlex import join, quote
+
+from assay.config import TrainConfig
+from assay.runs.directory import as_name, check_name
+from assay.settings import load_settings, parse_overrides
+from assay.types import UserError
+
+HELP = "Write a batch script for Slurm that trains as a config file says, on one or many nodes, and submit it."
+SETTINGS = TrainConfig
+PASSED_ON = ("partition", "account", "time", "cpus_per_task", "mem")  # to sbatch as they are
+TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", re.IGNORECASE)
+LEFT = 30  # seconds before the limit at which a run that has not saved goes back to the queue all the same
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("config", help="TOML file, e.g. configs/demo.toml")
+    add("--nodes", type=int, default=1, help="nodes [1]")
+    add("--gpus-per-node", type=int, required=True, metavar="N", help="GPUs, and so processes, a node; 0: none")
+    add("--procs-per-node", type=int, metavar="N", help="processes a node without GPUs [1]")
+    add("--cpus-per-task", type=int, metavar="N", help="cores a node, for all its processes [what the cluster gives]")
+    add("--mem", help="memory a node, e.g. 200G; 0: all of it [what the cluster gives]")
+    add("--time", help="limit, e.g. 4:00:00 or 2-12 (days-hours) [the partition's]")
+    add("--partition", help="where to queue [the cluster's default]")
+    add("--account", help="who pays [your default]")
+    add("--grace", type=int, default=120, metavar="S", help="seconds before the limit to save in, at least 60 [120]")
+    add("--before", action="append", default=[], metavar="COMMAND", help="run first, e.g. 'module load cuda'; repeat")
+    add("--output", type=Path, metavar="FILE", help="the script to write [NAME.sbatch]")
+    add("--submit", action="store_true", help="hand it to sbatch")
+
+
+def run(args: argparse.Namespace) -> int:
+    check(args)
+    overrides = parse_overrides(args.overrides)
+    cfg = load_settings(TrainConfig, args.config, overrides)
+    name = cfg.name or as_name(Path(args.config).stem)
+    check_name(name)
+    text = script(args, cfg, name)
+    path = args.output or Path(f"{name}.sbatch")
+    write(path, text, Path(cfg.runs_dir) / "slurm")
+    print(f"wrote {path}; the logs will be in {Path(cfg.runs_dir) / 'slurm'}")
+    if args.submit:
+        print(submit(path))
+    else:
+        print(f"submit it with: sbatch {quote(str(path))}")
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """What sbatch would refuse or misunderstand is told before anything is written."""
+    if args.nodes < 1:
+        raise UserError(f"--nodes {args.nodes}: a job needs at least one node")
+    if args.gpus_per_node < 0:
+        raise UserError(f"--gpus-per-node {args.gpus_per_node}: give the GPUs of a node, or 0 to train on CPUs")
+    if args.gpus_per_node and args.procs_per_node not in (None, args.gpus_per_node):
+        raise UserError("--procs-per-node is for nodes without GPUs: there is one process a GPU")
+    for option in ("procs_per_node", "cpus_per_task"):
+        if (value := getattr(args, option)) is not None and value < 1:
+            raise UserError(f"--{option.replace('_', '-')} {value}: give at least 1")
+    if args.grace < 60:
+        raise UserError(f"--grace {args.grace}: Slurm looks at the time about once a minute, so give at least 60")
+    if args.time and not TIME.fullmatch(args.time):
+        raise UserError(f"--time {args.time}: give minutes, hours:minutes:seconds or days-hours, e.g. 4:00:00")
+    for word in (args.config, *(getattr(args, option) or "" for option in ("mem", "partition", "account"))):
+        if "\n" in word:
+            raise UserError(f"{word!r} holds a line break: batch scripts have no place for it")
+    if args.submit and not shutil.which("sbatch"):
+        raise UserError("there is no sbatch here: leave out --submit, or call this where Slurm is installed")
+
+
+def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
+    """Wishes to Slurm, the user's own commands, this run's values, and what is the same for every run."""
+    logs = f"{cfg.runs_dir}/slurm/".replace("%", "%%")  # Slurm puts names in place of %x and the like
+    settings = [word for word in args.overrides if word.partition("=")[0] != "--name"]
+    wishes = {
+        "job-name": name,
+        "nodes": args.nodes,
+        "ntasks-per-node": 1,
+        **({"gpus-per-node": args.gpus_per_node} if args.gpus_per_node else {}),
+        **{key.replace("_", "-"): value for key in PASSED_ON if (value := getattr(args, key)) is not None},
+        "chdir": Path.cwd(),
+        "output": f"{logs}%x-%j.log",
+        "open-mode": "append",
+        "signal": f"B:USR1@{args.grace}",
+    }
+    values = {
+        "name": quote(name),
+        "config": quote(args.config),
+        "runs": quote(cfg.runs_dir),
+        "python": quote(sys.executable),
+        "processes": args.gpus_per_node or args.procs_per_node or 1,
+        "node_log": f'{quote(logs)}"$SLURM_JOB_NAME-$SLURM_JOB_ID-node%n.log"',
+        "patience": args.grace - LEFT,
+        "settings": f"({join(settings)})",
+    }
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH --{key}={quote(str(value))}" for key, value in wishes.items()),
+            "#SBATCH --requeue",
+            "",
+            *args.before,
+            *(f"{key}={value}" for key, value in values.items()),
+            files("assay.cli").joinpath("slurm.sh").read_text(encoding="utf-8"),
+        ]
+    )
+
+
+def write(path: Path, text: str, logs: Path) -> None:
+    """The script, and the folder of its logs: Slurm does not make it, and a job without it vanishes silently."""
+    try:
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise UserError(f"{path} is there already, and is another script: choose another --output, or delete it")
+        logs.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or path} ({error.strerror}): choose another place") from error
+
+
+def submit(path: Path) -> str:
+    done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"sbatch refused {path}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip()

@@ -1,0 +1,257 @@
+"""`assay slurm`: the script that it writes, run by a real shell among stand-ins for Slurm's commands.
+
+On a real Slurm: tests/slurm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from assay.cli.main import main
+
+ODD = 'it\'s 100% "odd" $HOME `ls` #1'
+CONFIG = 'model = "preset:nano"\n[task]\nname = "abacus"\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tiny.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(*words: object, config: str = "tiny.toml", gpus: int = 0) -> int:
+    return main(["slurm", config, "--gpus-per-node", str(gpus), *map(str, words)])
+
+
+def wishes(file: Path) -> dict[str, str]:
+    """What sbatch reads: its lines end at the first command."""
+    found = {}
+    for line in file.read_text().splitlines()[1:]:
+        if not line.startswith("#SBATCH "):
+            break
+        (word,) = shlex.split(line.removeprefix("#SBATCH "))
+        key, _, value = word.removeprefix("--").partition("=")
+        found[key] = value
+    return found
+
+
+def test_options_are_lines_that_sbatch_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(
+        "--nodes 2 --partition long --account us --time 1-12:30 --cpus-per-task 64 --mem 200G --grace 300"
+    )
+    assert write(*words, "--before", "module load cuda", "--before", "ulimit -n 4096", gpus=8) == 0
+    assert "sbatch tiny.sbatch" in capsys.readouterr().out
+    assert wishes(folder / "tiny.sbatch") == {
+        **{"job-name": "tiny", "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8", "partition": "long"},
+        **{"account": "us", "time": "1-12:30", "cpus-per-task": "64", "mem": "200G", "chdir": str(folder)},
+        **{"output": "runs/slurm/%x-%j.log", "open-mode": "append", "signal": "B:USR1@300", "requeue": ""},
+    }
+    text = (folder / "tiny.sbatch").read_text()
+    assert text.index("\nmodule load cuda\nulimit -n 4096\n") < text.index("srun ")
+    assert subprocess.run(["bash", "-n", "tiny.sbatch"], capture_output=True, text=True).stderr == ""
+    assert (folder / "runs" / "slurm").is_dir()  # Slurm would not make it
+
+
+def test_what_is_not_asked_for_is_left_to_the_cluster(folder: Path) -> None:
+    assert write() == 0
+    assert not {"gpus-per-node", "partition", "account", "time", "cpus-per-task", "mem"} & set(
+        wishes(folder / "tiny.sbatch")
+    )
+
+
+def test_a_script_is_not_overwritten_by_another(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert write() == write() == 0  # the same again is no other
+    before = (folder / "tiny.sbatch").read_text()
+    assert write("--nodes", 2) == 2
+    assert "choose another --output" in capsys.readouterr().err and (folder / "tiny.sbatch").read_text() == before
+    assert write("--nodes", 2, "--output", "other.sbatch") == 0
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no nodes": (["--nodes", "0"], "--nodes 0"),
+    "fewer than no GPUs": (["--gpus-per-node", "-1"], "--gpus-per-node -1"),
+    "no processes": (["--procs-per-node", "0"], "--procs-per-node 0"),
+    "no cores": (["--cpus-per-task", "0"], "--cpus-per-task 0"),
+    "processes and GPUs": (["--gpus-per-node", "2", "--procs-per-node", "4"], "one process a GPU"),
+    "no time to save": (["--grace", "10"], "--grace 10"),
+    "a strange time": (["--time", "2 hours"], "--time 2 hours"),
+    "two lines": (["--partition", "a\n#SBATCH --uid=0"], "line break"),
+    "no such setting": (["--train.stpes", "3"], "did you mean 'train.steps'"),
+    "a name that is a path": (["--name", "../up"], "cannot name a run"),
+    "nowhere to write": (["--output", "no/where.sbatch"], "cannot write no/where.sbatch"),
+    "no Slurm": (["--submit"], "there is no sbatch here"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_writes_no_script(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    words, message = BAD[name]
+    assert write(*words) == 2
+    found = capsys.readouterr().err
+    assert message in found and found.startswith("assay: ") and found.count("\n") == 1
+    assert not list(folder.rglob("*.sbatch"))
+
+
+def test_no_config_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert write(config="none.toml") == 2
+    assert main(["slurm", "tiny.toml"]) == 2
+    assert main(["slurm", "--gpus-per-node", "1"]) == 2
+    found = capsys.readouterr().err.splitlines()
+    assert len(found) == 3 and "no config file at none.toml" in found[0] and "--gpus-per-node" in found[1]
+
+
+# From here on the script is run. srun runs what it is given in a session of its own, as Slurm does with a step.
+STAND_INS = {
+    "srun": """while [[ $1 == --* ]]; do echo "$1" >>srun.txt; shift; done
+        SLURM_NODEID=0 setsid "$@" & echo $! >session; wait $!""",
+    "scancel": 'echo "$@" >>scancel.txt; kill -TERM -- "-$(cat session)"',
+    "sleep": "exec /bin/sleep 0.05",
+    "squeue": "echo ${STATE:-RUNNING}",
+    "scontrol": """case "$1 $2" in
+        'show hostnames') echo n7; echo n8;;
+        'show node') echo "NodeName=$3"; echo "   NodeAddr=$3.cluster NodeHostName=$3";;
+        *) echo "$@" >>scontrol.txt;; esac""",
+}
+# Stands for torchrun and the training below it: one that catches SIGTERM, and one that does not.
+PYTHON = """#!{python} -S
+import json, os, signal, sys, time
+open("command.json", "w").write(json.dumps(sys.argv[1:]))
+if os.environ["ENDS"] == "when told":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # torchrun's code, whatever that of its children
+if os.environ["ENDS"] in ("when told", "never"):
+    open("ready", "w").close()
+    time.sleep(60)
+sys.exit(int(os.environ["ENDS"]))
+"""
+
+
+@pytest.fixture
+def cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tools = folder / "tools"
+    tools.mkdir()
+    texts = {name: f"#!/bin/bash\n{text}\n" for name, text in STAND_INS.items()}
+    for name, text in {**texts, "python": PYTHON.format(python=sys.executable)}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(stat.S_IRWXU)
+    monkeypatch.setattr(sys, "executable", str(tools / "python"))
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    for key, value in {"ID": "12003", "NAME": "tiny", "NODELIST": "n[7-8]", "NUM_NODES": "2"}.items():
+        monkeypatch.setenv(f"SLURM_JOB_{key}", value)
+    return folder
+
+
+def wait_for(file: Path) -> None:
+    end = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < end, f"no {file.name}"
+        time.sleep(0.05)
+
+
+def run_script(folder: Path, ends: str, *words: str, warn: bool = False, state: str = "RUNNING") -> int:
+    environment = {**os.environ, "ENDS": ends, "STATE": state}
+    with (folder / "log").open("w") as log:
+        job = subprocess.Popen(["bash", "tiny.sbatch", *words], env=environment, stdout=log, stderr=log)
+    if warn:
+        wait_for(folder / "ready")
+        job.send_signal(signal.SIGUSR1)
+    return job.wait(30)
+
+
+def command(folder: Path) -> list[str]:
+    return json.loads((folder / "command.json").read_text())
+
+
+def test_torchrun_is_told_where_to_meet_and_what_to_train(cluster: Path) -> None:
+    assert write("--nodes", 2, "--procs-per-node", 3, "--train.steps", 7, "--prompt.system", ODD) == 0
+    assert run_script(cluster, "0") == 0
+    assert command(cluster) == [
+        *shlex.split("-m torch.distributed.run --node-rank 0 --nnodes 2 --nproc-per-node 3"),
+        *shlex.split("--master-addr n7.cluster --master-port 20003 --signals-to-handle SIGINT,SIGHUP,SIGQUIT"),
+        *shlex.split("-m assay train tiny.toml --name tiny-12003 --train.steps=7"),
+        f"--prompt.system={ODD}",
+    ]
+    given = (cluster / "srun.txt").read_text().splitlines()
+    assert "--ntasks-per-node=1" in given and "--kill-on-bad-exit=1" in given
+    assert "--output=runs/slurm/tiny-12003-node%n.log" in given
+
+
+def test_odd_paths_and_settings_arrive_as_they_were_given(cluster: Path) -> None:
+    (cluster / ODD).mkdir()
+    (cluster / "tiny.toml").rename(cluster / ODD / "tiny.toml")
+    assert write("--runs_dir", ODD, config=f"{ODD}/tiny.toml") == 0
+    assert wishes(cluster / "tiny.sbatch")["output"] == ODD.replace("%", "%%") + "/slurm/%x-%j.log"
+    assert run_script(cluster, "0") == 0
+    assert command(cluster)[-4:] == [f"{ODD}/tiny.toml", "--name", "tiny-12003", f"--runs_dir={ODD}"]
+    (cluster / ODD / "tiny-12003").mkdir()
+    (cluster / ODD / "tiny-12003" / "config.toml").touch()
+    assert run_script(cluster, "0") == 0
+    assert command(cluster)[-3:] == ["--resume", f"{ODD}/tiny-12003", f"--runs_dir={ODD}"]
+
+
+def test_it_goes_on_with_a_run_that_is_there(cluster: Path) -> None:
+    assert write("--name", "mine", "--output", "tiny.sbatch") == 0
+    for run, words in (("mine-12003", ()), ("earlier-9", ("earlier-9",))):
+        assert run_script(cluster, "0", *words) == 0
+        assert command(cluster)[-3:] == ["tiny.toml", "--name", run]
+        (cluster / "runs" / run).mkdir(parents=True)
+        (cluster / "runs" / run / "config.toml").touch()
+        assert run_script(cluster, "0", *words) == 0
+        assert command(cluster)[-3:] == ["train", "--resume", f"runs/{run}"]
+
+
+@pytest.mark.parametrize("code", ["1", "2", "143"])
+def test_an_error_is_not_repeated(cluster: Path, code: str) -> None:
+    assert write() == 0
+    assert run_script(cluster, code) == 200
+    assert not (cluster / "scontrol.txt").exists()
+
+
+def test_a_warning_reaches_the_run_which_then_queues_again(cluster: Path) -> None:
+    assert write() == 0
+    assert run_script(cluster, "when told", warn=True) == 143
+    assert (cluster / "scancel.txt").read_text() == "--signal=TERM 12003\n"
+    assert (cluster / "scontrol.txt").read_text() == "requeue 12003\n"
+
+
+def test_a_run_that_does_not_save_in_time_queues_again_all_the_same(cluster: Path) -> None:
+    assert write() == 0
+    text = (cluster / "tiny.sbatch").read_text()
+    assert "patience=90\n" in text
+    (cluster / "tiny.sbatch").write_text(text.replace("patience=90\n", "patience=2\n"))
+    assert run_script(cluster, "never", warn=True) == 143
+    assert "not saved in time" in (cluster / "log").read_text()  # SIGTERM ended nothing that does not catch it
+    assert (cluster / "scontrol.txt").read_text() == "requeue 12003\n"
+    os.killpg(int((cluster / "session").read_text()), signal.SIGKILL)  # Slurm's own work
+
+
+def test_a_cancelled_job_stays_cancelled(cluster: Path) -> None:
+    assert write() == 0
+    assert run_script(cluster, "when told", warn=True, state="CANCELLED") == 143
+    assert not (cluster / "scontrol.txt").exists()
+
+
+def test_submitting_says_what_sbatch_says(
+    cluster: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = cluster / "tools" / "sbatch"
+    sbatch.write_text('#!/bin/bash\n[[ $1 == tiny.sbatch ]] && echo "Submitted batch job 5"\n')
+    sbatch.chmod(stat.S_IRWXU)
+    assert write("--submit") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "Submitted batch job 5"
+    sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2; exit 1\n")
+    assert write("--submit") == 2
+    assert capsys.readouterr().err == "assay: sbatch refused tiny.sbatch: invalid partition\n"
