@@ -110,6 +110,19 @@ def test_a_slow_answer_times_out_alone(function: Callable[[str], FunctionJudge])
     assert seconds < 10
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signals_that_ask_the_run_to_stop_change_no_verdict(
+    function: Callable[[str], FunctionJudge], signum: signal.Signals
+) -> None:
+    """A terminal and a scheduler send them to the whole group: a worker that obeyed would fail an innocent answer."""
+    with JudgePool(function('return {"reward": 1, "parsed": str(os.getpid())}'), workers=1) as pool:
+        (before,) = pool.judge([("", "", {})])
+        os.kill(int(before.parsed or 0), signum)
+        time.sleep(0.2)
+        (after,) = pool.judge([("", "", {})])
+    assert after == before and after.correct
+
+
 def test_a_dying_worker_fails_that_answer_alone(function: Callable[[str], FunctionJudge]) -> None:
     judge = function("""
         if completion == "exit": os._exit(3)

@@ -226,3 +226,22 @@ def test_prune_keeps_the_start_for_comparisons(tmp_path: Path) -> None:
         save(tmp_path, step)
     assert checkpoints.prune(tmp_path, 1) == [10]
     assert checkpoints.steps(tmp_path) == [0, 20]
+
+
+def test_an_interrupt_between_the_two_renames_of_a_replacement_loses_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, "first")
+    rename = checkpoints.os.rename
+
+    def interrupted(source: Path, target: Path) -> None:
+        if source.name.startswith(".saving-"):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoints.os, "rename", interrupted)
+        save(tmp_path, 1, "second")
+    checkpoints.recover(tmp_path)
+    assert checkpoints.last_sound(tmp_path) == (1, [])
+    assert (checkpoints.folder(tmp_path, 1) / "model" / "model.safetensors").read_text() == "second 1"
