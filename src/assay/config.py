@@ -223,6 +223,10 @@ class LoopConfig(Section):
     """times the trainer goes over each batch of rollouts"""
     token_budget: Positive = 16384
     """most tokens in one forward and backward pass; memory goes with it, the result does not"""
+    recompute: bool = False
+    """keep only the inputs of layers for the backward pass: a fraction of the memory, a third more time"""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """compile the layers with torch.compile; auto: on one GPU, for models of 100 million parameters or more"""
     max_train_prompts: Count = 0
     """use only the first so many prompts of the train split; 0: all"""
     max_skipped: Count = 5

@@ -10,8 +10,9 @@ from engine_parts import small_spec
 from torch import Tensor
 
 from assay.engine.columns import BLOCK_SIZE
-from assay.engine.operations import TorchOperations, operations, uses_triton
+from assay.engine.operations import TorchOperations, operations
 from assay.models.decoder import rope_frequencies
+from assay.models.device import uses_triton
 from assay.models.spec import ModelSpec
 
 CPU = torch.device("cpu")

@@ -91,6 +91,7 @@ def config(options: StepOptions, samples: int = 2, new: int = 1, temperature: fl
 
 def make_updater(policy: PolicyModel, cfg: TrainConfig, options: StepOptions) -> Updater:
     o = cfg.optim
+    setup.prepare_policy(policy, cfg.train)
     settings = {"max_grad_norm": o.max_grad_norm, "token_budget": cfg.train.token_budget} | parse_settings(options.set)
     return Updater(
         policy,

@@ -16,7 +16,6 @@ from assay.engine.blocks import Blocks
 from assay.engine.columns import BLOCK_SIZE, State
 from assay.engine.memory import cache_blocks
 from assay.engine.network import FusedDecoder
-from assay.engine.operations import uses_triton
 from assay.engine.rows import LOG_STEPS, Look, Rows
 from assay.engine.runner import Runner, new_cache
 from assay.engine.scheduler import Plan, Scheduler
@@ -24,6 +23,7 @@ from assay.engine.sequence import Job, Kept, Sample, job_for, nothing_kept
 from assay.engine.session import Session
 from assay.engine.stopping import Decode
 from assay.engine.weights import copy_weights
+from assay.models.device import uses_triton
 from assay.models.fingerprint import fingerprint
 from assay.models.spec import ModelSpec
 from assay.types import Completion, UserError

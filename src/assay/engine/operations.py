@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from assay.models.decoder import rope_frequencies
+from assay.models.device import uses_triton
 from assay.models.spec import ModelSpec
 
 
@@ -39,16 +40,6 @@ def operations(spec: ModelSpec, max_length: int, device: torch.device, dtype: to
     if uses_triton(device):
         return TritonOperations(spec, torch.cat((angles.cos(), angles.sin()), dim=-1))
     return TorchOperations(spec, angles, dtype)
-
-
-def uses_triton(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    try:
-        import triton  # noqa: F401
-    except ImportError:  # a build of torch without it: slower, but it runs
-        return False
-    return True
 
 
 class TorchOperations:

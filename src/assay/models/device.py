@@ -62,3 +62,13 @@ def free_memory(device: torch.device) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+
+
+def uses_triton(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    try:
+        import triton  # noqa: F401
+    except ImportError:  # a build of torch without it: slower, but it runs
+        return False
+    return True

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from assay.models.device import uses_triton
+
 # (which tokens, their log-probabilities, their entropies) -> what they add to the loss
 TokenLoss = Callable[[slice, Tensor, Tensor], Tensor]
 
@@ -125,10 +127,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def triton_for(logits: Tensor) -> Any:
     """The kernels, for logits on a GPU; None elsewhere."""
-    if logits.device.type != "cuda" or logits.dtype == torch.float64:
+    if logits.dtype == torch.float64 or not uses_triton(logits.device):
         return None
-    try:
-        from assay.models import scoring_kernels
-    except ImportError:  # a build of torch without triton
-        return None
+    from assay.models import scoring_kernels
+
     return scoring_kernels

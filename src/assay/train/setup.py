@@ -12,6 +12,7 @@ from assay.algos import Algorithm, make_algorithm
 from assay.config import (
     EngineConfig,
     EvalConfig,
+    LoopConfig,
     MeasureConfig,
     ModelConfig,
     PromptConfig,
@@ -21,7 +22,8 @@ from assay.config import (
     TrainConfig,
 )
 from assay.engine.base import Engine, SamplingParams
-from assay.models import PolicyModel, build_preset, load_model, pick_device, pick_dtype
+from assay.models import Decoder, PolicyModel, build_preset, load_model, pick_device, pick_dtype
+from assay.models.device import uses_triton
 from assay.rewards import FunctionJudge, Judge, RewardMix
 from assay.rewards.importing import load_object
 from assay.runs.resolve import resolve_model
@@ -33,6 +35,7 @@ from assay.types import Prompt, UserError
 
 PRESET = "preset:"
 PRESET_LENGTH = 512
+COMPILED = 100_000_000  # parameters from which compiling pays for itself within some steps
 UNTRAINED_LENGTH = 512  # new tokens in an evaluation that no training run says anything about
 
 
@@ -105,6 +108,18 @@ def build_policy(cfg: ModelConfig, source: str, tokenizer: Tokenizer, device: to
         name = source.removeprefix(PRESET)
         return build_preset(name, tokenizer.vocab_size, cfg.max_length or PRESET_LENGTH, seed).to(device)
     return load_model(source, device=device, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code)
+
+
+def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> None:
+    """How the policy is computed in training: what of it is compiled, and what is kept for the backward pass."""
+    if not isinstance(policy, Decoder):
+        if cfg.recompute or cfg.compile == "on":
+            raise UserError("train.recompute and train.compile are for the Llama and Qwen families: leave them out")
+        return
+    policy.recompute = cfg.recompute
+    large = sum(weight.numel() for weight in policy.parameters()) >= COMPILED
+    if cfg.compile == "on" or (cfg.compile == "auto" and large and processes == 1 and uses_triton(policy.device)):
+        policy.compile_layers()
 
 
 def model_source(cfg: ModelConfig, runs_dir: str) -> str:

@@ -99,6 +99,7 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
     if cfg.lora.rank:
         lora = Lora(cfg.lora.rank, cfg.lora.alpha, tuple(cfg.lora.targets), cfg.model.source)
         add_lora(policy, lora, cfg.seed)
+    setup.prepare_policy(policy, cfg.train)
     updater = Updater(
         policy,
         make_optimizer(policy, cfg.optim),

@@ -1,0 +1,94 @@
+"""The training pass on a GPU, at 16 bits, against float64 on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from assay.models import Decoder, ModelSpec
+from assay.models.attention import PackedCausal
+from assay.models.logprobs import token_logprobs, token_loss
+
+pytestmark = pytest.mark.gpu
+LENGTHS, SHARED = [90, 70, 71, 200, 64, 80], [0, 64, 64, 0, 0, 40]
+
+
+SPEC = ModelSpec(
+    family="qwen2",
+    vocab_size=1000,
+    hidden=128,
+    intermediate=256,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=64,
+    max_length=512,
+    qkv_bias=True,
+)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Sequences of which some begin alike, and which tokens are trained."""
+    generator = torch.Generator().manual_seed(1)
+    sequences: list[Tensor] = []
+    leader = 0
+    for index, (length, shared) in enumerate(zip(LENGTHS, SHARED, strict=True)):
+        leader = leader if shared else index
+        own = torch.randint(1000, (length - shared,), generator=generator)
+        sequences.append(torch.cat((sequences[leader][:shared], own)) if shared else own)
+    chosen = [torch.arange(length) >= max(shared, 40) for length, shared in zip(LENGTHS, SHARED, strict=True)]
+    return torch.cat(sequences), torch.cat(chosen)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 64), (4, 4, 128), (14, 2, 64)])
+@pytest.mark.parametrize("shared", [None, SHARED])
+def test_attention_and_its_gradients(heads: int, kv_heads: int, size: int, shared: list[int] | None) -> None:
+    exact = PackedCausal(LENGTHS, "cpu", shared)
+    quick = PackedCausal(LENGTHS, "cuda", shared)
+    count = len(exact.positions)
+    generator = torch.Generator().manual_seed(2)
+    inputs = [torch.randn(count, n, size, generator=generator).bfloat16() for n in (heads, kv_heads, kv_heads, heads)]
+    found, wanted = [], []
+    for layout, device, dtype, results in (
+        (quick, "cuda", torch.bfloat16, found),
+        (exact, "cpu", torch.float64, wanted),
+    ):
+        q, k, v, up = (x.to(device, dtype) for x in inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = layout(0, *leaves)
+        results += [out.detach(), *torch.autograd.grad(out, leaves, up)]
+    for a, b in zip(found, wanted, strict=True):
+        error = (a.double().cpu() - b).norm() / b.norm()
+        assert error < 0.01, error
+
+
+def gradients(model: Decoder, device: str, dtype: torch.dtype, shared: list[int] | None) -> tuple[Tensor, Tensor]:
+    ids, chosen = (x.to(device) for x in batch())
+    generator = torch.Generator().manual_seed(3)
+    mix = torch.randn(int(chosen.sum()), generator=generator).to(device, torch.promote_types(dtype, torch.float32))
+
+    def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return (logprobs * mix[at]).sum() + 0.1 * (entropy * mix[at]).sum()
+
+    model.zero_grad(set_to_none=True)
+    with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        total = token_loss(model, ids, LENGTHS, chosen, loss, 0.9, logits_at_once=100_000, shared=shared)
+        with torch.no_grad():
+            logprobs, _ = token_logprobs(model, ids, LENGTHS, chosen, 0.9, shared=shared)
+    total.backward()
+    return logprobs.double().cpu(), torch.cat([p.grad.flatten() for p in model.parameters()]).double().cpu()
+
+
+@pytest.mark.parametrize("way", ["plain", "shared", "recomputed", "compiled"])
+def test_a_whole_pass(way: str) -> None:
+    model = Decoder(SPEC)
+    model.initialise(0)
+    expected = gradients(model.double(), "cpu", torch.float64, None)
+    model = model.float().cuda()
+    model.recompute = way == "recomputed"
+    if way == "compiled":
+        model.compile_layers()
+    logprobs, gradient = gradients(model, "cuda", torch.bfloat16, None if way == "plain" else SHARED)
+    assert (logprobs - expected[0]).abs().mean() < 0.01
+    assert (gradient - expected[1]).norm() / expected[1].norm() < 0.03
