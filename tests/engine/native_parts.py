@@ -90,7 +90,7 @@ def engine_for(
     )
     assert isinstance(engine, NativeEngine)
     assert mode.blocks in (0, engine.blocks.total)
-    engine.runner.window = engine.runner.long_window = mode.window
+    engine.runner.window = mode.window
     engine.runner.ahead = mode.ahead
     return engine
 

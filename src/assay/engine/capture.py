@@ -20,8 +20,7 @@ from assay.engine.runner import Runner
 from assay.engine.sequence import Sample
 from assay.engine.sharing import find_shared, plan_sharing
 
-WINDOW = 4  # steps between two looks
-LONG_WINDOW = 8  # where nobody waits for a row
+WINDOW = 3  # steps between two looks; blocks are taken for all of them at once, and stand empty until they are reached
 SHARING_PROGRAMS = 512  # rows times key heads below which nothing is shared
 SHARED_TOKENS = 256  # from which reading shared blocks once pays for one more kernel
 
@@ -44,7 +43,7 @@ class GraphRunner(Runner):
 
         super().__init__(network, rows, kv)
         self.attention, self.layers, self.sampling = attention, layers, sampling
-        self.window, self.long_window, self.ahead = WINDOW, LONG_WINDOW, 1
+        self.window, self.ahead = WINDOW, 1
         spec = network.spec
         self.least_shared = SHARED_TOKENS // BLOCK_SIZE
         self.shared = attention.Shared.new(rows.size, spec.heads, spec.kv_heads, spec.head_dim, kv.device)

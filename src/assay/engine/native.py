@@ -163,7 +163,7 @@ class NativeEngine:
 
     def _round(self, session: Session) -> None:
         """Let in who can enter, take some steps, and look at those before."""
-        window = self.runner.window if self.scheduler.waiting else self.runner.long_window
+        window = self.runner.window
         self._make_room(session, window)
         plan = self.scheduler.plan(window)
         self._carry_out(plan)

@@ -25,13 +25,13 @@ from assay.types import UserError
 class Runner:
     """In torch, for any device.
 
-    `window`: steps to take before the host looks, where looking makes a device wait; `long_window`: if nobody waits.
+    `window`: steps to take before the host looks, where looking makes a device wait.
     """
 
     def __init__(self, network: FusedDecoder, rows: Rows, kv: Tensor) -> None:
         self.network, self.rows, self.kv = network, rows, kv
         self.device, self.dtype = kv.device, kv.dtype
-        self.window = self.long_window = 1 if self.device.type == "cpu" else 8
+        self.window = 1 if self.device.type == "cpu" else 8
         self.ahead = 0  # windows in flight while the host works on the one before
 
     def compute(self, chunks: Sequence[Chunk]) -> None:

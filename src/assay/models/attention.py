@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from assay.models.device import upload
 from assay.models.varlen import has_varlen, tree_attention, varlen_attention
 
 
@@ -32,14 +33,14 @@ class PackedCausal:
         starts = torch.tensor([0, *tree.lengths]).cumsum(0)
         positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(torch.tensor(tree.lengths))
         offsets = torch.tensor(tree.offsets).repeat_interleave(torch.tensor(tree.lengths))
-        self.positions = (positions + offsets).to(self.device)  # of the tokens that are computed
-        self.starts = starts.to(self.device, torch.int32)
+        self.positions = upload(positions + offsets, self.device)  # of the tokens that are computed
+        self.starts = upload(starts.int(), self.device)
         # Of all tokens, those that are computed; and where among these each of all tokens is found.
         self.computed = self.places = None
         self.branches: Branches | None = None
         if any(shared):
             computed, places = tree.computed()
-            self.computed, self.places = computed.to(self.device), places.to(self.device)
+            self.computed, self.places = upload(computed, self.device), upload(places, self.device)
             self.branches = Branches(tree, starts, self.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -105,7 +106,12 @@ class Padded:
         self.even = bool((sizes == self.longest).all())
         row = torch.repeat_interleave(torch.arange(self.batch), sizes)
         positions = torch.arange(len(row)) - (sizes.cumsum(0) - sizes)[row]
-        self.slots = (row * self.longest + positions).to(device)  # where each token sits in the padded batch
+        self._slots, self.device = row * self.longest + positions, device
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Where each token sits in the padded batch."""
+        return upload(self._slots, self.device)
 
     def pad(self, x: Tensor) -> Tensor:
         """[N, H, d] -> [B, H, T, d]"""
@@ -140,10 +146,10 @@ class Branches:
         self.most = max(in_tails), max(in_stems)
 
     def _tokens(self, segments: list[int]) -> Tensor:
-        return torch.cat([self.spans[i] for i in segments]).to(self.device)
+        return upload(torch.cat([self.spans[i] for i in segments]), self.device)
 
     def _bounds(self, sizes: list[int]) -> Tensor:
-        return torch.tensor([0, *sizes]).cumsum(0).to(self.device, torch.int32)
+        return upload(torch.tensor([0, *sizes]).cumsum(0).int(), self.device)
 
     @cached_property
     def rows(self) -> tuple[Tensor, Padded, Padded, Tensor, Tensor]:
@@ -154,7 +160,7 @@ class Branches:
         tail_rows = Padded([lengths[i] for i in self.followers], self.device)
         stems = [self.spans[self.tree.stems[i]] for i in self.followers]
         seen, mask = visible(stems, [self.spans[i] for i in self.followers])
-        return self._tokens(roots), root_rows, tail_rows, seen.to(self.device), mask.to(self.device)
+        return self._tokens(roots), root_rows, tail_rows, upload(seen, self.device), upload(mask, self.device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """In torch, for any device and dtype."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from assay.types import UserError
 
@@ -72,3 +73,10 @@ def uses_triton(device: torch.device) -> bool:
     except ImportError:  # a build of torch without it: slower, but it runs
         return False
     return True
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """On the device, in its own time: a GPU goes on with what it has to do, and so does the host."""
+    if device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from assay.models.base import PolicyModel
+from assay.models.device import upload
 from assay.models.scoring import TokenLoss, at_least_float32, loss_through_head, scores_of
 from assay.models.vocab_parallel import VocabularyHead
 
@@ -27,6 +28,7 @@ def token_logprobs(
     """Log-probability and entropy [M] of the M tokens marked in `chosen` [N], given those before each in its sequence.
 
     `ids` [N] are packed sequences. The first token of a sequence has nothing before it and must not be chosen.
+    `chosen` may lie on the CPU, where finding the marked ones does not wait for a GPU.
     `shared`: see `PolicyModel.hidden`.
     """
     before, targets = predictors(model, ids, lengths, chosen, shared)
@@ -61,8 +63,10 @@ def predictors(
     model: PolicyModel, ids: Tensor, lengths: Sequence[int], chosen: Tensor, shared: Sequence[int] | None
 ) -> tuple[Tensor, Tensor]:
     """The hidden states [M, D] from which the chosen tokens are predicted, and these [M]."""
+    places = chosen.nonzero().squeeze(1)  # before anything is computed: on a GPU the host would wait for that
+    if places.device != ids.device:
+        places = upload(places, ids.device)
     hidden = model.hidden(ids, lengths, shared)
-    places = chosen.nonzero().squeeze(1)
     return hidden.index_select(0, places - 1), ids.index_select(0, places)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from assay.algos import Algorithm
+from assay.models.device import upload
 from assay.types import Group, Rollout
 
 WORTH_SHARING = 0.1  # of all tokens: attention in two parts takes a little longer
@@ -43,7 +46,7 @@ class MicroBatch:
     ids: Tensor  # [N]
     lengths: list[int]  # of the sequences
     shared: list[int]  # tokens that each has in common with the nearest before it that has 0 here
-    trained: Tensor  # [N] bool
+    trained: Tensor  # [N] bool, on the CPU
     behaviour_logprobs: Tensor  # [M]
     advantages: Tensor  # [M]
     weights: Tensor  # [M]
@@ -129,19 +132,24 @@ def shared_tokens(rows: Sequence[Row]) -> list[int]:
 
 
 def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = torch.float32) -> MicroBatch:
-    trained = torch.tensor([bit for row in rows for bit in row.trained], dtype=torch.bool)
+    device = torch.device(device)
+    trained = torch.from_numpy(joined([row.trained for row in rows], np.int64)).bool()
     counts = torch.tensor([sum(row.trained) for row in rows])
-    behaviour = torch.tensor([p for row in rows for p in row.behaviour_logprobs], dtype=dtype)[trained]
+    behaviour = torch.from_numpy(joined([row.behaviour_logprobs for row in rows], np.float64))[trained]
 
     def each_token(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(counts).to(device)
+        return upload(torch.tensor(values, dtype=dtype).repeat_interleave(counts), device)
 
     return MicroBatch(
-        ids=torch.tensor([t for row in rows for t in row.ids]).to(device),
+        ids=upload(torch.from_numpy(joined([row.ids for row in rows], np.int64)), device),
         lengths=[len(row.ids) for row in rows],
         shared=shared_tokens(rows),
-        trained=trained.to(device),
-        behaviour_logprobs=behaviour.to(device),
+        trained=trained,
+        behaviour_logprobs=upload(behaviour.to(dtype), device),
         advantages=each_token([row.advantage for row in rows]),
         weights=each_token([row.weight for row in rows]),
     )
+
+
+def joined(lists: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(lists), dtype, sum(len(values) for values in lists))

@@ -95,7 +95,8 @@ class Updater:
     def _accumulate(self, rows: Sequence[Row], algo: Algorithm) -> Sums:
         self.optimizer.zero_grad(set_to_none=True)
         shares = share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares)
-        parts = [pack(part, self.policy.device, self._loss_dtype) for part in shares]
+        # One after the other: a GPU is busy with one part while the next is packed.
+        parts = (pack(part, self.policy.device, self._loss_dtype) for part in shares)
         return sum(self._backward(part, algo) for part in parts)  # type: ignore[return-value]
 
     def _backward(self, part: MicroBatch, algo: Algorithm) -> Sums:
