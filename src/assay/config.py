@@ -227,6 +227,8 @@ class LoopConfig(Section):
     """keep only the inputs of layers for the backward pass: a fraction of the memory, a third more time"""
     compile: Literal["auto", "on", "off"] = "auto"
     """compile the layers with torch.compile; auto: on one GPU, for models of 100 million parameters or more"""
+    offload_reference: bool = False
+    """keep the reference model of a KL term in main memory, and on the GPU during updates only"""
     max_train_prompts: Count = 0
     """use only the first so many prompts of the train split; 0: all"""
     max_skipped: Count = 5

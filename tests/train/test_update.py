@@ -362,3 +362,16 @@ def test_bfloat16_computes_in_half_precision_but_keeps_full_weights() -> None:
     assert all(p.dtype == torch.float32 for p in policy.parameters())
     assert found["loss/total"] != exact["loss/total"]
     assert found["loss/total"] == pytest.approx(exact["loss/total"], abs=0.05)
+
+
+@pytest.mark.gpu
+def test_a_reference_can_wait_in_main_memory() -> None:
+    algo = algorithm("grpo with everything")
+    found = []
+    for offload in (False, True):
+        policy, reference = tiny_decoder().float().cuda(), tiny_decoder(seed=9).float().requires_grad_(False)
+        reference.to("cpu" if offload else "cuda")
+        one = Updater(policy, make_adamw(policy, 1e-2), reference=reference, offload_reference=offload)
+        found.append(one.update(credited(algo), algo, 1e-2))
+        assert reference.device.type == ("cpu" if offload else "cuda")
+    assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0]["loss/kl"] > 0

@@ -47,7 +47,9 @@ def freeze_reference(updater: Updater, run_path: Path) -> None:
 
 
 def place(updater: Updater, folder: str) -> None:
-    reference = load_model(folder, device=updater.policy.device, dtype=updater.dtype)
+    reference = load_model(
+        folder, device="cpu" if updater.offload_reference else updater.policy.device, dtype=updater.dtype
+    )
     if reference.vocab_size != updater.policy.vocab_size:
         raise UserError(
             f"the reference has {reference.vocab_size} tokens and the policy {updater.policy.vocab_size}: "

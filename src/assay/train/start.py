@@ -106,6 +106,7 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
         temperature=cfg.sampling.temperature,
         max_grad_norm=cfg.optim.max_grad_norm,
         token_budget=cfg.train.token_budget,
+        offload_reference=cfg.train.offload_reference,
         dtype=pick_dtype(cfg.dtype, device),
     )
     engine = setup.build_engine(cfg.engine, policy, renderer, cfg.model.max_length)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,7 @@ class Updater:
     token_budget: int = 16384  # halved, for good, whenever a micro-batch does not fit into memory
     dtype: torch.dtype = torch.float32  # of the computation; weights stay as they are
     reference: PolicyModel | None = None  # the policy itself stands for its base: its adapters do not count here
+    offload_reference: bool = False  # to main memory, whenever no update is under way
     mesh: Mesh = field(default_factory=Mesh)  # every rank is handed all rows of a step, and takes its share
     faults: Sequence[Fault] = ()  # what kept the last `update` from making all of its steps
 
@@ -42,7 +43,8 @@ class Updater:
         self.faults = []
         size = max(-(-len(groups) // algo.updates), 1)  # a filter may have dropped every group
         parts = [rows_of(groups[i : i + size], algo) for i in range(0, len(groups), size)]
-        steps = [self.step(rows, algo, lr) for _ in range(passes) for rows in parts if rows]
+        with self._reference_at_hand(algo):
+            steps = [self.step(rows, algo, lr) for _ in range(passes) for rows in parts if rows]
         if not steps:
             return {"optim/lr": lr, "optim/skipped": 1.0, "optim/non_finite": 0.0}
         sums, norms, skipped = zip(*steps, strict=True)
@@ -130,6 +132,18 @@ class Updater:
         ids, lengths, trained = part.ids, part.lengths, part.trained
         with self._computing(), adapters_off(self.reference):
             return token_logprobs(self.reference, ids, lengths, trained, self.temperature, shared=part.shared)[0]
+
+    @contextmanager
+    def _reference_at_hand(self, algo: Algorithm) -> Iterator[None]:
+        away = self.offload_reference and algo.needs_reference and self.reference is not self.policy
+        if not away or self.reference is None:
+            yield
+            return
+        self.reference.to(self.policy.device)
+        try:
+            yield
+        finally:
+            self.reference.to("cpu")
 
     def _computing(self) -> AbstractContextManager:
         return torch.autocast(self.policy.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
