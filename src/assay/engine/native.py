@@ -77,7 +77,7 @@ class NativeEngine:
         self.blocks = Blocks(total, BLOCK_SIZE)
         chunk = prefill_tokens or PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         self.scheduler = Scheduler(self.blocks, max_batch, chunk)
-        self.rows = Rows(max_batch, -(-self.max_length // BLOCK_SIZE), self.device)
+        self.rows = Rows(max_batch, -(-self.max_length // BLOCK_SIZE), self.device, dtype)
         kv = new_cache(spec, total + 1, self.device, dtype)  # the last block takes what is to be stored nowhere
         self.runner = make_runner(self.network, self.rows, kv)
         self.looks: deque[Look] = deque()
@@ -110,7 +110,8 @@ class NativeEngine:
             return []
         if self.version < 0:
             raise UserError("the engine has no weights yet: call load_weights first")
-        session = Session(len(requests), self.rows.size, self.version, self.decode, self._keep, on_token, on_finish)
+        callbacks = self.decode, self._keep, on_token, on_finish
+        session = Session(len(requests), self.rows.size, self.version, *callbacks, self.rows.float_type)
         session.history.first = self.scheduler.step
         continued: dict[int, Kept] = {}
         with without_collection():
