@@ -76,9 +76,9 @@ def models(family: str) -> tuple[Decoder, Decoder]:
     return first, second
 
 
-def serve_cases(mesh: Mesh, folder: Path, cases: Sequence[tuple[str, str]]) -> None:
+def serve_cases(mesh: Mesh, folder: Path, tp: int, cases: Sequence[tuple[str, str]]) -> None:
     """Leaves what each rank found, by family and mode, in files."""
-    group = init_mesh(tp=mesh.world).tp_group
+    group = init_mesh(tp).tp_group
     for family, mode in cases:
         model, other = models(family)
         engine = engine_for(model, MODES[mode], dtype=torch.float64, decode=words, group=group)

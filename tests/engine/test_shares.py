@@ -17,8 +17,8 @@ from assay.models.decoder import Decoder
 LIMIT = 1e-9
 
 
-def check(world: int, cases: list[tuple[str, str]], folder: Path) -> None:
-    start(world, serve_cases, folder, cases)
+def check(world: int, tp: int, cases: list[tuple[str, str]], folder: Path) -> None:
+    start(world, serve_cases, folder, tp, cases)
     for family, mode in cases:
         files = [(folder / f"{family}-{mode}-{rank}.json").read_text() for rank in range(world)]
         assert len(set(files)) == 1, "ranks found different things"  # to the last bit
@@ -50,18 +50,19 @@ def close(one: object, other: object) -> bool:
 
 
 def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
-    check(2, [("qwen2", "all at once")], tmp_path)
+    check(2, 2, [("qwen2", "all at once")], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_in_every_mode(family: str, tmp_path: Path) -> None:
-    check(2, [(family, mode) for mode in MODES], tmp_path)
+    check(2, 2, [(family, mode) for mode in MODES], tmp_path)
 
 
 @pytest.mark.slow
-def test_four_processes_write_what_one_writes(tmp_path: Path) -> None:
-    check(4, [("llama", "all at once")], tmp_path)
+@pytest.mark.parametrize(("tp", "family"), [(4, "llama"), (2, "qwen3"), (1, "qwen2")])
+def test_four_processes_as_one_group_or_several(tp: int, family: str, tmp_path: Path) -> None:
+    check(4, tp, [(family, "all at once")], tmp_path)
 
 
 @pytest.mark.slow
