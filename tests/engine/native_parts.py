@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from engine_parts import assert_same_tokens, logits_after, small_spec
 from torch import Tensor
 
@@ -76,6 +77,7 @@ def engine_for(
     dtype: torch.dtype = torch.float32,
     max_length: int | None = None,
     decode: Decode | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> NativeEngine:
     engine = make_engine(
         "native",
@@ -84,9 +86,10 @@ def engine_for(
         dtype=dtype,
         max_batch=mode.max_batch,
         max_length=max_length,
-        memory=memory_of(model.spec, mode.blocks, dtype),
+        memory=memory_of(model.spec, mode.blocks, dtype) / (group.size() if group else 1),
         prefill_tokens=mode.prefill_tokens,
         decode=decode,
+        group=group,
     )
     assert isinstance(engine, NativeEngine)
     assert mode.blocks in (0, engine.blocks.total)

@@ -80,10 +80,9 @@ def test_values_gradients_and_weights_are_those_of_the_whole() -> None:
     ],
 )
 def test_a_model_that_cannot_be_split_is_told(changes: dict[str, int], tp: int, said: str) -> None:
-    with torch.device("meta"), pytest.raises(UserError, match=said):
-        check_sizes(Decoder(replace(QWEN3, **changes)), tp)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=said):
+        check_sizes(replace(QWEN3, **changes), tp)  # type: ignore[arg-type]
 
 
 def test_odd_vocabularies_can_be_split() -> None:
-    with torch.device("meta"):
-        check_sizes(Decoder(QWEN3), 2)
+    check_sizes(QWEN3, 2)

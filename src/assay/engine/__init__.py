@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from assay.engine.base import Engine, OnFinish, OnToken, Request, RequestError, SamplingParams
 from assay.engine.hf import HFEngine
@@ -36,8 +37,12 @@ def make_native(model: PolicyModel, *, memory: float, prefill_tokens: int, **opt
     return NativeEngine(model.spec, memory=memory, prefill_tokens=prefill_tokens, **options)
 
 
-def make_hf(model: PolicyModel, *, memory: float, prefill_tokens: int, **options: Any) -> Engine:
+def make_hf(
+    model: PolicyModel, *, memory: float, prefill_tokens: int, group: dist.ProcessGroup | None, **options: Any
+) -> Engine:
     """Budgets of memory and prefill are the native engine's."""
+    if group is not None and group.size() > 1:
+        raise UserError("the hf engine cannot be split over devices: set parallel.tp to 1")
     if isinstance(model, Decoder):
         raise UserError("the hf engine serves models loaded through transformers: use engine 'native' for this model")
     return HFEngine(model, **options)
@@ -57,10 +62,12 @@ def make_engine(
     memory: float = 0.0,
     prefill_tokens: int = 0,
     decode: Decode | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Engine:
     """An engine with its own copy of the model's weights, as version 0; "auto" picks by the kind of model.
 
     A `max_batch`, `memory` (GiB for keys and values) or `prefill_tokens` of 0 leaves the choice to the engine.
+    `group`: ranks that hold one model together, each of which makes this call and all that follow, alike.
     """
     if name == "auto":
         name = "native" if isinstance(model, Decoder) else "hf"
@@ -75,6 +82,7 @@ def make_engine(
         memory=memory,
         prefill_tokens=prefill_tokens,
         decode=decode,
+        group=group,
     )
     engine.load_weights(model.weights(), version=0)
     return engine

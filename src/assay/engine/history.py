@@ -13,10 +13,10 @@ STEPS = 256  # room to begin with
 
 
 class History:
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, float_type: type[np.floating] = np.float32) -> None:
         self.first = 0  # the earliest step held
         self.tokens = np.zeros((rows, STEPS), dtype=np.int32)
-        self.scores = np.zeros((4, rows, STEPS), dtype=np.float32)
+        self.scores = np.zeros((4, rows, STEPS), dtype=float_type)
 
     def write(self, look: Look, running: Sequence[Sample]) -> None:
         steps, rows = look.tokens.shape
@@ -49,7 +49,7 @@ class History:
         while size < 2 * (first + steps - oldest):
             size *= 2
         self.tokens = np.zeros((rows, size), dtype=np.int32)
-        self.scores = np.zeros((4, rows, size), dtype=np.float32)
+        self.scores = np.zeros((4, rows, size), dtype=scores.dtype)
         self.tokens[:, : tokens.shape[1]], self.scores[:, :, : tokens.shape[1]] = tokens, scores
         self.first = oldest
 

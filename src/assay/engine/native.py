@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from assay.engine.base import OnFinish, OnToken, Request
 from assay.engine.blocks import Blocks
 from assay.engine.columns import BLOCK_SIZE, State
+from assay.engine.lockstep import check_drawn, check_requests, least
 from assay.engine.memory import cache_blocks
 from assay.engine.network import FusedDecoder
 from assay.engine.rows import LOG_STEPS, Look, Rows
@@ -64,20 +66,28 @@ class NativeEngine:
         memory: float = 0.0,
         prefill_tokens: int = 0,
         decode: Decode | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`memory`: GiB for keys and values; 0: as much as is useful and free. `decode`: tokens to text."""
+        """`memory`: GiB for keys and values; 0: as much as is useful and free. `decode`: tokens to text.
+
+        `group`: the ranks that serve this model together. All of them must make the same calls (see `lockstep`).
+        """
         if max_batch < 1:
             raise UserError(f"max_batch must be at least 1, not {max_batch}")
         self.version = -1  # no weights yet
         self.max_length = min(spec.max_length, max_length or spec.max_length)
         self.max_batch, self.decode = max_batch, decode
         self.device, self.dtype = torch.device(device), dtype
-        self.network = FusedDecoder(spec, self.max_length, self.device, dtype)
+        self.group = group if group is not None and group.size() > 1 else None
+        self.network = FusedDecoder(spec, self.max_length, self.device, dtype, self.group)
+        spec = self.network.spec
         total = cache_blocks(spec, max_batch, self.max_length, self.device, dtype, memory)
+        if self.group is not None:
+            total = least(total, self.group, self.device)
         self.blocks = Blocks(total, BLOCK_SIZE)
         chunk = prefill_tokens or PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         self.scheduler = Scheduler(self.blocks, max_batch, chunk)
-        self.rows = Rows(max_batch, -(-self.max_length // BLOCK_SIZE), self.device)
+        self.rows = Rows(max_batch, -(-self.max_length // BLOCK_SIZE), self.device, dtype)
         kv = new_cache(spec, total + 1, self.device, dtype)  # the last block takes what is to be stored nowhere
         self.runner = make_runner(self.network, self.rows, kv)
         self.looks: deque[Look] = deque()
@@ -86,14 +96,14 @@ class NativeEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.scheduler.forget()
-        copy_weights(self.network.canonical(), weights)
+        copy_weights(self.network.canonical(), weights, self.network.shares)
         self.version = version
 
     def forget(self) -> None:
         self.scheduler.forget()
 
     def fingerprint(self) -> str:
-        return fingerprint(self.network.canonical().items())
+        return fingerprint(self.network.weights())
 
     def reset_stats(self) -> None:
         self.stats = Stats()
@@ -106,11 +116,14 @@ class NativeEngine:
     def generate(
         self, requests: Sequence[Request], on_token: OnToken | None = None, on_finish: OnFinish | None = None
     ) -> list[list[Completion]]:
+        if self.group is not None:
+            check_requests(requests, self.group, self.device)
         if not requests:
             return []
         if self.version < 0:
             raise UserError("the engine has no weights yet: call load_weights first")
-        session = Session(len(requests), self.rows.size, self.version, self.decode, self._keep, on_token, on_finish)
+        callbacks = self.decode, self._keep, on_token, on_finish
+        session = Session(len(requests), self.rows.size, self.version, *callbacks, self.rows.float_type)
         session.history.first = self.scheduler.step
         continued: dict[int, Kept] = {}
         with without_collection():
@@ -127,6 +140,8 @@ class NativeEngine:
                 raise
             self.looks.clear()  # of steps taken before it was seen that all had ended
             self.stats.decoded_tokens += session.tokens
+            if self.group is not None:
+                check_drawn(session.results, self.group, self.device)
             return session.completions()
 
     def _add(self, index: int, request: Request, session: Session, continued: dict[int, Kept]) -> None:

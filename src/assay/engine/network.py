@@ -2,30 +2,35 @@
 
 Queries, keys and values come from one product, gate and up from another. The canonical weights, by their Hugging Face
 names, are views of rows of the fused ones: filling the views fills the network, and the fingerprint reads what is
-really served.
+really served. With a tensor-parallel group all of this is one rank's part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from assay.engine.operations import Operations, Places, operations
+from assay.engine.shares import Shares
 from assay.models.spec import ModelSpec
+from assay.models.vocab_parallel import own_rows
 
 # (a layer's cache [2, K, blocks, block size, d], queries [N, H, d]) -> [N, H, d]
 Attend = Callable[[Tensor, Tensor], Tensor]
 
 
 class FusedLayer:
-    def __init__(self, spec: ModelSpec, index: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, index: int, device: torch.device, dtype: torch.dtype, shares: Shares | None
+    ) -> None:
         def new(*shape: int) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
 
-        self.spec, self.index = spec, index
+        self.spec, self.index, self.shares = spec, index, shares
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.qkv, self.out = new(queries + 2 * keys, spec.hidden), new(spec.hidden, queries)
         self.qkv_bias = new(queries + 2 * keys) if spec.qkv_bias else None
@@ -63,9 +68,9 @@ class FusedLayer:
 
     def forward(self, x: Tensor, places: Places, ops: Operations, kv: Tensor, attend: Attend) -> Tensor:
         q = self.store(x, places, ops, kv)
-        x = residual(x, attend(kv, q).flatten(1), self.out, self.out_bias)
+        x = residual(x, attend(kv, q).flatten(1), self.out, self.out_bias, self.shares)
         gate_up = F.linear(ops.norm(x, self.mlp_norm), self.gate_up, self.gate_up_bias)
-        return residual(x, ops.activate(gate_up), self.down, self.down_bias)
+        return residual(x, ops.activate(gate_up), self.down, self.down_bias, self.shares)
 
     def store(self, x: Tensor, places: Places, ops: Operations, kv: Tensor) -> Tensor:
         """Queries; keys and values go into the cache."""
@@ -74,13 +79,23 @@ class FusedLayer:
 
 
 class FusedDecoder:
-    def __init__(self, spec: ModelSpec, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.spec = spec
+    def __init__(
+        self,
+        spec: ModelSpec,
+        max_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`spec` is that of the whole model; `self.spec` has this rank's heads and MLP, and all of the vocabulary."""
+        self.shares = None if group is None else Shares(spec, group)
+        self.spec = spec = spec if self.shares is None else self.shares.spec
+        tokens = spec.vocab_size if self.shares is None else self.shares.tokens
         self.ops = operations(spec, max_length, device, dtype)
-        self.embedding = torch.zeros(spec.vocab_size, spec.hidden, device=device, dtype=dtype)
+        self.embedding = torch.zeros(tokens, spec.hidden, device=device, dtype=dtype)
         self.head = self.embedding if spec.tied else torch.zeros_like(self.embedding)
         self.norm = torch.zeros(spec.hidden, device=device, dtype=dtype)
-        self.layers = [FusedLayer(spec, index, device, dtype) for index in range(spec.layers)]
+        self.layers = [FusedLayer(spec, index, device, dtype, self.shares) for index in range(spec.layers)]
 
     def canonical(self) -> dict[str, Tensor]:
         """Every weight once, under its Hugging Face name, as a view of what is served."""
@@ -91,26 +106,41 @@ class FusedDecoder:
             names |= layer.canonical()
         return names
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, whole, one at a time; of a group all ranks must ask together."""
+        for name, weight in self.canonical().items():
+            yield name, weight if self.shares is None else self.shares.whole(name, weight)
+
     def forward(self, ids: Tensor, places: Places, kv: Tensor, attend: Attend) -> Tensor:
         """Hidden states [N, D] for token ids [N]; their keys and values are left in the cache."""
-        x = F.embedding(ids, self.embedding)
+        x = self.embed(ids)
         for layer, cache in zip(self.layers, kv, strict=True):
             x = layer.forward(x, places, self.ops, cache, attend)
         return self.ops.norm(x, self.norm)
 
     def fill(self, ids: Tensor, places: Places, kv: Tensor, attend: Attend) -> None:
         """Keys and values alone: nothing behind those of the last layer is computed."""
-        x = F.embedding(ids, self.embedding)
+        x = self.embed(ids)
         for layer, cache in zip(self.layers[:-1], kv, strict=False):
             x = layer.forward(x, places, self.ops, cache, attend)
         self.layers[-1].store(x, places, self.ops, kv[-1])
 
+    def embed(self, ids: Tensor) -> Tensor:
+        if self.shares is None:
+            return F.embedding(ids, self.embedding)
+        rows, here = own_rows(ids, self.shares.first_token, self.shares.tokens)
+        return self.shares.sum_(F.embedding(rows, self.embedding).masked_fill_(~here[:, None], 0.0))
+
     def unembed(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head)
+        logits = F.linear(hidden, self.head)
+        return logits if self.shares is None else self.shares.gather(logits, 1, self.spec.vocab_size)
 
 
-def residual(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + y @ weight.T (+ bias), in place: in one operation where there is no bias."""
+def residual(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, shares: Shares | None) -> Tensor:
+    """x + y @ weight.T (+ bias), in place: in one operation where there is no bias, and one rank."""
+    if shares is not None:
+        x.add_(shares.sum_(F.linear(y, weight)))
+        return x if bias is None else x.add_(bias)
     if bias is None:
         return x.addmm_(y, weight.t())
     return x.add_(F.linear(y, weight, bias))

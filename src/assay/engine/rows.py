@@ -45,17 +45,20 @@ class Look:
 
 
 class Rows:
-    def __init__(self, rows: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, rows: int, max_blocks: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype` is that of the model; scores and settings are float32, but float64 where the model is."""
         self.device, self.size = device, rows
+        wide = torch.promote_types(dtype, torch.float32)
+        self.float_type: type[np.floating] = np.float64 if wide == torch.float64 else np.float32
         self.staging = Staging(device)
         self.ints = torch.zeros(rows, WIDTH, dtype=torch.int64, device=device)
         self.ints[:, Column.STATE] = State.IDLE
-        self.floats = torch.zeros(rows, 4, device=device)  # temperature, top-p, min-p, nothing
+        self.floats = torch.zeros(rows, 4, dtype=wide, device=device)  # temperature, top-p, min-p, nothing
         self.forbidden = torch.full((rows, FORBIDDEN_SLOTS), -1, dtype=torch.int64, device=device)
         self.tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.log_tokens = torch.zeros(LOG_STEPS, rows, dtype=torch.int32, device=device)
-        self.log_scores = torch.zeros(4, LOG_STEPS, rows, device=device)
+        self.log_scores = torch.zeros(4, LOG_STEPS, rows, dtype=wide, device=device)
         self.modes = Modes()
         self.host_tables = np.zeros((rows, max_blocks), dtype=np.int32)
         self.prompts = np.zeros(rows, dtype=np.int64)  # tokens before the first new one
@@ -85,7 +88,7 @@ class Rows:
         self.begun[rows] = [sample.start - sample.entered for sample in samples]
         params = [sample.job.request.params for sample in samples]
         floats = [(p.temperature, p.top_p, p.min_p, 0.0) for p in params]
-        self.floats[rows] = self.upload(np.array(floats, dtype=np.float32))
+        self.floats[rows] = self.upload(np.array(floats, dtype=self.float_type))
         if any(p.forbidden_token_ids for p in params):
             forbidden = [padded(sorted(set(p.forbidden_token_ids)), FORBIDDEN_SLOTS) for p in params]
             self.forbidden[rows] = self.upload(np.array(forbidden, dtype=np.int64))

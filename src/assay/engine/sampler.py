@@ -348,10 +348,10 @@ def draw_rows(
     )
     running = rows[:, Column.STATE] == State.RUNNING
     tokens = torch.where(running, draw.tokens, rows[:, Column.TOKEN])
-    scores = torch.stack((draw.engine_logprobs, draw.sampling_logprobs, draw.kept_mass, draw.entropies)).float()
+    scores = torch.stack((draw.engine_logprobs, draw.sampling_logprobs, draw.kept_mass, draw.entropies))
     at = step % len(log_tokens)
     log_tokens[at, :size] = torch.where(running, tokens.int(), log_tokens[at, :size])
-    log_scores[:, at, :size] = torch.where(running, scores[:, None], log_scores[:, at, :size])
+    log_scores[:, at, :size] = torch.where(running, scores[:, None].to(log_scores.dtype), log_scores[:, at, :size])
     state = state_after(rows, tokens, draw.engine_logprobs)
     rows[:, Column.TOKEN] = tokens
     rows[:, Column.COUNT] += running

@@ -28,10 +28,12 @@ class Session:
         keep: Keep,
         on_token: OnToken | None,
         on_finish: OnFinish | None,
+        float_type: type[np.floating] = np.float32,
     ) -> None:
+        """`float_type` is that of scores."""
         self.version, self.decode, self.keep = version, decode, keep
         self.on_token, self.on_finish = on_token, on_finish
-        self.history = History(rows)
+        self.history = History(rows, float_type)
         self.results: list[dict[int, Completion]] = [{} for _ in range(requests)]
         self.errors: dict[int, str] = {}
         self.watching = on_token is not None  # whether any tokens are looked at one by one

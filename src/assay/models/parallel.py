@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from assay.mesh import Mesh
 from assay.models.collectives import copy_to, local, reduce_from
 from assay.models.decoder import Decoder, Norm
+from assay.models.spec import ModelSpec
 from assay.models.vocab_parallel import VocabularyEmbedding, VocabularyHead
 from assay.types import UserError
 
@@ -78,7 +79,7 @@ class HeadNorm(Part):
 
 def shard_decoder(decoder: Decoder, mesh: Mesh) -> None:
     """Leave this rank its part of the decoder. All ranks must hold the same weights; names stay as they are."""
-    check_sizes(decoder, mesh.tp_size)
+    check_sizes(decoder.spec, mesh.tp_size)
     for layer in decoder.model.layers:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             swap(layer, norm, EntryNorm, mesh)
@@ -117,9 +118,8 @@ def split(weight: Tensor, mesh: Mesh, dim: int | None) -> nn.Parameter:
     return nn.Parameter(parts, requires_grad=weight.requires_grad)
 
 
-def check_sizes(decoder: Decoder, tp: int) -> None:
+def check_sizes(spec: ModelSpec, tp: int) -> None:
     """Heads and MLP must divide evenly. The vocabulary need not, as long as every rank gets some of it."""
-    spec = decoder.spec
     sizes = {"attention heads": spec.heads, "key-value heads": spec.kv_heads, "MLP units": spec.intermediate}
     most = math.gcd(*sizes.values())
     fitting = [str(size) for size in range(1, most + 1) if most % size == 0]

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from assay.algos import Algorithm, make_algorithm
 from assay.config import (
@@ -145,7 +146,14 @@ def build_renderer(cfg: PromptConfig, tokenizer: Tokenizer, task: Task | None) -
     )
 
 
-def build_engine(cfg: EngineConfig, policy: PolicyModel, renderer: Renderer, max_length: int) -> Engine:
+def build_engine(
+    cfg: EngineConfig,
+    policy: PolicyModel,
+    renderer: Renderer,
+    max_length: int,
+    group: dist.ProcessGroup | None = None,
+) -> Engine:
+    """`group`: the ranks that serve the policy together, `mesh.tp_group`."""
     from assay.engine import make_engine
 
     return make_engine(
@@ -158,6 +166,7 @@ def build_engine(cfg: EngineConfig, policy: PolicyModel, renderer: Renderer, max
         prefill_tokens=cfg.prefill_tokens,
         max_length=min(max_length or policy.max_length, policy.max_length),
         decode=renderer.decode,
+        group=group,
     )
 
 
