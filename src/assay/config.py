@@ -321,6 +321,8 @@ class EngineConfig(Section):
     """sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
     memory: NonNegative = 0.0
     """GiB for keys and values; 0: what max_batch sequences can use, within 40 % (CUDA) or 25 % of what is free"""
+    lend: bool = False
+    """give the memory of keys and values back while the trainer works (CUDA); recorded graphs stay as they are"""
     prefill_tokens: Count = 0
     """prompt tokens computed between two stretches of decoding; 0: 8,192 on CUDA, 1,024 elsewhere"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -24,7 +24,7 @@ def test_a_budget_is_used_up_and_not_exceeded(blocks: int) -> None:
         assert cache_blocks(SPEC, 4, 96, CPU, dtype, blocks * bytes_each / GIB) == blocks
         assert cache_blocks(SPEC, 4, 96, CPU, dtype, (blocks * bytes_each + bytes_each - 1) / GIB) == blocks
     if blocks < 100:
-        assert new_cache(SPEC, blocks, CPU, torch.float32).nbytes == blocks * BLOCK
+        assert new_cache(SPEC, blocks, CPU, torch.float32)[0].nbytes == blocks * BLOCK
 
 
 def test_a_budget_for_less_than_one_block_is_refused() -> None:
@@ -49,7 +49,8 @@ def test_without_a_budget_it_is_what_is_useful_and_free(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_cache_is_zeros_of_the_right_kind(dtype: torch.dtype) -> None:
-    cache = new_cache(SPEC, 5, CPU, dtype)
+    cache, lent = new_cache(SPEC, 5, CPU, dtype, lend=True)
+    assert lent is None  # a CPU has nothing to lend
     assert cache.shape == (3, 2, 2, 5, BLOCK_SIZE, 8) and cache.dtype == dtype and cache.is_contiguous()
     assert not cache.any()
     cache[1, 0, 1, 4] = 2.5

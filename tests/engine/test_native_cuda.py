@@ -162,3 +162,38 @@ def test_every_recipe_is_made_of_parts_that_run_on_cuda() -> None:
         out = algo.loss(LossBatch(logprobs, values, torch.ones_like(values), torch.full_like(values, 0.1)))
         out.total.backward()
         assert logprobs.grad is not None and bool(logprobs.grad.isfinite().all())
+
+
+def test_memory_is_lent_and_taken_back_and_nothing_is_recorded_anew() -> None:
+    model = small_decoder(small_spec("qwen2", head_dim=64, max_length=160), seed=1)
+    asked = [Request([7 * i + j for j in range(20)], SamplingParams(n=6, max_new_tokens=40), seed=i) for i in range(3)]
+    engine = native(model, "cuda", torch.bfloat16, max_batch=8, memory=2.0, lend=True)
+    size = engine.runner.kv.nbytes
+    assert size > GIB
+    at_rest = torch.cuda.mem_get_info()[0]
+    expected = flat(engine.generate(asked))
+    recorded = dict(engine.runner.graphs)  # type: ignore[attr-defined]
+    assert torch.cuda.mem_get_info()[0] <= at_rest - size
+    for _ in range(3):
+        engine.rest()
+        engine.rest()
+        assert torch.cuda.mem_get_info()[0] >= at_rest - GIB // 4  # but for what torch keeps
+        taken = torch.full((size // 4,), float("nan"), device="cuda")  # somebody else makes use of it
+        del taken
+        torch.cuda.empty_cache()
+        assert [c.token_ids for c in flat(engine.generate(asked))] == [c.token_ids for c in expected]
+    assert engine.runner.graphs == recorded  # type: ignore[attr-defined]
+    del engine
+    torch.cuda.empty_cache()
+
+
+def test_a_kept_sequence_goes_on_after_a_rest() -> None:
+    model = small_decoder(small_spec("llama", head_dim=64, max_length=160), seed=1)
+    found = []
+    for lend in (False, True):
+        engine = native(model, "cuda", max_batch=8, lend=lend)
+        [[first]] = engine.generate([Request([1, 2, 3], SamplingParams(max_new_tokens=20), seed=1, keep=True)])
+        engine.rest()
+        [[more]] = engine.generate([Request([5, 6], SamplingParams(max_new_tokens=20), seed=2, continues=first.handle)])
+        found.append((first.token_ids, more.token_ids))
+    assert found[0] == found[1]

@@ -31,16 +31,22 @@ __all__ = [
 BATCH = {"cpu": 256, "cuda": 1024}  # sequences decoded at once, unless told otherwise
 
 
-def make_native(model: PolicyModel, *, memory: float, prefill_tokens: int, **options: Any) -> Engine:
+def make_native(model: PolicyModel, *, memory: float, prefill_tokens: int, lend: bool, **options: Any) -> Engine:
     if not isinstance(model, Decoder):
         raise UserError("the native engine serves the Llama, Qwen2 and Qwen3 families: use engine 'hf' for this model")
-    return NativeEngine(model.spec, memory=memory, prefill_tokens=prefill_tokens, **options)
+    return NativeEngine(model.spec, memory=memory, prefill_tokens=prefill_tokens, lend=lend, **options)
 
 
 def make_hf(
-    model: PolicyModel, *, memory: float, prefill_tokens: int, group: dist.ProcessGroup | None, **options: Any
+    model: PolicyModel,
+    *,
+    memory: float,
+    prefill_tokens: int,
+    lend: bool,
+    group: dist.ProcessGroup | None,
+    **options: Any,
 ) -> Engine:
-    """Budgets of memory and prefill are the native engine's."""
+    """Budgets of memory and prefill, and lending, are the native engine's."""
     if group is not None and group.size() > 1:
         raise UserError("the hf engine cannot be split over devices: set parallel.tp to 1")
     if isinstance(model, Decoder):
@@ -63,10 +69,12 @@ def make_engine(
     prefill_tokens: int = 0,
     decode: Decode | None = None,
     group: dist.ProcessGroup | None = None,
+    lend: bool = False,
 ) -> Engine:
     """An engine with its own copy of the model's weights, as version 0; "auto" picks by the kind of model.
 
     A `max_batch`, `memory` (GiB for keys and values) or `prefill_tokens` of 0 leaves the choice to the engine.
+    `lend`: give the memory of keys and values away while the engine is at `rest`.
     `group`: ranks that hold one model together, each of which makes this call and all that follow, alike.
     """
     if name == "auto":
@@ -83,6 +91,7 @@ def make_engine(
         prefill_tokens=prefill_tokens,
         decode=decode,
         group=group,
+        lend=lend,
     )
     engine.load_weights(model.weights(), version=0)
     return engine

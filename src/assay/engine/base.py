@@ -95,6 +95,10 @@ class Engine(Protocol):
         """Drop prompts remembered from earlier calls: what comes next depends on nothing that came before."""
         ...
 
+    def rest(self) -> None:
+        """Until the next call to `generate` others may need the memory: what can be lent to them is."""
+        ...
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy weights (Hugging Face names, full tensors) into place and drop everything computed with earlier ones."""
         ...

@@ -66,6 +66,9 @@ class HFEngine:
     def forget(self) -> None:
         """Nothing is remembered between calls but the tokens of what is kept."""
 
+    def rest(self) -> None:
+        """There is nothing but the weights."""
+
     def fingerprint(self) -> str:
         return fingerprint(self.model.weights())
 

@@ -44,7 +44,7 @@ class Access(ctypes.Structure):
 
 
 class Lendable:
-    """So many bytes on a GPU, mapped at first."""
+    """So many bytes on a GPU. At first there are only their addresses."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.address, self.handle, self.mapped = ctypes.c_ulonglong(), ctypes.c_ulonglong(), False
@@ -55,21 +55,29 @@ class Lendable:
         call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self.kind), ctypes.c_int(0))
         self.size = -(-size // step.value) * step.value
         self._call("cuMemAddressReserve", ctypes.byref(self.address), self.size, 0, 0, 0)
-        self.map()
 
     def map(self) -> None:
-        """Memory behind the addresses again, with nothing in it that is worth reading."""
+        """Memory behind the addresses, with nothing in it that is worth reading."""
         if self.mapped:
             return
         try:
-            self._call("cuMemCreate", ctypes.byref(self.handle), self.size, ctypes.byref(self.kind), 0)
+            self._create()
         except MemoryError:
             torch.cuda.empty_cache()  # torch may hold on to memory that nobody uses
-            self._call("cuMemCreate", ctypes.byref(self.handle), self.size, ctypes.byref(self.kind), 0)
+            try:
+                self._create()
+            except MemoryError:
+                raise UserError(
+                    f"the {self.size / 2**30:.1f} GiB of the key/value cache cannot be taken back: lower engine.memory "
+                    "or train.token_budget"
+                ) from None
         self._call("cuMemMap", self.address, self.size, 0, self.handle, 0)
         access = Access(self.location, READ_AND_WRITE)
         self._call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), 1)
         self.mapped = True
+
+    def _create(self) -> None:
+        self._call("cuMemCreate", ctypes.byref(self.handle), self.size, ctypes.byref(self.kind), 0)
 
     def unmap(self) -> None:
         """The addresses stay ours; touching what they point to would be an error until `map`."""

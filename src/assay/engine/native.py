@@ -67,9 +67,11 @@ class NativeEngine:
         prefill_tokens: int = 0,
         decode: Decode | None = None,
         group: dist.ProcessGroup | None = None,
+        lend: bool = False,
     ) -> None:
         """`memory`: GiB for keys and values; 0: as much as is useful and free. `decode`: tokens to text.
 
+        `lend`: between `rest` and the next call to `generate` that memory is free for others (on CUDA).
         `group`: the ranks that serve this model together. All of them must make the same calls (see `lockstep`).
         """
         if max_batch < 1:
@@ -88,7 +90,8 @@ class NativeEngine:
         chunk = prefill_tokens or PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         self.scheduler = Scheduler(self.blocks, max_batch, chunk)
         self.rows = Rows(max_batch, -(-self.max_length // BLOCK_SIZE), self.device, dtype)
-        kv = new_cache(spec, total + 1, self.device, dtype)  # the last block takes what is to be stored nowhere
+        # The last block takes what is to be stored nowhere.
+        kv, self.lent = new_cache(spec, total + 1, self.device, dtype, lend)
         self.runner = make_runner(self.network, self.rows, kv)
         self.looks: deque[Look] = deque()
         self.rows_changed = False
@@ -101,6 +104,11 @@ class NativeEngine:
 
     def forget(self) -> None:
         self.scheduler.forget()
+
+    def rest(self) -> None:
+        if self.lent is not None:
+            self.scheduler.forget()
+            self.lent.unmap()
 
     def fingerprint(self) -> str:
         return fingerprint(self.network.weights())
@@ -122,6 +130,8 @@ class NativeEngine:
             return []
         if self.version < 0:
             raise UserError("the engine has no weights yet: call load_weights first")
+        if self.lent is not None:
+            self.lent.map()
         callbacks = self.decode, self._keep, on_token, on_finish
         session = Session(len(requests), self.rows.size, self.version, *callbacks, self.rows.float_type)
         session.history.first = self.scheduler.step

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from assay.engine.attention import ChunkAttention, RowAttention
 from assay.engine.columns import BLOCK_SIZE, Column, State
+from assay.engine.lending import Lendable
 from assay.engine.memory import GIB
 from assay.engine.network import FusedDecoder
 from assay.engine.rows import Rows
@@ -73,14 +74,22 @@ class Runner:
         rows.draw(self.network.unembed(hidden))
 
 
-def new_cache(spec: ModelSpec, blocks: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros [layers, 2, kv_heads, blocks, block size, head_dim]; on a CPU memory is taken only as it is written to."""
+def new_cache(
+    spec: ModelSpec, blocks: int, device: torch.device, dtype: torch.dtype, lend: bool = False
+) -> tuple[Tensor, Lendable | None]:
+    """[layers, 2, kv_heads, blocks, block size, head_dim]; on a CPU memory is taken only as it is written to.
+
+    With `lend`, on CUDA, also what gives the memory back; the cache is empty until it is mapped.
+    """
     shape = (spec.layers, 2, spec.kv_heads, blocks, BLOCK_SIZE, spec.head_dim)
     size = math.prod(shape) * dtype.itemsize
     try:
+        if device.type == "cuda" and lend:
+            memory = Lendable(size, device)
+            return memory.tensor(shape, dtype), memory
         if device.type != "cpu":
-            return torch.zeros(shape, device=device, dtype=dtype)
-        return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+            return torch.zeros(shape, device=device, dtype=dtype), None
+        return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape), None
     except (torch.OutOfMemoryError, MemoryError):
         raise UserError(
             f"the key/value cache of {size / GIB:.1f} GiB does not fit on {device}: "

@@ -164,6 +164,7 @@ def build_engine(
         max_batch=cfg.max_batch,
         memory=cfg.memory,
         prefill_tokens=cfg.prefill_tokens,
+        lend=cfg.lend,
         max_length=min(max_length or policy.max_length, policy.max_length),
         decode=renderer.decode,
         group=group,

@@ -142,6 +142,7 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
         dropped += rejected
         if len(kept) == cfg.train.prompts:
             break
+    parts.collector.engine.rest()
     state.cursor = parts.stream.cursor
     state.tokens += sum(rollout.length for group in (*kept, *dropped) for rollout in group.rollouts)
     return kept, dropped
