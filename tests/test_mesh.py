@@ -4,7 +4,7 @@ import pytest
 import torch
 from processes import start
 
-from assay.mesh import Mesh, init_mesh
+from assay.mesh import Mesh, first_to_fail, init_mesh
 from assay.types import UserError
 
 
@@ -15,6 +15,7 @@ def test_one_process_is_a_grid_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert mesh.is_main and mesh.device_mesh is mesh.dp_group is mesh.tp_group is None
     assert mesh.all_gather_objects("mine") == ["mine"] and mesh.broadcast_object("mine") == "mine"
     assert mesh.any(True) and not mesh.any(False)
+    assert mesh.largest(-3) == -3 and first_to_fail()
     assert mesh.sum_(torch.ones(2)).tolist() == [1.0, 1.0]
     mesh.barrier()
     mesh.close()
@@ -50,10 +51,12 @@ def exchange(flat: Mesh) -> None:
     assert mesh.world == 4 and (mesh.dp_rank, mesh.tp_rank) == divmod(mesh.rank, 2)
     assert mesh.is_main == (mesh.rank == 0)
     pair = [mesh.tp_rank, mesh.tp_rank + 2]  # those that see other rows of the batch with the same part of the model
-    assert mesh.all_gather_objects({"rank": mesh.rank}) == [{"rank": rank} for rank in pair]
+    assert mesh.all_gather_objects({"rank": mesh.rank}) == [{"rank": rank} for rank in range(4)]
     values = torch.tensor([float(mesh.rank), 1.0])
     assert mesh.sum_(values) is values and values.tolist() == [sum(pair), 2.0]
     assert mesh.any(mesh.rank == 3) and not mesh.any(False)
+    assert mesh.largest(10 * mesh.rank) == 30
+    assert sorted(mesh.all_gather_objects(first_to_fail())) == [False, False, False, True]
     assert mesh.broadcast_object(f"from {mesh.rank}") == "from 0"
     mesh.barrier()
 

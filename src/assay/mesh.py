@@ -109,7 +109,9 @@ class Mesh:
         self.largest(0)
 
     def close(self) -> None:
+        """All ranks, at the end: none goes before the others are done."""
         if self.device_mesh is not None:
+            self.barrier()
             dist.destroy_process_group()
 
 

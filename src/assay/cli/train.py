@@ -98,17 +98,19 @@ def go(parts: Any, console: Console) -> int:
     try:
         with parts.run, parts.collector.judge, stoppable(parts):
             summary = train(parts)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         console.stop()
         saved = checkpoints.last(path)
         where = "before the first checkpoint" if saved is None else f"with a checkpoint of step {saved}"
         console.note(f"stopped {where}; go on with: assay train --resume {path}")
+        if not getattr(stop, "at_once", True):
+            parts.mesh.close()  # the first process to end takes the others with it, and they may not be done
         raise
     except Exception as error:
         if lost_another(error):
             raise UserError(
-                f"rank {os.environ['RANK']} lost another process, which has ended or hangs: see what that one said; "
-                f"go on with: assay train --resume {path}"
+                f"rank {os.environ['RANK']} lost another process, which has ended or hangs ({str(error)[:200]}): "
+                f"see what that one said; go on with: assay train --resume {path}"
             ) from error
         if isinstance(error, UserError) or not checkpoints.disk_is_full(error):
             raise

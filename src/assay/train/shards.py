@@ -6,6 +6,9 @@ and no pickle. A file of whole tensors is read in the same way.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,7 +29,8 @@ def save_parts(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
 
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save(dict(tensors), storage_writer=writer, process_group=mesh.between, no_dist=mesh.world == 1)
+        with on_its_own():
+            dcp.save(dict(tensors), storage_writer=writer, process_group=mesh.between, no_dist=mesh.world == 1)
     except CheckpointException as error:  # it is no Exception, and would pass by everything that handles one
         raise RuntimeError(f"the optimizer's state could not be saved: {error}") from error
 
@@ -42,4 +46,13 @@ def load_parts(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors`, whole or in parts, from whatever layout was saved. Each rank reads what it needs for itself."""
     import torch.distributed.checkpoint as dcp
 
-    dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    with on_its_own():
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+@contextmanager
+def on_its_own() -> Iterator[None]:
+    """Torch warns of every process that works for itself, also where that is wanted."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
