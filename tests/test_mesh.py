@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 from processes import start
@@ -64,3 +68,24 @@ def exchange(flat: Mesh) -> None:
 @pytest.mark.slow
 def test_what_ranks_exchange() -> None:
     start(4, exchange)
+
+
+def wait(_: Mesh) -> None:
+    from assay import mesh as module
+
+    module.IN_A_PASS = timedelta(seconds=1)
+    mesh = init_mesh()
+    if mesh.rank == 0:
+        time.sleep(3)
+    assert mesh.all_gather_objects(mesh.rank) == [0, 1]  # a judge may take its time
+    if mesh.rank == 0:
+        time.sleep(3)
+        os._exit(0)  # what it would say of the broken connection is of no interest
+    with pytest.raises(RuntimeError, match=r"(?i)timed out"):  # but nobody waits long in the middle of a pass
+        mesh.sum_(torch.ones(2))
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_how_long_ranks_wait_for_each_other() -> None:
+    start(2, wait)

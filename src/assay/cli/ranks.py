@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|timed out|NCCL|remote process", re.I)
 
 
+def many() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return not many() or os.environ.get("RANK", "0") == "0"
 
 
 def make_console() -> Console:
@@ -32,9 +36,9 @@ def may_tell() -> bool:
     mesh = sys.modules.get("assay.mesh")
     if mesh is not None and mesh.dist.is_initialized():
         return mesh.first_to_fail()
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    return not many() or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def lost_another(error: BaseException) -> bool:
     """Whether this is no more than the end of another process, as this one sees it."""
-    return "WORLD_SIZE" in os.environ and isinstance(error, RuntimeError) and bool(LOST.search(str(error)))
+    return many() and isinstance(error, RuntimeError) and bool(LOST.search(str(error)))
