@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import warnings
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from assay.cli.ranks import is_main, lost_another, make_console
+from assay.cli.ranks import is_main, lost_another, make_console, many
 from assay.config import TrainConfig
 from assay.runs.console import Console
 from assay.runs.directory import as_name
@@ -103,8 +104,10 @@ def go(parts: Any, console: Console) -> int:
         saved = checkpoints.last(path)
         where = "before the first checkpoint" if saved is None else f"with a checkpoint of step {saved}"
         console.note(f"stopped {where}; go on with: assay train --resume {path}")
-        if not getattr(stop, "at_once", True):
-            parts.mesh.close()  # the first process to end takes the others with it, and they may not be done
+        if many() and not getattr(stop, "at_once", True):
+            # The first process to end takes the others with it: by then they are done, and keep their own exit codes.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            parts.mesh.close()
         raise
     except Exception as error:
         if lost_another(error):
