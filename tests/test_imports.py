@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"types", "mesh"},
     "algos": {"types"},
     "engine": {"types", "models"},
-    "rollout": {"types", "text", "rewards", "engine"},
+    "rollout": {"types", "mesh", "text", "rewards", "engine"},
     "evals": {"types", "rollout", "engine"},
     "runs": {"types", "config", "settings"},
     "train": {

@@ -325,8 +325,8 @@ class EngineConfig(Section):
     """give the memory of keys and values back while the trainer works (CUDA); recorded graphs stay as they are"""
     prefill_tokens: Count = 0
     """prompt tokens computed between two stretches of decoding; 0: 8,192 on CUDA, 1,024 elsewhere"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: as the device prefers"""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """auto: as the device prefers; float64: see the run's dtype"""
 
 
 class TrainConfig(Section):
@@ -340,8 +340,8 @@ class TrainConfig(Section):
     """of everything: data order, sampling, fresh weights"""
     device: str = "auto"
     """cuda, mps, cpu or auto"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """computation in training; master weights are always float32"""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """computation in training; master weights are float32. float64 for both is slow, and meant for comparing layouts"""
     model: ModelConfig = Field(default_factory=ModelConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
     task: TaskConfig = Field(default_factory=TaskConfig)

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 from assay.types import UserError
 
 T = TypeVar("T")
+# Within a pass ranks are seconds apart at most. Between passes one of them may judge or save for as long as it takes.
+IN_A_PASS, IN_BETWEEN = timedelta(minutes=5), timedelta(days=2)
+START = timedelta(minutes=10)  # until all processes have imported what they need
+FAILED = "assay/failed"  # in the store that all processes share: how many of them have told of an error
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,7 @@ class Mesh:
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of this process
     device_mesh: DeviceMesh | None = None  # dimensions "dp" and "tp"; None: one process
+    between: dist.ProcessGroup | None = None  # all ranks, for what is exchanged between passes
 
     @property
     def rank(self) -> int:
@@ -64,11 +72,11 @@ class Mesh:
         return None if self.device_mesh is None else self.device_mesh.get_group("tp")
 
     def all_gather_objects(self, item: T) -> list[T]:
-        """What each data-parallel rank handed in, in their order."""
-        if self.dp_size == 1:
+        """What each rank handed in, in their order. However long one of them takes, the others wait."""
+        if self.device_mesh is None:
             return [item]
-        found: list[Any] = [None] * self.dp_size
-        dist.all_gather_object(found, item, group=self.dp_group)
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, item, group=self.between)
         return found
 
     def sum_(self, values: Tensor) -> Tensor:
@@ -77,28 +85,33 @@ class Mesh:
             dist.all_reduce(values, group=self.dp_group)
         return values
 
+    def largest(self, value: int) -> int:
+        """Of what all ranks handed in."""
+        if self.device_mesh is None:
+            return value
+        found = torch.tensor(value)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.between)
+        return int(found)
+
     def any(self, here: bool) -> bool:
         """Whether it is so on any rank at all."""
-        if self.device_mesh is None:
-            return here
-        flag = torch.tensor(float(here), device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
+        return self.largest(int(here)) > 0
 
     def broadcast_object(self, item: T) -> T:
         """What the main process handed in, on every rank."""
         if self.device_mesh is None:
             return item
         box = [item]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.between)
         return box[0]
 
     def barrier(self) -> None:
-        if self.device_mesh is not None:
-            dist.barrier()
+        self.largest(0)
 
     def close(self) -> None:
+        """All ranks, at the end: none goes before the others are done."""
         if self.device_mesh is not None:
+            self.barrier()
             dist.destroy_process_group()
 
 
@@ -119,9 +132,12 @@ def init_mesh(tp: int = 1, device: torch.device | str = "cpu") -> Mesh:
     elif device.type != "cpu":
         raise UserError(f"{world} processes cannot share device '{device.type}': use cuda or cpu, or one process")
     if not dist.is_initialized():
-        # Gloo beside NCCL, so that plain objects need not go through a GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return Mesh(device, init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp")))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=START)
+    grid = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    for group in (None, grid.get_group("dp"), grid.get_group("tp")):
+        set_timeout(IN_A_PASS, group)
+    # Gloo even beside NCCL: plain objects need not go through a GPU, and a GPU need not spin while a judge thinks.
+    return Mesh(device, grid, dist.new_group(backend="gloo", timeout=IN_BETWEEN))
 
 
 def own_gpu(local_rank: int) -> torch.device:
@@ -131,3 +147,11 @@ def own_gpu(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def first_to_fail() -> bool:
+    """Whether no other process has told of an error yet: what comes after the first one mostly follows from it."""
+    try:
+        return not dist.is_initialized() or default_store().add(FAILED, 1) == 1
+    except dist.DistError:  # the store went with the process that held it
+        return True

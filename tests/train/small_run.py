@@ -117,6 +117,15 @@ class SmallRuns:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=self.folder
         )
 
+    def launch(self, count: int, *words: object) -> subprocess.Popen[str]:
+        """The same on many processes, under torchrun."""
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        command = [sys.executable, *run, "-m", "assay", *map(str, words), "--runs_dir", str(self.runs)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=self.folder
+        )
+
     def files(self) -> dict[str, bytes]:
         """Everything there is, to see whether anything was overwritten."""
         return {str(p.relative_to(self.folder)): p.read_bytes() for p in self.folder.rglob("*") if p.is_file()}

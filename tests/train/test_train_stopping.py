@@ -28,6 +28,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
 
 
 COLLECT, UPDATE = "assay.rollout.collect:Collector.collect", "assay.train.update:Updater.update"
+ANSWER = "assay.rollout.collect:Collector._answer"
 # Where the signal strikes, in which call, and the step whose checkpoint is the last afterwards.
 FINISHED: dict[str, tuple[str, int, int | None]] = {
     "the warm start": ("assay.train.update:Updater.step", 1, None),
@@ -40,10 +41,10 @@ FINISHED: dict[str, tuple[str, int, int | None]] = {
 }
 # The same where the work takes longer than the grace time, and is left.
 LEFT = {
-    "the first evaluation": (COLLECT, 1, 0),
-    "sampling": (COLLECT, 3, 1),
-    "an evaluation": ("assay.train.stages.evaluate", 2, 3),
-    "the last evaluation": ("assay.train.stages.evaluate", 4, 5),
+    "the first evaluation": (ANSWER, 1, 0),
+    "sampling": (ANSWER, 3, 1),
+    "an evaluation": (ANSWER, 5, 3),
+    "the last evaluation": (ANSWER, 9, 5),
 }
 
 
@@ -131,9 +132,9 @@ def test_stopping_twice_in_the_same_evaluation_is_no_different(
         signal.raise_signal(signal.SIGTERM)
         time.sleep(60)
 
-    for call, start in ((2, True), (1, False)):
+    for call, start in ((5, True), (1, False)):
         with monkeypatch.context() as patch:
-            strike_at(patch, "assay.train.stages.evaluate", call, strike)
+            strike_at(patch, ANSWER, call, strike)
             words = (*WORDS, "--name", "twice", "--save.grace_s", 0.1)
             assert (whole.train(*words) if start else whole.resume("twice")) == 143
         assert checkpoints.last_sound(whole.runs / "twice") == (3, [])

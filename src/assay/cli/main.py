@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from assay import __version__
+from assay.cli.ranks import is_main, may_tell
 from assay.types import UserError
 
 COMMANDS = {
@@ -43,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if debug:
             traceback.print_exc()
-        print(f"assay: {' '.join(str(error).split())}", file=sys.stderr)
+        if may_tell():
+            print(f"assay: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
     except BrokenPipeError:  # e.g. `assay runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -54,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"assay: the disk is full ({error.filename or error.strerror}): free some space first", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
-        print("assay: stopped", file=sys.stderr)
+        if is_main():
+            print("assay: stopped", file=sys.stderr)
         return 128 + getattr(stop, "signum", signal.SIGINT)  # as a shell says it of what a signal ended
 
 

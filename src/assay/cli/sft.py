@@ -6,9 +6,9 @@ import argparse
 import warnings
 from pathlib import Path
 
+from assay.cli.ranks import make_console
 from assay.cli.train import start
 from assay.config import TrainConfig
-from assay.runs.console import Console
 from assay.runs.directory import as_name
 from assay.settings import load_settings, parse_overrides
 from assay.types import UserError
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console()
+    console = make_console()
     warnings.showwarning = lambda message, *_: console.warn(str(message))
     overrides = parse_overrides(args.overrides)
     cfg = load_settings(TrainConfig, args.config, overrides)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import warnings
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from assay.cli.ranks import is_main, lost_another, make_console, many
 from assay.config import TrainConfig
 from assay.runs.console import Console
 from assay.runs.directory import as_name
@@ -27,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     overrides = parse_overrides(args.overrides)
-    console = Console()
+    console = make_console()
     warnings.showwarning = lambda message, *_: console.warn(str(message))
     if args.resume:
         return resume(args, overrides, console)
@@ -74,9 +77,10 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
             f"{args.config} differs from what run {path.name} was begun with in {', '.join(others[:5])}: "
             "resume without a config file, and change settings as options"
         )
-    with Run.open(path, write=True) as opened:
+    with Run.open(path, write=is_main()) as opened:
         parts = resume_run(cfg, opened, console)
-        write_text(path / "config.toml", to_toml(cfg))
+        if is_main():
+            write_text(path / "config.toml", to_toml(cfg))
         return go(parts, console)
 
 
@@ -95,13 +99,22 @@ def go(parts: Any, console: Console) -> int:
     try:
         with parts.run, parts.collector.judge, stoppable(parts):
             summary = train(parts)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         console.stop()
         saved = checkpoints.last(path)
         where = "before the first checkpoint" if saved is None else f"with a checkpoint of step {saved}"
         console.note(f"stopped {where}; go on with: assay train --resume {path}")
+        if many() and not getattr(stop, "at_once", True):
+            # The first process to end takes the others with it: by then they are done, and keep their own exit codes.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            parts.mesh.close()
         raise
     except Exception as error:
+        if lost_another(error):
+            raise UserError(
+                f"rank {os.environ['RANK']} lost another process, which has ended or hangs ({str(error)[:200]}): "
+                f"see what that one said; go on with: assay train --resume {path}"
+            ) from error
         if isinstance(error, UserError) or not checkpoints.disk_is_full(error):
             raise
         raise UserError(
@@ -109,7 +122,9 @@ def go(parts: Any, console: Console) -> int:
         ) from error
     finally:
         console.stop()
-    show(summary, path, console)
+    if summary:
+        show(summary, path, console)
+    parts.mesh.close()
     return 0
 
 

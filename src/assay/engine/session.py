@@ -104,7 +104,7 @@ class Session:
                 alike[sample.entered, count - len(sample.drawn)].append(sample)
         for (_, new), samples in alike.items():
             tokens, scores = self.history.read(samples, new)
-            means = scores[2:].mean(-1)
+            means = scores[2:].mean(-1, dtype=np.float64)  # or it depends on who else has ended in this step
             engine_scores = scores[0].tolist()
             same = np.array_equal(scores[0], scores[1])  # without truncation; a copied list costs less than a new one
             sampling_scores = [list(row) for row in engine_scores] if same else scores[1].tolist()
@@ -132,7 +132,7 @@ def with_earlier(completion: Completion, sample: Sample) -> None:
     completion.token_ids = [*sample.drawn, *completion.token_ids]
     completion.engine_logprobs = [*scores[0].tolist(), *completion.engine_logprobs]
     completion.sampling_logprobs = [*scores[1].tolist(), *completion.sampling_logprobs]
-    mass, entropy = scores[2:].mean(-1).tolist()
+    mass, entropy = scores[2:].mean(-1, dtype=np.float64).tolist()
     completion.kept_mass = (mass * before + completion.kept_mass * new) / (before + new)
     completion.entropy = (entropy * before + completion.entropy * new) / (before + new)
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from assay.models.base import PolicyModel
+from assay.models.collectives import whole
 from assay.models.export import share, write_json
 from assay.models.fingerprint import fingerprint
 from assay.models.lora import adapted_layers, adapters_off, is_adapter
@@ -23,13 +24,16 @@ def adapter_weights(policy: PolicyModel) -> dict[str, nn.Parameter]:
     return {PREFIX + name: weight for name, weight in policy.network.named_parameters() if is_adapter(name)}
 
 
-def save_adapter(policy: PolicyModel, folder: Path) -> None:
-    """The adapters as a folder that PEFT loads."""
+def save_adapter(policy: PolicyModel, folder: Path, writes: bool = True) -> None:
+    """The adapters as a folder that PEFT loads. Where they are split over ranks, all call this and one `writes`."""
     lora = policy.lora
     assert lora is not None, "a policy without adapters"
+    tensors = {name: whole(weight.detach()).cpu().contiguous() for name, weight in adapter_weights(policy).items()}
+    base = base_fingerprint(policy)
+    if not writes:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: weight.detach().cpu().contiguous() for name, weight in adapter_weights(policy).items()}
-    save_file(tensors, folder / WEIGHTS, {"format": "pt", "base": base_fingerprint(policy)})
+    save_file(tensors, folder / WEIGHTS, {"format": "pt", "base": base})
     share(folder / WEIGHTS)
     config = {
         "peft_type": "LORA",

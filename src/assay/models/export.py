@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel, no_progress_bars
-from assay.models.lora import merged_state
+from assay.models.lora import is_adapter, merged_state
 from assay.models.spec import spec_to_hf
 from assay.types import UserError
 
@@ -30,9 +31,17 @@ def save_model(
     pad_id: int | None = None,
     bos_id: int | None = None,
     shard_bytes: int = SHARD_BYTES,
+    writes: bool = True,
 ) -> None:
-    """Saves config, generation config and weights, cast to `dtype` if given. The tokenizer is saved by its owner."""
+    """Saves config, generation config and weights, cast to `dtype` if given. The tokenizer is saved by its owner.
+
+    Where weights are split over ranks, all ranks call this, and one of them `writes`.
+    """
     folder = Path(folder)
+    if not writes:
+        for _ in model.weights() if isinstance(model, Decoder) else merged_state(model.network):
+            pass  # takes part in gathering them
+        return
     dtype = dtype or next(model.parameters()).dtype
     tokens = special_tokens(eos_ids, pad_id, bos_id)
     try:
@@ -50,7 +59,8 @@ def save_model(
             }
             write_json(folder / "config.json", config)
             write_json(folder / "generation_config.json", tokens)
-            write_weights(folder, model.weights(), dtype, shard_bytes)
+            sizes = [weight.numel() for name, weight in model.named_parameters() if not is_adapter(name)]
+            write_weights(folder, model.weights(), sizes, dtype, shard_bytes)
         else:
             raise TypeError(f"cannot save a {type(model).__name__}")
     except OSError as error:
@@ -89,39 +99,38 @@ def cast_state(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
     return {name: done[tensor.data_ptr(), tensor.shape] for name, tensor in state.items()}
 
 
-def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int) -> None:
+def write_weights(
+    folder: Path, weights: Iterable[tuple[str, Tensor]], sizes: Sequence[int], dtype: torch.dtype, shard_bytes: int
+) -> None:
     """One model.safetensors, or numbered shards with an index; one shard is in memory at a time."""
     from safetensors.torch import save_file
 
-    weights = list(weights)
-    shards = list(split(weights, dtype.itemsize, shard_bytes))
+    shards = split(sizes, dtype.itemsize, shard_bytes)
     places: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
+    rest = iter(weights)
+    for number, count in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in shard}
+        tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in islice(rest, count)}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         share(folder / name)
         places |= dict.fromkeys(tensors, name)
+    assert next(rest, None) is None, "more weights than sizes"
     if len(shards) > 1:
-        total = sum(weight.numel() for _, weight in weights) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        index = {"metadata": {"total_size": sum(sizes) * dtype.itemsize}, "weight_map": dict(sorted(places.items()))}
         write_json(folder / "model.safetensors.index.json", index)
 
 
-def split(
-    weights: Sequence[tuple[str, Tensor]], item_bytes: int, shard_bytes: int
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive weights, at most `shard_bytes` together unless a single one is larger."""
-    shard: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, weight in weights:
-        own = weight.numel() * item_bytes
-        if shard and size + own > shard_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append((name, weight))
-        size += own
-    yield shard
+def split(sizes: Sequence[int], item_bytes: int, shard_bytes: int) -> list[int]:
+    """How many consecutive weights go into each shard: at most `shard_bytes`, unless a single one is larger."""
+    shards = [0]
+    full = 0
+    for size in sizes:
+        if shards[-1] and full + size * item_bytes > shard_bytes:
+            shards.append(0)
+            full = 0
+        shards[-1] += 1
+        full += size * item_bytes
+    return shards
 
 
 def drop_old_weights(folder: Path) -> None:

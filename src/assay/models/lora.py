@@ -127,7 +127,7 @@ def adapters_off(policy: PolicyModel) -> Iterator[None]:
 
 def is_untrained(policy: PolicyModel) -> bool:
     """Whether the adapters are there and add nothing: the policy is its base."""
-    return policy.lora is not None and not any(b.lora_B.weight.any() for _, b in adapted_layers(policy.network))
+    return policy.lora is not None and not any(whole(b.lora_B.weight).any() for _, b in adapted_layers(policy.network))
 
 
 def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -142,5 +142,12 @@ def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def merged_state(network: nn.Module) -> dict[str, Tensor]:
     """The state dict in the same way: with buffers, and tied weights under all of their names."""
-    state = {name: value for name, value in network.state_dict().items() if not is_adapter(name)}
-    return state | {f"{name}.weight": layer.merged() for name, layer in adapted_layers(network)}
+    gather_back(network)
+    gathered: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for name, value in network.state_dict(keep_vars=True).items():
+        if not is_adapter(name):
+            if id(value) not in gathered:
+                gathered[id(value)] = whole(value.detach())
+            state[name] = gathered[id(value)]
+    return state | {f"{name}.weight": whole(layer.merged()) for name, layer in adapted_layers(network)}

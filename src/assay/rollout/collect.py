@@ -5,13 +5,26 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol, TypeVar
 
 from assay.engine.base import Engine, OnToken, Request, SamplingParams
+from assay.mesh import Mesh
 from assay.rewards import JudgePool, check_verdicts
 from assay.text import Renderer
 from assay.types import Completion, Group, Prompt, Rollout, Turn, UserError
+
+T = TypeVar("T")
+
+
+class Stopper(Protocol):
+    """May break off what takes long; see `assay.train.stopping`."""
+
+    def leavable(self, work: Callable[[], T]) -> T | None: ...
+
+    def check(self) -> None: ...
 
 
 def request_seed(run_seed: int, step: int, prompt_id: str, turn: int = 0) -> int:
@@ -27,6 +40,8 @@ class Collector:
     engine: Engine
     renderer: Renderer
     judge: JudgePool
+    mesh: Mesh = field(default_factory=Mesh)  # its data-parallel ranks share the prompts
+    stopper: Stopper | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # where the time went, until somebody clears it
 
     def collect(
@@ -39,6 +54,7 @@ class Collector:
     ) -> list[Group]:
         """`params.n` judged answers to each prompt; `seed` is (run seed, step).
 
+        On many ranks, all are handed the same prompts, each answers its share, and all get all groups.
         A prompt that comes again within a step gets noise of its own; `seen` carries the count over several calls.
         """
         seen = Counter() if seen is None else seen
@@ -47,19 +63,45 @@ class Collector:
             stop_token_ids=(*params.stop_token_ids, *self.renderer.stop_token_ids),
             stop=(*params.stop, *self.renderer.stop),
         )
-        started = time.perf_counter()
         contexts = [self.renderer.prompt_ids(prompt) for prompt in prompts]
         self.check_lengths(prompts, contexts)
-        requests = []
+        asked = []
         for prompt, ids in zip(prompts, contexts, strict=True):
             again = f"#{seen[prompt.id]}" if seen[prompt.id] else ""
-            requests.append(Request(ids, params, request_seed(*seed, prompt.id + again), name=prompt.id))
+            asked.append((prompt, Request(ids, params, request_seed(*seed, prompt.id + again), name=prompt.id)))
             seen[prompt.id] += 1
-        answers = self.engine.generate(requests, on_token)
-        groups = [
-            Group(prompt, [self._rollout(prompt, i, ids, completion) for i, completion in enumerate(completions)])
-            for prompt, ids, completions in zip(prompts, contexts, answers, strict=True)
-        ]
+        groups = self._shared(asked, on_token)
+        check_verdicts([r.verdict for group in groups for r in group.rollouts if r.verdict])
+        return groups
+
+    def _shared(self, asked: Sequence[tuple[Prompt, Request]], on_token: OnToken | None) -> list[Group]:
+        """Groups in the order of the prompts. What goes wrong on one rank goes wrong on all of them."""
+        own = asked[self.mesh.dp_rank :: self.mesh.dp_size]
+        answers: list[Group] | str | None
+        try:
+            work = partial(self._answer, own, on_token)
+            answers = self.stopper.leavable(work) if self.stopper else work()
+        except UserError as error:
+            if self.mesh.world == 1:
+                raise
+            answers = str(error)
+        if self.mesh.tp_rank and isinstance(answers, list):
+            answers = []  # the first rank of those that hold a model together speaks for it
+        found = self.mesh.all_gather_objects(answers)
+        if failure := next((part for part in found if isinstance(part, str)), None):
+            raise UserError(failure)
+        if self.stopper and any(part is None for part in found):
+            self.stopper.check()
+        shares = [part for part in found if isinstance(part, list)][:: self.mesh.tp_size]
+        return [shares[i % len(shares)][i // len(shares)] for i in range(len(asked))]
+
+    def _answer(self, asked: Sequence[tuple[Prompt, Request]], on_token: OnToken | None) -> list[Group]:
+        started = time.perf_counter()
+        answers = self.engine.generate([request for _, request in asked], on_token)
+        groups = []
+        for (prompt, request), completions in zip(asked, answers, strict=True):
+            context = list(request.prompt_ids)
+            groups.append(Group(prompt, [self._rollout(prompt, i, context, c) for i, c in enumerate(completions)]))
         generated = time.perf_counter()
         self._judge([rollout for group in groups for rollout in group.rollouts])
         for part, spent in (("generate", generated - started), ("judge", time.perf_counter() - generated)):
@@ -72,7 +114,6 @@ class Collector:
 
     def _judge(self, rollouts: Sequence[Rollout]) -> None:
         verdicts = self.judge.judge([(r.text, r.prompt.answer, r.prompt.fields) for r in rollouts])
-        check_verdicts(verdicts)
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
             rollout.verdict, rollout.reward = verdict, verdict.reward
 

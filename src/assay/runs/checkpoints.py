@@ -27,14 +27,19 @@ def folder(run_path: Path, step: int) -> Path:
     return run_path / "checkpoints" / f"step-{step:06d}"
 
 
+def unfinished(run_path: Path, step: int) -> Path:
+    """Where the checkpoint of a step is filled."""
+    target = folder(run_path, step)
+    return target.with_name(f".saving-{target.name}")
+
+
 @contextmanager
 def saving(run_path: Path, step: int) -> Iterator[Path]:
     """A folder to fill; it becomes the step's checkpoint when the block ends well, and vanishes when it does not.
 
-    One at a time. Processes that save shards together find the folder by its fixed name.
+    One at a time. Processes that save parts together find the folder by its fixed name, `unfinished`.
     """
-    target = folder(run_path, step)
-    temporary = target.with_name(f".saving-{target.name}")
+    target, temporary = folder(run_path, step), unfinished(run_path, step)
     try:
         recover(run_path)
         temporary.mkdir(parents=True)
@@ -58,7 +63,8 @@ def saving(run_path: Path, step: int) -> Iterator[Path]:
 def disk_is_full(error: BaseException) -> bool:
     """Libraries that write by themselves wrap the system's error in their own."""
     known = (errno.ENOSPC, errno.EDQUOT)
-    return getattr(error, "errno", None) in known or any(f"os error {code}" in str(error) for code in known)
+    said = any(f"{name} {code}" in str(error) for code in known for name in ("os error", "[Errno"))
+    return getattr(error, "errno", None) in known or said
 
 
 def steps(run_path: Path) -> list[int]:

@@ -1,11 +1,14 @@
 """A checkpoint: the model as a Hugging Face folder, the optimizer's moments, and where the loop stood. No pickle.
 
-With LoRA the model is the merged one, and the adapters lie beside it.
+With LoRA the model is the merged one, and the adapters lie beside it. Whatever the layout over processes that saved it,
+a checkpoint can be resumed on any other.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from assay.models import PolicyModel, load_adapter, save_adapter, save_model
+from assay.mesh import Mesh
+from assay.models import PolicyModel, save_adapter, save_model
+from assay.models.collectives import gather_back
 from assay.models.export import share
 from assay.models.lora import adapters_off
 from assay.runs import checkpoints
 from assay.text import Tokenizer
+from assay.train.shards import is_split, load_parts, save_parts, saved_shapes
 from assay.types import UserError
 
+WHOLE = "optimizer.safetensors"  # in a checkpoint: the optimizer's moments, in one file
+PARTS = "optimizer"  # the same as a folder of parts, where the model was split over ranks
 ADAPTER = "adapter"  # in a checkpoint: what PEFT loads, and a resumed run with LoRA
 BASE = "base"  # in the folder of a run with LoRA: what the adapters belong to
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum")
@@ -40,28 +48,47 @@ class State:
 
 
 def save(
-    run_path: Path, state: State, policy: PolicyModel, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
+    run_path: Path,
+    state: State,
+    policy: PolicyModel,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: Tokenizer,
+    mesh: Mesh | None = None,
 ) -> None:
-    with checkpoints.saving(run_path, state.step) as folder:
-        save_model(policy, folder / "model", eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
-        tokenizer.save(folder / "model")
-        save_file(optimizer_tensors(policy, optimizer), folder / "optimizer.safetensors")
-        share(folder / "optimizer.safetensors")
+    """All ranks together. The model is gathered, as it is for the engine at every step; moments stay where they are."""
+    mesh = mesh or Mesh()
+    with saving_together(run_path, state.step, mesh) as folder:
+        save_model(policy, folder / "model", eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id, writes=mesh.is_main)
         if policy.lora is not None:
-            save_adapter(policy, folder / ADAPTER)
-        (folder / "state.json").write_text(json.dumps(asdict(state), indent=1))
+            save_adapter(policy, folder / ADAPTER, writes=mesh.is_main)
+        tensors = optimizer_tensors(policy, optimizer)
+        if tensors and is_split(policy):
+            save_parts(folder / PARTS, tensors, mesh)
+        elif mesh.is_main:
+            save_file(tensors, folder / WHOLE)
+            share(folder / WHOLE)
+        if mesh.is_main:
+            tokenizer.save(folder / "model")
+            (folder / "state.json").write_text(json.dumps(asdict(state), indent=1))
 
 
-def save_base(run_path: Path, policy: PolicyModel, tokenizer: Tokenizer) -> None:
+@contextmanager
+def saving_together(run_path: Path, step: int, mesh: Mesh) -> Iterator[Path]:
+    """`checkpoints.saving` by the main rank; the others fill the same folder and wait until it has its name."""
+    writing: AbstractContextManager[Path] = nullcontext(checkpoints.unfinished(run_path, step))
+    with checkpoints.saving(run_path, step) if mesh.is_main else writing as folder:
+        mesh.barrier()  # it is there
+        yield folder
+        mesh.barrier()  # everybody is done
+    mesh.barrier()
+
+
+def save_base(run_path: Path, policy: PolicyModel, tokenizer: Tokenizer, writes: bool = True) -> None:
     """Set aside what adapters are trained on: from merged weights it could not be told to the last bit."""
     with adapters_off(policy):
-        save_model(policy, run_path / BASE, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
-    tokenizer.save(run_path / BASE)
-
-
-def load_adapters(run_path: Path, step: int, policy: PolicyModel) -> None:
-    if policy.lora is not None:
-        load_adapter(policy, checkpoints.folder(run_path, step) / ADAPTER)
+        save_model(policy, run_path / BASE, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id, writes=writes)
+    if writes:
+        tokenizer.save(run_path / BASE)
 
 
 def load_state(run_path: Path, step: int) -> State:
@@ -69,23 +96,38 @@ def load_state(run_path: Path, step: int) -> State:
 
 
 def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-    """Put the saved moments back, by parameter name."""
-    tensors = load_file(checkpoints.folder(run_path, step) / "optimizer.safetensors")
+    """Put the saved moments back, by parameter name; those of parts that this rank has not got stay on disk."""
+    gather_back(policy)
+    folder = checkpoints.folder(run_path, step)
+    in_parts = (folder / PARTS).is_dir()
+    place = folder / PARTS if in_parts else folder
+    plain = None if in_parts or is_split(policy) else load_file(folder / WHOLE)
+    shapes = saved_shapes(place) if plain is None else {name: tensor.shape for name, tensor in plain.items()}
+    wanted: dict[str, torch.Tensor] = {}
     for name, parameter in policy.named_parameters():
-        saved = {kind: tensors[f"{name}|{kind}"] for kind in MOMENTS if f"{name}|{kind}" in tensors}
-        if any(value.shape != parameter.shape for kind, value in saved.items() if kind != "step"):
+        saved = [kind for kind in MOMENTS if f"{name}|{kind}" in shapes]
+        if any(shapes[f"{name}|{kind}"] != parameter.shape for kind in saved if kind != "step"):
             raise UserError(
                 f"the checkpoint's optimizer state does not fit the model ({name}): resume with the run's own model"
             )
         if saved:
             # Fused AdamW counts its steps on the device, the plain one on the CPU.
             count_device = parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
-            optimizer.state[parameter] = {
-                kind: value.to(count_device if kind == "step" else parameter.device) for kind, value in saved.items()
+            state = {
+                kind: torch.zeros((), device=count_device) if kind == "step" else torch.zeros_like(parameter)
+                for kind in saved
             }
+            optimizer.state[parameter] = state
+            wanted |= {f"{name}|{kind}": value.detach() for kind, value in state.items()}
+    if plain is None and wanted:
+        load_parts(place, wanted)
+    elif plain is not None:
+        for name, tensor in wanted.items():
+            tensor.copy_(plain[name])
 
 
 def optimizer_tensors(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    gather_back(policy)
     return {
         f"{name}|{kind}": torch.as_tensor(value).detach().contiguous()
         for name, parameter in policy.named_parameters()

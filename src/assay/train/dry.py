@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from assay.config import TrainConfig
+from assay.mesh import init_mesh
 from assay.models.decoder import Decoder
-from assay.models.device import free_memory
+from assay.models.device import free_memory, pick_device
 from assay.runs.console import Console
 from assay.train import setup
 from assay.train.reference import load_reference
@@ -24,7 +25,8 @@ GIB = 2**30
 
 
 def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
-    parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), time.perf_counter())
+    mesh = init_mesh(cfg.parallel.tp, pick_device(cfg.device))
+    parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), mesh, time.perf_counter())
     with parts.collector.judge as judge:
         prompts = parts.stream.next(min(cfg.train.prompts, 64))
         lengths = [len(parts.collector.renderer.prompt_ids(prompt)) for prompt in prompts]
@@ -41,7 +43,7 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         rows = solution_rows(shown, parts.collector.renderer, parts.updater.policy.max_length)
         yield f"warm start: {cfg.sft.steps} steps on solutions of up to {max(sum(row.trained) for row in rows)} tokens"
     if parts.algo.needs_reference:
-        load_reference(parts.updater, None, cfg.algo.reference, cfg.runs_dir)
+        load_reference(parts.updater, None, cfg.algo.reference, cfg.runs_dir, mode=cfg.parallel.mode)
     check_writable(Path(cfg.runs_dir))
     parts_of_memory = memory(parts, longest)
     for name, size in parts_of_memory.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from assay.models import PolicyModel
+from assay.models.collectives import whole
 from assay.runs import rollouts
 from assay.runs.files import write_json
 from assay.types import Group, UserError
@@ -66,4 +67,4 @@ def diagnosis(fault: Fault, in_a_row: int, run_path: Path | None = None) -> User
 
 
 def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    return [name for name, tensor in tensors if not tensor.isfinite().all()][:NAMED]
+    return [name for name, tensor in tensors if not whole(tensor.detach()).isfinite().all()][:NAMED]

@@ -30,6 +30,8 @@ def parallelise(policy: PolicyModel, mesh: Mesh, mode: str = "auto", dtype: torc
     if mesh.tp_size > 1:
         if not isinstance(policy, Decoder):
             raise UserError("parallel.tp is for the Llama and Qwen families: set it to 1 and parallel.mode to 'fsdp'")
+        if policy.lora is not None:
+            raise UserError("adapters cannot be split by parallel.tp: set it to 1, or lora.rank to 0")
         from assay.models.parallel import shard_decoder
 
         shard_decoder(policy, mesh)

@@ -103,12 +103,20 @@ def build_tokenizer(cfg: ModelConfig, source: str, task: Task | None) -> Tokeniz
     return word_tokenizer(words())
 
 
-def build_policy(cfg: ModelConfig, source: str, tokenizer: Tokenizer, device: torch.device, seed: int) -> PolicyModel:
-    """The policy in float32: master weights are never anything less, whatever the computation's dtype."""
+def build_policy(
+    cfg: ModelConfig,
+    source: str,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> PolicyModel:
+    """The policy in float32 at least: master weights are never anything less, whatever the computation's `dtype`."""
+    dtype = torch.promote_types(dtype, torch.float32)
     if source.startswith(PRESET):
         name = source.removeprefix(PRESET)
-        return build_preset(name, tokenizer.vocab_size, cfg.max_length or PRESET_LENGTH, seed).to(device)
-    return load_model(source, device=device, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code)
+        return build_preset(name, tokenizer.vocab_size, cfg.max_length or PRESET_LENGTH, seed).to(device, dtype)
+    return load_model(source, device=device, dtype=dtype, trust_remote_code=cfg.trust_remote_code)
 
 
 def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> None:

@@ -14,6 +14,7 @@ from assay.config import TrainConfig
 from assay.engine.base import SamplingParams
 from assay.evals.evaluate import evaluate
 from assay.evals.report import Report, compare
+from assay.mesh import Mesh
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
@@ -55,6 +56,11 @@ class Parts:
     warned: bool = False  # of a judge that fails now and then
     trackers: list[Tracker] = field(default_factory=list)
 
+    @property
+    def mesh(self) -> Mesh:
+        """The main one of its ranks writes everything; all others only compute."""
+        return self.updater.mesh
+
 
 @contextmanager
 def stoppable(parts: Parts) -> Iterator[None]:
@@ -64,9 +70,11 @@ def stoppable(parts: Parts) -> Iterator[None]:
         try:
             yield
         except Stopped as stopped:
-            saved = checkpoints.last(path)
+            if stopped.at_once:
+                raise
+            saved = parts.mesh.broadcast_object(checkpoints.last(path))
             begun = saved is not None or state.unmeasured is not None  # before that there is nothing to keep
-            if begun and saved != state.step and not stopped.at_once:
+            if begun and saved != state.step:
                 save(parts, {})
             raise
 
@@ -78,7 +86,7 @@ def begin(parts: Parts) -> None:
     """
     cfg, state = parts.cfg, parts.state
     if parts.updater.policy.lora is not None:
-        checkpoint.save_base(parts.run.path, parts.updater.policy, parts.tokenizer)
+        checkpoint.save_base(parts.run.path, parts.updater.policy, parts.tokenizer, parts.mesh.is_main)
     if parts.total_steps and cfg.sft.steps and "sft" not in state.facts:  # it is, where the measurement was left
         imitate(parts)
     state.unmeasured = {} if parts.total_steps else None
@@ -86,7 +94,7 @@ def begin(parts: Parts) -> None:
     if not parts.total_steps:
         imitate(parts)
     elif parts.algo.needs_reference:
-        freeze_reference(parts.updater, parts.run.path)
+        freeze_reference(parts.updater, parts.run.path, cfg.parallel.mode)
     state.unmeasured = None
     save(parts, {})
 
@@ -101,7 +109,8 @@ def imitate(parts: Parts) -> None:
     )
     for step, metrics in enumerate(steps, 1):
         parts.stopping.check()
-        parts.run.log(0, {"sft/step": step, **metrics})
+        if parts.mesh.is_main:
+            parts.run.log(0, {"sft/step": step, **metrics})
         console.step(step, metrics)
         for tracker in parts.trackers:
             tracker.log(step, metrics)  # under names of their own, so they do not run into reinforcement's steps
@@ -135,8 +144,7 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
     parts.collector.seconds.clear()
     for _ in range(1 + parts.algo.resample):
         prompts = parts.stream.next(cfg.train.prompts - len(kept))
-        with parts.stopping.leavable():
-            judged = parts.collector.collect(prompts, params, (cfg.seed, state.step), seen=seen)
+        judged = parts.collector.collect(prompts, params, (cfg.seed, state.step), seen=seen)
         groups, rejected = parts.algo.keep(judged)
         kept += groups
         dropped += rejected
@@ -187,9 +195,9 @@ def measure(parts: Parts, split: str, label: str = "eval") -> dict[str, float]:
     cfg = parts.cfg
     params = eval_params(cfg.eval, cfg.sampling)
     started = time.perf_counter()
-    with parts.stopping.leavable():
-        report, groups = evaluate(parts.collector, parts.evaluations[f"{label}:{split}"], params, cfg.seed)
-    rollouts.write_rollouts(parts.run.path, parts.state.step, groups, "eval", split=f"{label}-{split}")
+    report, groups = evaluate(parts.collector, parts.evaluations[f"{label}:{split}"], params, cfg.seed)
+    if parts.mesh.is_main:
+        rollouts.write_rollouts(parts.run.path, parts.state.step, groups, "eval", split=f"{label}-{split}")
     found = report.summary()
     return {
         f"{label}/accuracy": report.accuracy,
@@ -206,7 +214,7 @@ def measure(parts: Parts, split: str, label: str = "eval") -> dict[str, float]:
 
 def keep_rollouts(parts: Parts, groups: Sequence[Group]) -> None:
     count = parts.cfg.save.rollouts
-    if count:
+    if count and parts.mesh.is_main:
         rollouts.write_rollouts(parts.run.path, parts.state.step, groups)
         rollouts.keep_rollouts(parts.run.path, "all" if count < 0 else count)
 
@@ -215,7 +223,7 @@ def count_faults(parts: Parts, groups: Sequence[Group]) -> None:
     """Steps in a row that had an update with a loss or gradient that was not finite; their batches are set aside."""
     found, state = parts.updater.faults, parts.state
     state.skipped = state.skipped + 1 if found else 0
-    if found:
+    if found and parts.mesh.is_main:
         faults.set_aside(parts.run.path, state.step, groups, found)
 
 
@@ -237,7 +245,8 @@ def close(parts: Parts, metrics: dict[str, float], started: float) -> None:
 def log(parts: Parts, metrics: dict[str, float]) -> None:
     parts.state.wall_s = time.perf_counter() - parts.clock
     metrics = metrics | {"time/wall": parts.state.wall_s}
-    parts.run.log(parts.state.step, metrics)
+    if parts.mesh.is_main:
+        parts.run.log(parts.state.step, metrics)
     parts.console.step(parts.state.step, metrics)
     if metrics.get("status/error") and not parts.warned:
         parts.warned = True
@@ -248,9 +257,10 @@ def log(parts: Parts, metrics: dict[str, float]) -> None:
 
 def is_best(parts: Parts, metrics: Mapping[str, float]) -> bool:
     """Whether a periodic evaluation was just made and came out best; the test split is never asked."""
-    best = checkpoints.read_best(parts.run.path)
-    measured = "eval/accuracy" in metrics and parts.cfg.eval.split != "test"
-    return measured and (best is None or metrics["eval/accuracy"] > best["value"])
+    if "eval/accuracy" not in metrics or parts.cfg.eval.split == "test":
+        return False
+    best = parts.mesh.broadcast_object(checkpoints.read_best(parts.run.path))
+    return best is None or metrics["eval/accuracy"] > best["value"]
 
 
 def save(parts: Parts, metrics: Mapping[str, float]) -> None:
@@ -259,17 +269,20 @@ def save(parts: Parts, metrics: Mapping[str, float]) -> None:
     parts.state.wall_s = time.perf_counter() - parts.clock
     if best:
         parts.state.best = {"step": parts.state.step, "value": metrics["eval/accuracy"]}
-    checkpoint.save(path, parts.state, parts.updater.policy, parts.updater.optimizer, parts.tokenizer)
-    if best:
+    checkpoint.save(path, parts.state, parts.updater.policy, parts.updater.optimizer, parts.tokenizer, parts.mesh)
+    if best and parts.mesh.is_main:
         checkpoints.set_best(path, parts.state.step, metrics["eval/accuracy"])
-    checkpoints.prune(path, parts.cfg.save.keep)
+    if parts.mesh.is_main:
+        checkpoints.prune(path, parts.cfg.save.keep)
 
 
 def finish(parts: Parts) -> dict[str, Any]:
-    """The last measurement, the paired test, the summary and the curves."""
+    """The last measurement, the paired test, the summary and the curves; the summary is the main rank's to know."""
     cfg, run, state = parts.cfg, parts.run, parts.state
     split = cfg.eval.final_split
     log(parts, measure(parts, split, "after"))
+    if not parts.mesh.is_main:
+        return {}
     before = Report.read(rollouts.read_lines(run.path, 0, "eval", f"before-{split}"))
     after = Report.read(rollouts.read_lines(run.path, state.step, "eval", f"after-{split}"))
     paired = compare(before, after)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import torch
+
 from assay.config import TrainConfig
-from assay.models import Lora, add_lora, pick_device, pick_dtype
+from assay.engine.base import Engine
+from assay.mesh import Mesh, init_mesh
+from assay.models import Decoder, Lora, PolicyModel, add_lora, load_adapter, pick_device, pick_dtype
 from assay.rewards import JudgePool, check_verdicts
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
@@ -18,9 +23,11 @@ from assay.settings import to_toml
 from assay.tasks import Task
 from assay.tasks.base import UNLIMITED, LazyPrompts, prompts_of
 from assay.tasks.overlap import overlap
+from assay.text import Renderer
 from assay.train import checkpoint, setup
 from assay.train.data import PromptStream
 from assay.train.optim import make_optimizer
+from assay.train.parallel import parallelise
 from assay.train.reference import load_reference
 from assay.train.stages import Parts
 from assay.train.stopping import Stopping
@@ -34,18 +41,23 @@ READ_FIRST, READ_AT_MOST = 64, 20_000  # prompts whose length is looked at befor
 def new_run(cfg: TrainConfig, console: Console) -> Parts:
     """Everything that can fail on the user's settings fails before a run directory is made."""
     clock = time.perf_counter()
-    parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), clock)
+    mesh = init_mesh(cfg.parallel.tp, pick_device(cfg.device))
+    parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), mesh, clock)
     if parts.algo.needs_reference:
-        load_reference(parts.updater, None, cfg.algo.reference, cfg.runs_dir)
-    parts.run = Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg))
-    parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, parts.run)
+        load_reference(parts.updater, None, cfg.algo.reference, cfg.runs_dir, mode=cfg.parallel.mode)
+    mesh.barrier()  # a rank that cannot begin ends them all before there is a run
+    if mesh.is_main:
+        parts.run = Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg))
+        parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, parts.run)
+    parts.run.path = mesh.broadcast_object(parts.run.path)
     return parts
 
 
 def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
     """Go on from the last sound checkpoint; whatever the run wrote after it is cut back."""
     clock = time.perf_counter()
-    step, complaints = checkpoints.last_sound(run.path)
+    mesh = init_mesh(cfg.parallel.tp, pick_device(cfg.device))
+    step, complaints = mesh.broadcast_object(checkpoints.last_sound(run.path) if mesh.is_main else (None, []))
     if step is None and complaints:
         raise UserError(
             f"no checkpoint of {run.path} is sound ({complaints[0]}): delete {run.path / 'checkpoints'} to begin again"
@@ -58,39 +70,45 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
         source = str(run.path / checkpoint.BASE)
     else:
         source = str(checkpoints.folder(run.path, step) / "model")
-    parts = assemble(cfg, console, source, clock)
+    adapters = checkpoints.folder(run.path, step) / checkpoint.ADAPTER if cfg.lora.rank and step is not None else None
+    parts = assemble(cfg, console, source, mesh, clock, adapters)
     parts.run = run
     if step is not None:
         parts.state = checkpoint.load_state(run.path, step)
         parts.resumed = step > 0 or parts.state.unmeasured is None  # else it was stopped before reinforcement began
     if parts.algo.needs_reference:
         kept = run.path if parts.resumed else None
-        load_reference(parts.updater, kept, cfg.algo.reference, cfg.runs_dir, warm_start=cfg.sft.steps > 0)
+        warm_start = cfg.sft.steps > 0
+        load_reference(parts.updater, kept, cfg.algo.reference, cfg.runs_dir, warm_start, cfg.parallel.mode)
     if step is not None:
-        checkpoint.load_adapters(run.path, step, parts.updater.policy)
         checkpoint.load_optimizer(run.path, step, parts.updater.policy, parts.updater.optimizer)
         sync_weights(parts.updater.policy, parts.collector.engine, version=step)
         parts.stream.cursor = parts.state.cursor
         parts.clock -= parts.state.wall_s
-    run.cut_back(-1 if step is None else step)  # last: a resume that fails leaves the run as it was
-    if parts.state.best:  # the note of it may have been cut back too, or never written
-        checkpoints.set_best(run.path, **parts.state.best)
-    parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, run)
+    mesh.barrier()
+    if mesh.is_main:
+        run.cut_back(-1 if step is None else step)  # last: a resume that fails leaves the run as it was
+        if parts.state.best:  # the note of it may have been cut back too, or never written
+            checkpoints.set_best(run.path, **parts.state.best)
+        parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, run)
     return parts
 
 
-def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> Parts:
+def assemble(
+    cfg: TrainConfig, console: Console, source: str, mesh: Mesh, clock: float, adapters: Path | None = None
+) -> Parts:
+    """`adapters`: where those of a resumed run are."""
     check_trackers(cfg.log.wandb or None, cfg.log.tensorboard)
     check_name(cfg.name or "run")
     algo = setup.build_algorithm(cfg)
-    device = pick_device(cfg.device)
+    dtype = pick_dtype(cfg.dtype, mesh.device)
     task = setup.build_task(cfg.task)
     train = setup.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
     report_overlap(train, evaluations, console)
     tokenizer = setup.build_tokenizer(cfg.model, source, task)
     renderer = setup.build_renderer(cfg.prompt, tokenizer, task)
-    policy = setup.build_policy(cfg.model, source, tokenizer, device, cfg.seed)
+    policy = setup.build_policy(cfg.model, source, tokenizer, mesh.device, cfg.seed, dtype)
     if tokenizer.vocab_size > policy.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {policy.vocab_size}: "
@@ -99,20 +117,24 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
     if cfg.lora.rank:
         lora = Lora(cfg.lora.rank, cfg.lora.alpha, tuple(cfg.lora.targets), cfg.model.source)
         add_lora(policy, lora, cfg.seed)
-    setup.prepare_policy(policy, cfg.train)
+    if adapters is not None:
+        load_adapter(policy, adapters)
+    engine = lay_out(cfg, policy, renderer, mesh, dtype)
+    setup.prepare_policy(policy, cfg.train, mesh.world)
     updater = Updater(
         policy,
         make_optimizer(policy, cfg.optim),
         temperature=cfg.sampling.temperature,
         max_grad_norm=cfg.optim.max_grad_norm,
         token_budget=cfg.train.token_budget,
-        offload_reference=cfg.train.offload_reference,
-        dtype=pick_dtype(cfg.dtype, device),
+        offload_reference=cfg.train.offload_reference and mesh.world == 1,  # parts of a model stay where they are
+        dtype=dtype,
+        mesh=mesh,
     )
-    engine = setup.build_engine(cfg.engine, policy, renderer, cfg.model.max_length)
     judge = JudgePool(setup.build_judge(cfg.reward, task), cfg.reward.workers, cfg.reward.timeout_s)
     probe(judge, train[0])
-    collector = Collector(engine, renderer, judge)
+    stopping = Stopping(cfg.save.grace_s, mesh)
+    collector = Collector(engine, renderer, judge, mesh, stopping)
     for prompts in (train, *evaluations.values()):
         check_room(collector, prompts)
     if cfg.sampling.top_k or cfg.sampling.top_p < 1 or cfg.sampling.min_p or cfg.sampling.min_new_tokens:
@@ -134,8 +156,16 @@ def assemble(cfg: TrainConfig, console: Console, source: str, clock: float) -> P
         state=checkpoint.State(),
         console=console,
         clock=clock,
-        stopping=Stopping(cfg.save.grace_s),
+        stopping=stopping,
     )
+
+
+def lay_out(cfg: TrainConfig, policy: PolicyModel, renderer: Renderer, mesh: Mesh, dtype: torch.dtype) -> Engine:
+    """Leave each rank its part of the policy, and give it an engine of its own."""
+    build = partial(setup.build_engine, cfg.engine, policy, renderer, cfg.model.max_length)
+    copied = None if isinstance(policy, Decoder) else build()  # a copy of the model, to be made while that is whole
+    parallelise(policy, mesh, cfg.parallel.mode, dtype)
+    return copied or build()  # by now it is known how much memory is left
 
 
 def probe(judge: JudgePool, prompt: Prompt) -> Verdict:

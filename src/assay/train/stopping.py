@@ -2,6 +2,7 @@
 
 The first signal lets the step be finished. When that takes longer than the grace time, whatever changes no weights
 (sampling, an evaluation) is left in the middle. A second signal stops at once, a third ends the process.
+On many ranks it is enough that one of them was asked: they agree on it between two steps.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import TypeVar
+
+from assay.mesh import Mesh
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ECHO_S = 0.3  # launchers pass a signal on that the terminal has sent to us as well: one wish, not two
@@ -29,8 +35,8 @@ class Stopped(KeyboardInterrupt):
 class Stopping:
     """Whether the run was asked to stop, by which signal, and whether what it is doing can be left."""
 
-    def __init__(self, grace_s: float) -> None:
-        self.grace_s = grace_s
+    def __init__(self, grace_s: float, mesh: Mesh | None = None) -> None:
+        self.grace_s, self.mesh = grace_s, mesh or Mesh()
         self.signum: int | None = None
         self._asked_at = 0.0
         self._leavable = False
@@ -51,18 +57,25 @@ class Stopping:
                 signal.signal(signum, handler)
 
     def check(self) -> None:
-        """Between two steps: leave, if that was asked for."""
-        if self.signum is not None:
-            raise Stopped(self.signum)
+        """Between two steps, on all ranks: leave, if any of them was asked to."""
+        signum = self.mesh.largest(self.signum or 0)
+        if signum:
+            raise Stopped(signum)
 
-    @contextmanager
-    def leavable(self) -> Iterator[None]:
-        """A block that can be broken off at any point once the grace time is over: it changes nothing that is saved."""
+    def leavable(self, work: Callable[[], T]) -> T | None:
+        """What `work` gives; None where it was broken off, as it can be at any point once the grace time is over.
+
+        It must change nothing that is saved, and exchange nothing with other ranks. `check` comes afterwards.
+        """
         if self.signum is not None and time.monotonic() - self._asked_at >= self.grace_s:
-            raise Stopped(self.signum)
-        self._leavable = True
+            return None
         try:
-            yield
+            self._leavable = True
+            return work()
+        except Stopped as stopped:
+            if stopped.at_once:
+                raise
+            return None
         finally:
             self._leavable = False
 
@@ -72,7 +85,8 @@ class Stopping:
             signal.setitimer(signal.ITIMER_REAL, max(self.grace_s, 1e-6), 1.0)  # again, should somebody swallow it
             # Not through the console: its lock may be held, or its buffer half written, where the signal struck.
             with suppress(OSError):
-                os.write(2, b"\nassay: finishing the step, then saving; once more stops at once\n")
+                if self.mesh.is_main:
+                    os.write(2, b"\nassay: finishing the step, then saving; once more stops at once\n")
         elif time.monotonic() - self._asked_at > ECHO_S:
             for known in SIGNALS:
                 signal.signal(known, signal.SIG_DFL)

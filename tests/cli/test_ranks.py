@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from assay.cli.main import main
+from assay.cli.ranks import is_main, lost_another, make_console, may_tell
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, world: int, rank: int, local: int) -> None:
+    for name, value in (("WORLD_SIZE", world), ("RANK", rank), ("LOCAL_RANK", local)):
+        monkeypatch.setenv(name, str(value))
+
+
+def test_one_process_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for world, rank, local in ((1, 0, 0), (4, 0, 0), (4, 1, 1), (4, 2, 0), (1, 3, 3)):  # the last: somebody else's RANK
+        as_rank(monkeypatch, world, rank, local)
+        make_console().note(f"rank {rank} of {world}")
+        assert main(["train", "nowhere.toml"]) == 2
+        said = capsys.readouterr()
+        assert said.out == (f"rank {rank} of {world}\n" if is_main() else "")
+        assert said.err.count("nowhere.toml") == may_tell()
+        found.append((is_main(), may_tell()))
+    assert found == [(True, True), (True, True), (False, False), (False, True), (True, True)]  # one a node tells
+
+
+def test_the_end_of_another_process_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+    as_rank(monkeypatch, 2, 1, 1)
+    assert lost_another(gone)
+    assert not lost_another(RuntimeError("shapes do not match")) and not lost_another(ValueError("timed out"))
+    as_rank(monkeypatch, 1, 0, 0)
+    assert not lost_another(gone)

@@ -1,0 +1,100 @@
+"""Prompts shared over ranks: everybody ends up with the same groups, and with the same bad news."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from processes import start
+
+from assay.engine.base import SamplingParams
+from assay.mesh import Mesh, init_mesh
+from assay.rewards import JudgePool
+from assay.rollout import Collector
+from assay.tasks import make_task
+from assay.text import Renderer, word_tokenizer
+from assay.types import Completion, Finish, Status, UserError, Verdict
+
+T = TypeVar("T")
+TASK: Any = make_task("abacus", eval_size=40)
+PARAMS = SamplingParams(n=2, max_new_tokens=4)
+PROMPTS = TASK.prompts("test")[:5]
+
+
+class SeedEngine:
+    """Answers with what it was seeded with, and remembers whom it answered."""
+
+    max_length = 64
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.asked, self.fails = mesh, [], False  # type: ignore[var-annotated]
+
+    def generate(self, requests: Any, on_token: Any = None) -> list[list[Completion]]:
+        self.asked = [request.name for request in requests]
+        if self.fails:
+            raise UserError(f"rank {self.mesh.rank} cannot")
+        words = [[r.seed % 7 + i for i in range(r.params.n)] for r in requests]
+        return [[Completion([word], [0.0], [0.0], Finish.STOP) for word in each] for each in words]
+
+
+class Leaves:
+    """Breaks the work off on one rank, and tells all of them when they ask."""
+
+    def __init__(self, leaves: bool) -> None:
+        self.leaves = leaves
+
+    def leavable(self, work: Callable[[], T]) -> T | None:
+        return None if self.leaves else work()
+
+    def check(self) -> None:
+        raise KeyboardInterrupt
+
+
+def judge(completion: str, answer: str, fields: Any) -> Verdict:
+    return Verdict(float(len(completion)), Status.WRONG)
+
+
+def fails_on_all(completion: str, answer: str, fields: Any) -> Verdict:
+    raise ZeroDivisionError
+
+
+def collector(mesh: Mesh, judged_by: Any = judge) -> Collector:
+    engine: Any = SeedEngine(mesh)
+    return Collector(engine, Renderer(word_tokenizer(TASK.words())), JudgePool(judged_by, 0, 5.0), mesh)
+
+
+def share(flat: Mesh) -> None:
+    for mesh in (flat, init_mesh(2), init_mesh(4)):
+        for count in (5, 2, 1):
+            expected = collector(Mesh()).collect(PROMPTS[:count], PARAMS, (3, 1))
+            shared = collector(mesh)
+            assert shared.collect(PROMPTS[:count], PARAMS, (3, 1)) == expected
+            asked: Any = shared.engine
+            shares = mesh.all_gather_objects(asked.asked)
+            assert sorted(chain(*shares[:: mesh.tp_size])) == sorted(prompt.id for prompt in PROMPTS[:count])
+            sizes = [len(names) for names in shares]
+            assert max(sizes) - min(sizes) <= 1  # balanced
+
+    failing = collector(flat)
+    failing.engine.fails = flat.rank == 2  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="rank 2 cannot"):
+        failing.collect(PROMPTS, PARAMS, (3, 1))
+    with pytest.raises(UserError, match="the judge failed on all 10 answers"):
+        collector(flat, fails_on_all).collect(PROMPTS, PARAMS, (3, 1))
+    # It fails on all answers of one rank only: that is for the rollouts to show, not the end of a run.
+    some = collector(flat, fails_on_all if flat.rank == 1 else judge).collect(PROMPTS, PARAMS, (3, 1))
+    assert {r.verdict.status for r in some[1].rollouts if r.verdict} == {Status.ERROR}
+
+    leaving = collector(flat)
+    leaving.stopper = Leaves(flat.rank == 3)
+    with pytest.raises(KeyboardInterrupt):
+        leaving.collect(PROMPTS, PARAMS, (3, 1))
+    assert torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_four_ranks() -> None:
+    start(4, share)

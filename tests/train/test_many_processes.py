@@ -1,0 +1,252 @@
+"""One truth: whole runs on many processes, under torchrun, are the run on one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from small_run import SmallRuns, gpt2_folder
+
+from assay.runs import checkpoints
+from assay.runs.rollouts import read_rollouts
+
+pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
+STEPS = 5
+EXACT = ("--dtype", "float64", "--engine.dtype", "float64")
+WORDS = (*EXACT, "--train.steps", STEPS, "--save.every", 3, "--save.keep", 9, "--eval.every", 2)
+LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
+    "2 ddp": (2, ("--parallel.mode", "ddp")),
+    "2 fsdp": (2, ("--parallel.mode", "fsdp")),
+    "2 tp": (2, ("--parallel.tp", 2)),
+    "4 ddp": (4, ("--parallel.mode", "ddp")),
+    "4 fsdp": (4, ("--parallel.mode", "fsdp")),
+    "4 ddp x tp": (4, ("--parallel.tp", 2, "--parallel.mode", "ddp")),
+    "4 fsdp x tp": (4, ("--parallel.tp", 2, "--parallel.mode", "fsdp")),
+}
+RICH = (  # everything that has a place of its own in a run: warm start, reference, several updates, dropped groups
+    *("--sft.steps", 2, "--sft.batch", 5, "--algo.recipe", "dapo", "--algo.entropy_coef", 0.01, "--algo.updates", 2),
+    *("--algo.kl", "k3", "--algo.kl_coef", 0.1, "--optim.schedule", "cosine", "--optim.warmup", 2),
+    *("--optim.weight_decay", 0.1, "--train.samples", 2),
+)
+MUON = ("--optim.name", "muon", "--optim.matrix_lr", 0.01)
+LORA = ("--lora.rank", 2, "--algo.kl_coef", 0.1)
+
+
+def ended(process: Any, code: int = 0, within: float = 300) -> str:
+    said = process.communicate(timeout=within)[0]
+    assert process.returncode == code, said
+    return said
+
+
+def same_truth(small: SmallRuns, one: str, other: str) -> None:
+    """Tokens are the same; metrics, weights and moments of both runs differ by less than 1e-9."""
+    rows, others = small.timeless(one), small.timeless(other)
+    assert sum(row.get("optim/grad_norm", 0) > 0 for row in rows) > 1  # or there was nothing to compare
+    assert [row.keys() for row in rows] == [row.keys() for row in others]
+    for row, own in zip(rows, others, strict=True):
+        assert row == pytest.approx(own, rel=0, abs=1e-9)
+    for step in range(1, STEPS + 1):
+        assert tokens(small.runs / one, step) == tokens(small.runs / other, step)
+    first, second = (load_file(small.checkpoint(STEPS, name) / "model/model.safetensors") for name in (one, other))
+    assert first.keys() == second.keys()
+    assert all((first[key] - second[key]).abs().max() < 1e-9 for key in first)
+    clocks = ("run", "wall_s", "sft")
+    summaries = [{k: v for k, v in small.summary(name).items() if k not in clocks} for name in (one, other)]
+    assert summaries[0] == summaries[1]
+    assert checkpoints.steps(small.runs / one) == checkpoints.steps(small.runs / other)
+
+
+def tokens(run: Path, step: int) -> list[Any]:
+    found = read_rollouts(run, step)
+    return [(g.prompt.id, [(r.token_ids, r.reward, r.verdict and r.verdict.status) for r in g.rollouts]) for g in found]
+
+
+def test_a_grid_of_two_by_two_is_one_process(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    count, layout = LAYOUTS["4 fsdp x tp"]
+    process = small.launch(count, "train", small.config, *WORDS, *layout, "--name", "grid")
+    assert small.train(*WORDS) == 0
+    said = ended(process)
+    same_truth(small, "small", "grid")
+    assert said.count("accuracy before") == 1  # one rank speaks
+    assert len(list((small.checkpoint(STEPS, "grid") / "optimizer").iterdir())) == count
+
+
+@pytest.fixture(scope="module")
+def rich(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRuns]:
+    """Runs on one process to compare with."""
+    small = SmallRuns(tmp_path_factory.mktemp("many"))
+    for name, words in (("rich", RICH), ("muon", MUON), ("lora", LORA)):
+        ended(small.process("train", small.config, *WORDS, *words, "--name", name))
+    yield small
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_runs_on_any_layout(rich: SmallRuns, layout: str) -> None:
+    count, words = LAYOUTS[layout]
+    name = layout.replace(" ", "-")
+    ended(rich.launch(count, "train", rich.config, *WORDS, *RICH, *words, "--name", name))
+    same_truth(rich, "rich", name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "words", "layout"),
+    [("muon", MUON, "4 fsdp x tp"), ("muon", MUON, "2 ddp"), ("lora", LORA, "2 fsdp"), ("lora", LORA, "2 ddp")],
+)
+def test_muon_and_adapters(rich: SmallRuns, kind: str, words: tuple[object, ...], layout: str) -> None:
+    count, spread = LAYOUTS[layout]
+    name = f"{kind}-{layout.replace(' ', '-')}"
+    ended(rich.launch(count, "train", rich.config, *WORDS, *words, *spread, "--name", name))
+    same_truth(rich, kind, name)
+
+
+@pytest.mark.slow
+def test_models_of_transformers(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    words = (*WORDS, "--model", gpt2_folder(tmp_path / "gpt2"), "--algo.kl_coef", 0.1)
+    assert small.train(*words) == 0
+    ended(small.launch(2, "train", small.config, *words, "--parallel.mode", "fsdp", "--name", "fsdp"))
+    same_truth(small, "small", "fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rich", "lora"])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(rich: SmallRuns, kind: str) -> None:
+    """Saved on 4 (or 1), the newest checkpoint damaged: what step 3 left goes on as 2, as 1, and as 4 again."""
+    words = {"rich": RICH, "lora": LORA}[kind]
+    first = "4 fsdp x tp" if kind == "rich" else "4 fsdp"
+    name = f"moving-{kind}"
+    ended(rich.launch(LAYOUTS[first][0], "train", rich.config, *WORDS, *words, *LAYOUTS[first][1], "--name", name))
+    for layout in ("2 ddp", "1", "4 fsdp"):
+        spoil(rich.checkpoint(STEPS, name))
+        count, spread = LAYOUTS.get(layout, (1, ()))
+        spread = ("--parallel.tp", 1, *spread)
+        resumed = ("train", "--resume", name, *spread)
+        said = ended(rich.launch(count, *resumed) if count > 1 else rich.process(*resumed))
+        assert "is damaged: going on from an earlier checkpoint" in said and "from step 3" in said
+        same_truth(rich, kind, name)
+
+
+def spoil(checkpoint: Path) -> None:
+    """A file of the same size with other content: a part of the optimizer's state where there are parts."""
+    file = next(iter([*(checkpoint / "optimizer").glob("*"), checkpoint / "optimizer.safetensors"]))
+    file.write_bytes(file.read_bytes()[:-4] + b"oops")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_parts_is_exported(rich: SmallRuns) -> None:
+    ended(rich.launch(2, "train", rich.config, *WORDS, "--parallel.tp", 2, "--train.steps", 1, "--name", "parts"))
+    folder = rich.folder / "exported"
+    assert rich("export", "run:parts@last", folder) == 0
+    saved = load_file(rich.checkpoint(1, "parts") / "model/model.safetensors")
+    assert all(value.equal(saved[key].float()) for key, value in load_file(folder / "model.safetensors").items())
+
+
+def ranks(launcher: int) -> dict[int, int]:
+    """Process ids by rank."""
+    found = {}
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found |= {int(line[5:]): int(pid) for line in lines if line.startswith(b"RANK=")}
+    return found
+
+
+def wait_for_step(small: SmallRuns, name: str, step: int, process: Any) -> None:
+    metrics = small.runs / name / "metrics.jsonl"
+    until = time.monotonic() + 200
+    while not (metrics.exists() and f'"step": {step}' in metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.01)
+
+
+SLOWLY = ("--train.steps", 8, "--save.every", 2, "--sampling.max_new_tokens", 40)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_takes_the_run_down_and_it_goes_on(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    ended(small.launch(2, "train", small.config, *SLOWLY))
+    process = small.launch(2, "train", small.config, *SLOWLY, "--name", "killed")
+    wait_for_step(small, "killed", 5, process)
+    os.kill(ranks(process.pid)[1], signal.SIGKILL)
+    struck = time.monotonic()
+    said = ended(process, code=1)
+    assert time.monotonic() - struck < 60
+    assert "Signal 9 (SIGKILL)" in said and said.count("assay: rank 0 lost another process") <= 1
+    assert "go on with: assay train --resume" in said
+    assert not (small.runs / "killed" / "summary.json").exists()
+    ended(small.launch(2, "train", "--resume", "killed"))
+    small.same_run("small", "killed", 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_what_one_rank_is_asked_all_do(tmp_path: Path, signum: signal.Signals, code: int) -> None:
+    small = SmallRuns(tmp_path)
+    process = small.launch(2, "train", small.config, *SLOWLY, "--parallel.mode", "fsdp", "--train.steps", 200)
+    wait_for_step(small, "small", 3, process)
+    os.kill(ranks(process.pid)[1], signum)
+    said = ended(process, code=1)
+    assert f"go on with: assay train --resume {small.runs / 'small'}" in said
+    assert f"exitcode  : {code}" in said and "Signal" not in said and "assay: stopped" in said
+    saved, complaints = checkpoints.last_sound(small.runs / "small")
+    assert saved == small.metrics()[-1]["step"] and not complaints  # the step that was under way was finished
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_stopped_lets_the_ranks_save(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    process = small.launch(2, "train", small.config, *SLOWLY, "--train.steps", 200)
+    wait_for_step(small, "small", 3, process)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=100)[0]
+    assert f"go on with: assay train --resume {small.runs / 'small'}" in said
+    assert checkpoints.last_sound(small.runs / "small") == (small.metrics()[-1]["step"], [])
+
+
+@pytest.mark.slow
+def test_mistakes_are_told_once(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    for words, line in (
+        (("--optim.lrr", 1), "optim.lrr"),  # before the processes know of each other
+        (("--parallel.tp", 4), "does not divide the 2 key-value heads"),
+        (("--reward.function", f"{tmp_path}/reward.py:raises"), "the judge failed on all"),
+    ):
+        said = ended(small.launch(4, "train", small.config, *words), code=1)
+        assert len([text for text in said.splitlines() if text.startswith("assay: ")]) == 1 and line in said
+        assert "assay/train" not in said  # no traceback of ours
+    assert not small.runs.exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_says_so(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    failing = tmp_path / "failing.py"
+    failing.write_text(
+        "import os\n"
+        "def fail(*_):\n"
+        "    raise RuntimeError('the second rank has had enough')\n"
+        "def reward(completion, answer):\n"
+        "    if os.environ['RANK'] == '1' and os.path.exists('now'):\n"
+        "        from assay.train.update import Updater\n"
+        "        Updater.update = fail\n"
+        "    return sum(map(ord, completion)) % 4 / 3\n"
+    )
+    words = ("--reward.function", f"{failing}:reward", "--train.steps", 300)
+    process = small.launch(2, "train", small.config, *words)
+    wait_for_step(small, "small", 2, process)
+    (tmp_path / "now").touch()
+    struck = time.monotonic()
+    said = ended(process, code=1)
+    assert time.monotonic() - struck < 60
+    assert "the second rank has had enough" in said
+    assert json.loads((small.checkpoint(0) / "complete.json").read_text())["step"] == 0
