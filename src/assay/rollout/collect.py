@@ -80,13 +80,12 @@ class Collector:
         answers: list[Group] | str | None
         try:
             work = partial(self._answer, own, on_token)
-            answers = self.stopper.leavable(work) if self.stopper else work()
+            alone = self.mesh.tp_size == 1  # or another rank would wait for what this one leaves
+            answers = self.stopper.leavable(work) if self.stopper and alone else work()
         except UserError as error:
             if self.mesh.world == 1:
                 raise
             answers = str(error)
-        if self.mesh.tp_rank and isinstance(answers, list):
-            answers = []  # the first rank of those that hold a model together speaks for it
         found = self.mesh.all_gather_objects(answers)
         if failure := next((part for part in found if isinstance(part, str)), None):
             raise UserError(failure)
@@ -98,6 +97,8 @@ class Collector:
     def _answer(self, asked: Sequence[tuple[Prompt, Request]], on_token: OnToken | None) -> list[Group]:
         started = time.perf_counter()
         answers = self.engine.generate([request for _, request in asked], on_token)
+        if self.mesh.tp_rank:
+            return []  # the first rank of those that hold a model together speaks for it
         groups = []
         for (prompt, request), completions in zip(asked, answers, strict=True):
             context = list(request.prompt_ids)

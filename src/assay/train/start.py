@@ -161,8 +161,8 @@ def assemble(
 
 
 def lay_out(cfg: TrainConfig, policy: PolicyModel, renderer: Renderer, mesh: Mesh, dtype: torch.dtype) -> Engine:
-    """Leave each rank its part of the policy, and give it an engine of its own."""
-    build = partial(setup.build_engine, cfg.engine, policy, renderer, cfg.model.max_length)
+    """Leave each rank its part of the policy, and give it an engine, or its part of one, that serves all of it."""
+    build = partial(setup.build_engine, cfg.engine, policy, renderer, cfg.model.max_length, mesh.tp_group)
     copied = None if isinstance(policy, Decoder) else build()  # a copy of the model, to be made while that is whole
     parallelise(policy, mesh, cfg.parallel.mode, dtype)
     return copied or build()  # by now it is known how much memory is left
