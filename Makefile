@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# A test process a core, each with one thread: models here are so small that threads only wait for each other.
+WORKERS ?= auto
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: demo test test-all test-slurm lint format clean
 
@@ -10,10 +13,10 @@ demo: $(READY)
 	$(BIN)/assay train configs/demo.toml
 
 test: $(READY)
-	$(BIN)/pytest -m "not slow and not gpu and not peer and not slurm"
+	$(PYTEST) -m "not slow and not gpu and not peer and not slurm"
 
 test-all: $(READY)
-	$(BIN)/pytest
+	$(PYTEST) -m "not slurm"
 
 # Needs Debian's slurm-wlm and munge, or the like; the daemons are its own and end with it.
 test-slurm: $(READY)
