@@ -1,4 +1,4 @@
-"""Messages between the pool and its workers: a length, then a pickle. Only ever between our own processes."""
+"""Messages between processes of ours: a length, then a pickle. Nobody else is ever listened to."""
 
 from __future__ import annotations
 

@@ -1,20 +1,17 @@
 """Judging in worker processes, with a hard time limit for each answer.
 
-Each worker is a fresh interpreter (no fork of a process that may hold torch, no second import of the user's script),
-owned by one thread of ours that feeds it chunks from a shared queue. So `judge` may be called from any thread.
+Each worker is a fresh interpreter, owned by one thread of ours that feeds it chunks from a shared queue. So `judge` may
+be called from any thread.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import pickle
 import queue
 import select
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -22,12 +19,11 @@ from typing import Any
 
 from assay.rewards.batches import Batch, Chunk, Item, split
 from assay.rewards.frames import receive, send
+from assay.rewards.fresh import command, ending
 from assay.rewards.judge import Judge, failed, judge_safely, one_line
 from assay.types import Status, UserError, Verdict
 
 START_LIMIT_S = 120.0  # to start an interpreter and import what the judge needs
-
-_BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from assay.rewards.worker import main; main()"
 
 
 class JudgePool:
@@ -179,12 +175,15 @@ class _WorkerThread(threading.Thread):
         if self._process is not None:
             return self._process
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        command = [sys.executable, "-P", "-c", _BOOTSTRAP, json.dumps([str(path) or os.getcwd() for path in sys.path])]
         with self._process_lock:
             if self._stopping:
                 raise RuntimeError("the judge pool was closed")
             self._process = process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+                command("assay.rewards.worker"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                bufsize=0,
             )
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -219,7 +218,7 @@ class _WorkerThread(threading.Thread):
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
-        return _ending(process.returncode)
+        return ending(process.returncode)
 
 
 def _readable(descriptor: int, deadline: float) -> bool:
@@ -232,12 +231,6 @@ def _readable(descriptor: int, deadline: float) -> bool:
 def _verdict(plain: tuple[float, str, str | None, dict[str, float], str]) -> Verdict:
     reward, status, parsed, parts, detail = plain
     return Verdict(reward, Status(status), parsed, parts, detail)
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
 
 
 def _pickled(judge: Judge) -> bytes:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from assay.rewards import latex
 from assay.rewards.frames import receive, send
+from assay.rewards.fresh import take_pipes
 from assay.rewards.judge import Judge, judge_safely, one_line
 from assay.types import UserError, Verdict
 
@@ -19,7 +18,7 @@ ORPHAN_GRACE_S = 120.0
 
 
 def main() -> None:
-    incoming, outgoing = _take_pipes()
+    incoming, outgoing = take_pipes()
     # Ctrl-C and a scheduler's SIGTERM are the parent's affair: it closes our stdin. To die before it does would give a
     # wrong verdict. (A handler, unlike SIG_IGN, is not passed on to what users' functions start.)
     for asked in (signal.SIGINT, signal.SIGTERM):
@@ -44,16 +43,6 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except (EOFError, BrokenPipeError):
         return
-
-
-def _take_pipes() -> tuple[int, int]:
-    """Keep the pipes for ourselves; whatever users' functions print goes to stderr."""
-    incoming, outgoing = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    return incoming, outgoing
 
 
 def _start(setup: dict[str, Any]) -> Judge:
