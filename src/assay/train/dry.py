@@ -48,8 +48,8 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     parts_of_memory = memory(parts, longest)
     for name, size in parts_of_memory.items():
         yield f"{name:<28}{size / GIB:8.2f} GiB"
-    needed, free = sum(parts_of_memory.values()), free_memory(parts.updater.policy.device)
-    yield f"{'memory in all, about':<28}{needed / GIB:8.2f} GiB on {parts.updater.policy.device}"
+    needed, free = sum(parts_of_memory.values()), free_memory(parts.mesh.device)
+    yield f"{'memory in all, about':<28}{needed / GIB:8.2f} GiB on {parts.mesh.device}"
     if free is not None and needed > free:
         yield (
             f"warning: only {free / GIB:.2f} GiB are free; a lower train.token_budget or engine.max_batch needs less, "

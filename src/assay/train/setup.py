@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from assay.algos import Algorithm, make_algorithm
 from assay.config import (
+    AlgoConfig,
     EngineConfig,
     EvalConfig,
     LoopConfig,
@@ -160,15 +161,17 @@ def build_engine(
     renderer: Renderer,
     max_length: int,
     group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
 ) -> Engine:
-    """`group`: the ranks that serve the policy together, `mesh.tp_group`."""
+    """`group`: the ranks that serve the policy together, `mesh.tp_group`. `device`: the policy's own unless given."""
     from assay.engine import make_engine
 
+    device = device or policy.device
     return make_engine(
         cfg.name,
         policy,
-        device=policy.device,
-        dtype=pick_dtype(cfg.dtype, policy.device),
+        device=device,
+        dtype=pick_dtype(cfg.dtype, device),
         max_batch=cfg.max_batch,
         memory=cfg.memory,
         prefill_tokens=cfg.prefill_tokens,
@@ -182,14 +185,17 @@ def build_engine(
 def build_algorithm(cfg: TrainConfig) -> Algorithm:
     """The recipe with the user's changes; advantage and policy_loss may be functions given by path."""
     changes = cfg.algo.model_dump(exclude_none=True, exclude={"recipe", "reference"})
-    for key in ("advantage", "policy_loss"):
-        if ":" in str(changes.get(key, "")):
-            changes[key] = load_object(changes[key])
+    changes |= {key: load_object(path) for key, path in own_functions(cfg.algo).items()}
     known = {f.name for f in fields(Algorithm)}
     assert set(changes) <= known, set(changes) - known
     algo = make_algorithm(cfg.algo.recipe, max_new_tokens=cfg.sampling.max_new_tokens, **changes)
     algo.check_samples(cfg.train.samples)
     return algo
+
+
+def own_functions(cfg: AlgoConfig) -> dict[str, str]:
+    """The settings that name a function of the user's own, and its path."""
+    return {key: path for key in ("advantage", "policy_loss") if ":" in (path := getattr(cfg, key) or "")}
 
 
 def build_server(model: str, cfg: MeasureConfig, task: Task | None) -> tuple[Renderer, Engine]:

@@ -30,19 +30,20 @@ def warm_start(
         updater, optimizer=make_adamw(updater.policy, cfg.lr, weight_decay=cfg.weight_decay), temperature=1.0
     )
     in_a_row = 0
-    for step in range(cfg.steps):
-        rows = solution_rows(stream.next(cfg.batch), renderer, updater.policy.max_length)
-        lr = cfg.lr * rate("linear", step, cfg.steps, cfg.warmup)
-        sums, norm, skipped = imitator.step(rows, IMITATION, lr)
-        in_a_row = in_a_row + 1 if skipped else 0
-        yield {
-            "sft/loss": float(sums.losses["loss/policy"]),
-            "sft/grad_norm": norm,
-            "sft/lr": lr,
-            "sft/skipped": float(skipped),
-        }
-        if skipped and hopeless(imitator.faults, in_a_row, max_skipped):
-            raise diagnosis(imitator.faults[-1], in_a_row)
+    with imitator.working(IMITATION):
+        for step in range(cfg.steps):
+            rows = solution_rows(stream.next(cfg.batch), renderer, updater.policy.max_length)
+            lr = cfg.lr * rate("linear", step, cfg.steps, cfg.warmup)
+            sums, norm, skipped = imitator.step(rows, IMITATION, lr)
+            in_a_row = in_a_row + 1 if skipped else 0
+            yield {
+                "sft/loss": float(sums.losses["loss/policy"]),
+                "sft/grad_norm": norm,
+                "sft/lr": lr,
+                "sft/skipped": float(skipped),
+            }
+            if skipped and hopeless(imitator.faults, in_a_row, max_skipped):
+                raise diagnosis(imitator.faults[-1], in_a_row)
     updater.token_budget = imitator.token_budget
 
 

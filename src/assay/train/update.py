@@ -43,7 +43,7 @@ class Updater:
         self.faults = []
         size = max(-(-len(groups) // algo.updates), 1)  # a filter may have dropped every group
         parts = [rows_of(groups[i : i + size], algo) for i in range(0, len(groups), size)]
-        with self._reference_at_hand(algo):
+        with self.working(algo):
             steps = [self.step(rows, algo, lr) for _ in range(passes) for rows in parts if rows]
         if not steps:
             return {"optim/lr": lr, "optim/skipped": 1.0, "optim/non_finite": 0.0}
@@ -134,7 +134,8 @@ class Updater:
             return token_logprobs(self.reference, ids, lengths, trained, self.temperature, shared=part.shared)[0]
 
     @contextmanager
-    def _reference_at_hand(self, algo: Algorithm) -> Iterator[None]:
+    def working(self, algo: Algorithm) -> Iterator[None]:
+        """Steps are made within this: it has at hand what they need, and puts it away again."""
         away = self.offload_reference and algo.needs_reference and self.reference is not self.policy
         if not away or self.reference is None:
             yield
