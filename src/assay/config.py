@@ -229,6 +229,8 @@ class LoopConfig(Section):
     """compile the layers with torch.compile; auto: on one GPU, for models of 100 million parameters or more"""
     offload_reference: bool = False
     """keep the reference model of a KL term in main memory, and on the GPU during updates only"""
+    process: Literal["same", "separate"] = "same"
+    """separate: each update in a process of its own, which leaves nothing on the GPU; takes seconds to start"""
     max_train_prompts: Count = 0
     """use only the first so many prompts of the train split; 0: all"""
     max_skipped: Count = 5

@@ -25,6 +25,7 @@ from assay.tasks.base import UNLIMITED, LazyPrompts, prompts_of
 from assay.tasks.overlap import overlap
 from assay.text import Renderer
 from assay.train import checkpoint, setup
+from assay.train.apart import Apart, home_of_policy
 from assay.train.data import PromptStream
 from assay.train.optim import make_optimizer
 from assay.train.parallel import parallelise
@@ -100,6 +101,7 @@ def assemble(
     """`adapters`: where those of a resumed run are."""
     check_trackers(cfg.log.wandb or None, cfg.log.tensorboard)
     check_name(cfg.name or "run")
+    home = home_of_policy(cfg, mesh)
     algo = setup.build_algorithm(cfg)
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task = setup.build_task(cfg.task)
@@ -108,7 +110,7 @@ def assemble(
     report_overlap(train, evaluations, console)
     tokenizer = setup.build_tokenizer(cfg.model, source, task)
     renderer = setup.build_renderer(cfg.prompt, tokenizer, task)
-    policy = setup.build_policy(cfg.model, source, tokenizer, mesh.device, cfg.seed, dtype)
+    policy = setup.build_policy(cfg.model, source, tokenizer, home, cfg.seed, dtype)
     if tokenizer.vocab_size > policy.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {policy.vocab_size}: "
@@ -121,16 +123,7 @@ def assemble(
         load_adapter(policy, adapters)
     engine = lay_out(cfg, policy, renderer, mesh, dtype)
     setup.prepare_policy(policy, cfg.train, mesh.world)
-    updater = Updater(
-        policy,
-        make_optimizer(policy, cfg.optim),
-        temperature=cfg.sampling.temperature,
-        max_grad_norm=cfg.optim.max_grad_norm,
-        token_budget=cfg.train.token_budget,
-        offload_reference=cfg.train.offload_reference and mesh.world == 1,  # parts of a model stay where they are
-        dtype=dtype,
-        mesh=mesh,
-    )
+    updater = build_updater(cfg, policy, mesh, dtype)
     judge = JudgePool(setup.build_judge(cfg.reward, task), cfg.reward.workers, cfg.reward.timeout_s)
     probe(judge, train[0])
     stopping = Stopping(cfg.save.grace_s, mesh)
@@ -160,9 +153,25 @@ def assemble(
     )
 
 
+def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torch.dtype) -> Updater:
+    updater = Updater(
+        policy,
+        make_optimizer(policy, cfg.optim),
+        temperature=cfg.sampling.temperature,
+        max_grad_norm=cfg.optim.max_grad_norm,
+        token_budget=cfg.train.token_budget,
+        offload_reference=cfg.train.offload_reference and mesh.world == 1,  # parts of a model stay where they are
+        dtype=dtype,
+        mesh=mesh,
+    )
+    return updater if cfg.train.process == "same" else Apart.of(updater, setup.own_functions(cfg.algo))
+
+
 def lay_out(cfg: TrainConfig, policy: PolicyModel, renderer: Renderer, mesh: Mesh, dtype: torch.dtype) -> Engine:
     """Leave each rank its part of the policy, and give it an engine, or its part of one, that serves all of it."""
-    build = partial(setup.build_engine, cfg.engine, policy, renderer, cfg.model.max_length, mesh.tp_group)
+    build = partial(
+        setup.build_engine, cfg.engine, policy, renderer, cfg.model.max_length, mesh.tp_group, device=mesh.device
+    )
     copied = None if isinstance(policy, Decoder) else build()  # a copy of the model, to be made while that is whole
     parallelise(policy, mesh, cfg.parallel.mode, dtype)
     return copied or build()  # by now it is known how much memory is left

@@ -1,0 +1,206 @@
+"""Training in a process of its own, started for each update: when it ends, every byte that it had on the GPU is free.
+
+Between updates weights, moments and the reference wait in main memory, on shelves that both processes see. The training
+process takes copies to the device, makes its steps as any `Updater` does, and puts weights and moments back. So the
+result is that of training in this process. Here remain the engine and everything else.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import signal
+import subprocess
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from assay.algos import Algorithm, Sums
+from assay.config import TrainConfig
+from assay.mesh import Mesh
+from assay.models import PolicyModel
+from assay.rewards.frames import receive, send
+from assay.rewards.fresh import command, ending
+from assay.rewards.importing import absolute_path
+from assay.train.pack import Row
+from assay.train.shelf import Shelf, Slot
+from assay.train.stopping import SIGNALS
+from assay.train.update import Updater
+from assay.types import UserError
+
+WEIGHTS, MOMENTS, REFERENCE = "weights", "moments", "reference"  # the shelves
+
+
+def home_of_policy(cfg: TrainConfig, mesh: Mesh) -> torch.device:
+    """Where its weights are between updates. Refuses what does not go together with a training process of its own."""
+    if cfg.train.process == "same":
+        return mesh.device
+    wanted = "train.process = 'separate'"
+    if mesh.world > 1:
+        raise UserError(f"{wanted} is for one GPU, not for {mesh.world} processes: start one, or leave it out")
+    if mesh.device.type == "mps":
+        raise UserError(f"{wanted} is for CUDA: on this device there is one memory for all, so leave it out")
+    if cfg.train.compile == "on":
+        raise UserError(f"{wanted} would compile anew in every step: leave out train.compile = 'on', or the former")
+    return torch.device("cpu")
+
+
+@dataclass
+class Apart(Updater):
+    """An `Updater` whose steps are made elsewhere: on the device of `mesh`, while its own tensors are on the CPU."""
+
+    own: Mapping[str, str] = field(default_factory=dict)  # functions of the user's in the algorithm, and their paths
+    shelves: dict[str, Shelf] = field(init=False)
+    trainer: TrainingProcess | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.shelves = {name: Shelf() for name in (WEIGHTS, MOMENTS, REFERENCE)}
+
+    @classmethod
+    def of(cls, updater: Updater, own: Mapping[str, str] | None = None) -> Apart:
+        return cls(**settings(updater), own=own or {})
+
+    @contextmanager
+    def working(self, algo: Algorithm) -> Iterator[None]:
+        """From the first step within it to its end there is a training process."""
+        try:
+            yield
+            if self.trainer is not None:
+                self._take_back(self.trainer.ask("end"))
+        finally:
+            if self.trainer is not None:
+                self.trainer.close()
+                self.trainer = None
+
+    def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
+        if self.trainer is None:
+            self.trainer = self._start(algo)
+        result, self.faults, self.token_budget = self.trainer.ask("step", rows, lr)
+        return result
+
+    def _start(self, algo: Algorithm) -> TrainingProcess:
+        if self.mesh.device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps here for later, another process could not use
+        described = self._described(algo)
+        shelves = {name: (shelf.file.fileno(), shelf.slots) for name, shelf in self.shelves.items()}
+        trainer = TrainingProcess([descriptor for descriptor, _ in shelves.values()])
+        try:
+            trainer.ask("begin", described, shelves, self.mesh.device, torch.get_num_threads())
+        except BaseException:
+            trainer.close()
+            raise
+        return trainer
+
+    def _described(self, algo: Algorithm) -> bytes:
+        """A plain updater with the algorithm, in which every tensor is named by its place on a shelf."""
+        reference = self.reference if algo.needs_reference else None
+        names = self._shelve(WEIGHTS, dict(self.policy.named_parameters()))
+        names |= self._shelve(MOMENTS, moments(self.policy, self.optimizer))
+        if reference is not None and reference is not self.policy:
+            names |= self._shelve(REFERENCE, dict(reference.named_parameters()))
+        functions = {path: getattr(algo, key) for key, path in self.own.items()}
+        names |= {id(one): ("own", absolute_path(path)) for path, one in functions.items() if callable(one)}
+        plain = Updater(**settings(self) | {"reference": reference})
+        return named((plain, algo), names)
+
+    def _shelve(self, kind: str, tensors: dict[str, Tensor]) -> dict[int, tuple[Any, ...]]:
+        """From now on these tensors are those on the shelf. Gives the names by which the other process knows them."""
+        for name, view in self.shelves[kind].place(tensors).items():
+            tensors[name].data = view
+        return {
+            id(tensor): (kind, name, tensor.requires_grad if isinstance(tensor, nn.Parameter) else None)
+            for name, tensor in tensors.items()
+        }
+
+    def _take_back(self, slots: dict[str, Slot]) -> None:
+        """Weights have changed where they lie. Moments may have come into being."""
+        self.shelves[MOMENTS].slots = slots
+        views, weights = self.shelves[MOMENTS].tensors(), dict(self.policy.named_parameters())
+        for key, view in views.items():
+            name, _, kind = key.partition("|")
+            self.optimizer.state[weights[name]][kind] = view
+
+
+class TrainingProcess:
+    """A fresh interpreter that runs `assay.train.apart_worker` and is handed some files."""
+
+    def __init__(self, files: Sequence[int]) -> None:
+        # Ctrl-C and a scheduler's SIGTERM are for us. It is born with both blocked, until it can let them go by.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self.process = subprocess.Popen(
+                command("assay.train.apart_worker"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=tuple(files),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def ask(self, what: str, *details: Any) -> Any:
+        """What it answers. What it warns of is warned of here, and what it raises is raised here."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            send(self.process.stdin.fileno(), (what, details))
+            answer, error, warned = receive(self.process.stdout.fileno())
+        except (EOFError, BrokenPipeError):
+            raise died(self.process.wait()) from None
+        for category, text in warned:
+            warnings.warn(text, category, stacklevel=2)
+        if error is not None:
+            raise error
+        return answer
+
+    def close(self) -> None:
+        """All that was worth keeping has been put back: nothing is gained by an end in good order."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def died(code: int) -> UserError:
+    why = "see its error output"
+    if code in (-signal.SIGKILL, -signal.SIGBUS):
+        why = "main memory may have run out, which has to hold weights, moments and a reference: use less of it"
+    return UserError(
+        f"the training process is gone ({ending(code)}): {why}, or set train.process = 'same', and resume the run"
+    )
+
+
+def settings(updater: Updater) -> dict[str, Any]:
+    """What any updater has, by name."""
+    return {one.name: getattr(updater, one.name) for one in fields(Updater)}
+
+
+def moments(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors, named as they are in a checkpoint."""
+    return {
+        f"{name}|{kind}": value
+        for name, parameter in policy.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def named(thing: Any, names: dict[int, tuple[Any, ...]]) -> bytes:
+    """A pickle in which whatever has a name is represented by that."""
+
+    class Naming(pickle.Pickler):
+        def persistent_id(self, part: Any) -> tuple[Any, ...] | None:
+            return names.get(id(part))
+
+    buffer = io.BytesIO()
+    try:
+        Naming(buffer, pickle.HIGHEST_PROTOCOL).dump(thing)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"this model or loss cannot be sent to a training process ({error}): leave out train.process = 'separate'"
+        ) from error
+    return buffer.getvalue()
