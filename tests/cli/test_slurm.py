@@ -6,6 +6,7 @@ On a real Slurm: tests/slurm.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from assay.cli.main import main
+from assay.cli.slurm import seconds
 
 ODD = 'it\'s 100% "odd" $HOME `ls` #1'
 CONFIG = 'model = "preset:nano"\n[task]\nname = "abacus"\n'
@@ -86,6 +88,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "processes and GPUs": (["--gpus-per-node", "2", "--procs-per-node", "4"], "one process a GPU"),
     "no time to save": (["--grace", "10"], "--grace 10"),
     "a strange time": (["--time", "2 hours"], "--time 2 hours"),
+    "warned when it starts": (["--time", "3"], "more than 180 seconds"),
     "two lines": (["--partition", "a\n#SBATCH --uid=0"], "line break"),
     "no such setting": (["--train.stpes", "3"], "did you mean 'train.steps'"),
     "a name that is a path": (["--name", "../up"], "cannot name a run"),
@@ -106,6 +109,17 @@ def test_bad_input_is_one_line_and_writes_no_script(
     assert not list(folder.rglob("*.sbatch"))
 
 
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        *(("90", 5400), ("90:30", 5430), ("1:30:05", 5405), ("2-3", 183600), ("1-0:30", 88200), ("1-1:1:1", 90061)),
+        *(("0", math.inf), ("unlimited", math.inf)),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(limit: str, expected: float) -> None:
+    assert seconds(limit) == expected
+
+
 def test_no_config_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert write(config="none.toml") == 2
     assert main(["slurm", "tiny.toml"]) == 2
@@ -118,7 +132,8 @@ def test_no_config_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str])
 STAND_INS = {
     "srun": """while [[ $1 == --* ]]; do echo "$1" >>srun.txt; shift; done
         SLURM_NODEID=0 setsid "$@" & echo $! >session; wait $!""",
-    "scancel": 'echo "$@" >>scancel.txt; kill -TERM -- "-$(cat session)"',
+    "scancel": """until [ -e ready ]; do /bin/sleep 0.05; done
+        echo "$@" >>scancel.txt; kill -TERM -- "-$(cat session)\"""",
     "sleep": "exec /bin/sleep 0.05",
     "squeue": "echo ${STATE:-RUNNING}",
     "scontrol": """case "$1 $2" in
@@ -126,12 +141,12 @@ STAND_INS = {
         'show node') echo "NodeName=$3"; echo "   NodeAddr=$3.cluster NodeHostName=$3";;
         *) echo "$@" >>scontrol.txt;; esac""",
 }
-# Stands for torchrun and the training below it: one that catches SIGTERM, and one that does not.
+# Stands for `assay.cli.launch` and the training below it: one that catches SIGTERM, and one that does not.
 PYTHON = """#!{python} -S
 import json, os, signal, sys, time
 open("command.json", "w").write(json.dumps(sys.argv[1:]))
 if os.environ["ENDS"] == "when told":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # torchrun's code, whatever that of its children
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 if os.environ["ENDS"] in ("when told", "never"):
     open("ready", "w").close()
     time.sleep(60)
@@ -179,13 +194,12 @@ def test_torchrun_is_told_where_to_meet_and_what_to_train(cluster: Path) -> None
     assert write("--nodes", 2, "--procs-per-node", 3, "--train.steps", 7, "--prompt.system", ODD) == 0
     assert run_script(cluster, "0") == 0
     assert command(cluster) == [
-        *shlex.split("-m torch.distributed.run --node-rank 0 --nnodes 2 --nproc-per-node 3"),
-        *shlex.split("--master-addr n7.cluster --master-port 20003 --signals-to-handle SIGINT,SIGHUP,SIGQUIT"),
+        *shlex.split("-m assay.cli.launch --nnodes 2 --nproc-per-node 3 --master-addr n7.cluster --master-port 20003"),
         *shlex.split("-m assay train tiny.toml --name tiny-12003 --train.steps=7"),
         f"--prompt.system={ODD}",
     ]
     given = (cluster / "srun.txt").read_text().splitlines()
-    assert "--ntasks-per-node=1" in given and "--kill-on-bad-exit=1" in given
+    assert {"--ntasks-per-node=1", "--kill-on-bad-exit=1", "--export=ALL"} <= set(given)
     assert "--output=runs/slurm/tiny-12003-node%n.log" in given
 
 
@@ -213,10 +227,10 @@ def test_it_goes_on_with_a_run_that_is_there(cluster: Path) -> None:
         assert command(cluster)[-3:] == ["train", "--resume", f"runs/{run}"]
 
 
-@pytest.mark.parametrize("code", ["1", "2", "143"])
+@pytest.mark.parametrize("code", ["1", "137", "200"])
 def test_an_error_is_not_repeated(cluster: Path, code: str) -> None:
     assert write() == 0
-    assert run_script(cluster, code) == 200
+    assert run_script(cluster, code) == int(code)
     assert not (cluster / "scontrol.txt").exists()
 
 
@@ -224,6 +238,12 @@ def test_a_warning_reaches_the_run_which_then_queues_again(cluster: Path) -> Non
     assert write() == 0
     assert run_script(cluster, "when told", warn=True) == 143
     assert (cluster / "scancel.txt").read_text() == "--signal=TERM 12003\n"
+    assert (cluster / "scontrol.txt").read_text() == "requeue 12003\n"
+
+
+def test_a_warning_that_comes_before_the_run_waits_for_it(cluster: Path) -> None:
+    assert write("--before", "kill -USR1 $$; kill -TERM $$") == 0
+    assert run_script(cluster, "when told") == 143
     assert (cluster / "scontrol.txt").read_text() == "requeue 12003\n"
 
 

@@ -21,7 +21,7 @@ SlurmctldHost=localhost
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire=10
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 CredType=cred/munge
 SlurmctldPort={ports[0]}
 StateSaveLocation={folder}/state

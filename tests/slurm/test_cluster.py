@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,8 @@ from one_machine import Slurm, slurm_on_one_machine, wait_until
 
 pytestmark = pytest.mark.slurm
 
-PROCESSES = 1  # a node
-STEPS = 100
+PROCESSES = 2  # on one node, or one on each of two: the same run to the bit
+STEPS = 12
 CONFIG = """
 model = "preset:nano"
 device = "cpu"
@@ -30,7 +33,7 @@ samples = 4
 [optim]
 lr = 1e-3
 [save]
-every = 4
+every = 2
 [eval]
 examples = 4
 final_examples = 5
@@ -38,12 +41,13 @@ final_examples = 5
 workers = 0
 function = "{folder}/reward.py:reward"
 """
-# Random models solve nothing, so letters are rewarded; and slowly, to have the time to interrupt a run.
+# Random models solve nothing, so letters are rewarded; and slowly while a run is to be interrupted: five a second.
 REWARD = """
-import time
+import os, time
 
 def reward(completion, answer):
-    time.sleep(0.01)
+    if os.path.exists(os.path.join(os.path.dirname(__file__), "hold-" + os.environ["SLURM_JOB_NAME"])):
+        time.sleep(0.2)
     return {"reward": sum(map(ord, completion)) % 4 / 3, "parsed": completion}
 """
 
@@ -63,21 +67,32 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def submit(slurm: Slurm, work: Path, name: str, *words: object, patience: int | None = None) -> int:
+def submit(slurm: Slurm, work: Path, name: str, *words: object, nodes: int = 1) -> int:
     command = [sys.executable, "-m", "assay", "slurm", "small.toml", "--name", name, "--gpus-per-node", 0]
-    command += ["--procs-per-node", PROCESSES, "--cpus-per-task", PROCESSES, "--time", 10, "--grace", 60, *words]
-    if patience is None:
-        return int(slurm(*command, "--submit", cwd=work).split()[-1])
-    slurm(*command, cwd=work)
-    file = work / f"{name}.sbatch"
-    file.write_text(file.read_text().replace("patience=30", f"patience={patience}"))
-    return int(slurm("sbatch", "--parsable", file))
+    command += ["--nodes", nodes, "--procs-per-node", PROCESSES // nodes, "--cpus-per-task", PROCESSES // nodes]
+    return int(slurm(*command, "--time", 10, "--grace", 60, *words, "--submit", cwd=work).split()[-1])
+
+
+@contextmanager
+def held(slurm: Slurm, work: Path, name: str, nodes: int) -> Iterator[tuple[int, str]]:
+    """The job and the run of this name, on its way, and slow for as long as the block lasts."""
+    hold = work / f"hold-{name}"
+    hold.touch()
+    job = submit(slurm, work, name, nodes=nodes)
+    wait_until(lambda: saved(work, f"{name}-{job}") >= 2, 120, f"{name} is on its way")
+    yield job, f"{name}-{job}"
+    assert not (work / "runs" / f"{name}-{job}" / "summary.json").exists(), "the run ended before it was interrupted"
+    hold.unlink()
 
 
 def saved(work: Path, run: str) -> int:
     """The step of the newest checkpoint."""
     steps = sorted((work / "runs" / run / "checkpoints").glob("step-*/complete.json"))
     return int(steps[-1].parent.name.removeprefix("step-")) if steps else 0
+
+
+def log(work: Path, job: str, node: int = 0) -> str:
+    return (work / "runs" / "slurm" / f"{job}-node{node}.log").read_text()
 
 
 def weights(slurm: Slurm, work: Path, run: str, job: int) -> bytes:
@@ -105,35 +120,55 @@ INTERRUPTIONS = {
 }
 
 
-@pytest.mark.parametrize("how", INTERRUPTIONS)
+@pytest.mark.parametrize(("how", "nodes"), [("requeue", 1), ("warning", 2), ("preemption", 1)])
 def test_an_interrupted_job_ends_with_the_weights_of_one_left_alone(
-    slurm: Slurm, work: Path, untouched: bytes, how: str
+    slurm: Slurm, work: Path, untouched: bytes, how: str, nodes: int
 ) -> None:
-    job = submit(slurm, work, how, patience=2 if how == "warning" else None)
-    run = f"{how}-{job}"
-    wait_until(lambda: saved(work, run) >= 8, 120, f"{run} is on its way")
-    INTERRUPTIONS[how](slurm, job)
-    wait_until(lambda: slurm.job(job)["Restarts"] == "1", 90, f"{run} is in the queue again")
-    assert not (work / "runs" / run / "summary.json").exists(), "the run ended before it was interrupted"
+    name = f"{how}-{nodes}"
+    with held(slurm, work, name, nodes) as (job, run):
+        INTERRUPTIONS[how](slurm, job)
+        wait_until(lambda: slurm.job(job)["Restarts"] == "1", 90, f"{run} is in the queue again")
+    if how != "requeue":  # where it may be killed before it has saved
+        assert "go on with: assay train --resume" in log(work, run)
     assert weights(slurm, work, run, job) == untouched
     assert slurm.job(job)["Restarts"] == "1"
     starts = json.loads((work / "runs" / run / "environment.json").read_text())
     assert len(starts["resumed"]) == 1
-    assert sorted(path.name for path in (work / "runs").glob(f"{how}*")) == [run]  # it went on with its own run
+    assert sorted(path.name for path in (work / "runs").glob(f"{name}*")) == [run]  # it went on with its own run
     logs = sorted(path.name for path in (work / "runs" / "slurm").glob(f"{run}*"))
-    assert logs == [f"{run}-node0.log", f"{run}.log"]
+    assert logs == [*(f"{run}-node{node}.log" for node in range(nodes)), f"{run}.log"]
+
+
+def test_a_rank_that_dies_takes_the_job_down_and_the_run_can_go_on(slurm: Slurm, work: Path, untouched: bytes) -> None:
+    with held(slurm, work, "killed", nodes=2) as (job, run):
+        os.kill(process(job, rank=1), signal.SIGKILL)
+        wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", 60, "the job fails")
+    assert (slurm.job(job)["Restarts"], slurm.job(job)["ExitCode"]) == ("0", "200:0")
+    said = log(work, run, node=1)
+    assert "rank      : 1" in said and "Signal 9 (SIGKILL)" in said
+    again = int(slurm("sbatch", "--parsable", work / "killed.sbatch", run))
+    assert weights(slurm, work, run, again) == untouched
+
+
+def process(job: int, rank: int) -> int:
+    """The id of a rank's process, which torchrun has started in this job."""
+    wanted = {f"SLURM_JOB_ID={job}".encode(), f"RANK={rank}".encode()}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if wanted <= set(path.read_bytes().split(b"\0")):
+                return int(path.parent.name)
+    raise AssertionError(f"job {job} has no rank {rank}")
 
 
 def test_an_error_does_not_go_round_in_circles(slurm: Slurm, work: Path) -> None:
     job = submit(slurm, work, "wrong", "--model", "no/such/model")
     wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", 120, "the job fails")
     assert (slurm.job(job)["Restarts"], slurm.job(job)["ExitCode"]) == ("0", "200:0")
-    assert "no/such/model" in (work / "runs" / "slurm" / f"wrong-{job}-node0.log").read_text()
+    assert log(work, f"wrong-{job}").count("no/such/model") == 1  # one rank says it
 
 
 def test_a_cancelled_job_stays_cancelled(slurm: Slurm, work: Path) -> None:
-    job = submit(slurm, work, "cancelled")
-    wait_until(lambda: saved(work, f"cancelled-{job}") >= 4, 120, "the run is on its way")
-    slurm("scancel", job)
-    wait_until(lambda: str(job) not in slurm("squeue", "--noheader", "--format=%i").split(), 60, "the job is gone")
+    with held(slurm, work, "cancelled", nodes=1) as (job, _):
+        slurm("scancel", job)
+        wait_until(lambda: str(job) not in slurm("squeue", "--noheader", "--format=%i").split(), 60, "the job is gone")
     assert (slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == ("CANCELLED", "0")

@@ -125,6 +125,19 @@ def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
     whole.same_run("small", name, STEPS)
 
 
+@pytest.mark.parametrize("target", [UPDATE, "assay.train.checkpoint.save_file"])
+def test_a_scheduler_that_repeats_itself_does_not_hurt(
+    whole: SmallRuns, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    def strike() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.4)
+        signal.raise_signal(signal.SIGTERM)
+
+    place = (target, 2, 2 if target == UPDATE else 3)
+    stopped_and_resumed(whole, "repeated-" + target.rpartition(".")[2], monkeypatch, place, strike)
+
+
 def test_stopping_twice_in_the_same_evaluation_is_no_different(
     whole: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ HELP = "Write a batch script for Slurm that trains as a config file says, on one
 SETTINGS = TrainConfig
 PASSED_ON = ("partition", "account", "time", "cpus_per_task", "mem")  # to sbatch as they are
 TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", re.IGNORECASE)
+EARLY = 60  # seconds that Slurm may be early with its warning
 LEFT = 30  # seconds before the limit at which a run that has not saved goes back to the queue all the same
 
 
@@ -72,11 +74,26 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--grace {args.grace}: Slurm looks at the time about once a minute, so give at least 60")
     if args.time and not TIME.fullmatch(args.time):
         raise UserError(f"--time {args.time}: give minutes, hours:minutes:seconds or days-hours, e.g. 4:00:00")
+    if args.time and seconds(args.time) <= args.grace + EARLY:
+        raise UserError(
+            f"--time {args.time}: the run would be told to save as soon as it starts; "
+            f"give more than {args.grace + EARLY} seconds, or lower --grace"
+        )
     for word in (args.config, *(getattr(args, option) or "" for option in ("mem", "partition", "account"))):
         if "\n" in word:
             raise UserError(f"{word!r} holds a line break: batch scripts have no place for it")
     if args.submit and not shutil.which("sbatch"):
         raise UserError("there is no sbatch here: leave out --submit, or call this where Slurm is installed")
+
+
+def seconds(limit: str) -> float:
+    """What sbatch makes of minutes[:seconds], hours:minutes:seconds, or days-hours[:minutes[:seconds]]; 0: no limit."""
+    if limit.upper() == "UNLIMITED":
+        return math.inf
+    days, _, clock = limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    first = 3600 if days or len(parts) == 3 else 60
+    return 86400 * int(days or 0) + sum(part * first / 60**place for place, part in enumerate(parts)) or math.inf
 
 
 def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
@@ -110,6 +127,10 @@ def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
             *(f"#SBATCH --{key}={quote(str(value))}" for key, value in wishes.items()),
             "#SBATCH --requeue",
             "",
+            "# Unheeded, these would end this shell. The one is a warning; after the other the end of the run counts.",
+            "warned=",
+            "trap 'warned=yes' USR1",
+            "trap : TERM",
             *args.before,
             *(f"{key}={value}" for key, value in values.items()),
             files("assay.cli").joinpath("slurm.sh").read_text(encoding="utf-8"),

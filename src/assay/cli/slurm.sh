@@ -13,33 +13,22 @@ port=$((20000 + SLURM_JOB_ID % 12000)) # one a job, and below those that the sys
 say() { echo "$(date '+%F %T') $*"; }
 say "start ${SLURM_RESTART_COUNT:-0} of $run on $SLURM_JOB_NODELIST, rendezvous at $address:$port"
 
-# One torchrun a node. SIGTERM is for the training processes, which catch it, save and stop. All else has to outlive it:
-# judges, because the step is finished first, and torchrun, because it would give the others 30 seconds only.
-node='
-    warned=
-    trap "warned=yes" TERM
-    (trap "" TERM; exec "$1" -m torch.distributed.run --node-rank "$SLURM_NODEID" "${@:2}") &
-    while kill -0 $! 2>/dev/null; do sleep 1; done
-    wait $! && exit 0
-    [ "$warned" ] && exit 143
-    exit 200 # of all codes srun gives the highest: an error on any node outweighs a warning
-'
-srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --open-mode=append --output="$node_log" \
-    bash -c "$node" node "$python" \
+# One torchrun a node. SIGTERM is for the training processes, which catch it, save and stop together. torchrun has to
+# outlive it, because it would give them 30 seconds only. `assay.cli.launch` is torchrun with exit codes: 143 where they
+# stopped like that, 200 after an error. Of those of all nodes srun gives the highest.
+srun --ntasks-per-node=1 --cpu-bind=none --export=ALL --kill-on-bad-exit=1 --open-mode=append --output="$node_log" \
+    bash -c 'trap "" TERM; exec "$@"' node "$python" -m assay.cli.launch \
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$processes" --master-addr "$address" --master-port "$port" \
-    --signals-to-handle SIGINT,SIGHUP,SIGQUIT \
     -m assay train "${what[@]}" "${settings[@]}" &
 step=$!
 
-deadline=
-warn() {
-    say "warned of the time limit: the run is asked to save"
-    scancel --signal=TERM "$SLURM_JOB_ID" # its steps; srun itself would make a SIGKILL of it
-    deadline=$((SECONDS + patience))
-}
-trap warn USR1
-trap : TERM # Slurm takes the job away: how the run ends decides, not this shell
+deadline= again=0
 while kill -0 "$step" 2>/dev/null && [ "$SECONDS" -lt "${deadline:-$((SECONDS + 1))}" ]; do
+    if [ "$warned" ] && [ "$SECONDS" -ge "$again" ]; then # more than once: processes that just start do not hear it
+        [ "$deadline" ] || say "warned of the time limit: the run is asked to save"
+        scancel --signal=TERM "$SLURM_JOB_ID" # its steps; srun itself would make a SIGKILL of it
+        deadline=${deadline:-$((SECONDS + patience))} again=$((SECONDS + 5))
+    fi
     sleep 1
 done
 if kill -0 "$step" 2>/dev/null; then

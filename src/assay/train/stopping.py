@@ -1,7 +1,8 @@
 """Ctrl-C and a scheduler's SIGTERM: the run is asked to stop, and does so where nothing is lost.
 
 The first signal lets the step be finished. When that takes longer than the grace time, whatever changes no weights
-(sampling, an evaluation) is left in the middle. A second signal stops at once, a third ends the process.
+(sampling, an evaluation) is left in the middle. A second Ctrl-C stops at once, a third ends the process; a second
+SIGTERM changes nothing, since schedulers repeat it before they kill, and a checkpoint may be half written.
 On many ranks it is enough that one of them was asked: they agree on it between two steps.
 """
 
@@ -86,8 +87,8 @@ class Stopping:
             # Not through the console: its lock may be held, or its buffer half written, where the signal struck.
             with suppress(OSError):
                 if self.mesh.is_main:
-                    os.write(2, b"\nassay: finishing the step, then saving; once more stops at once\n")
-        elif time.monotonic() - self._asked_at > ECHO_S:
+                    os.write(2, b"\nassay: finishing the step, then saving; another Ctrl-C stops at once\n")
+        elif signum == signal.SIGINT and time.monotonic() - self._asked_at > ECHO_S:
             for known in SIGNALS:
                 signal.signal(known, signal.SIG_DFL)
             raise Stopped(signum, at_once=True)

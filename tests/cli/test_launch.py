@@ -1,0 +1,34 @@
+"""torchrun with exit codes, on real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENDS = {  # what ranks 0 and 1 do, and the code that becomes of it
+    "well": (["pass", "pass"], 0),
+    "stopped": (["sys.exit(143)", "sys.exit(143)"], 143),
+    "stopped but for one": (["sys.exit(143)", "sys.exit(2)"], 200),
+    "killed": (["time.sleep(60)", "os.kill(os.getpid(), 9)"], 200),
+}
+
+
+def launch(folder: Path, name: str) -> subprocess.Popen[str]:
+    script = folder / f"{name}.py"
+    script.write_text("import os, sys, time\n" + f"exec({ENDS[name][0]}[int(os.environ['RANK'])])\n")
+    command = [sys.executable, "-m", "assay.cli.launch", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "SLURM_NODEID": "0", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_the_code_says_whether_all_have_stopped_as_asked(tmp_path: Path) -> None:
+    started = {name: launch(tmp_path, name) for name in ENDS}
+    said = {name: process.communicate(timeout=100)[1] for name, process in started.items()}
+    assert {name: process.returncode for name, process in started.items()} == {n: code for n, (_, code) in ENDS.items()}
+    assert "Signal 9 (SIGKILL)" in said["killed"] and "rank      : 1" in said["killed"]
+    assert "Traceback" not in said["killed"]
