@@ -112,7 +112,7 @@ def driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
-        raise UserError("engine.release needs NVIDIA's driver library libcuda.so.1: set it to false") from None
+        raise UserError("engine.lend needs NVIDIA's driver library libcuda.so.1: set it to false") from None
 
 
 def call(name: str, *values: Any) -> None:
