@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
-def find_varlen() -> Callable[..., Any] | None:
-    """Where the build of torch has it."""
+class Varlen(NamedTuple):
+    attend: Callable[..., Any]
+    causal: dict[str, Any]  # how that is asked for, which has changed between versions of torch
+    groups: bool  # whether several heads may share keys
+
+
+@cache
+def find_varlen() -> Varlen | None:
+    """Where the build of torch has it. Looked for when it is needed: importing it takes seconds."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn
-
-
-varlen_attn = find_varlen()
-PARAMETERS = set(inspect.signature(varlen_attn).parameters) if varlen_attn is not None else set()
-# How causal attention and shared key heads are asked for has changed between versions of torch.
-CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in PARAMETERS else {"is_causal": True}
+    known = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    return Varlen(varlen_attn, causal, "enable_gqa" in known)
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and varlen_attn is not None
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and find_varlen() is not None
 
 
 def varlen_attention(
@@ -36,14 +40,15 @@ def varlen_attention(
 
     q [N, H, d], keys and values [M, K, d]; `most`: queries and keys that a sequence has.
     """
-    assert varlen_attn is not None
-    options = dict(CAUSAL)
+    varlen = find_varlen()
+    assert varlen is not None
+    options = dict(varlen.causal)
     if q.shape[1] != keys.shape[1]:
-        if "enable_gqa" in PARAMETERS:
+        if varlen.groups:
             options["enable_gqa"] = True
         else:
             keys, values = (x.repeat_interleave(q.shape[1] // keys.shape[1], dim=1) for x in (keys, values))
-    return varlen_attn(q, keys, values, queries_at, keys_at, *most, **options)
+    return varlen.attend(q, keys, values, queries_at, keys_at, *most, **options)
 
 
 class Stems(Protocol):
