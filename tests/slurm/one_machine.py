@@ -41,7 +41,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName=one NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
 NodeName=two NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
-PartitionName=usual Nodes=ALL Default=YES PriorityTier=1 GraceTime=2
+PartitionName=usual Nodes=ALL Default=YES PriorityTier=1 GraceTime=10
 PartitionName=urgent Nodes=ALL PriorityTier=2
 """
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
