@@ -33,6 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """After a product in bfloat16 on a CPU that cannot do it, torch gives up oneDNN for the rest of the process: sums
+    of later tests would differ, in the last bits, from those of the processes they start."""
+    torch.backends.mkldnn.set_flags(True)
+
+
 @pytest.fixture(scope="session")
 def gsm8k_folder() -> Path:
     """The GSM8K files, where they are present."""

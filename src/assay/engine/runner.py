@@ -22,6 +22,8 @@ from assay.models.spec import ModelSpec
 from assay.models.varlen import has_varlen
 from assay.types import UserError
 
+ALIGNED = 64  # bytes
+
 
 class Runner:
     """In torch, for any device.
@@ -89,9 +91,17 @@ def new_cache(
             return memory.tensor(shape, dtype), memory
         if device.type != "cpu":
             return torch.zeros(shape, device=device, dtype=dtype), None
-        return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape), None
+        return zeros_on_cpu(size).view(dtype).view(shape), None
     except (torch.OutOfMemoryError, MemoryError):
         raise UserError(
             f"the key/value cache of {size / GIB:.1f} GiB does not fit on {device}: "
             "lower engine.memory or engine.max_batch"
         ) from None
+
+
+def zeros_on_cpu(size: int) -> Tensor:
+    """Bytes whose memory is taken as they are written to. They begin where torch's own tensors would: what products
+    give can depend, in the last bits, on where their factors lie."""
+    memory = np.zeros(size + ALIGNED, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNED
+    return torch.from_numpy(memory[start : start + size])
