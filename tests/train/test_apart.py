@@ -261,7 +261,7 @@ def wait_for(condition: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signals", [[signal.SIGKILL], [signal.SIGTERM, signal.SIGTERM]], ids=["killed", "asked twice"])
+@pytest.mark.parametrize("signals", [[signal.SIGKILL], [signal.SIGINT, signal.SIGINT]], ids=["killed", "asked twice"])
 def test_the_training_process_goes_with_the_one_that_started_it(small: SmallRuns, signals: list[int]) -> None:
     run = small.process("train", small.config, *SEPARATE, "--algo.policy_loss", own_loss(small, "slow"))
     try:
@@ -273,7 +273,7 @@ def test_the_training_process_goes_with_the_one_that_started_it(small: SmallRuns
             time.sleep(0.5)  # two at once would be one wish
     finally:
         said = run.communicate()[0]
-    assert run.returncode == (-signal.SIGKILL if len(signals) == 1 else 128 + signal.SIGTERM), said
+    assert run.returncode == (-signal.SIGKILL if len(signals) == 1 else 128 + signal.SIGINT), said
     wait_for(lambda: gone(trainer))
 
 
