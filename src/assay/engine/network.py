@@ -7,9 +7,12 @@ really served. With a tensor-parallel group all of this is one rank's part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
+import torch.backends.mkl as mkl
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +22,8 @@ from assay.engine.shares import Shares
 from assay.models.spec import ModelSpec
 from assay.models.vocab_parallel import own_rows
 
+SMALL = 2**18  # weights of a product that one core's cache holds
+
 # (a layer's cache [2, K, blocks, block size, d], queries [N, H, d]) -> [N, H, d]
 Attend = Callable[[Tensor, Tensor], Tensor]
 
@@ -27,9 +32,7 @@ class FusedLayer:
     def __init__(
         self, spec: ModelSpec, index: int, device: torch.device, dtype: torch.dtype, shares: Shares | None
     ) -> None:
-        def new(*shape: int) -> Tensor:
-            return torch.zeros(shape, device=device, dtype=dtype)
-
+        new = partial(new_weight, device=device, dtype=dtype)
         self.spec, self.index, self.shares = spec, index, shares
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.qkv, self.out = new(queries + 2 * keys, spec.hidden), new(spec.hidden, queries)
@@ -134,6 +137,16 @@ class FusedDecoder:
     def unembed(self, hidden: Tensor) -> Tensor:
         logits = F.linear(hidden, self.head)
         return logits if self.shares is None else self.shares.gather(logits, 1, self.spec.vocab_size)
+
+
+def new_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros. OpenBLAS turns a weight round in every product unless its columns lie together, and for a small one and a
+    few rows that takes longer than the product. (Large ones lie by rows: a product with a single row wants that.)
+    """
+    small = len(shape) == 2 and math.prod(shape) <= SMALL
+    if small and device.type == "cpu" and dtype == torch.float32 and not mkl.is_available():
+        return torch.zeros(shape[::-1], device=device, dtype=dtype).t()
+    return torch.zeros(shape, device=device, dtype=dtype)
 
 
 def residual(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, shares: Shares | None) -> Tensor:
