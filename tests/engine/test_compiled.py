@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_parts import assert_same_tokens, needed_library, random_prompts, small_decoder, small_spec
+from engine_parts import assert_same_tokens, logits_after, needed_library, random_prompts, small_decoder, small_spec
 from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, compiled
 from assay.engine.columns import Column, State
-from assay.engine.compiled import CompiledAttention, CompiledRunner, library, library_for
+from assay.engine.compiled import CompiledAttention, CompiledRunner, SmallModel, library, library_for
 from assay.engine.rows import Rows
 from assay.engine.runner import Runner
 from assay.engine.sampler import noise_keys
@@ -103,10 +103,22 @@ def engine_of(model: Decoder, kind: type[Runner]) -> NativeEngine:
     return engine
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_an_engine_without_a_compiler_writes_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+SPECS = {
+    "llama": small_spec("llama", head_dim=32, hidden=48, intermediate=80),
+    "llama with biases": small_spec("llama", qkv_bias=True, out_bias=True, mlp_bias=True),
+    "qwen2": small_spec("qwen2", heads=3, kv_heads=1, head_dim=20),
+    "qwen3": small_spec("qwen3"),
+}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", SPECS)
+def test_an_engine_without_a_compiler_writes_the_same(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With whole steps in C, and with products by torch."""
     needed_library()
-    model = small_decoder(small_spec(family), seed=3)
+    model = small_decoder(SPECS[name], seed=3)
+    if not whole:
+        monkeypatch.setattr(compiled, "SMALL_PRODUCT", 0)
     plain = SamplingParams(n=3, temperature=1.1, max_new_tokens=12, stop_token_ids=(1, 2))
     kinds = [plain, replace(plain, n=1, temperature=0.0), replace(plain, n=1, temperature=0.3)]
     special = [replace(plain, n=1, top_k=5), replace(plain, forbidden_token_ids=(5, 9), min_new_tokens=4)]
@@ -125,6 +137,37 @@ def test_an_engine_without_a_compiler_writes_the_same(family: str, monkeypatch: 
                     for name in ("engine_logprobs", "sampling_logprobs", "kept_mass", "entropy"):
                         x, y = (torch.tensor(getattr(c, name)) for c in (one, other))
                         assert torch.allclose(x, y, atol=1e-4), name
+
+
+def test_logits_of_whole_steps_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed_library()
+    model = small_decoder(SPECS["llama with biases"], seed=5)
+    requests = [Request(p, SamplingParams(n=3, max_new_tokens=9), seed=1) for p in random_prompts(2, 61, seed=6)]
+    engine = engine_of(model, CompiledRunner)
+    runner, seen = engine.runner, []
+    assert isinstance(runner, CompiledRunner) and runner.small is not None
+    draw = runner._draw
+
+    def compare(logits: Tensor) -> None:
+        assert runner.small is not None
+        seen.append((logits - runner._logits(len(logits), 48)).abs().max().item())  # its keys and values are the same
+        draw(logits)
+
+    monkeypatch.setattr(runner, "_draw", compare)
+    engine.generate(requests)
+    assert len(seen) == engine.stats.decode_steps and max(seen) < 1e-5 * logits_scale(model)
+
+
+def logits_scale(model: Decoder) -> float:
+    return logits_after(model, list(range(20))).abs().max().item()
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 9000}, {"intermediate": 5000}])
+def test_whole_steps_are_for_small_models(changes: dict[str, int]) -> None:
+    needed_library()
+    assert SmallModel.fits(engine_of(small_decoder(small_spec()), CompiledRunner).network)
+    large = small_spec(**changes)  # type: ignore[arg-type]
+    assert not SmallModel.fits(NativeEngine(large, device="cpu", dtype=torch.float32, max_batch=1).network)
 
 
 def test_it_is_for_float32_on_a_cpu() -> None:

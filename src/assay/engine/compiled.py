@@ -1,4 +1,4 @@
-"""All of a decoding step but its products in C, for float32 on a CPU: `kernels/cpu.c`, compiled when first wanted.
+"""Steps of decoding in C, for float32 on a CPU: `kernels/cpu.c`, compiled when first wanted.
 
 Where there is no compiler, or it fails, torch does the same more slowly (`operations.py`, `attention.py`,
 `sampler.py`). To have it that way, set CC to something that is no compiler.
@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,7 @@ DEFINES = {
 }
 FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 PATIENCE = 60  # seconds for the compiler, which takes about one
+SMALL_PRODUCT = 2**22  # multiplications: with more of them in its largest product a step is for several threads
 WORTH_THREAD = 2**21  # numbers to look at, about a millisecond, for which it is worth to wake another thread
 
 Pointer, Int, Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -48,6 +50,7 @@ SIGNATURES: dict[str, Sequence[Any]] = {
     "silu_mul": (Pointer, Int, Int, Pointer),
     "rope_store": (Pointer, *[Int] * 4, *[Pointer] * 5, Float, Pointer, Int),
     "attend_rows": (Pointer, Int, Pointer, Int, Int, Pointer, Int, Pointer, *[Int] * 5, Pointer, Pointer),
+    "decode_rows": (Pointer, Float, Pointer, Pointer, *[Int] * 3, Pointer, Int, Int, *[Pointer] * 4),
     "draw_rows": (Pointer, Int, Pointer, Pointer, Int, Pointer, Pointer, Int, Pointer, Pointer),
 }
 
@@ -132,14 +135,65 @@ class CompiledAttention:
         return out
 
 
+class SmallModel:
+    """Sizes and weights as the C wants them, for steps that are one call."""
+
+    def __init__(self, network: FusedDecoder, turns: Tensor) -> None:
+        spec = network.spec
+        layers = [
+            (
+                *(layer.input_norm, layer.qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.out, layer.out_bias),
+                *(layer.mlp_norm, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias),
+            )
+            for layer in network.layers
+        ]
+        self.spec = spec
+        self.layers = np.array([[0 if w is None else w.data_ptr() for w in layer] for layer in layers])
+        sizes = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.head_dim, spec.intermediate, spec.vocab_size)
+        shared = (w.data_ptr() for w in (network.embedding, network.norm, network.head, turns))
+        self.model = np.array([*sizes, *shared, self.layers.ctypes.data])
+
+    @staticmethod
+    def fits(network: FusedDecoder) -> bool:
+        matrices = [w for layer in network.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return network.shares is None and all(w.t().is_contiguous() for w in (*matrices, network.head))
+
+    def logits(self, found: ctypes.CDLL, rows: Rows, kv: Tensor, size: int, span: int) -> Tensor:
+        spec, tables = self.spec, rows.tables
+        most = max(spec.heads * spec.head_dim, spec.intermediate)
+        places, scores = torch.empty(2, size, dtype=torch.int64), torch.empty(span)
+        room, out = torch.empty(size, 2 * spec.hidden + 4 * most), torch.empty(size, spec.vocab_size)
+        found.decode_rows(
+            *(self.model.ctypes.data, spec.norm_eps, rows.ints.data_ptr(), tables.data_ptr(), tables.stride(0)),
+            *(size, span, kv.data_ptr(), kv.shape[3], kv.shape[4]),
+            *(places.data_ptr(), scores.data_ptr(), room.data_ptr(), out.data_ptr()),
+        )
+        return out
+
+
 class CompiledRunner(Runner):
-    """`Runner` with a decoding step in C, but for its products, and for draws where tokens are cut off or forbidden."""
+    """`Runner` with a decoding step in C, but for large products, and draws where tokens are cut off or forbidden."""
 
     def __init__(self, network: FusedDecoder, rows: Rows, kv: Tensor, found: ctypes.CDLL) -> None:
         super().__init__(network, rows, kv)
-        self.library = found
+        self.library, self.small, spec = found, None, network.spec
+        if SmallModel.fits(network) and isinstance(network.ops, CompiledOperations):
+            self.small = SmallModel(network, network.ops.turns)
+        self.few = SMALL_PRODUCT // (spec.hidden * max(2 * spec.intermediate, spec.vocab_size))
 
     def _step(self, size: int, span: int) -> None:
+        rows = self.rows
+        if self.small is not None and size <= self.few:
+            logits = self.small.logits(self.library, rows, self.kv, size, span)
+        else:
+            logits = self._logits(size, span)
+        if rows.modes.truncate or rows.modes.forbids:
+            rows.draw(logits)
+        else:
+            self._draw(logits)
+            rows.step += 1
+
+    def _logits(self, size: int, span: int) -> Tensor:
         rows, tables = self.rows, self.rows.tables
         positions, slots = torch.empty(2, size, dtype=torch.int64)
         self.library.place_rows(
@@ -149,12 +203,7 @@ class CompiledRunner(Runner):
         attend = CompiledAttention(self.library, tables, positions, span)
         places = self.network.ops.places(positions, slots)
         hidden = self.network.forward(rows.column(Column.TOKEN, size), places, self.kv, attend)
-        logits = self.network.unembed(hidden)
-        if rows.modes.truncate or rows.modes.forbids:
-            rows.draw(logits)
-        else:
-            self._draw(logits)
-            rows.step += 1
+        return self.network.unembed(hidden)
 
     def _draw(self, logits: Tensor) -> None:
         rows, (count, size) = self.rows, logits.shape

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-import torch.backends.mkl as mkl
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +21,7 @@ from assay.engine.shares import Shares
 from assay.models.spec import ModelSpec
 from assay.models.vocab_parallel import own_rows
 
-SMALL = 2**18  # weights of a product that one core's cache holds
+SMALL = 2**18  # numbers, which the cache of one core holds
 
 # (a layer's cache [2, K, blocks, block size, d], queries [N, H, d]) -> [N, H, d]
 Attend = Callable[[Tensor, Tensor], Tensor]
@@ -95,7 +94,7 @@ class FusedDecoder:
         self.spec = spec = spec if self.shares is None else self.shares.spec
         tokens = spec.vocab_size if self.shares is None else self.shares.tokens
         self.ops = operations(spec, max_length, device, dtype)
-        self.embedding = torch.zeros(tokens, spec.hidden, device=device, dtype=dtype)
+        self.embedding = new_weight(tokens, spec.hidden, device=device, dtype=dtype)
         self.head = self.embedding if spec.tied else torch.zeros_like(self.embedding)
         self.norm = torch.zeros(spec.hidden, device=device, dtype=dtype)
         self.layers = [FusedLayer(spec, index, device, dtype, self.shares) for index in range(spec.layers)]
@@ -140,11 +139,10 @@ class FusedDecoder:
 
 
 def new_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros. OpenBLAS turns a weight round in every product unless its columns lie together, and for a small one and a
-    few rows that takes longer than the product. (Large ones lie by rows: a product with a single row wants that.)
+    """Zeros. Small matrices lie by columns on a CPU: our own products want that, and OpenBLAS would turn them round in
+    every product. (Large ones lie by rows, as the product with a single row wants it.)
     """
-    small = len(shape) == 2 and math.prod(shape) <= SMALL
-    if small and device.type == "cpu" and dtype == torch.float32 and not mkl.is_available():
+    if device.type == "cpu" and dtype == torch.float32 and len(shape) == 2 and math.prod(shape) <= SMALL:
         return torch.zeros(shape[::-1], device=device, dtype=dtype).t()
     return torch.zeros(shape, device=device, dtype=dtype)
 

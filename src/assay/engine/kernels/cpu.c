@@ -1,7 +1,7 @@
-// A step of decoding but for its matrix products, in float32 for one CPU thread: what torch does in many calls, or with
-// copies of the cache, is done here in one pass. Compiled at first use by assay/engine/compiled.py, which also defines
-// what is in capitals and not defined here: columns and states of assay/engine/columns.py, constants of sampler.py
-// (PART is its BLOCK).
+// A step of decoding in float32, for one CPU thread: what torch does in many calls, or with copies of the cache, is
+// done here in one pass. Matrix products are for small models only. Compiled at first use by assay/engine/compiled.py,
+// which also defines what is in capitals and not defined here: columns and states of assay/engine/columns.py, constants
+// of sampler.py (PART is its BLOCK).
 
 #include <math.h>
 #include <stdint.h>
@@ -28,12 +28,16 @@ static inline float exponential(float x) {
 }
 
 #ifdef __AVX__
-#define LANES 8
+#define LANES 8  // numbers in a register
+#define ACROSS 2  // registers of a row of a tile, of which there are four: as many as there is room for
 #else
 #define LANES 4
+#define ACROSS 4
 #endif
+#define TILE (LANES * ACROSS)
+#define INLINE static inline __attribute__((always_inline))
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-#define AT(x, i) (*(const Lanes *)((x) + (i) * LANES))
+#define AT(x, i) (*(Lanes *)((x) + (i) * LANES))
 
 // By hand, with two sums under way at once: compilers may not reorder sums by themselves.
 static inline float dot(const float *a, const float *b, int64_t size) {
@@ -110,7 +114,7 @@ void rope_store(float *qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64
 }
 
 // One row and head: a query over `seen` keys and values in the blocks of the cache that `table` names.
-static inline __attribute__((always_inline)) void attend(
+INLINE void attend(
     const float *query, const float *keys, const float *values, const int32_t *table, int64_t block, int64_t seen,
     int64_t size, float *scores, float *out) {
     float scale = 1.0f / sqrtf((float)size), largest = -INFINITY, total = 0.0f;
@@ -164,6 +168,77 @@ void attend_rows(const float *q, int64_t stride, const float *kv, int64_t blocks
             else attend(query, keys, values, table, block, seen, size, scores, y);
         }
     }
+}
+
+INLINE void tile(const float *x, int64_t rows, int64_t in, const float *weight, int64_t out, float *y) {
+    Lanes sums[4][ACROSS];
+    for (int64_t row = 0; row < rows; row++)
+        for (int i = 0; i < ACROSS; i++) sums[row][i] = AT(y + row * out, i);
+    for (int64_t k = 0; k < in; k++, weight += out) {
+        __builtin_prefetch(weight + 8 * out);
+        for (int64_t row = 0; row < rows; row++)
+            for (int i = 0; i < ACROSS; i++) sums[row][i] += x[row * in + k] * AT(weight, i);
+    }
+    for (int64_t row = 0; row < rows; row++)
+        for (int i = 0; i < ACROSS; i++) AT(y + row * out, i) = sums[row][i];
+}
+
+// y [rows, out] = x [rows, in] times weight [in, out], plus a bias if there is one, plus y itself if it is to be kept.
+static void product(const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out,
+                    int keep, float *y) {
+    int64_t column = 0;
+    if (!keep) memset(y, 0, rows * out * sizeof(float));
+    for (int64_t row = 0; bias && row < rows; row++)
+        for (int64_t i = 0; i < out; i++) y[row * out + i] += bias[i];
+    for (; column + TILE <= out; column += TILE) {
+        int64_t row = 0;
+        for (; row + 4 <= rows; row += 4) tile(x + row * in, 4, in, weight + column, out, y + row * out + column);
+        for (; row < rows; row++) tile(x + row * in, 1, in, weight + column, out, y + row * out + column);
+    }
+    for (; column < out; column++)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t k = 0; k < in; k++) y[row * out + column] += x[row * in + k] * weight[k * out + column];
+}
+
+typedef struct {
+    const float *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *gate_up_bias, *down,
+        *down_bias;
+} Layer;
+
+typedef struct {
+    int64_t layers, hidden, heads, kv_heads, size, inner, vocabulary;
+    const float *embedding, *norm, *head, *turns;
+    const Layer *layer;
+} Model;
+
+// The logits [rows, vocabulary] of a small model, all of whose matrices lie by columns. kv [layers] of caches as above.
+// places [2, rows], room [rows, 2 hidden + 4 times the largest of heads x size and inner]: to work in.
+void decode_rows(const Model *m, float eps, const int64_t *table, const int32_t *tables, int64_t width, int64_t rows,
+                 int64_t span, float *kv, int64_t blocks, int64_t block, int64_t *places, float *scores, float *room,
+                 float *logits) {
+    int64_t heads = m->heads * m->size, most = heads > m->inner ? heads : m->inner;
+    int64_t qkv = heads + 2 * m->kv_heads * m->size, *slots = places + rows;
+    float *x = room, *y = x + rows * m->hidden, *narrow = y + rows * m->hidden, *wide = narrow + rows * most;
+    place_rows(table, tables, width, block, rows, places, slots);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < m->hidden; i++)
+            x[row * m->hidden + i] = m->embedding[i * m->vocabulary + table[row * WIDTH + TOKEN]];
+    for (const Layer *l = m->layer; l < m->layer + m->layers; l++) {
+        rms_norm(x, l->norm, rows, m->hidden, eps, y);
+        product(y, rows, m->hidden, l->qkv, l->qkv_bias, qkv, 0, wide);
+        rope_store(wide, rows, m->heads, m->kv_heads, m->size, places, slots, m->turns, l->q_norm, l->k_norm, eps, kv,
+                   blocks * block);
+        attend_rows(wide, qkv, kv, blocks, block, tables, width, places, span, rows, m->heads, m->kv_heads, m->size,
+                    scores, narrow);
+        product(narrow, rows, heads, l->out, l->out_bias, m->hidden, 1, x);
+        rms_norm(x, l->mlp_norm, rows, m->hidden, eps, y);
+        product(y, rows, m->hidden, l->gate_up, l->gate_up_bias, 2 * m->inner, 0, wide);
+        silu_mul(wide, rows, m->inner, narrow);
+        product(narrow, rows, m->inner, l->down, l->down_bias, m->hidden, 1, x);
+        kv += 2 * m->kv_heads * blocks * block * m->size;
+    }
+    rms_norm(x, m->norm, rows, m->hidden, eps, y);
+    product(y, rows, m->hidden, m->head, 0, m->vocabulary, 0, logits);
 }
 
 static inline uint64_t mix(uint64_t x) {
