@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from assay.engine.compiled import library
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.spec import ModelSpec
@@ -43,6 +46,14 @@ def small_decoder(spec: ModelSpec, seed: int = 0) -> Decoder:
             noise = torch.empty(weight.shape).normal_(0.0, 1.0, generator=generator)
             weight.copy_(noise * 0.25 if weight.dim() == 2 else 1.0 + 0.3 * noise)
     return model
+
+
+def needed_library() -> Any:
+    """The engine's C, for tests that make no sense without."""
+    found = library(os.environ.get("CC", "cc"))
+    if found is None:
+        pytest.skip("there is no C compiler here")
+    return found
 
 
 def random_prompts(count: int, vocabulary: int, seed: int = 0, shortest: int = 1, longest: int = 20) -> list[list[int]]:

@@ -9,16 +9,19 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from engine_parts import needed_library
 from torch import Tensor
 
 from assay.engine.attention import ChunkAttention, RowAttention
+from assay.engine.compiled import CompiledAttention
 from assay.engine.scheduler import Chunk
 from assay.engine.varlen import slots_of
 
 CPU = torch.device("cpu")
 SIZE = 4  # tokens in a block
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.03}
-SHAPES = [(4, 4, 8), (4, 2, 8), (3, 1, 12)]  # heads, kv_heads, head_dim
+SHAPES = [(4, 4, 8), (4, 2, 8), (3, 1, 12), (2, 1, 32), (2, 2, 64), (2, 1, 80)]  # heads, kv_heads, head_dim
+ROWS = [*(("fused", dtype) for dtype in TOLERANCE), ("products", torch.float32), ("compiled", torch.float32)]
 
 
 def random_cache(blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -48,14 +51,24 @@ def table_tensor(tables: Sequence[Sequence[int]], width: int, filler: int) -> Te
     return torch.tensor([[*table, *[filler] * (width - len(table))] for table in tables], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+def row_attention(
+    kind: str, dtype: torch.dtype, tables: Tensor, lengths: Sequence[int]
+) -> RowAttention | CompiledAttention:
+    if kind == "compiled":
+        return CompiledAttention(needed_library(), tables, torch.tensor(lengths) - 1, 16)
+    attend = RowAttention(tables, torch.tensor(lengths), 16, SIZE, dtype)
+    attend.plain = kind == "products"  # which of the two is the faster depends on the machine
+    return attend
+
+
+@pytest.mark.parametrize(("kind", "dtype"), ROWS)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
-def test_rows(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_rows(heads: int, kv_heads: int, head_dim: int, kind: str, dtype: torch.dtype) -> None:
     lengths = [1, 9, 4, 13, 16, 2]
     kv = random_cache(30, kv_heads, head_dim, dtype)
     tables = some_tables(lengths, 30, seed=1)
     queries = torch.randn(6, heads, head_dim, generator=torch.Generator().manual_seed(2)).to(dtype)
-    attend = RowAttention(table_tensor(tables, 7, filler=29), torch.tensor(lengths), 16, SIZE, dtype)
+    attend = row_attention(kind, dtype, table_tensor(tables, 7, filler=29), lengths)
     for _ in range(2):  # as for layers
         out = attend(kv, queries)
         assert out.shape == queries.shape and out.dtype == dtype
@@ -97,8 +110,8 @@ def test_chunks(kind: str, heads: int, kv_heads: int, head_dim: int, dtype: torc
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_what_a_row_does_not_see_may_be_anything(dtype: torch.dtype, garbage: float) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), ROWS)
+def test_what_a_row_does_not_see_may_be_anything(kind: str, dtype: torch.dtype, garbage: float) -> None:
     lengths = [1, 9, 4, 13, 2]
     kv = random_cache(30, 2, 8, dtype)
     tables = some_tables(lengths, 30, seed=1)
@@ -109,7 +122,7 @@ def test_what_a_row_does_not_see_may_be_anything(dtype: torch.dtype, garbage: fl
     kv[1, :, broken // SIZE, broken % SIZE] = garbage  # a value that the fourth row does see
     queries = torch.randn(5, 4, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
     nobodys = next(block for block in range(30) if not any(block in table for table in tables))
-    attend = RowAttention(table_tensor(tables, 4, filler=nobodys), torch.tensor(lengths), 16, SIZE, dtype)
+    attend = row_attention(kind, dtype, table_tensor(tables, 4, filler=nobodys), lengths)
     out = attend(kv, queries)
     for row, length in enumerate(lengths):
         if row == 3:

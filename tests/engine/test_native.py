@@ -40,7 +40,6 @@ from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, make_engine
 from assay.engine.columns import BLOCK_SIZE
-from assay.engine.operations import Places
 from assay.engine.scheduler import Chunk
 from assay.models import load_model
 from assay.models.decoder import Decoder
@@ -270,19 +269,16 @@ def test_common_beginnings_are_computed_once_and_found_by_later_calls() -> None:
 @pytest.mark.parametrize("mode", ["plain", "all at once"])
 def test_decoding_writes_only_to_blocks_of_its_own(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model_of("qwen3"), MODES[mode])
-    step, places = engine.runner._step, engine.network.ops.places
+    step, cache = engine.runner._step, engine.runner.kv
     written = []
 
     def note(size: int, span: int) -> None:
-        monkeypatch.setattr(engine.network.ops, "places", noted_places)
+        before = cache.clone()
         step(size, span)
-        monkeypatch.setattr(engine.network.ops, "places", places)
-
-    def noted_places(positions: Tensor, slots: Tensor) -> Places:
-        blocks = {slot // BLOCK_SIZE for slot in slots.tolist() if slot >= 0}
+        changed = (cache != before).any(-1).any(-1).flatten(0, 2).any(0)[:-1]  # the last is nobody's
+        blocks = changed.nonzero()[:, 0].tolist()
         assert all(engine.blocks.users[block] <= 1 and block not in engine.blocks.keys for block in blocks)
         written.append(len(blocks))
-        return places(positions, slots)
 
     monkeypatch.setattr(engine.runner, "_step", note)
     prompts = [prompt for prompt in mixed_prompts(seed=5) if len(prompt) >= BLOCK_SIZE]
@@ -425,15 +421,18 @@ def test_no_logits_outlive_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_decoder(small_spec(vocab_size=vocabulary, tied=False), seed=3)
     engine = engine_for(model, Mode(max_batch=5, window=3, ahead=1))
     tables: list[int] = []
-    forward = engine.network.forward
+    step = engine.runner._step
 
-    def look(*args: Tensor) -> Tensor:
+    def alive() -> int:
+        return sum(1 for x in gc.get_objects() if type(x) is Tensor and x.dim() and x.shape[-1] == vocabulary)
+
+    def look(size: int, span: int) -> None:
         """When a step begins, whatever of the last one's logits is left is seen by the garbage collector."""
-        alive = (x for x in gc.get_objects() if type(x) is Tensor and x.dim() and x.shape[-1] == vocabulary)
-        tables.append(sum(1 for _ in alive))
-        return forward(*args)  # type: ignore[arg-type]
+        tables.append(alive() - weights)
+        step(size, span)
 
-    monkeypatch.setattr(engine.network, "forward", look)
+    weights = alive()  # a weight may lie by columns
+    monkeypatch.setattr(engine.runner, "_step", look)
     params = SamplingParams(n=4, top_p=0.9, max_new_tokens=5, forbidden_token_ids=(1,))
     engine.generate(requests_for(random_prompts(3, vocabulary, seed=1), params))
     assert len(tables) == engine.stats.decode_steps > 5 and not any(tables)

@@ -1,4 +1,4 @@
-"""The small operations of a layer in torch, held against the formulas in float64."""
+"""The small operations of a layer in torch and in C, held against the formulas in float64."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ import math
 
 import pytest
 import torch
-from engine_parts import small_spec
+from engine_parts import needed_library, small_spec
 from torch import Tensor
 
 from assay.engine.columns import BLOCK_SIZE
-from assay.engine.operations import TorchOperations, operations
+from assay.engine.compiled import CompiledOperations
+from assay.engine.operations import Operations, TorchOperations, operations
 from assay.models.decoder import rope_frequencies
 from assay.models.device import uses_triton
 from assay.models.spec import ModelSpec
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 0.05}  # angles are float32 in all of them
+KINDS = [*(("torch", dtype) for dtype in TOLERANCE), ("compiled", torch.float32)]
 SPEC = small_spec(heads=4, kv_heads=2, head_dim=8, max_length=96)
 
 
-def made(spec: ModelSpec, dtype: torch.dtype) -> TorchOperations:
+def made(spec: ModelSpec, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Operations:
+    if kind == "compiled":
+        needed_library()
+    else:
+        monkeypatch.setenv("CC", "/no/compiler")
     ops = operations(spec, spec.max_length, CPU, dtype)
-    assert isinstance(ops, TorchOperations)  # Triton is for CUDA
+    assert isinstance(ops, CompiledOperations if kind == "compiled" else TorchOperations)  # Triton is for CUDA
     return ops
 
 
@@ -46,9 +52,9 @@ def rotated(x: Tensor, position: int, spec: ModelSpec) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_norm_and_activation(dtype: torch.dtype) -> None:
-    ops = made(SPEC, dtype)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_norm_and_activation(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = made(SPEC, kind, dtype, monkeypatch)
     x, weight = normal(5, 32, dtype=dtype), normal(32, seed=1, dtype=dtype)
     assert (ops.norm(x, weight).double() - rms_norm(x, weight, SPEC.norm_eps)).abs().max() < TOLERANCE[dtype]
     gate, up = normal(5, 9, dtype=dtype), normal(5, 9, seed=1, dtype=dtype)
@@ -60,17 +66,19 @@ def test_norm_and_activation(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_rotating_and_storing(dtype: torch.dtype, normed: bool, scaled: bool) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_rotating_and_storing(
+    kind: str, dtype: torch.dtype, normed: bool, scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scaling = (("factor", 2.0), ("rope_type", "linear")) if scaled else ()
     spec = small_spec("qwen3" if normed else "qwen2", head_dim=8, rope_scaling=scaling)
-    ops = made(spec, dtype)
+    ops = made(spec, kind, dtype, monkeypatch)
     positions = torch.tensor([0, 5, 95, 17, 31])
     slots = torch.tensor([3, 2 * BLOCK_SIZE + 5, -1, BLOCK_SIZE, -1])
     qkv = normal(5, (4 + 2 * 2) * 8, dtype=dtype)
     q_norm, k_norm = (normal(8, seed=seed, dtype=dtype) if normed else None for seed in (1, 2))
     cache = torch.full((2, 2, 4, BLOCK_SIZE, 8), 7.0, dtype=dtype)
-    out = ops.rotate_and_store(qkv, ops.places(positions, slots), q_norm, k_norm, cache)
+    out = ops.rotate_and_store(qkv.clone(), ops.places(positions, slots), q_norm, k_norm, cache)
     q, k, v = qkv.view(5, 8, 8).split([4, 2, 2], dim=1)
     for token, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist(), strict=True)):
         query, key = q[token].double(), k[token].double()
@@ -83,6 +91,13 @@ def test_rotating_and_storing(dtype: torch.dtype, normed: bool, scaled: bool) ->
             assert torch.equal(stored[1], v[token].double())
     untouched = sorted(set(range(4 * BLOCK_SIZE - 1)) - set(slots.tolist()))  # all but the very last, which is nobody's
     assert (cache.flatten(2, 3)[:, :, untouched] == 7.0).all()
+
+
+def test_activation_of_extreme_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = made(SPEC, "compiled", torch.float32, monkeypatch)
+    gate = torch.tensor([[-1e30, -200.0, -88.5, -30.0, -1e-30, 0.0, 1e-30, 30.0, 200.0, 1e30, math.nan]])
+    out = ops.activate(torch.cat((gate, torch.ones_like(gate)), dim=-1))
+    assert torch.allclose(out, torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
 def test_triton_is_for_cuda_alone() -> None:

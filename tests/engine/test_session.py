@@ -174,14 +174,14 @@ def test_an_error_on_the_device_leaves_the_engine_usable(monkeypatch: pytest.Mon
     """Inside a window: some of its steps are taken, and were never counted."""
     requests = mixed_requests(SamplingParams(max_new_tokens=30, stop_token_ids=(1, 2, 3)), seed=5)[3:9]
     engine = engine_for(model(), WIDE)
-    unembed, calls = engine.network.unembed, itertools.count()
+    step, calls = engine.runner._step, itertools.count()
 
-    def fail(hidden: torch.Tensor) -> torch.Tensor:
+    def fail(size: int, span: int) -> None:
         if next(calls) == 13:
             raise MemoryError("no room")
-        return unembed(hidden)
+        step(size, span)
 
-    monkeypatch.setattr(engine.network, "unembed", fail)
+    monkeypatch.setattr(engine.runner, "_step", fail)
     with pytest.raises(MemoryError, match="no room"):
         engine.generate(requests)
     assert idle(engine)

@@ -31,7 +31,8 @@ class Forgetful(NativeEngine):
     def load_weights(self, weights: Any, version: int) -> None:
         super().load_weights(weights, version)
         with torch.no_grad():
-            list(self.network.canonical().values())[-1].view(-1)[0].add_(1.0)
+            weight = list(self.network.canonical().values())[-1]
+            weight[(0,) * weight.dim()] += 1.0
 
 
 class Deaf(NativeEngine):

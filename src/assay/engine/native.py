@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from assay.engine.base import OnFinish, OnToken, Request
 from assay.engine.blocks import Blocks
 from assay.engine.columns import BLOCK_SIZE, State
+from assay.engine.compiled import CompiledRunner, library_for
 from assay.engine.lockstep import check_drawn, check_requests, least
 from assay.engine.memory import cache_blocks
 from assay.engine.network import FusedDecoder
@@ -24,6 +23,7 @@ from assay.engine.scheduler import Plan, Scheduler
 from assay.engine.sequence import Job, Kept, Sample, job_for, nothing_kept
 from assay.engine.session import Session
 from assay.engine.stopping import Decode
+from assay.engine.undisturbed import without_collection
 from assay.engine.weights import copy_weights
 from assay.models.device import uses_triton
 from assay.models.fingerprint import fingerprint
@@ -294,21 +294,11 @@ class NativeEngine:
         self.rows.step.fill_(step)
 
 
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Many small objects are made and none in circles: looking for circles would stop a busy GPU for nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def make_runner(network: FusedDecoder, rows: Rows, kv: Tensor) -> Runner:
     if uses_triton(kv.device):
         from assay.engine.capture import GraphRunner
 
         return GraphRunner(network, rows, kv)
+    if found := library_for(kv.device, kv.dtype):
+        return CompiledRunner(network, rows, kv, found)
     return Runner(network, rows, kv)

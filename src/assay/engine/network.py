@@ -7,7 +7,9 @@ really served. With a tensor-parallel group all of this is one rank's part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from assay.engine.shares import Shares
 from assay.models.spec import ModelSpec
 from assay.models.vocab_parallel import own_rows
 
+SMALL = 2**18  # numbers, which the cache of one core holds
+
 # (a layer's cache [2, K, blocks, block size, d], queries [N, H, d]) -> [N, H, d]
 Attend = Callable[[Tensor, Tensor], Tensor]
 
@@ -27,9 +31,7 @@ class FusedLayer:
     def __init__(
         self, spec: ModelSpec, index: int, device: torch.device, dtype: torch.dtype, shares: Shares | None
     ) -> None:
-        def new(*shape: int) -> Tensor:
-            return torch.zeros(shape, device=device, dtype=dtype)
-
+        new = partial(new_weight, device=device, dtype=dtype)
         self.spec, self.index, self.shares = spec, index, shares
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.qkv, self.out = new(queries + 2 * keys, spec.hidden), new(spec.hidden, queries)
@@ -92,7 +94,7 @@ class FusedDecoder:
         self.spec = spec = spec if self.shares is None else self.shares.spec
         tokens = spec.vocab_size if self.shares is None else self.shares.tokens
         self.ops = operations(spec, max_length, device, dtype)
-        self.embedding = torch.zeros(tokens, spec.hidden, device=device, dtype=dtype)
+        self.embedding = new_weight(tokens, spec.hidden, device=device, dtype=dtype)
         self.head = self.embedding if spec.tied else torch.zeros_like(self.embedding)
         self.norm = torch.zeros(spec.hidden, device=device, dtype=dtype)
         self.layers = [FusedLayer(spec, index, device, dtype, self.shares) for index in range(spec.layers)]
@@ -134,6 +136,15 @@ class FusedDecoder:
     def unembed(self, hidden: Tensor) -> Tensor:
         logits = F.linear(hidden, self.head)
         return logits if self.shares is None else self.shares.gather(logits, 1, self.spec.vocab_size)
+
+
+def new_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros. Small matrices lie by columns on a CPU: our own products want that, and OpenBLAS would turn them round in
+    every product. (Large ones lie by rows, as the product with a single row wants it.)
+    """
+    if device.type == "cpu" and dtype == torch.float32 and len(shape) == 2 and math.prod(shape) <= SMALL:
+        return torch.zeros(shape[::-1], device=device, dtype=dtype).t()
+    return torch.zeros(shape, device=device, dtype=dtype)
 
 
 def residual(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, shares: Shares | None) -> Tensor:

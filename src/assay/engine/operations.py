@@ -1,4 +1,4 @@
-"""The small operations of a layer, between its products: in torch for any device, in Triton for CUDA."""
+"""The small operations of a layer, between its products: in torch for any device, in Triton for CUDA, in C for CPUs."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ def operations(spec: ModelSpec, max_length: int, device: torch.device, dtype: to
     angles = torch.arange(max_length, device=device)[:, None].float() * rope_frequencies(spec).to(device)
     if uses_triton(device):
         return TritonOperations(spec, torch.cat((angles.cos(), angles.sin()), dim=-1))
+    from assay.engine.compiled import CompiledOperations, library_for
+
+    if found := library_for(device, dtype):
+        return CompiledOperations(spec, angles, found)
     return TorchOperations(spec, angles, dtype)
 
 

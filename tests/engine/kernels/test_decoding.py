@@ -12,7 +12,7 @@ from engine_parts import assert_same_tokens, random_prompts, small_decoder, smal
 from assay.engine import NativeEngine, Request, SamplingParams
 from assay.engine.capture import GraphRunner, sizes_up_to
 from assay.engine.operations import TritonOperations
-from assay.models.decoder import Decoder
+from assay.models.decoder import Decoder, rope_frequencies
 
 
 class SteppedRunner(GraphRunner):
@@ -36,9 +36,8 @@ class SteppedRunner(GraphRunner):
 def kernel_engine(model: Decoder, window: int, splits: int, **options: object) -> NativeEngine:
     engine = NativeEngine(model.spec, device="cpu", dtype=torch.float32, **options)  # type: ignore[arg-type]
     engine.load_weights(model.weights(), 0)
-    ops = engine.network.ops
-    rotations = torch.cat((ops.cos[:, 0, : model.spec.head_dim // 2], -ops.sin[:, 0, : model.spec.head_dim // 2]), -1)  # type: ignore[attr-defined]
-    engine.network.ops = TritonOperations(model.spec, rotations.contiguous())
+    angles = torch.arange(model.spec.max_length)[:, None].float() * rope_frequencies(model.spec)
+    engine.network.ops = TritonOperations(model.spec, torch.cat((angles.cos(), angles.sin()), dim=-1))
     engine.runner = SteppedRunner(engine, window, splits)
     return engine
 

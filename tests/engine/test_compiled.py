@@ -1,0 +1,181 @@
+"""A step of decoding in C, held against the same in torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_parts import assert_same_tokens, logits_after, needed_library, random_prompts, small_decoder, small_spec
+from torch import Tensor
+
+from assay.engine import NativeEngine, Request, SamplingParams, compiled
+from assay.engine.columns import Column, State
+from assay.engine.compiled import CompiledAttention, CompiledRunner, SmallModel, library, library_for
+from assay.engine.rows import Rows
+from assay.engine.runner import Runner
+from assay.engine.sampler import noise_keys
+from assay.models.decoder import Decoder
+
+CPU = torch.device("cpu")
+TEMPERATURES = (0.0, 0.5, 1.0, 1.7)
+
+
+def some_rows(size: int, vocabulary: int) -> Rows:
+    """Of all temperatures and states, some about to reach their limit."""
+    rows = Rows(size + 2, 1, CPU)
+    place = torch.arange(size)
+    rows.ints[:size, Column.KEY] = noise_keys(place * 77, place)
+    rows.ints[:size, Column.COUNT] = place % 5
+    rows.ints[:size, Column.LIMIT] = 5
+    rows.ints[:size, Column.STATE] = torch.where(place % 7 == 3, State.STOP, State.RUNNING)
+    rows.ints[:size, Column.STOPS :] = -1
+    rows.ints[:size, Column.STOPS + 1] = place % vocabulary
+    rows.floats[:size, 0] = torch.tensor(TEMPERATURES).repeat(size)[:size]
+    rows.floats[:size, 1] = 1.0
+    rows.step += 3
+    rows.modes.greedy = rows.modes.random = True
+    return rows
+
+
+def drawn_both_ways(logits: Tensor) -> tuple[Rows, Rows]:
+    ours, theirs = (some_rows(*logits.shape) for _ in range(2))
+    network = NativeEngine(small_spec(), device="cpu", dtype=torch.float32, max_batch=1).network
+    CompiledRunner(network, ours, torch.zeros(1), needed_library())._draw(logits)
+    theirs.draw(logits)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("vocabulary", [1, 61, 256, 1000])
+def test_draws_are_those_of_torch(vocabulary: int) -> None:
+    logits = torch.randn(200, vocabulary, generator=torch.Generator().manual_seed(1)) * 4
+    logits[::3, ::2] = -math.inf  # tokens that cannot be drawn
+    logits[:, 0] = 0.5
+    ours, theirs = drawn_both_ways(logits)
+    assert torch.equal(ours.ints, theirs.ints)
+    assert torch.equal(ours.log_tokens, theirs.log_tokens)
+    assert (ours.log_scores - theirs.log_scores).abs().max() < 1e-5
+    if vocabulary > 1:
+        assert set(ours.ints[:200, Column.STATE].tolist()) == {State.RUNNING, State.LENGTH, State.STOP}
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.5, -1.0, 2.0, -math.inf, 0.0]).repeat(20000, 1)
+    ours, _ = drawn_both_ways(logits)
+    here = (ours.floats[:20000, 0] == 1.0) & (torch.arange(20000) % 7 != 3)
+    found = torch.bincount(ours.ints[:20000, Column.TOKEN][here], minlength=5) / here.sum()
+    assert (found - logits[0].softmax(-1)).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_no_numbers_break_their_own_row(broken: float) -> None:
+    logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(2))
+    logits[4, 280] = broken
+    if broken == -math.inf:
+        logits[4] = broken
+    ours, theirs = drawn_both_ways(logits)
+    assert [row for row in range(9) if ours.ints[row, Column.STATE] == State.BROKEN] == [4]
+    others = [row for row in range(9) if row != 4]
+    assert torch.equal(ours.ints[others], theirs.ints[others])
+
+
+def test_more_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = needed_library()
+    generator = torch.Generator().manual_seed(3)
+    kv, q = torch.randn(2, 2, 40, 8, 16, generator=generator), torch.randn(13, 4, 16, generator=generator)
+    tables = torch.randint(0, 40, (13, 5), dtype=torch.int32, generator=generator)
+    positions = torch.randint(0, 40, (13,), generator=generator)
+    attend, logits = CompiledAttention(found, tables, positions, 40), torch.randn(50, 61, generator=generator)
+    alone, drawn_alone = attend(kv, q), drawn_both_ways(logits)[0]
+    monkeypatch.setattr(compiled, "WORTH_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    together, drawn_together = attend(kv, q), drawn_both_ways(logits)[0]
+    assert torch.equal(alone, together)
+    assert torch.equal(drawn_alone.ints, drawn_together.ints)
+    assert torch.equal(drawn_alone.log_scores, drawn_together.log_scores)
+
+
+def engine_of(model: Decoder, kind: type[Runner]) -> NativeEngine:
+    engine = NativeEngine(model.spec, device="cpu", dtype=torch.float32, max_batch=5)
+    engine.load_weights(model.weights(), 0)
+    assert type(engine.runner) is kind
+    return engine
+
+
+SPECS = {
+    "llama": small_spec("llama", head_dim=32, hidden=48, intermediate=80),
+    "llama with biases": small_spec("llama", qkv_bias=True, out_bias=True, mlp_bias=True),
+    "qwen2": small_spec("qwen2", heads=3, kv_heads=1, head_dim=20),
+    "qwen3": small_spec("qwen3"),
+}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", SPECS)
+def test_an_engine_without_a_compiler_writes_the_same(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With whole steps in C, and with products by torch."""
+    needed_library()
+    model = small_decoder(SPECS[name], seed=3)
+    if not whole:
+        monkeypatch.setattr(compiled, "SMALL_PRODUCT", 0)
+    plain = SamplingParams(n=3, temperature=1.1, max_new_tokens=12, stop_token_ids=(1, 2))
+    kinds = [plain, replace(plain, n=1, temperature=0.0), replace(plain, n=1, temperature=0.3)]
+    special = [replace(plain, n=1, top_k=5), replace(plain, forbidden_token_ids=(5, 9), min_new_tokens=4)]
+    prompts = [list(range(40)), *random_prompts(4, 61, seed=4)]
+    with_compiler = engine_of(model, CompiledRunner)
+    monkeypatch.setenv("CC", "/no/compiler")
+    without = engine_of(model, Runner)
+    for some in (kinds, kinds + special):
+        requests = [Request(p, params, seed=i) for i, (p, params) in enumerate(zip(prompts, some, strict=False))]
+        ours, theirs = with_compiler.generate(requests), without.generate(requests)
+        for request, a, b in zip(requests, ours, theirs, strict=True):
+            for one, other in zip(a, b, strict=True):
+                assert_same_tokens(model, request.prompt_ids, one.token_ids, other.token_ids)
+                if one.token_ids == other.token_ids:
+                    assert one.finish == other.finish
+                    for name in ("engine_logprobs", "sampling_logprobs", "kept_mass", "entropy"):
+                        x, y = (torch.tensor(getattr(c, name)) for c in (one, other))
+                        assert torch.allclose(x, y, atol=1e-4), name
+
+
+def test_logits_of_whole_steps_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed_library()
+    model = small_decoder(SPECS["llama with biases"], seed=5)
+    requests = [Request(p, SamplingParams(n=3, max_new_tokens=9), seed=1) for p in random_prompts(2, 61, seed=6)]
+    engine = engine_of(model, CompiledRunner)
+    runner, seen = engine.runner, []
+    assert isinstance(runner, CompiledRunner) and runner.small is not None
+    draw = runner._draw
+
+    def compare(logits: Tensor) -> None:
+        assert runner.small is not None
+        seen.append((logits - runner._logits(len(logits), 48)).abs().max().item())  # its keys and values are the same
+        draw(logits)
+
+    monkeypatch.setattr(runner, "_draw", compare)
+    engine.generate(requests)
+    assert len(seen) == engine.stats.decode_steps and max(seen) < 1e-5 * logits_scale(model)
+
+
+def logits_scale(model: Decoder) -> float:
+    return logits_after(model, list(range(20))).abs().max().item()
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 9000}, {"intermediate": 5000}])
+def test_whole_steps_are_for_small_models(changes: dict[str, int]) -> None:
+    needed_library()
+    assert SmallModel.fits(engine_of(small_decoder(small_spec()), CompiledRunner).network)
+    large = small_spec(**changes)  # type: ignore[arg-type]
+    assert not SmallModel.fits(NativeEngine(large, device="cpu", dtype=torch.float32, max_batch=1).network)
+
+
+def test_it_is_for_float32_on_a_cpu() -> None:
+    assert library_for(CPU, torch.float64) is None and library_for(CPU, torch.bfloat16) is None
+    assert library_for(torch.device("mps"), torch.float32) is None
+    assert library_for(CPU, torch.float32) is needed_library()
+
+
+@pytest.mark.parametrize("compiler", ["/no/compiler", "false", "true"])  # absent, failing, and one that writes nothing
+def test_what_does_not_compile_is_done_without(compiler: str) -> None:
+    assert library(compiler) is None
