@@ -182,7 +182,7 @@ class Scheduler:
     def _worth_it(self) -> bool:
         # A newcomer costs a pass of its own, so that a few free rows are collected first.
         room = self.max_batch - len(self.running)
-        return room >= min(self.pending, max(1, self.max_batch // 32))
+        return room >= min(self.pending, max(1, self.max_batch // 64))
 
     def _short(self, steps: int) -> list[Sample]:
         """Those who run and need more blocks for so many steps."""
