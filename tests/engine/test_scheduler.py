@@ -655,6 +655,31 @@ def test_a_few_free_rows_are_collected_unless_fewer_wait() -> None:
     assert go_on(scheduler, 1).entering == late[2:]
 
 
+def test_fewer_are_collected_where_the_prompt_is_there_already() -> None:
+    scheduler = make(300, max_batch=64)
+    samples = add(scheduler, job(0, 0, tokens=[7] * 32), 60) + add(scheduler, job(1, 3), 4)
+    (known,) = add(scheduler, job(2, 0, tokens=[7] * 32))
+    (partly, new, last) = (add(scheduler, job(3 + i, 0, tokens=[t] * 40))[0] for i, t in enumerate((7, 8, 9)))
+    assert go_on(scheduler, 1).entering == samples
+    scheduler.release(samples[:1])
+    plan = go_on(scheduler, 1)
+    assert (plan.entering, plan.chunks) == ([known], [])
+    scheduler.release(samples[1:2])
+    assert go_on(scheduler, 1).entering == []  # eight tokens of the next prompt have to be computed
+    scheduler.release(samples[2:3])
+    assert go_on(scheduler, 1).entering == [partly, new]
+    scheduler.release(samples[3:4])
+    assert go_on(scheduler, 1).entering == [last]
+
+
+def test_samples_of_a_computed_prompt_enter_one_by_one() -> None:
+    scheduler = make(200, max_batch=64)
+    samples = add(scheduler, job(0, 5), 70)
+    assert go_on(scheduler, 1).entering == samples[:64]
+    scheduler.release(samples[:1])
+    assert go_on(scheduler, 1).entering == samples[64:65]
+
+
 def test_rows_behind_fill_the_gaps() -> None:
     scheduler = make(20)
     samples = add(scheduler, job(0, 3), 5)

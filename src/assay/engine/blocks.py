@@ -9,7 +9,7 @@ its place is needed; those unused for longest go first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 ROOT = 0  # the parent of a first block
 Key = tuple[int, tuple[int, ...]]  # the parent's entry, and the tokens
@@ -78,16 +78,22 @@ class Blocks:
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """The longest run of remembered blocks with which these tokens begin, each with one more user."""
-        found: list[int] = []
+        found = list(self._remembered(tokens))
+        self.share(found)
+        return found
+
+    def holds(self, tokens: Sequence[int]) -> bool:
+        """Whether remembered blocks hold all of these tokens."""
+        return len(tokens) % self.size == 0 and len(list(self._remembered(tokens))) == len(tokens) // self.size
+
+    def _remembered(self, tokens: Sequence[int]) -> Iterator[int]:
         parent = ROOT
         for start in range(0, len(tokens) - self.size + 1, self.size):
             block = self.known.get((parent, tuple(tokens[start : start + self.size])))
             if block is None:
-                break
-            found.append(block)
+                return
+            yield block
             parent = self.entries[block]
-        self.share(found)
-        return found
 
     def remember(self, tokens: Sequence[int], blocks: Sequence[int], computed: int) -> None:
         """The full blocks among the first `computed` tokens can be found from now on."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from assay.engine.blocks import Blocks
 from assay.engine.sequence import NEVER, Kept, Prefix, Sample
 
+FEW, MORE = 64, 32  # the parts of the batch that are collected before anybody is let in
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -180,9 +182,14 @@ class Scheduler:
         plan.entering.append(sample)
 
     def _worth_it(self) -> bool:
-        # A newcomer costs a pass of its own, so that a few free rows are collected first.
+        # A newcomer costs a pass of its own, so that a few free rows are collected first: more of them where a prompt
+        # has to be computed.
         room = self.max_batch - len(self.running)
-        return room >= min(self.pending, max(1, self.max_batch // 64))
+        few, more = (min(self.pending, max(1, self.max_batch // share)) for share in (FEW, MORE))
+        return room >= more or (room >= few and self._is_computed(self.waiting[0]))
+
+    def _is_computed(self, prefix: Prefix) -> bool:
+        return prefix.ready or self.blocks.holds(prefix.tokens)
 
     def _short(self, steps: int) -> list[Sample]:
         """Those who run and need more blocks for so many steps."""
