@@ -290,6 +290,8 @@ class SaveConfig(Section):
     """checkpoint every so many steps; 0: only at the end"""
     keep: Positive = 2
     """latest checkpoints kept, besides the best one and the start"""
+    best: bool = True
+    """also whenever a periodic evaluation comes out best; false: the best is one of those that are saved anyway"""
     rollouts: Annotated[int, Field(ge=-1)] = -1
     """steps whose rollouts are kept on disk; -1: all, 0: none"""
     grace_s: NonNegative = 30.0

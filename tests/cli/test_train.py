@@ -73,6 +73,9 @@ def test_the_summary_holds_what_it_promises(finished: SmallRuns) -> None:
     assert (summary["task"], summary["model"], summary["algorithm"]) == ("abacus", "preset:nano", "grpo")
     assert (summary["steps"], summary["seed"]) == (2, 11)
     assert isinstance(summary["wall_s"], float) and summary["wall_s"] > summary["sft"]["wall_s"] > 0
+    steps = [row for row in finished.metrics() if "time/step" in row]
+    spent = sum(row["time/step"] - row["time/eval"] for row in steps)
+    assert len(steps) == 2 and summary["train_s"] == pytest.approx(spent, abs=0.01)
     for name in ("before", "after"):
         measured = summary[name]
         low, high = measured["ci95"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from assay.evals.report import Report, compare
-from assay.evals.stats import wilson
+from assay.evals.stats import bootstrap, wilson
 from assay.runs.rollouts import read_lines, write_rollouts
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
@@ -79,6 +79,10 @@ def test_pass_at_k_and_majority_by_brute_force() -> None:
             majorities.append(winner == "7")
         assert found["pass_at_k"][str(k)] == pytest.approx(fmean(passes))
         assert found["majority_at_k"][str(k)] == pytest.approx(fmean(majorities))
+        if k < 4:
+            assert tuple(found["pass_at_k_ci95"][str(k)]) == pytest.approx(bootstrap(passes, seed=0))
+        else:  # any of all four: a question passed or it did not
+            assert tuple(found["pass_at_k_ci95"]["4"]) == wilson(int(sum(passes)), 12)
 
 
 @pytest.mark.parametrize("samples", [1, 4])

@@ -20,7 +20,6 @@ from assay.evals.stats import (
     mcnemar,
     paired_test,
     pass_at_k,
-    pass_at_k_curve,
     pass_at_k_values,
     wilson,
 )
@@ -92,9 +91,9 @@ def test_pass_at_k_stays_exact_for_many_samples() -> None:
             pass_at_k(*bad)
 
 
-def test_pass_at_k_curve() -> None:
+def test_pass_at_k_of_questions() -> None:
     correct = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=bool)
-    curve = pass_at_k_curve(correct, range(1, 5))
+    curve = {k: pass_at_k_values(correct, k).mean() for k in range(1, 5)}
     brute = {k: np.mean([[any(c) for c in itertools.combinations(row, k)] for row in correct]) for k in range(1, 5)}
     assert curve == pytest.approx(brute)
     assert curve[1] == pytest.approx(correct.mean())

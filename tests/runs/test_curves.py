@@ -8,7 +8,8 @@ import pytest
 from matplotlib.image import imread
 
 from assay.runs import Run
-from assay.runs.curves import _points, _smooth, draw_curves
+from assay.runs.curves import PANELS, _against_time, _has_points, _points, _smooth, draw_curves
+from assay.runs.directory import read_metrics
 
 
 def test_full_run(tmp_path: Path) -> None:
@@ -27,6 +28,7 @@ def test_full_run(tmp_path: Path) -> None:
             "optim/grad_norm": math.nan if step == 50 else 1 + 0.3 * noise.normal(),
             "optim/lr": 1e-4 * min(1, step / 10),
             "time/step": 0.6,
+            "time/wall": 0.6 * step,
         }
         if step % 40 == 0:
             accuracy = 0.3 + 0.4 * progress
@@ -50,6 +52,18 @@ def test_one_metric_is_enough(tmp_path: Path, metrics: dict[str, object]) -> Non
     run = Run.create(tmp_path, "one", "")
     run.log(1, metrics)
     assert draw_curves(run.path) is not None
+
+
+def test_accuracy_is_drawn_against_minutes_too(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, "timed", "")
+    for step, wall in ((0, 30.0), (10, 90.0), (20, 240.0)):
+        run.log(step, {"eval/accuracy": 0.1 * step, "time/wall": wall})
+    run.log(20, {"sft/step": 1})
+    rows = read_metrics(run.path)
+    assert _points(_against_time(rows), "accuracy") == ([0.5, 1.5, 4.0], [0.0, 1.0, 2.0])
+    by_time = [panel for panel in PANELS if panel.by_time and _has_points(panel, rows)]
+    assert [panel.metric for panel in by_time] == ["accuracy"]
+    assert not any(_has_points(panel, [{"step": 1, "eval/accuracy": 0.5}]) for panel in by_time)
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

@@ -178,6 +178,11 @@ def test_a_new_best_is_saved_at_once_and_outlives_later_checkpoints(
         folder / "model/model.safetensors" for folder in (small.checkpoint(0, "from-best"), small.checkpoint(3))
     )
     assert start.read_bytes() == best.read_bytes()
+    words = ("--train.steps", 6, "--save.every", 4, "--eval.every", 1, "--save.best", "false", "--name", "regular")
+    assert small.train(*words) == 0
+    path = small.runs / "regular"
+    assert checkpoints.steps(path) == [0, 4, 6]
+    assert checkpoints.read_best(path) == {"step": 4, "value": 0.5}  # of those that were saved
 
 
 def test_the_test_split_never_chooses_the_best_checkpoint(small: SmallRuns) -> None:

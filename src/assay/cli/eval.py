@@ -157,8 +157,16 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
         rows.append(row)
     console.table(f"{found[0]['task']}, {found[0]['split']} split, {found[0]['n']} problems", columns, rows)
     for entry in found if samples > 1 else ():
-        curve = "  ".join(f"{k}: {percent(value)}" for k, value in entry["pass_at_k"].items())
-        console.note(f"pass@k of {entry['model']}  {curve}")
+        console.note(f"pass@k of {entry['model']}  {curve_of(entry)}")
+
+
+def curve_of(entry: dict[str, Any]) -> str:
+    """pass@k for every k, each with its interval."""
+    bounds = entry["pass_at_k_ci95"]
+    return "  ".join(
+        f"{k}: {percent(value)} ({100 * bounds[k][0]:.1f} to {100 * bounds[k][1]:.1f})"
+        for k, value in entry["pass_at_k"].items()
+    )
 
 
 def percent(fraction: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from assay.evals.stats import Paired, bootstrap, majority_at_k, mcnemar, paired_test, pass_at_k_curve, wilson
+from assay.evals.stats import Paired, bootstrap, majority_at_k, mcnemar, paired_test, pass_at_k_values, wilson
 from assay.types import Group, Status
 
 Outcome = tuple[Status, str | None, int, bool]  # status, parsed answer, tokens, cut off
@@ -66,11 +66,7 @@ class Report:
     @property
     def ci95(self) -> tuple[float, float]:
         """Wilson for one answer a question; with more, questions are resampled: a question's answers go together."""
-        questions, samples = self.correct.shape
-        if samples == 1 or self.correct.all() or not self.correct.any():
-            # Resampling outcomes that are all alike would claim certainty; Wilson's interval over questions does not.
-            return wilson(int(self.correct.all(axis=1).sum()), questions)
-        return bootstrap(self.correct.mean(axis=1), seed=0)
+        return interval(self.correct.mean(axis=1))
 
     def summary(self) -> dict[str, Any]:
         questions, samples = self.correct.shape
@@ -87,10 +83,21 @@ class Report:
         }
         if samples > 1:
             ks = range(1, samples + 1)
-            found["pass_at_k"] = {str(k): v for k, v in pass_at_k_curve(self.correct, ks).items()}
+            passed = {str(k): pass_at_k_values(self.correct, k) for k in ks}
+            found["pass_at_k"] = {k: float(values.mean()) for k, values in passed.items()}
+            found["pass_at_k_ci95"] = {k: list(interval(values)) for k, values in passed.items()}
         if samples > 1 and any(answer is not None for row in self.parsed for answer in row):
             found["majority_at_k"] = {str(k): majority_at_k(self.parsed, self.correct, k) for k in ks}
         return found
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """95 % interval of the mean of one number a question, from 0 to 1."""
+    if np.isin(values, (0.0, 1.0)).all():
+        # Of nothing but right and wrong it is known exactly. And resampling values that are all alike would claim
+        # certainty, which this does not.
+        return wilson(int(values.sum()), len(values))
+    return bootstrap(values, seed=0)
 
 
 def compare(before: Report, after: Report) -> Paired:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -79,11 +79,6 @@ def pass_at_k_values(correct: ArrayLike, k: int) -> NDArray[np.float64]:
     n = table.shape[1]
     by_count = np.array([pass_at_k(n, c, k) for c in range(n + 1)])
     return by_count[table.sum(axis=1)]
-
-
-def pass_at_k_curve(correct: ArrayLike, ks: Iterable[int]) -> dict[int, float]:
-    """Mean pass@k over questions for each k, from correct[question, sample]."""
-    return {k: float(pass_at_k_values(correct, k).mean()) for k in ks}
 
 
 def majority_correct(answers: Sequence[Answer], correct: Sequence[bool], k: int) -> bool:

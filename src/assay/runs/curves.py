@@ -26,6 +26,7 @@ class Panel:
     title: str
     share: bool = False  # a fraction from 0 to 1, shown in per cent
     smooth: bool = True
+    by_time: bool = False  # against minutes since the start, not against steps
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -35,6 +36,7 @@ class Panel:
 PANELS = (
     Panel("reward", "Reward (mean)"),
     Panel("accuracy", "Evaluation accuracy (95 % interval)", share=True),
+    Panel("accuracy", "Evaluation accuracy, by time", share=True, by_time=True),
     Panel("length", "Completion length (tokens)"),
     Panel("truncated", "Cut off at the length limit", share=True),
     Panel("entropy", "Entropy (nats per token)"),
@@ -49,7 +51,7 @@ PANELS = (
 def draw_curves(run_path: Path) -> Path | None:
     """Draw every known metric that was logged; None when there is nothing to draw."""
     rows = read_metrics(run_path)
-    panels = [panel for panel in PANELS if any(_points(rows, name)[0] for name in panel.metrics)]
+    panels = [panel for panel in PANELS if _has_points(panel, rows)]
     if not panels:
         return None
     try:
@@ -63,16 +65,27 @@ def draw_curves(run_path: Path) -> Path | None:
     figure = Figure(figsize=(4.4 * columns, 2.9 * lines + 0.7), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(_title(run_path), x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
-    span = max(row["step"] for row in rows)
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(lines, columns, index + 1)
-        _draw_panel(axes, panel, rows)
+        shown = _against_time(rows) if panel.by_time else rows
+        _draw_panel(axes, panel, shown)
+        span = max(row["step"] for row in shown)
         axes.set_xlim(-0.02 * span, 1.02 * span) if span else None
     path = run_path / "curves.png"
     temporary = run_path / ".curves.tmp.png"
     figure.savefig(temporary)
     temporary.replace(path)
     return path
+
+
+def _has_points(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> bool:
+    shown = _against_time(rows) if panel.by_time else rows
+    return any(_points(shown, name)[0] for name in panel.metrics)
+
+
+def _against_time(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with minutes where steps would be; those of the warm start have no time."""
+    return [{**row, "step": row["time/wall"] / 60} for row in rows if "time/wall" in row]
 
 
 def _title(run_path: Path) -> str:
@@ -93,7 +106,7 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]]) -> 
     else:
         axes.plot(steps, values, color=_LINE, linewidth=1.9)
     axes.set_title(panel.title, loc="left", fontsize=9.5, color=_INK)
-    axes.set_xlabel("step", fontsize=8, color=_MUTED)
+    axes.set_xlabel("minutes" if panel.by_time else "step", fontsize=8, color=_MUTED)
     axes.tick_params(labelsize=8, colors=_MUTED, length=0)
     axes.grid(True, color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -128,13 +141,13 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.legend(frameon=False, fontsize=8, labelcolor=_MUTED, loc="lower right")
 
 
-def _bounds(rows: Sequence[Mapping[str, Any]], name: str) -> dict[int, tuple[float, float]]:
+def _bounds(rows: Sequence[Mapping[str, Any]], name: str) -> dict[float, tuple[float, float]]:
     """Step -> interval, where both of its ends were logged."""
     low, high = (dict(zip(*_points(rows, f"{name}_{end}"), strict=True)) for end in ("low", "high"))
     return {step: (low[step], high[step]) for step in sorted(low.keys() & high.keys())}
 
 
-def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[int], list[float]]:
+def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[float], list[float]]:
     """Steps and values where the metric is a finite number; the last one counts where a step has several."""
     points = {row["step"]: value for row in rows if (value := find(row, metric)) is not None}
     ordered = sorted(points.items())

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from assay.algos import Algorithm
@@ -19,6 +20,7 @@ from assay.rollout import Collector
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
 from assay.runs.curves import draw_curves
+from assay.runs.directory import read_metrics
 from assay.runs.trackers import Tracker
 from assay.text import Tokenizer
 from assay.train import checkpoint, faults
@@ -238,7 +240,7 @@ def close(parts: Parts, metrics: dict[str, float], started: float) -> None:
     found = parts.updater.faults
     if faults.hopeless(found, state.skipped, cfg.train.max_skipped):
         raise faults.diagnosis(found[-1], state.skipped, parts.run.path)
-    if due(cfg.save.every, parts) or is_best(parts, metrics):
+    if due(cfg.save.every, parts) or (cfg.save.best and is_best(parts, metrics)):
         save(parts, metrics)
 
 
@@ -276,6 +278,12 @@ def save(parts: Parts, metrics: Mapping[str, float]) -> None:
         checkpoints.prune(path, parts.cfg.save.keep)
 
 
+def training_time(path: Path) -> float:
+    """Seconds of all steps, without their evaluations."""
+    rows = [row for row in read_metrics(path) if "time/step" in row]
+    return sum(row["time/step"] - row.get("time/eval", 0.0) for row in rows)
+
+
 def finish(parts: Parts) -> dict[str, Any]:
     """The last measurement, the paired test, the summary and the curves; the summary is the main rank's to know."""
     cfg, run, state = parts.cfg, parts.run, parts.state
@@ -293,6 +301,7 @@ def finish(parts: Parts) -> dict[str, Any]:
         "algorithm": cfg.algo.recipe if parts.total_steps else "sft",
         "steps": state.step,
         "wall_s": round(time.perf_counter() - parts.clock, 2),
+        "train_s": round(training_time(run.path), 2),
         "split": split,
         "before": before.summary(),
         "after": after.summary(),
