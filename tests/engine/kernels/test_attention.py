@@ -181,13 +181,13 @@ def test_many_programs_that_join_at_once() -> None:
 
 
 def test_default_splits() -> None:
-    assert [default_splits(n, 2, 400) for n in (1, 16, 64, 128, 256, 512, 1024)] == [16, 16, 4, 2, 1, 1, 1]
+    assert [default_splits(n, 2, 400) for n in (1, 16, 64, 128, 256, 512, 1024)] == [16, 16, 8, 4, 2, 1, 1]
     assert [default_splits(1024, 2, span) for span in (16, 2047, 2048, 4095, 4096, 32_768)] == [1, 1, 2, 2, 4, 16]
     for n in range(1, 1025, 7):
         for kv_heads in (1, 2, 8):
             splits = default_splits(n, kv_heads, 5000)
             assert splits & (splits - 1) == 0 and 1 <= splits <= 16
-            assert splits <= 4 or n * kv_heads * splits <= 512
+            assert splits <= 4 or n * kv_heads * splits <= 1024
     assert least_range(1, 2) == 64 and least_range(1024, 2) == 1024
 
 
