@@ -143,7 +143,8 @@ def test_a_rank_that_dies_takes_the_job_down_and_the_run_can_go_on(slurm: Slurm,
     with held(slurm, work, "killed", nodes=2) as (job, run):
         os.kill(process(job, rank=1), signal.SIGKILL)
         wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", 60, "the job fails")
-    assert (slurm.job(job)["Restarts"], slurm.job(job)["ExitCode"]) == ("0", "200:0")
+    assert slurm.job(job)["Restarts"] == "0"
+    assert slurm.job(job)["ExitCode"] in ("200:0", "137:0")  # 137: the other node was slow to end, and was killed
     said = log(work, run, node=1)
     assert "rank      : 1" in said and "Signal 9 (SIGKILL)" in said
     again = int(slurm("sbatch", "--parsable", work / "killed.sbatch", run))
