@@ -4,7 +4,7 @@ import random
 
 from assay.envs import Env
 
-WORDS = ["cat", "dog", "sun", "map", "pen", "cup", "hat", "box", "key", "jar"]
+WORDS = ["cat", "ape", "pet", "tea", "ace", "cap", "tap", "pat", "act", "eat"]
 
 
 class Backwards(Env):
@@ -25,4 +25,4 @@ class Backwards(Env):
         return self.left[-1:]
 
     def words(self):
-        return ["Say", "backwards", ",", "letter", "at", "time", ".", "No", "Yes", *"abcdefghijklmnopqrstuvwxyz"]
+        return ["Say", "backwards", ",", "letter", "at", "time", ".", "No", "Yes", *"acept"]

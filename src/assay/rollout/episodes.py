@@ -23,7 +23,7 @@ class Limits:
 
     steps: int = 0  # 0: the environment's own
     step_tokens: int = 0  # that one action may have; 0: all that is left
-    seconds: float = 0.0  # from when the episodes began; 0: none
+    seconds: float = 0.0  # since it began; 0: none
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Episode:
     answer: str | None = None  # left to the run's judge
     verdict: Verdict | None = None
     cut_off: str = ""  # by which limit
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def over(self) -> bool:
@@ -66,22 +67,25 @@ class Player:
     def play(self, asked: Sequence[tuple[Prompt, Request]]) -> list[list[Episode]]:
         """For each prompt the episodes of its samples, to their end; those with an `answer` are yet to be judged.
 
-        A request's `max_new_tokens` is what the policy may write in a whole episode.
+        A request's `max_new_tokens` is what the policy may write in a whole episode. As many episodes go on at once as
+        the engine decodes at once: it keeps all that was computed of these, and whoever is done makes room for others.
         """
-        deadline = time.monotonic() + self.limits.seconds if self.limits.seconds else None
-        groups = [[self._begun(*each, sample) for sample in range(each[1].params.n)] for each in asked]
-        everyone = going = [episode for group in groups for episode in group]
-        requests = [
-            replace(request, params=self._params(request, 0, request.params.n), keep=self._goes_on(1))
-            for _, request in asked
-        ]
+        groups: list[list[Episode]] = []
+        going: list[Episode] = []
         try:
-            while going:
-                answers = [completion for group in self.engine.generate(requests) for completion in group]
-                going = self._advance(going, answers, deadline)
+            while going or len(groups) < len(asked):
                 requests = [self._request(episode) for episode in going]
+                for prompt, first in asked[len(groups) :]:
+                    if going and len(going) + first.params.n > self.engine.max_batch:
+                        break
+                    groups.append([self._begun(prompt, first, sample) for sample in range(first.params.n)])
+                    going += groups[-1]
+                    params = self._params(first, 0, first.params.n)
+                    requests.append(replace(first, params=params, keep=self._goes_on(1)))
+                answers = [completion for group in self.engine.generate(requests) for completion in group]
+                going = self._advance(going, answers)
         except BaseException:  # nobody will come back for what the engine has kept
-            self.engine.release(kept(everyone))
+            self.engine.release(kept(episode for group in groups for episode in group))
             raise
         return groups
 
@@ -90,15 +94,12 @@ class Player:
         env.start(prompt)
         return Episode(prompt, first, sample, env, coming=list(first.prompt_ids))
 
-    def _advance(
-        self, going: Sequence[Episode], answers: Sequence[Completion], deadline: float | None
-    ) -> list[Episode]:
+    def _advance(self, going: Sequence[Episode], answers: Sequence[Completion]) -> list[Episode]:
         """Take what was written to the environments; whoever has a next turn is returned."""
         actions = [self._took(episode, completion) for episode, completion in zip(going, answers, strict=True)]
         steps = self.env.step_all([episode.env for episode in going], actions)
-        late = deadline is not None and time.monotonic() >= deadline
         for episode, step in zip(going, steps, strict=True):
-            self._answered(episode, step, late)
+            self._answered(episode, step)
         self.engine.release(kept(episode for episode in going if episode.over))
         return [episode for episode in going if not episode.over]
 
@@ -113,7 +114,7 @@ class Player:
         episode.coming, episode.shown = [], text
         return action
 
-    def _answered(self, episode: Episode, step: Step, late: bool) -> None:
+    def _answered(self, episode: Episode, step: Step) -> None:
         observation, reward, terminated, truncated, info = step
         episode.turns[-1].reward = reward
         if terminated or truncated:
@@ -134,9 +135,9 @@ class Player:
             messages: Sequence[Message] = as_messages(observation, self.env.role)
             episode.coming = self.renderer.next_turn_ids(episode.prompt, episode.reply, messages)
             episode.reply, episode.shown = [], ""
-        episode.cut_off = self._limit(episode, late)
+        episode.cut_off = self._limit(episode)
 
-    def _limit(self, episode: Episode, late: bool) -> str:
+    def _limit(self, episode: Episode) -> str:
         """What keeps an episode from going on, in words."""
         last = episode.turns[-1].completion.token_ids[-1]
         if self.env.inline and last in self.renderer.stop_token_ids:
@@ -147,6 +148,7 @@ class Player:
             return f"cut off after {episode.written} tokens"
         if episode.length >= self.engine.max_length:
             return f"cut off at the end of the context of {self.engine.max_length} tokens"
+        late = 0 < self.limits.seconds <= time.monotonic() - episode.began
         return f"cut off after {self.limits.seconds:g} s" if late else ""
 
     def _goes_on(self, turns: int) -> bool:
