@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,3 +61,14 @@ def test_a_tool_answers_a_person(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     typed(monkeypatch, ["so <<6*7="])
     assert main(["env", "play", "calculator", "--task", "abacus", "--task-arg", "style=plain"]) == 0
     assert "[tool] 42>>" in capsys.readouterr().out
+
+
+def test_the_environment_of_ones_own_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("assay.train.stages.draw_curves", lambda path: None)
+    short = ["--train.steps", "2", "--eval.final_examples", "8", "--eval.examples", "4"]
+    assert main(["train", "examples/my_env.toml", "--runs_dir", str(tmp_path), *short]) == 0
+    lines = (tmp_path / "my_env" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert len(found) == 16 * 8 and {len(line["turns"]) for line in found} <= {3, 4}
+    assert len({turn["reward"] for line in found for turn in line["turns"]}) == 2  # a third of a point, or nothing

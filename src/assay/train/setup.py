@@ -84,6 +84,8 @@ def build_collector(
     """The engine with a judge, and the environment if there is one."""
     judge = JudgePool(build_judge(cfg.reward, task), cfg.reward.workers, cfg.reward.timeout_s)
     env = task if isinstance(task, Env) else None
+    if cfg.env.max_seconds and mesh and mesh.tp_size > 1:
+        raise UserError("env.max_seconds and parallel.tp do not go together: ranks of one model would disagree")
     limits = Limits(cfg.env.max_steps, cfg.env.max_tokens, cfg.env.max_seconds)
     return Collector(engine, renderer, judge, mesh or Mesh(), stopper, env, limits)
 
