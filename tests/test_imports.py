@@ -16,21 +16,22 @@ ALLOWED: dict[str, set[str]] = {
     "settings": {"types"},
     "rewards": {"types"},
     "tasks": {"types", "rewards"},
+    "envs": {"types", "rewards", "tasks"},
     "text": {"types"},
     "mesh": {"types"},
     "models": {"types", "mesh"},
     "algos": {"types"},
     "engine": {"types", "models"},
-    "rollout": {"types", "mesh", "text", "rewards", "engine"},
+    "rollout": {"types", "mesh", "text", "envs", "rewards", "engine"},
     "evals": {"types", "rollout", "engine"},
     "runs": {"types", "config", "settings"},
     "train": {
-        *("types", "config", "settings", "mesh", "rewards", "tasks", "text", "models", "algos", "engine"),
+        *("types", "config", "settings", "mesh", "rewards", "tasks", "envs", "text", "models", "algos", "engine"),
         *("rollout", "evals", "runs"),
     },
     "bench": {"types", "config", "rewards", "text", "models", "algos", "engine", "rollout", "train"},
 }
-NO_TORCH = ("types", "config", "settings", "rewards", "tasks", "text", "runs")
+NO_TORCH = ("types", "config", "settings", "rewards", "tasks", "envs", "text", "runs")
 
 
 def room_of(file: Path) -> str:

@@ -71,6 +71,28 @@ class TaskConfig(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
+class EnvConfig(Section):
+    """An environment to act in, in one step or many. `env = "NAME"` is short for `env.name`."""
+
+    name: str = ""
+    """guess, countdown_tries; about a task: single, stepwise, calculator, python; or your own as file.py:Thing"""
+    path: str = ""
+    """folder or file that the environment reads; empty: its own default"""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """the environment's own knobs, e.g. env.args.tries = 3"""
+    max_steps: Count = 0
+    """episodes are cut off after so many steps; 0: the environment's own limit"""
+    max_tokens: Count = 0
+    """tokens of one step; 0: all that is left of sampling.max_new_tokens, which holds for the whole episode"""
+    max_seconds: NonNegative = 0.0
+    """episodes still going on so long after they began are cut off; 0: never. What is cut off depends on the machine"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
 class PromptConfig(Section):
     """How a problem becomes tokens."""
 
@@ -131,7 +153,7 @@ class SamplingConfig(Section):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """0: off; else tokens less likely than this share of the likeliest one are not drawn"""
     max_new_tokens: Positive = 256
-    """answers are cut off here"""
+    """answers are cut off here; of an episode: all that the policy writes in it"""
     min_new_tokens: Count = 0
     """end tokens are not drawn before there are as many"""
     stop: list[str] = Field(default_factory=list)
@@ -171,6 +193,10 @@ class AlgoConfig(Section):
     """last part of the length limit over which a punishment grows, as a fraction of it; 0: none"""
     soft_overlong_weight: NonNegative | None = None
     """largest length punishment"""
+    discount: Fraction | None = None
+    """of rewards that come later in an episode, a step; 1: none"""
+    step_credit: bool | None = None
+    """each step of an episode has an advantage of its own, from the rewards that follow it"""
     updates: Positive | None = None
     """optimizer steps that each batch of rollouts is split into; 1 is on-policy"""
 
@@ -349,6 +375,7 @@ class TrainConfig(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
     task: TaskConfig = Field(default_factory=TaskConfig)
+    env: EnvConfig = Field(default_factory=EnvConfig)
     prompt: PromptConfig = Field(default_factory=PromptConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
@@ -374,6 +401,7 @@ class MeasureConfig(Section):
     """cuda, mps, cpu or auto"""
     model: ModelConfig = Field(default_factory=ModelConfig)
     task: TaskConfig = Field(default_factory=TaskConfig)
+    env: EnvConfig = Field(default_factory=EnvConfig)
     prompt: PromptConfig = Field(default_factory=PromptConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)

@@ -83,7 +83,7 @@ def set_dotted(tree: dict[str, Any], key: str, value: Any, kind: type[BaseModel]
         place[name] = below
         place = below
     old = place.get(last)
-    if isinstance(old, dict) and isinstance(value, str) and last != "task":
+    if isinstance(old, dict) and isinstance(value, str) and last not in ("task", "env"):
         old.update(short_form(kind, [*parents, last], value))  # --model PATH changes a [model] table's source only
     else:
         place[last] = value

@@ -87,6 +87,8 @@ class Turn:
     context_ids: list[int]
     completion: Completion
     text: str  # the completion, decoded, without special tokens
+    reward: float = 0.0  # of this step of an environment, before any shaping; 0 where only the whole is judged
+    advantage: float | None = None  # of this turn's tokens, where steps get credit of their own; else the rollout's
 
 
 @dataclass(slots=True)
@@ -100,6 +102,7 @@ class Rollout:
     reward: float = 0.0  # what the algorithm learns from: the verdict's reward after shaping
     advantage: float = 0.0
     masked: bool = False  # a filter took it out of the loss (e.g. cut off at the length limit)
+    cut_off: bool = False  # an environment's limit (steps, tokens, time, context) ended it
 
     @property
     def text(self) -> str:
@@ -126,7 +129,12 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        return self.turns[-1].completion.finish is Finish.LENGTH
+        return self.cut_off or self.turns[-1].completion.finish is Finish.LENGTH
+
+    @property
+    def learns(self) -> bool:
+        """Whether any of its tokens has an advantage."""
+        return any(self.advantage if turn.advantage is None else turn.advantage for turn in self.turns)
 
 
 @dataclass(slots=True)

@@ -72,7 +72,8 @@ def turns(draw: st.DrawFn) -> Turn:
         version=draw(st.integers(0, 2**40)),
         kept_mass=draw(st.floats(0, 1)),
     )
-    return Turn(draw(st.lists(token_ids, max_size=5)), completion, draw(texts))
+    context = draw(st.lists(token_ids, max_size=5))
+    return Turn(context, completion, draw(texts), reward=draw(real), advantage=draw(st.none() | real))
 
 
 @st.composite
@@ -87,6 +88,7 @@ def groups(draw: st.DrawFn) -> Group:
         reward=real,
         advantage=real,
         masked=st.booleans(),
+        cut_off=st.booleans(),
     )
     return Group(prompt, draw(st.lists(rollouts, min_size=1, max_size=3)))
 

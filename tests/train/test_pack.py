@@ -115,6 +115,29 @@ def test_the_tokens_between_two_turns_are_context_not_loss() -> None:
     assert len(made.ids) == len(made.trained) == len(made.behaviour_logprobs)
 
 
+def test_turns_with_an_advantage_of_their_own_give_it_to_their_tokens() -> None:
+    algo = make_algorithm("simple", step_credit=True)
+    groups = make_groups(tiny_decoder())
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.turns[0].reward = 0.5
+    algo.credit(groups)
+    rollout = groups[0].rollouts[1]
+    first, second = rollout.turns
+    assert first.advantage != second.advantage
+    expected = [first.advantage] * len(first.completion.token_ids) + [second.advantage] * len(
+        second.completion.token_ids
+    )
+    assert pack([Row.of(rollout)], "cpu", torch.float64).advantages.tolist() == expected
+    rollout.advantage = first.advantage = 0.0  # the second turn alone is reason enough to keep it
+    kept = [row for row in rows_of(groups, algo) if row.ids == rollout.token_ids]
+    assert (
+        kept
+        and kept[0].advantages
+        == [0.0] * len(first.completion.token_ids) + expected[-len(second.completion.token_ids) :]
+    )
+
+
 def test_weights_are_those_of_the_whole_batch_and_sum_to_one() -> None:
     groups = make_groups(tiny_decoder())
     for recipe in ("grpo", "simple"):

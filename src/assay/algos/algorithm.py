@@ -16,6 +16,7 @@ from assay.algos.advantages import ADVANTAGES, GROUP_BASELINES, Advantage, group
 from assay.algos.aggregate import AGGREGATES, token_weights
 from assay.algos.kl import KL, k3
 from assay.algos.losses import LOSSES, PolicyLoss, importance_ratio
+from assay.algos.returns import credited_returns, give_advantages
 from assay.algos.sums import Sums
 from assay.types import Group, UserError
 
@@ -58,6 +59,8 @@ class Algorithm:
     mask_overlong: bool = False  # leave rollouts that hit the length limit out of the loss
     soft_overlong_buffer: float = 0.0  # the last part of max_new_tokens where length is punished, as a fraction of it
     soft_overlong_weight: float = 1.0  # the punishment at the limit
+    discount: float = 1.0  # of rewards that come later in an episode, a step
+    step_credit: bool = False  # each step of an episode has an advantage of its own, from the rewards that follow
     updates: int = 1  # optimizer steps a rollout batch; 1 is strictly on-policy
     max_new_tokens: int = 0  # the run's length limit: needed by constant aggregation and the soft punishment
 
@@ -88,7 +91,8 @@ class Algorithm:
     def credit(self, groups: list[Group]) -> None:
         """Set every rollout's reward (its verdict's, shaped) and advantage, compared over all these groups."""
         self._shape_rewards(groups)
-        rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
+        credited = [credited_returns(group, self.discount, self.step_credit) for group in groups]
+        rewards = [torch.tensor(values, dtype=torch.float64) for values in credited]
         advantages = _function(self.advantage, ADVANTAGES)(rewards)
         if len(advantages) != len(rewards):
             raise UserError(
@@ -100,8 +104,7 @@ class Algorithm:
                     f"the advantage function gave {advantages_G.tolist()} for the rewards {rewards_G.tolist()} of "
                     f"{group.prompt.id}: give one finite number for each."
                 )
-            for rollout, advantage in zip(group.rollouts, advantages_G.tolist(), strict=True):
-                rollout.advantage = advantage
+            give_advantages(group, advantages_G.tolist(), self.step_credit)
 
     def token_weights(self, lengths: Tensor) -> Tensor:
         """The weight of each token of each sequence of a global batch (see aggregate.token_weights)."""
@@ -210,6 +213,8 @@ def _check(algorithm: Algorithm) -> None:
         value = getattr(algorithm, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UserError(f"{name} = {value!r} must be a whole number of at least {least}.")
+    if isinstance(algorithm.discount, bool) or not 0 <= algorithm.discount <= 1:
+        raise UserError(f"discount = {algorithm.discount!r} must be between 0 and 1.")
     if algorithm.soft_overlong_buffer > 1:
         raise UserError(
             f"soft_overlong_buffer = {algorithm.soft_overlong_buffer} must be a fraction of max_new_tokens, "

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from assay.evals.report import compare
     from assay.train import setup
 
-    task = setup.build_task(cfg.task)
+    task = setup.build_problems(cfg.task, cfg.env)
     if args.data and not task.has_all and cfg.eval.final_split == "all":
         cfg.eval.final_split = "test"  # a task of one's own reads the file as it likes
     prompts = problems(task, cfg)
@@ -84,7 +84,8 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
         overrides["eval.final_split"] = args.split
     runs_dir = Path(str(overrides.get("runs_dir", MeasureConfig().runs_dir)))
     inherited = inherited_settings(args.models, runs_dir)
-    if {"task", "task.name"} & set(overrides):  # other problems, but the model is still asked the way it learnt
+    named = {"task", "task.name", "env", "env.name"}
+    if named & set(overrides):  # other problems, but the model is still asked the way it learnt
         inherited = {k: v for k, v in inherited.items() if k.startswith("prompt.") or k in KEPT}
     return load_settings(MeasureConfig, None, {**inherited, **overrides})
 
@@ -107,15 +108,14 @@ def measure(
     model: str, cfg: MeasureConfig, task: Task, prompts: Sequence[Prompt], answers: str | None, console: Console
 ) -> Report:
     from assay.evals.evaluate import evaluate
-    from assay.rewards import JudgePool
-    from assay.rollout import Collector
     from assay.train import setup
 
     renderer, engine = setup.build_server(model, cfg, task)
     params = setup.eval_params(cfg.eval)
     console.note(f"{model}: {len(prompts)} problems x {params.n}")
-    with JudgePool(setup.build_judge(cfg.reward, task), cfg.reward.workers, cfg.reward.timeout_s) as judge:
-        report, groups = evaluate(Collector(engine, renderer, judge), prompts, params, cfg.seed)
+    collector = setup.build_collector(cfg, task, engine, renderer)
+    with collector.judge:
+        report, groups = evaluate(collector, prompts, params, cfg.seed)
     if answers:
         write_answers(Path(answers), model, groups)
     return report

@@ -10,11 +10,11 @@ from assay.config import TrainConfig
 from assay.runs.resolve import PREFIX, find_run, split_tag
 from assay.settings import load_settings
 
-SECTIONS = ("task", "prompt", "reward", "eval")
+SECTIONS = ("task", "env", "prompt", "reward", "eval")
 
 
 def inherited_settings(models: Sequence[str], runs_dir: Path) -> dict[str, Any]:
-    """Task, prompt, reward and eval settings of the first model that is a run's checkpoint, as dotted overrides."""
+    """The settings of these sections of the first model that is a run's checkpoint, as dotted overrides."""
     for model in models:
         if model.startswith(PREFIX):
             name, _ = split_tag(model.removeprefix(PREFIX))

@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": "talk to one or several models, and have answers graded",
     "score": "judge completions that you already have",
     "data": "prepare, show and check the data of a task",
+    "env": "check an environment, or play it yourself",
     "runs": "list and compare runs",
     "export": "write a checkpoint as a Hugging Face folder",
     "slurm": "train as a batch job of Slurm that goes on by itself",

@@ -70,7 +70,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
             "resume without changing the model, or start a new run"
         )
     for key in differences(before, cfg):
-        if key.startswith(("task.", "lora.")) or key in FIXED:
+        if key.startswith(("task.", "env.", "lora.")) or key in FIXED:
             raise UserError(f"run {path.name} was begun with another {key}: start a new run to change it")
     if args.config and (others := differences(cfg, asked)):
         raise UserError(

@@ -1,5 +1,7 @@
 """Prompts x engine x judge -> groups of rollouts. Training, evaluation and chat all come through here."""
 
-from assay.rollout.collect import Collector, request_seed
+from assay.rollout.collect import Collector
+from assay.rollout.episodes import Limits
+from assay.rollout.seeding import request_seed
 
-__all__ = ["Collector", "request_seed"]
+__all__ = ["Collector", "Limits", "request_seed"]

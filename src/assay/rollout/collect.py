@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,8 +10,11 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from assay.engine.base import Engine, OnToken, Request, SamplingParams
+from assay.envs.base import Env
 from assay.mesh import Mesh
 from assay.rewards import JudgePool, check_verdicts
+from assay.rollout.episodes import Limits, Player, as_group
+from assay.rollout.seeding import request_seed
 from assay.text import Renderer
 from assay.types import Completion, Group, Prompt, Rollout, Turn, UserError
 
@@ -27,12 +29,6 @@ class Stopper(Protocol):
     def check(self) -> None: ...
 
 
-def request_seed(run_seed: int, step: int, prompt_id: str, turn: int = 0) -> int:
-    """64 bits that depend on these four and nothing else: a sample can be drawn again alone, later, in any batch."""
-    key = f"{run_seed}|{step}|{prompt_id}|{turn}".encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
-
-
 @dataclass
 class Collector:
     """Everything it takes to turn prompts into judged answers."""
@@ -42,6 +38,8 @@ class Collector:
     judge: JudgePool
     mesh: Mesh = field(default_factory=Mesh)  # its data-parallel ranks share the prompts
     stopper: Stopper | None = None
+    env: Env | None = None  # whose episodes the prompts begin; else each is answered once
+    limits: Limits = field(default_factory=Limits)  # of episodes
     seconds: dict[str, float] = field(default_factory=dict)  # where the time went, until somebody clears it
 
     def collect(
@@ -61,7 +59,7 @@ class Collector:
         params = replace(
             params,
             stop_token_ids=(*params.stop_token_ids, *self.renderer.stop_token_ids),
-            stop=(*params.stop, *self.renderer.stop),
+            stop=(*params.stop, *self.renderer.stop, *(self.env.stop if self.env else ())),
         )
         contexts = [self.renderer.prompt_ids(prompt) for prompt in prompts]
         self.check_lengths(prompts, contexts)
@@ -95,6 +93,8 @@ class Collector:
         return [shares[i % len(shares)][i // len(shares)] for i in range(len(asked))]
 
     def _answer(self, asked: Sequence[tuple[Prompt, Request]], on_token: OnToken | None) -> list[Group]:
+        if self.env is not None:
+            return self._play(asked, self.env)
         started = time.perf_counter()
         answers = self.engine.generate([request for _, request in asked], on_token)
         if self.mesh.tp_rank:
@@ -105,9 +105,27 @@ class Collector:
             groups.append(Group(prompt, [self._rollout(prompt, i, context, c) for i, c in enumerate(completions)]))
         generated = time.perf_counter()
         self._judge([rollout for group in groups for rollout in group.rollouts])
+        self._count(started, generated)
+        return groups
+
+    def _play(self, asked: Sequence[tuple[Prompt, Request]], env: Env) -> list[Group]:
+        """Episodes in place of single answers; answers that the environment leaves to the judge are judged together."""
+        started = time.perf_counter()
+        groups = Player(self.engine, self.renderer, env, self.limits).play(asked)
+        if self.mesh.tp_rank:
+            return []
+        generated = time.perf_counter()
+        open_ones = [(e, e.answer) for episodes in groups for e in episodes if e.answer is not None]
+        found = self.judge.judge([(answer, e.prompt.answer, e.prompt.fields) for e, answer in open_ones])
+        for (episode, _), verdict in zip(open_ones, found, strict=True):
+            episode.verdict = verdict
+            episode.turns[-1].reward += verdict.reward
+        self._count(started, generated)
+        return [as_group(prompt, episodes) for (prompt, _), episodes in zip(asked, groups, strict=True)]
+
+    def _count(self, started: float, generated: float) -> None:
         for part, spent in (("generate", generated - started), ("judge", time.perf_counter() - generated)):
             self.seconds[part] = self.seconds.get(part, 0.0) + spent
-        return groups
 
     def _rollout(self, prompt: Prompt, sample: int, context: list[int], completion: Completion) -> Rollout:
         text = self.renderer.decode(completion.token_ids)

@@ -139,13 +139,14 @@ def _line(index: int, rollout: Rollout, kind: Kind) -> dict[str, Any]:
         "reward": rollout.reward,
         "length": rollout.length,
         "finish": last and last.finish.value,
-        "truncated": last is not None and last.finish is Finish.LENGTH,
+        "truncated": last is not None and rollout.truncated,
         "version": last and last.version,
     }
     if kind != "eval":
         line |= {
             "advantage": rollout.advantage,
             "masked": rollout.masked,
+            "cut_off": rollout.cut_off,
             "solution": prompt.solution,
             "fields": prompt.fields,
             "turns": [_turn_line(turn) for turn in rollout.turns],
@@ -163,6 +164,8 @@ def _turn_line(turn: Turn) -> dict[str, Any]:
         "version": completion.version,
         "kept_mass": completion.kept_mass,
         "entropy": completion.entropy,
+        "reward": turn.reward,
+        "advantage": turn.advantage,
     }
 
 
@@ -222,7 +225,7 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
             kept_mass=number(turn["kept_mass"]),
             entropy=number(turn.get("entropy", 0.0)),
         )
-        turns.append(Turn(flat["token_ids"][start:written], completion, turn["text"]))
+        turns.append(_read_turn(turn, flat["token_ids"][start:written], completion))
         start = end
     return Rollout(
         prompt=prompt,
@@ -232,6 +235,18 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
         reward=number(line["reward"]),
         advantage=number(line["advantage"]),
         masked=line["masked"],
+        cut_off=line.get("cut_off", False),
+    )
+
+
+def _read_turn(saved: dict[str, Any], context_ids: list[int], completion: Completion) -> Turn:
+    advantage = saved.get("advantage")
+    return Turn(
+        context_ids,
+        completion,
+        saved["text"],
+        reward=number(saved.get("reward", 0.0)),
+        advantage=None if advantage is None else number(advantage),
     )
 
 

@@ -45,7 +45,8 @@ def overlap(train: Sequence[Prompt], evaluation: Sequence[Prompt], limit: int | 
 
 def fingerprint(prompt: Prompt) -> bytes:
     text = " ".join(message["content"] for message in prompt.messages if message["role"] == "user")
-    normalised = " ".join(text.casefold().split())
+    # Episodes of an environment may begin with the same words and go on differently, as their seeds say.
+    normalised = " ".join([*text.casefold().split(), str(prompt.fields.get("episode_seed", ""))])
     return hashlib.blake2b(normalised.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 

@@ -36,10 +36,10 @@ def make_task(name: str, path: str | None = None, **args: Any) -> Task:
     if path is not None:
         args["path"] = str(path)
     if name in TASKS:
-        return _call(TASKS[name], name, args)
+        return call(TASKS[name], name, args)
     if ":" not in name:
         known = ", ".join(TASKS)
-        raise UserError(f'unknown task "{name}"{_nearest(name, TASKS)}; known: {known}, or my_file.py:MyTask')
+        raise UserError(f'unknown task "{name}"{nearest(name, TASKS)}; known: {known}, or my_file.py:MyTask')
     return _from_object(load_object(name), name, args)
 
 
@@ -47,12 +47,12 @@ def _from_object(thing: Any, name: str, args: dict[str, Any]) -> Task:
     if isinstance(thing, type):
         if not issubclass(thing, Task):
             raise UserError(f"{name} is a class, but not a Task: derive it from assay.tasks.Task")
-        return _call(thing, name, args)
+        return call(thing, name, args)
     rows_args = args
     if callable(thing) and not isinstance(thing, Task):
-        own = {key: value for key, value in args.items() if key in _parameters(thing)}
+        own = {key: value for key, value in args.items() if key in parameters(thing)}
         rows_args = {key: value for key, value in args.items() if key not in own}
-        thing = _call(thing, name, own)
+        thing = call(thing, name, own)
     if isinstance(thing, Task):
         if rows_args:
             raise UserError(f'{name} takes no argument "{next(iter(rows_args))}"')
@@ -61,12 +61,12 @@ def _from_object(thing: Any, name: str, args: dict[str, Any]) -> Task:
         raise UserError(
             f"{name} must be a Task, or rows (dicts or Prompts), or a function giving one; it is {thing!r:.80}"
         )
-    return _call(Rows, name, rows_args, rows=thing, name=name)
+    return call(Rows, name, rows_args, rows=thing, name=name)
 
 
-def _call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:
+def call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:
     """Call with arguments from a config: unknown names and wrong types are errors that name the argument."""
-    known = _parameters(function)
+    known = parameters(function)
     takes_anything = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     for key in args:
         if (key in known or takes_anything) and key not in fixed:
@@ -75,7 +75,7 @@ def _call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **f
             raise UserError(f"{owner} takes no path: its problems do not come from files")
         open_names = [name for name in known if name not in fixed]
         raise UserError(
-            f'{owner} takes no argument "{key}"{_nearest(key, open_names)}; it takes {", ".join(open_names) or "none"}'
+            f'{owner} takes no argument "{key}"{nearest(key, open_names)}; it takes {", ".join(open_names) or "none"}'
         )
     missing = [key for key, needed in known.items() if needed and key not in args and key not in fixed]
     if missing:
@@ -84,7 +84,7 @@ def _call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **f
     return function(**{key: _typed(value, hints.get(key), key, owner) for key, value in args.items()}, **fixed)
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
+def parameters(function: Callable[..., Any]) -> dict[str, bool]:
     """The names a callable takes, and whether each must be given."""
     keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
@@ -108,6 +108,6 @@ def _typed(value: Any, hint: Any, key: str, owner: str) -> Any:
         raise UserError(f"{owner}: {key} = {value!r} will not do: {error.errors()[0]['msg']}") from None
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     close = get_close_matches(name, list(known), n=2, cutoff=0.5)
     return f" (did you mean {' or '.join(close)}?)" if close else ""

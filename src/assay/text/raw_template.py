@@ -56,6 +56,12 @@ class RawTemplate:
         """A space to set an answer apart from its prompt, if there is no whitespace yet."""
         return "" if before[-1:].isspace() or after[:1].isspace() else " "
 
+    def next_question(self, question: str, reply: str) -> str:
+        """What follows a reply, in the form of the examples; one that began to ask by itself is taken at its word."""
+        asked = _fill(self._shot_pieces, {"question": question, "system": ""})
+        begun = next((stop for stop in self.default_stop if reply.endswith(stop)), "")
+        return asked.removeprefix(begun.lstrip("\n")) if begun else f"\n\n{asked}"
+
     def _shot(self, question: str, solution: str) -> str:
         asked = _fill(self._shot_pieces, {"question": question, "system": ""})
         return f"{asked}{self.gap(asked, solution)}{solution}\n\n"

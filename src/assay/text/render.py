@@ -12,6 +12,12 @@ from assay.types import Message, Prompt, UserError
 
 Style = Literal["auto", "chat", "raw"]
 PROBE = "ASSAY-REPLY-PROBE"  # stands for a reply when we look what a template puts after one
+# Replies by which one sees how a template treats them once they are history.
+REPLIES = {
+    "changes them": PROBE,
+    "drops <think> sections": f"<think>\n{PROBE}\n</think>\n\n{PROBE}",
+    "trims whitespace": f"\n {PROBE} \n",
+}
 
 
 class Renderer:
@@ -82,6 +88,44 @@ class Renderer:
             completion = self._raw.gap(text, completion) + completion
         completion_ids = [*self._without_end(self.tokenizer.encode(completion)), self._end_id]
         return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
+
+    def next_turn_ids(self, prompt: Prompt, reply_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """What comes between a reply, as it was sampled, and the next one: its end where it lacks one, and messages.
+
+        Only this is tokenised: never again what was sampled.
+        """
+        if self._raw:
+            text = "\n".join(message["content"] for message in messages)
+            return self.tokenizer.encode(self._raw.next_question(text, self.decode(reply_ids)))
+        reply: Message = {"role": "assistant", "content": PROBE}
+        _, found, after = self._chat_text([*self._conversation(prompt), reply, *messages], True).rpartition(PROBE)
+        if not found:
+            raise UserError("the chat template drops earlier replies, so episodes cannot go on in it: use another one")
+        ids = self.tokenizer.encode(after)
+        ended = bool(reply_ids) and bool(ids) and reply_ids[-1] == ids[0] == self._end_id
+        return ids[1:] if ended else ids
+
+    def inline_ids(self, text: str) -> list[int]:
+        """Text that is put into a reply while it is written, such as a tool's result."""
+        return self.tokenizer.encode(text) if text else []
+
+    def rewritten_history(self) -> str:
+        """How the chat template writes earlier replies otherwise than they were sampled; empty if it leaves them alone.
+
+        Episodes keep the tokens as they were sampled. A model that is served with the template sees others.
+        """
+        if self._raw:
+            return ""
+        asked: Message = {"role": "user", "content": "?"}
+        opening = self._chat_text([asked], open_reply=True)
+        found = []
+        for what, content in REPLIES.items():
+            reply: Message = {"role": "assistant", "content": content}
+            if not self._chat_text([asked, reply, asked], open_reply=True).startswith(opening + content):
+                found.append(what)
+        if "changes them" in found:
+            return "changes what stands before or within them"  # and whatever else there is follows from it
+        return " and ".join(found)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a completion, without its end token and other special tokens."""

@@ -28,6 +28,7 @@ class Row:
     behaviour_logprobs: list[float]  # of the sampler, aligned with ids
     advantage: float
     weight: float  # of each of its trained tokens in the loss of the whole batch
+    advantages: list[float] | None = None  # one for each trained token, where steps have credit of their own
 
     @cached_property
     def prompt(self) -> tuple[int, ...]:
@@ -36,7 +37,10 @@ class Row:
 
     @classmethod
     def of(cls, rollout: Rollout) -> Row:
-        return cls(rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, rollout.advantage, 0.0)
+        by_turn = [(rollout.advantage if t.advantage is None else t.advantage, t.completion) for t in rollout.turns]
+        own = any(turn.advantage is not None for turn in rollout.turns)
+        advantages = [value for value, completion in by_turn for _ in completion.token_ids] if own else None
+        return cls(rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, rollout.advantage, 0.0, advantages)
 
 
 @dataclass
@@ -67,7 +71,7 @@ def rows_of(groups: Sequence[Group], algo: Algorithm) -> list[Row]:
     return [
         replace(Row.of(rollout), weight=weight)
         for rollout, weight in zip(rollouts, weights, strict=True)
-        if not rollout.masked and (rollout.advantage or regularised)
+        if not rollout.masked and (rollout.learns or regularised)
     ]
 
 
@@ -140,13 +144,15 @@ def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = t
     def each_token(values: list[float]) -> Tensor:
         return upload(torch.tensor(values, dtype=dtype).repeat_interleave(counts), device)
 
+    advantages = [row.advantages or [row.advantage] * sum(row.trained) for row in rows]
+
     return MicroBatch(
         ids=upload(torch.from_numpy(joined([row.ids for row in rows], np.int64)), device),
         lengths=[len(row.ids) for row in rows],
         shared=shared_tokens(rows),
         trained=trained,
         behaviour_logprobs=upload(behaviour.to(dtype), device),
-        advantages=each_token([row.advantage for row in rows]),
+        advantages=upload(torch.from_numpy(joined(advantages, np.float64)).to(dtype), device),
         weights=each_token([row.weight for row in rows]),
     )
 

@@ -13,6 +13,7 @@ from assay.algos import Algorithm, make_algorithm
 from assay.config import (
     AlgoConfig,
     EngineConfig,
+    EnvConfig,
     EvalConfig,
     LoopConfig,
     MeasureConfig,
@@ -24,15 +25,19 @@ from assay.config import (
     TrainConfig,
 )
 from assay.engine.base import Engine, SamplingParams
+from assay.envs import Env, TaskEnv, make_env
+from assay.mesh import Mesh
 from assay.models import Decoder, PolicyModel, build_preset, load_model, pick_device, pick_dtype
 from assay.models.device import uses_triton
-from assay.rewards import FunctionJudge, Judge, RewardMix
+from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix
 from assay.rewards.importing import load_object
+from assay.rollout import Collector, Limits
 from assay.runs.resolve import resolve_model
 from assay.tasks import Task, make_task
 from assay.tasks.base import UNLIMITED
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 from assay.text.few_shot import few_shot_from_prompts, load_few_shot, read_text_file
+from assay.train.stopping import Stopping
 from assay.types import Prompt, UserError
 
 PRESET = "preset:"
@@ -47,6 +52,42 @@ def build_task(cfg: TaskConfig, **changes: object) -> Task:
             "no task: set task.name to gsm8k, math, countdown, abacus, jsonl, or your own, e.g. --task gsm8k"
         )
     return make_task(cfg.name, cfg.path or None, **{**cfg.args, **changes})
+
+
+def build_problems(task: TaskConfig, env: EnvConfig) -> Task:
+    """The task; or, where there is one, the environment: a source of prompts as a task is."""
+    if not env.name:
+        return build_task(task)
+    made = make_env(env.name, env.path or None, build_task(task) if task.name else None, **env.args)
+    if isinstance(made, TaskEnv):
+        made.deferred = True
+    return made
+
+
+def build_demonstrations(cfg: TrainConfig) -> Sequence[Prompt]:
+    """Problems whose worked solutions the warm start is made of."""
+    if not cfg.sft.steps:
+        return ()
+    if cfg.env.name and not cfg.task.name:
+        raise UserError(f"the environment {cfg.env.name} has no worked solutions to imitate: set sft.steps = 0")
+    return build_task(cfg.task, **cfg.sft.args).prompts("train")
+
+
+def build_collector(
+    cfg: TrainConfig | MeasureConfig,
+    task: Task,
+    engine: Engine,
+    renderer: Renderer,
+    mesh: Mesh | None = None,
+    stopper: Stopping | None = None,
+) -> Collector:
+    """The engine with a judge, and the environment if there is one."""
+    judge = JudgePool(build_judge(cfg.reward, task), cfg.reward.workers, cfg.reward.timeout_s)
+    env = task if isinstance(task, Env) else None
+    if cfg.env.max_seconds and mesh and mesh.tp_size > 1:
+        raise UserError("env.max_seconds and parallel.tp do not go together: ranks of one model would disagree")
+    limits = Limits(cfg.env.max_steps, cfg.env.max_tokens, cfg.env.max_seconds)
+    return Collector(engine, renderer, judge, mesh or Mesh(), stopper, env, limits)
 
 
 def take(prompts: Sequence[Prompt], count: int, split: str, endless: bool = False) -> Sequence[Prompt]:

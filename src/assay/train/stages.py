@@ -172,6 +172,7 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
         "reward/correct": statuses["ok"] / count,
         "groups/zero_variance": sum(len(set(group.rewards)) == 1 for group in every) / len(every),
         "groups/dropped": float(len(dropped)),
+        "turns/mean": sum(len(r.turns) for r in answers) / count,
         "length/mean": sum(r.length for r in answers) / count,
         "length/max": float(max(r.length for r in answers)),
         "length/truncated": sum(r.truncated for r in answers) / count,
@@ -296,7 +297,7 @@ def finish(parts: Parts) -> dict[str, Any]:
     paired = compare(before, after)
     summary = {
         "run": run.name,
-        "task": cfg.task.name,
+        "task": " ".join(filter(None, (cfg.env.name, cfg.task.name))),
         "model": cfg.model.source,
         "algorithm": cfg.algo.recipe if parts.total_steps else "sft",
         "steps": state.step,

@@ -15,6 +15,7 @@ from assay.mesh import Mesh, init_mesh
 from assay.models import Decoder, Lora, PolicyModel, add_lora, load_adapter, pick_device, pick_dtype
 from assay.rewards import JudgePool, check_verdicts
 from assay.rollout import Collector
+from assay.rollout.episodes import check_history
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
 from assay.runs.directory import check_name
@@ -104,7 +105,7 @@ def assemble(
     home = home_of_policy(cfg, mesh)
     algo = setup.build_algorithm(cfg)
     dtype = pick_dtype(cfg.dtype, mesh.device)
-    task = setup.build_task(cfg.task)
+    task = setup.build_problems(cfg.task, cfg.env)
     train = setup.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
     report_overlap(train, evaluations, console)
@@ -124,10 +125,11 @@ def assemble(
     engine = lay_out(cfg, policy, renderer, mesh, dtype)
     setup.prepare_policy(policy, cfg.train, mesh.world)
     updater = build_updater(cfg, policy, mesh, dtype)
-    judge = JudgePool(setup.build_judge(cfg.reward, task), cfg.reward.workers, cfg.reward.timeout_s)
-    probe(judge, train[0])
     stopping = Stopping(cfg.save.grace_s, mesh)
-    collector = Collector(engine, renderer, judge, mesh, stopping)
+    collector = setup.build_collector(cfg, task, engine, renderer, mesh, stopping)
+    probe(collector.judge, train[0])
+    if collector.env and (warning := check_history(renderer, collector.env, train[0])):
+        console.warn(warning)
     for prompts in (train, *evaluations.values()):
         check_room(collector, prompts)
     if cfg.sampling.top_k or cfg.sampling.top_p < 1 or cfg.sampling.min_p or cfg.sampling.min_new_tokens:
@@ -143,7 +145,7 @@ def assemble(
         updater=updater,
         algo=algo,
         stream=PromptStream(train, cfg.seed),
-        demonstrations=setup.build_task(cfg.task, **cfg.sft.args).prompts("train") if cfg.sft.steps else (),
+        demonstrations=setup.build_demonstrations(cfg),
         evaluations=evaluations,
         total_steps=total_steps(cfg, len(train)),
         state=checkpoint.State(),

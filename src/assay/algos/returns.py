@@ -1,0 +1,48 @@
+"""From the rewards of an episode's steps to what is compared: discounted returns, of whole episodes or of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from assay.types import Group, Rollout
+
+
+def returns(rewards: Sequence[float], discount: float = 1.0) -> list[float]:
+    """For each step, its reward and all that follow, each later one multiplied by `discount` once more."""
+    found: list[float] = []
+    after = 0.0
+    for reward in reversed(rewards):
+        after = reward + discount * after
+        found.append(after)
+    return found[::-1]
+
+
+def step_rewards(rollout: Rollout) -> list[float]:
+    """Rewards of its turns; what the whole got beyond them (a verdict, a length punishment) came with the last one."""
+    rewards = [turn.reward for turn in rollout.turns]
+    rewards[-1] += rollout.reward - sum(rewards)
+    return rewards
+
+
+def credited_returns(group: Group, discount: float = 1.0, by_step: bool = False) -> list[float]:
+    """What an advantage function compares within a group.
+
+    One return for each episode; or, `by_step`, one for each step of each episode, so that a step is compared with all
+    steps of all samples of its group, as in Kevin (arXiv 2507.11948).
+    """
+    if not by_step and discount == 1.0:
+        return group.rewards
+    found = [returns(step_rewards(rollout), discount) for rollout in group.rollouts]
+    return [value for each in found for value in (each if by_step else each[:1])]
+
+
+def give_advantages(group: Group, advantages: Sequence[float], by_step: bool = False) -> None:
+    """In the order of `credited_returns`. A rollout's own advantage is that of its first step."""
+    coming: Iterator[float] = iter(advantages)
+    for rollout in group.rollouts:
+        if not by_step:
+            rollout.advantage = next(coming)
+        for turn in rollout.turns:
+            turn.advantage = next(coming) if by_step else None
+        if by_step:
+            rollout.advantage = rollout.turns[0].advantage or 0.0

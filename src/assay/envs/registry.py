@@ -1,0 +1,55 @@
+"""From a name or a dotted path, and the arguments of a config, to an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from assay.envs.base import Env, TaskEnv
+from assay.envs.calculator import Calculator
+from assay.envs.countdown_tries import CountdownTries
+from assay.envs.guess import GuessNumber
+from assay.envs.gym import FromGymnasium
+from assay.envs.python_tool import PythonTool
+from assay.envs.stepwise import Stepwise
+from assay.rewards import load_object
+from assay.tasks import Task, make_task
+from assay.tasks.registry import call, nearest, parameters
+from assay.types import UserError
+
+ENVS: dict[str, Callable[..., Env]] = {
+    env.name: env for env in (TaskEnv, GuessNumber, Stepwise, Calculator, PythonTool, CountdownTries)
+}
+
+
+def make_env(name: str, path: str | None = None, task: Task | None = None, **args: Any) -> Env:
+    """The environment of this name, or what a dotted path such as "my_file.py:MyEnv" leads to.
+
+    A dotted path names an Env class, a function that returns one, or anything with Gymnasium's `reset` and `step`.
+    `task` is what environments such as stepwise are about.
+    """
+    if path is not None:
+        args["path"] = str(path)
+    if name not in ENVS and ":" not in name:
+        known = ", ".join(ENVS)
+        raise UserError(f'unknown environment "{name}"{nearest(name, ENVS)}; known: {known}, or my_file.py:MyEnv')
+    make: Any = ENVS[name] if name in ENVS else load_object(name)
+    if isinstance(make, Env):
+        return make
+    if not callable(make):
+        raise UserError(f"{name} must be an Env class, or a function that returns an environment; it is {make!r:.80}")
+    fixed = {}
+    if "task" in parameters(make):
+        default = getattr(make, "default_task", "")
+        if task is None and not default:
+            raise UserError(f"the environment {name} needs a task: set task.name, e.g. --task abacus")
+        fixed["task"] = task or make_task(default)
+    elif task is not None:
+        raise UserError(f"the environment {name} has problems of its own: leave task.name out")
+    made = call(make, name, args, **fixed)
+    if isinstance(made, Env):
+        return made
+    if not (hasattr(made, "reset") and hasattr(made, "step")):
+        raise UserError(f"{name} is no environment: it needs reset and step, see docs/environments.md")
+    return FromGymnasium(partial(call, make, name, args, **fixed), getattr(made, "name", name))

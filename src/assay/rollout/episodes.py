@@ -1,0 +1,206 @@
+"""Many episodes of an environment, advanced together through one engine, each at its own pace.
+
+A step is: the policy writes until it ends its reply or a stop string, the environment answers, the answer is appended
+as tokens that are not trained on, and the same sequence goes on from what the engine kept of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from assay.engine.base import Engine, Request, SamplingParams
+from assay.envs.base import Env, Step, as_messages
+from assay.rollout.seeding import request_seed
+from assay.text import Renderer
+from assay.types import Completion, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where an episode is cut off. What the policy may write in all is `max_new_tokens` of the sampling."""
+
+    steps: int = 0  # 0: the environment's own
+    step_tokens: int = 0  # that one action may have; 0: all that is left
+    seconds: float = 0.0  # since it began; 0: none
+
+
+@dataclass
+class Episode:
+    prompt: Prompt
+    first: Request  # that all samples of the prompt began with
+    sample: int
+    env: Env
+    turns: list[Turn] = field(default_factory=list)
+    coming: list[int] = field(default_factory=list)  # context of the next turn
+    reply: list[int] = field(default_factory=list)  # tokens since the policy's turn began, tools' results included
+    shown: str = ""  # their text
+    answer: str | None = None  # left to the run's judge
+    verdict: Verdict | None = None
+    cut_off: str = ""  # by which limit
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def over(self) -> bool:
+        return self.answer is not None or self.verdict is not None or bool(self.cut_off)
+
+    @property
+    def written(self) -> int:
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence, with the context that comes next."""
+        return sum(len(turn.context_ids) for turn in self.turns) + self.written + len(self.coming)
+
+
+@dataclass
+class Player:
+    """Plays episodes of `env` with the policy that `engine` serves."""
+
+    engine: Engine
+    renderer: Renderer
+    env: Env
+    limits: Limits = field(default_factory=Limits)
+
+    def play(self, asked: Sequence[tuple[Prompt, Request]]) -> list[list[Episode]]:
+        """For each prompt the episodes of its samples, to their end; those with an `answer` are yet to be judged.
+
+        A request's `max_new_tokens` is what the policy may write in a whole episode. As many episodes go on at once as
+        the engine decodes at once: it keeps all that was computed of these, and whoever is done makes room for others.
+        """
+        groups: list[list[Episode]] = []
+        going: list[Episode] = []
+        try:
+            while going or len(groups) < len(asked):
+                requests = [self._request(episode) for episode in going]
+                for prompt, first in asked[len(groups) :]:
+                    if going and len(going) + first.params.n > self.engine.max_batch:
+                        break
+                    groups.append([self._begun(prompt, first, sample) for sample in range(first.params.n)])
+                    going += groups[-1]
+                    params = self._params(first, 0, first.params.n)
+                    requests.append(replace(first, params=params, keep=self._goes_on(1)))
+                answers = [completion for group in self.engine.generate(requests) for completion in group]
+                going = self._advance(going, answers)
+        except BaseException:  # nobody will come back for what the engine has kept
+            self.engine.release(kept(episode for group in groups for episode in group))
+            raise
+        return groups
+
+    def _begun(self, prompt: Prompt, first: Request, sample: int) -> Episode:
+        env = self.env.fresh()
+        env.start(prompt)
+        return Episode(prompt, first, sample, env, coming=list(first.prompt_ids))
+
+    def _advance(self, going: Sequence[Episode], answers: Sequence[Completion]) -> list[Episode]:
+        """Take what was written to the environments; whoever has a next turn is returned."""
+        actions = [self._took(episode, completion) for episode, completion in zip(going, answers, strict=True)]
+        steps = self.env.step_all([episode.env for episode in going], actions)
+        for episode, step in zip(going, steps, strict=True):
+            self._answered(episode, step)
+        self.engine.release(kept(episode for episode in going if episode.over))
+        return [episode for episode in going if not episode.over]
+
+    def _took(self, episode: Episode, completion: Completion) -> str:
+        """Note what was written; its text is what it adds to the text of the reply."""
+        episode.reply += completion.token_ids
+        text = self.renderer.decode(episode.reply)
+        action = text.removeprefix(episode.shown)
+        if not text.startswith(episode.shown):  # half a character before, a whole one now
+            action = self.renderer.decode(completion.token_ids)
+        episode.turns.append(Turn(episode.coming, completion, action))
+        episode.coming, episode.shown = [], text
+        return action
+
+    def _answered(self, episode: Episode, step: Step) -> None:
+        observation, reward, terminated, truncated, info = step
+        episode.turns[-1].reward = reward
+        if terminated or truncated:
+            episode.answer, episode.verdict = info.get("answer"), info.get("verdict")
+            if episode.answer is None and episode.verdict is None:
+                total = sum(turn.reward for turn in episode.turns)
+                right = terminated and total >= self.env.full - 1e-9
+                episode.verdict = Verdict(total, Status.OK if right else Status.WRONG)
+            if truncated:
+                episode.cut_off = "the environment cut it off"
+            return
+        if self.env.inline:
+            text = observation if isinstance(observation, str) else "".join(m["content"] for m in observation)
+            episode.coming = self.renderer.inline_ids(text)
+            episode.reply += episode.coming
+            episode.shown = self.renderer.decode(episode.reply)
+        else:
+            messages: Sequence[Message] = as_messages(observation, self.env.role)
+            episode.coming = self.renderer.next_turn_ids(episode.prompt, episode.reply, messages)
+            episode.reply, episode.shown = [], ""
+        episode.cut_off = self._limit(episode)
+
+    def _limit(self, episode: Episode) -> str:
+        """What keeps an episode from going on, in words."""
+        last = episode.turns[-1].completion.token_ids[-1]
+        if self.env.inline and last in self.renderer.stop_token_ids:
+            return "the reply has ended"
+        if not self._goes_on(len(episode.turns)):
+            return f"cut off after {len(episode.turns)} steps"
+        if episode.written >= episode.first.params.max_new_tokens:
+            return f"cut off after {episode.written} tokens"
+        if episode.length >= self.engine.max_length:
+            return f"cut off at the end of the context of {self.engine.max_length} tokens"
+        late = 0 < self.limits.seconds <= time.monotonic() - episode.began
+        return f"cut off after {self.limits.seconds:g} s" if late else ""
+
+    def _goes_on(self, turns: int) -> bool:
+        return turns < (self.limits.steps or self.env.max_steps)
+
+    def _params(self, first: Request, written: int, n: int = 1) -> SamplingParams:
+        left = first.params.max_new_tokens - written
+        tokens = min(self.limits.step_tokens or left, left)
+        least = min(first.params.min_new_tokens, tokens)
+        return replace(first.params, n=n, max_new_tokens=tokens, min_new_tokens=least)
+
+    def _request(self, episode: Episode) -> Request:
+        """The next turn. Samples are requests of their own by now, so each has a seed of its own."""
+        turn, first = len(episode.turns), episode.first
+        return Request(
+            episode.coming,
+            self._params(first, episode.written),
+            request_seed(first.seed, episode.sample, episode.prompt.id, turn),
+            first.name,
+            keep=self._goes_on(turn + 1),
+            continues=episode.turns[-1].completion.handle,
+        )
+
+
+def kept(episodes: Iterable[Episode]) -> list[int]:
+    """What the engine may still hold of them."""
+    last = [episode.turns[-1].completion.handle for episode in episodes if episode.turns]
+    return [handle for handle in last if handle is not None]
+
+
+def as_group(prompt: Prompt, episodes: Sequence[Episode]) -> Group:
+    """Rollouts of episodes that are over and judged."""
+    return Group(prompt, [_rollout(prompt, episode) for episode in episodes])
+
+
+def _rollout(prompt: Prompt, episode: Episode) -> Rollout:
+    verdict = episode.verdict or Verdict(0.0, Status.NO_ANSWER, detail=episode.cut_off)
+    verdict = replace(verdict, reward=sum(turn.reward for turn in episode.turns))
+    for turn in episode.turns:
+        turn.completion.handle = None  # of no use to anybody from now on, and not the same in a run that is resumed
+    return Rollout(prompt, episode.sample, episode.turns, verdict, verdict.reward, cut_off=bool(episode.cut_off))
+
+
+def check_history(renderer: Renderer, env: Env, prompt: Prompt) -> str:
+    """A warning if the chat template rewrites earlier replies; a UserError if episodes cannot go on in it at all."""
+    if env.inline or env.max_steps == 1:
+        return ""
+    next_message: Message = {"role": env.role, "content": "?"}
+    if not renderer.next_turn_ids(prompt, (), [next_message]):
+        raise UserError("the chat template writes nothing between two replies: give prompt.template another one")
+    how = renderer.rewritten_history()
+    return how and (
+        f"the chat template rewrites earlier replies ({how}): episodes keep them as they were sampled, "
+        "which is not what the template shows a model later"
+    )

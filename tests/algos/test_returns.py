@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from assay.algos.recipes import make_algorithm
+from assay.algos.returns import credited_returns, returns
+from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
+
+PROMPT = Prompt("p/0", ())
+
+
+def episode(rewards: list[float], sample: int = 0, total: float | None = None) -> Rollout:
+    turns = [Turn([1], Completion([2, 3], [-1.0] * 2, [-1.0] * 2, Finish.STOP), "x", reward=r) for r in rewards]
+    total = sum(rewards) if total is None else total
+    return Rollout(PROMPT, sample, turns, Verdict(total, Status.WRONG), total)
+
+
+def test_returns_are_discounted_sums_of_what_follows() -> None:
+    rewards, discount = [1.0, 0.0, 2.0, -1.0], 0.5
+    expected = [sum(discount ** (k - t) * rewards[k] for k in range(t, 4)) for t in range(4)]
+    assert returns(rewards, discount) == pytest.approx(expected)
+    assert returns(rewards) == [2.0, 1.0, 1.0, -1.0] and returns([]) == [] and returns([3.0], 0.0) == [3.0]
+
+
+def test_what_the_whole_got_beyond_its_steps_came_with_the_last() -> None:
+    group = Group(PROMPT, [episode([0.0, 0.5], total=1.5), episode([0.0], total=1.0)])
+    assert credited_returns(group) == [1.5, 1.0]
+    assert credited_returns(group, 0.5) == [0.75, 1.0]
+    assert credited_returns(group, 0.5, by_step=True) == [0.75, 1.5, 1.0]
+
+
+def test_whole_episodes_get_one_advantage_and_steps_their_own() -> None:
+    group = Group(PROMPT, [episode([0.0, 1.0], 0), episode([0.5], 1), episode([0.0, 0.0], 2)])
+    group.rollouts[0].turns[0].advantage = 9.0  # of an earlier credit
+    make_algorithm("simple").credit([group])
+    assert [r.advantage for r in group.rollouts] == pytest.approx([0.5, 0.0, -0.5])
+    assert all(turn.advantage is None for r in group.rollouts for turn in r.turns)
+    make_algorithm("simple", step_credit=True, discount=0.5).credit([group])
+    values = [0.5, 1.0, 0.5, 0.0, 0.0]
+    mean = sum(values) / 5
+    found = [turn.advantage for r in group.rollouts for turn in r.turns]
+    assert found == pytest.approx([value - mean for value in values])
+    assert group.rollouts[0].advantage == group.rollouts[0].turns[0].advantage
+
+
+def test_a_discount_prefers_the_sooner() -> None:
+    group = Group(PROMPT, [episode([1.0], 0), episode([0.0, 1.0], 1)])
+    make_algorithm("simple", discount=0.9).credit([group])
+    assert [r.advantage for r in group.rollouts] == pytest.approx([0.05, -0.05])
+    with pytest.raises(UserError, match="discount"):
+        make_algorithm("simple", discount=1.5)

@@ -1,0 +1,236 @@
+"""The shipped environments: what they say, what they reward, and that they keep an environment's promises."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from assay.envs import ENVS, Env, TaskEnv, make_env
+from assay.envs.base import SEED, safe_step
+from assay.envs.check import check_env
+from assay.envs.python_tool import evaluate
+from assay.tasks import make_task
+from assay.types import Status, UserError
+
+SHIPPED: dict[str, dict[str, Any]] = {
+    "single": {"task": "abacus"},
+    "guess": {},
+    "stepwise": {"task": "abacus", "separator": ";"},
+    "calculator": {"task": "abacus"},
+    "python": {"task": "abacus"},
+    "countdown_tries": {},
+}
+
+
+def made(name: str, **args: Any) -> Any:
+    task = args.pop("task", None)
+    return make_env(name, task=make_task(task) if task else None, **args)
+
+
+def test_all_are_tested() -> None:
+    assert set(SHIPPED) == set(ENVS)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_environments_pass_the_check(name: str) -> None:
+    env = made(name, **SHIPPED[name])
+    assert [finding for finding in check_env(env, episodes=6) if not finding.ok] == []
+    env.close()
+
+
+def test_guessing() -> None:
+    env = made("guess", low=1, high=7, tries=3)
+    for prompt in env.prompts("test")[:20]:
+        env.start(prompt)
+        assert 1 <= env.secret <= 7 and random.Random(prompt.fields[SEED]).randint(1, 7) == env.secret
+    env.secret = 6
+    assert env.step("4")[:4] == ("Higher .", 0.0, False, False)
+    assert env.step("the 7")[:4] == ("Lower .", 0.0, False, False)
+    observation, reward, terminated, _, info = env.step("no idea")
+    assert (observation, reward, terminated, info["verdict"].status) == ("Lost .", 0.0, True, Status.NO_ANSWER)
+    words = set(env.words())
+    assert all(set(m["content"].split()) <= words for p in env.prompts("train")[:5] for m in p.messages)
+
+
+def test_lines_are_steps_and_true_sums_are_rewarded() -> None:
+    env = made("stepwise", task="abacus", separator=";", line_reward=0.25, max_lines=4)
+    env.reset(seed=0)
+    answer = env.prompt.answer
+    assert env.step("1 + 1 = 2 ;")[1:3] == (0.25, False)
+    assert env.step("2 + 1 = 4 ;")[1:3] == (-0.25, False)
+    assert env.step("so be it ;")[1:3] == (0.0, False)
+    observation, reward, terminated, _, info = env.step(f"#### {answer}")
+    assert (observation, reward, terminated) == ("", 1.0, True) and info["verdict"].correct
+    env.reset(seed=0)
+    assert env.step(f"#### {answer} ;")[2]  # an answer ends it, whatever follows
+    env.reset(seed=0)
+    assert [env.step("hm ;")[2] for _ in range(4)] == [False, False, False, True]
+
+
+def test_the_calculator_completes_what_it_is_asked_and_nothing_else() -> None:
+    task = make_task("abacus", style="plain")
+    env: Any = make_env("calculator", task=task)
+    env.reset(seed=1)
+    assert env.step("Half of 48 is <<48/2=")[:3] == ("24>>", 0.0, False)
+    assert env.step(" and x =")[0] == ""  # no call
+    assert env.step(" <<1/3=")[0] == "1/3>>"
+    assert env.step(" <<2+=")[0] == "error>>"
+    assert env.step(" <<1+1=2")[0] == ""  # it stated a result of its own
+    step = env.step(f">> so \\boxed{{{env.prompt.answer}}}")
+    assert step[1:3] == (1.0, True) and "<<48/2=24>>" in env.said
+    words: Any = made("calculator", task="abacus")
+    words.reset(seed=1)
+    assert words.step("<< 4 + 5 =")[0] == " 9 >>"  # its task has words set apart by spaces
+    assert {"<<", ">>"} <= set(words.words())
+
+
+def test_python_runs_apart_with_limits() -> None:
+    env: Any = make_env("python", task=make_task("abacus", style="plain"), timeout_s=1.0)
+    calls = [
+        ("<python>sum(x*x for x in range(4))</python>", "14"),
+        ("<python>comb(5, 2)</python>", "10"),
+        ("<python>().__class__</python>", "Attribute is not allowed"),
+        ("<python>open('x')</python>", "open"),
+        ("<python>1/0</python>", "ZeroDivisionError"),
+        ("<python>sum(1 for _ in range(10**12))</python>", "longer than 1 s"),
+        ("</python>", "no expression"),
+    ]
+    episodes = [env.fresh() for _ in calls]
+    for episode in episodes:
+        episode.reset(seed=0)
+    steps = env.step_all(episodes, [f"so {call}" for call, _ in calls])
+    for (call, expected), (observation, _, terminated, _, _) in zip(calls, steps, strict=True):
+        assert expected in observation and observation.endswith("</result>") and not terminated, call
+    last = episodes[0].step(f"\\boxed{{{episodes[0].prompt.answer}}}")
+    assert last[1] == 1.0 and "<result>14</result>" in episodes[0].said
+    env.close()
+
+
+@pytest.mark.parametrize("text", ["__builtins__", "lambda: 1", "[].append(1)", "f'{1}'", "import os", "(x := 1)"])
+def test_only_expressions_of_values_are_evaluated(text: str) -> None:
+    with pytest.raises((ValueError, SyntaxError)):
+        evaluate(text)
+
+
+def test_countdown_says_what_was_wrong_and_later_tries_are_worth_less() -> None:
+    env = made("countdown_tries", tries=3, decay=0.5)
+    env.reset(seed=2)
+    nums = env.prompt.fields["nums"]
+    observation, reward, terminated, _, _ = env.step(f"<answer>{nums[0]} + {nums[0]}</answer>")
+    assert "uses the numbers" in str(observation) and "2 tries left" in str(observation) and not terminated
+    _, reward, terminated, _, info = env.step(env.gold_action())
+    assert (reward, terminated) == (0.5, True) and info["verdict"].correct
+    with pytest.raises(UserError, match="must be Countdown"):
+        made("countdown_tries", task="abacus")
+
+
+def test_a_step_that_fails_is_an_error_and_not_a_wrong_answer() -> None:
+    class Broken(TaskEnv):
+        def step(self, action: str) -> Any:
+            return {"raise": 1 / 0, "form": 3}[action]
+
+    class Nan(TaskEnv):
+        def step(self, action: str) -> Any:
+            return "", float("nan"), True, False, {}
+
+    for kind, detail in ((Broken, "ZeroDivisionError"), (Nan, "not finite")):
+        env = kind(make_task("abacus"))
+        env.reset(seed=0)
+        _, reward, terminated, _, info = safe_step(env, "raise")
+        assert (reward, terminated, info["verdict"].status) == (0.0, True, Status.ERROR)
+        assert detail in info["verdict"].detail
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("gess", {}, "did you mean guess"),
+        ("stepwise", {}, "needs a task"),
+        ("guess", {"task": "abacus"}, "problems of its own"),
+        ("guess", {"high": 0}, "low must be below high"),
+        ("guess", {"hihg": 5}, "hihg"),
+        ("guess", {"tries": "many"}, "tries"),
+        ("assay.types:Prompt", {}, "needs the argument"),
+        ("assay.text:char_tokenizer", {}, "reset and step"),
+    ],
+)
+def test_what_cannot_be_made_is_said_in_one_line(name: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        made(name, **args)
+    assert "\n" not in str(error.value)
+
+
+class Sound(Env):
+    name = "sound"
+    max_steps = 3
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.seen: list[str] = []
+        self.secret = random.Random(seed).randint(0, 9)
+        return f"seed {seed}", {}
+
+    def step(self, action: str) -> Any:
+        self.seen.append(action)
+        return f"{len(self.seen)}", float(action == "gold"), action == "gold" or len(self.seen) == 3, False, {}
+
+    def gold_action(self) -> str | None:
+        return "gold"
+
+
+class Unseeded(Sound):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return f"seed {random.random()}", {}
+
+
+class Sharing(Sound):
+    shared: list[str] = []  # noqa: RUF012
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        found = super().reset(seed=seed)
+        self.seen = Sharing.shared
+        self.seen.clear()
+        return found
+
+
+class Endless(Sound):
+    def step(self, action: str) -> Any:
+        return "again", 0.0, False, False, {}
+
+
+class Goldless(Sound):
+    def gold_action(self) -> str | None:
+        return None
+
+
+class Misformed(Sound):
+    def step(self, action: str) -> Any:
+        return "x", 0.0, True
+
+
+class Repeating(Sound):
+    inline = True
+
+    def step(self, action: str) -> Any:
+        return f"{action} and more", 0.0, False, False, {}
+
+
+def test_a_sound_environment_passes() -> None:
+    assert [finding for finding in check_env(Sound()) if not finding.ok] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Unseeded, "two observations"),
+        (Sharing, "an episode changed another"),
+        (Endless, "ended it within 3 steps"),
+        (Goldless, "gold_action"),
+        (Misformed, "observation, reward, terminated, truncated, info"),
+        (Repeating, "repeats the action"),
+    ],
+)
+def test_the_check_finds_what_is_wrong(kind: type[Env], message: str) -> None:
+    assert message in "; ".join(finding.problem for finding in check_env(kind()))

@@ -1,0 +1,48 @@
+"""Gymnasium's own checker, where gymnasium is installed; and environments written for it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from assay.envs import make_env
+from assay.envs.check import check_env
+from assay.envs.gym import to_gymnasium
+from assay.tasks import make_task
+
+FOREIGN = """
+import random
+
+class Parity:
+    max_steps = 2
+    def reset(self, *, seed=None, options=None):
+        self.number = random.Random(seed).randint(0, 99)
+        return f"{self.number}: even or odd?", {}
+    def step(self, action):
+        right = action == self.gold_action()
+        return "", float(right), True, False, {}
+    def gold_action(self):
+        return "odd" if self.number % 2 else "even"
+"""
+
+
+@pytest.mark.parametrize(("name", "task"), [("guess", None), ("countdown_tries", None), ("stepwise", "abacus")])
+def test_gymnasiums_checker_is_content(name: str, task: str | None) -> None:
+    pytest.importorskip("gymnasium")
+    from gymnasium.utils.env_checker import check_env as gymnasium_check
+
+    env = to_gymnasium(make_env(name, task=make_task(task) if task else None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*(render|spec|metadata).*")
+        gymnasium_check(env, skip_render_check=True)
+    assert env.reset(seed=5) == env.reset(seed=5)
+
+
+def test_an_environment_with_gymnasiums_methods_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "foreign.py").write_text(FOREIGN)
+    env = make_env(f"{tmp_path}/foreign.py:Parity")
+    assert env.max_steps == 2 and len({prompt.question for prompt in env.prompts("train")[:20]}) > 5
+    assert [finding for finding in check_env(env) if not finding.ok] == []

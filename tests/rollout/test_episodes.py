@@ -1,0 +1,225 @@
+"""Episodes: exact tokens and masks, limits, seeds, and log-probabilities that the trainer finds again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from assay.engine import make_engine
+from assay.engine.base import SamplingParams
+from assay.envs import Env, make_env
+from assay.models import build_preset
+from assay.models.logprobs import token_logprobs
+from assay.rewards import JudgePool
+from assay.rollout import Collector, Limits
+from assay.rollout.episodes import check_history
+from assay.tasks import make_task
+from assay.text import Renderer, char_tokenizer, word_tokenizer
+from assay.train.pack import Row, pack
+from assay.types import Finish, Group, Rollout, Status, UserError
+
+PARAMS = SamplingParams(n=3, temperature=1.0, max_new_tokens=40)
+
+
+def guess(**args: Any) -> Any:
+    return make_env("guess", **{"high": 6, "tries": 4, **args})
+
+
+def stepwise(**args: Any) -> Any:
+    env: Any = make_env("stepwise", task=make_task("abacus"), separator=";", **args)
+    env.deferred = True
+    return env
+
+
+def collector(
+    env: Env, limits: Limits | None = None, dtype: torch.dtype = torch.float32, length: int = 160, words: bool = True
+) -> Collector:
+    tokenizer = word_tokenizer(env.words()) if words else char_tokenizer()  # type: ignore[attr-defined]
+    policy = build_preset("nano", tokenizer.vocab_size, length, seed=3).to(dtype)
+    renderer = Renderer(tokenizer)
+    engine = make_engine("native", policy, device="cpu", dtype=dtype, max_length=length, decode=renderer.decode)
+    part = Collector(engine, renderer, JudgePool(env.judge(), 0, 5.0), env=env, limits=limits or Limits(step_tokens=4))
+    part.policy = policy  # type: ignore[attr-defined]
+    return part
+
+
+def rollouts(groups: list[Group]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def idle(part: Collector) -> bool:
+    engine: Any = part.engine
+    return not engine.scheduler.kept
+
+
+def test_tokens_are_those_given_and_sampled_in_order() -> None:
+    part = collector(guess())
+    found = rollouts(part.collect(guess().prompts("train")[:6], PARAMS, (0, 0)))
+    assert len({len(rollout.turns) for rollout in found}) > 1  # each at its own pace
+    renderer = part.renderer
+    for rollout in found:
+        env = guess()
+        env.start(rollout.prompt)
+        expected, mask = renderer.prompt_ids(rollout.prompt), [0] * len(renderer.prompt_ids(rollout.prompt))
+        for place, turn in enumerate(rollout.turns):
+            sampled = turn.completion.token_ids
+            expected, mask = expected + sampled, mask + [1] * len(sampled)
+            observation, reward, over, _, _ = env.step(turn.text)
+            assert turn.reward == reward and over == (place == len(rollout.turns) - 1)
+            if not over:
+                message = [{"role": "user", "content": observation}]
+                given = renderer.next_turn_ids(rollout.prompt, sampled, message)  # type: ignore[arg-type]
+                expected, mask = expected + given, mask + [0] * len(given)
+        assert rollout.token_ids == expected and rollout.loss_mask == mask
+        assert rollout.verdict and rollout.reward == rollout.verdict.reward == sum(t.reward for t in rollout.turns)
+    assert {r.verdict.status for r in found if r.verdict} >= {Status.OK, Status.WRONG}
+    assert idle(part)
+
+
+def test_a_stepwise_episode_is_one_reply_in_pieces() -> None:
+    part = collector(stepwise(max_lines=3), Limits(step_tokens=12))
+    found = rollouts(part.collect(make_task("abacus").prompts("train")[:12], PARAMS, (0, 0)))
+    several = [rollout for rollout in found if len(rollout.turns) > 1]
+    assert several
+    for rollout in several:
+        for last, turn in pairwise(rollout.turns):
+            assert turn.context_ids == [] and ";" in last.text
+        written = [token for turn in rollout.turns for token in turn.completion.token_ids]
+        assert rollout.text == part.renderer.decode(written)
+    assert all(rollout.verdict and rollout.verdict.status is not Status.ERROR for rollout in found)
+
+
+def test_a_tools_result_is_in_the_sequence_but_not_trained_on() -> None:
+    """A policy that can only write << 1 + 1 = : its calls are answered, on what the engine kept."""
+    task = make_task("abacus", max_value=15)
+    env: Any = make_env("calculator", task=task)
+    env.deferred = True
+    part = collector(env, Limits(steps=3, step_tokens=30))
+    encode = part.renderer.tokenizer.encode
+    allowed = set(encode("<< 1 + ="))
+    forbidden = tuple(i for i in range(part.renderer.tokenizer.vocab_size) if i not in allowed)
+    params = SamplingParams(n=8, max_new_tokens=90, forbidden_token_ids=forbidden)
+    found = rollouts(part.collect(task.prompts("train")[:4], params, (0, 0)))
+    answered = [(r, i) for r in found for i, turn in enumerate(r.turns) if i and turn.context_ids]
+    assert answered
+    for rollout, place in answered:
+        result = part.renderer.tokenizer.decode(rollout.turns[place].context_ids)
+        assert result.endswith(">>") or "error" in result
+        start = sum(len(t.context_ids) + len(t.completion.token_ids) for t in rollout.turns[:place])
+        size = len(rollout.turns[place].context_ids)
+        assert rollout.loss_mask[start : start + size] == [0] * size
+        assert all(rollout.loss_mask[start + size : start + size + 1])
+
+
+@pytest.mark.parametrize("kind", ["guess", "stepwise"])
+def test_the_trainer_finds_the_engines_log_probabilities(kind: str) -> None:
+    env = guess() if kind == "guess" else stepwise()
+    part = collector(env, Limits(step_tokens=4 if kind == "guess" else 40), dtype=torch.float64)
+    found = rollouts(part.collect(env.prompts("train")[:12], PARAMS, (1, 2)))
+    several = [rollout for rollout in found if len(rollout.turns) > 1]
+    assert len(several) > 2
+    batch = pack([Row.of(rollout) for rollout in several], "cpu", torch.float64)
+    policy = part.policy  # type: ignore[attr-defined]
+    with torch.no_grad():
+        trainer = token_logprobs(policy, batch.ids, batch.lengths, batch.trained, 1.0, shared=batch.shared)[0]
+    assert trainer.shape == batch.behaviour_logprobs.shape
+    assert float((trainer - batch.behaviour_logprobs).abs().max()) < 1e-9
+
+
+def test_an_episode_goes_the_same_way_alone_and_among_others() -> None:
+    part = collector(guess())
+    prompts = guess().prompts("train")[:6]
+    together = part.collect(prompts, PARAMS, (5, 2))
+    alone = part.collect([prompts[4]], PARAMS, (5, 2))[0]
+    assert [r.token_ids for r in alone.rollouts] == [r.token_ids for r in together[4].rollouts]
+    other = part.collect([prompts[4]], PARAMS, (5, 3))[0]
+    assert [r.token_ids for r in alone.rollouts] != [r.token_ids for r in other.rollouts]
+    long = [r for r in rollouts(together) if len(r.turns) > 1]
+    second = [tuple(r.turns[1].completion.token_ids) for r in long]
+    assert len(set(second)) > len(second) // 2  # samples do not share noise in later turns
+
+
+class Endless(Env):
+    """Never content."""
+
+    name = "endless"
+    max_steps = 50
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return f"begin {seed}", {}
+
+    def step(self, action: str) -> Any:
+        return "more", 0.5, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens", "length", "reason"),
+    [
+        (Limits(steps=3, step_tokens=2), 100, 200, "3 steps"),
+        (Limits(step_tokens=4), 10, 200, "10 tokens"),
+        (Limits(step_tokens=4), 300, 60, "context of 60"),
+        (Limits(step_tokens=2, seconds=1e-9), 300, 400, "1e-09 s"),
+    ],
+)
+def test_limits_cut_episodes_off(limits: Limits, tokens: int, length: int, reason: str) -> None:
+    part = collector(Endless(), limits, length=length, words=False)
+    params = replace(PARAMS, max_new_tokens=tokens)
+    for rollout in rollouts(part.collect(Endless().prompts("train")[:3], params, (0, 0))):
+        assert rollout.truncated and rollout.cut_off and rollout.verdict
+        assert rollout.verdict.status is Status.NO_ANSWER and reason in rollout.verdict.detail
+        assert rollout.reward == 0.5 * len(rollout.turns) == sum(turn.reward for turn in rollout.turns)
+        assert rollout.length <= tokens and len(rollout.token_ids) <= length
+        assert all(len(turn.completion.token_ids) <= limits.step_tokens for turn in rollout.turns)
+    assert idle(part)
+
+
+def test_an_environment_that_fails_on_everything_is_the_users_to_mend() -> None:
+    class Broken(Endless):
+        def step(self, action: str) -> Any:
+            raise KeyError("x")
+
+    with pytest.raises(UserError, match=r"failed on all 9 answers.*KeyError"):
+        collector(Broken(), words=False).collect(Broken().prompts("train")[:3], PARAMS, (0, 0))
+
+
+def test_what_breaks_off_leaves_nothing_behind() -> None:
+    class Stops(Endless):
+        def step_all(self, episodes: Any, actions: Any) -> Any:
+            raise KeyboardInterrupt
+
+    part = collector(Stops(), words=False)
+    with pytest.raises(KeyboardInterrupt):
+        part.collect(Stops().prompts("train")[:3], PARAMS, (0, 0))
+    assert idle(part)
+
+
+def test_one_step_is_the_easy_case() -> None:
+    """A task as an environment gives what the task itself gives: the same tokens, the same verdicts."""
+    task: Any = make_task("abacus")
+    env: Any = make_env("single", task=task)
+    env.deferred = True
+    part = collector(env, Limits())
+    prompts = task.prompts("test")[:5]
+    played = part.collect(prompts, replace(PARAMS, max_new_tokens=8), (3, 1))
+    part.env = None
+    answered = part.collect(prompts, replace(PARAMS, max_new_tokens=8), (3, 1))
+    for one, other in zip(rollouts(played), rollouts(answered), strict=True):
+        assert one.token_ids == other.token_ids and one.text == other.text and one.verdict == other.verdict
+        assert one.turns[0].completion.finish in (Finish.STOP, Finish.LENGTH) and one.reward == one.turns[0].reward
+
+
+def test_templates_that_rewrite_history_are_told_before_a_run() -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.hf.chat_template = (
+        "{% for m in messages %}<user>{{ m['content'].split('</think>')[-1] }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<user>{% endif %}"
+    )
+    renderer, env = Renderer(tokenizer), guess()
+    assert "drops <think> sections" in check_history(renderer, env, env.prompts("train")[0])
+    inline = stepwise()
+    assert check_history(renderer, inline, inline.prompts("train")[0]) == ""
+    assert check_history(Renderer(char_tokenizer()), env, env.prompts("train")[0]) == ""

@@ -1,0 +1,134 @@
+"""Whole runs in environments: trained, measured, resumed; and what is kept of their episodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from small_run import SmallRuns
+from test_resume import Stop, stop_at
+
+from assay.runs import checkpoints
+from assay.runs.rollouts import read_rollouts
+
+pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
+GUESS = """
+model = "preset:nano"
+device = "cpu"
+[env]
+name = "guess"
+max_tokens = 3
+args = {high = 4, tries = 3}
+[sampling]
+max_new_tokens = 9
+[algo]
+step_credit = true
+discount = 0.9
+[train]
+steps = 4
+prompts = 3
+samples = 4
+[optim]
+lr = 1e-3
+[eval]
+examples = 4
+final_examples = 5
+[save]
+every = 2
+[reward]
+workers = 0
+"""
+STEPWISE = """
+model = "preset:nano"
+device = "cpu"
+task = "abacus"
+[env]
+name = "stepwise"
+args = {separator = ";", line_reward = 0.1}
+[sft]
+steps = 40
+batch = 32
+lr = 3e-3
+[sampling]
+max_new_tokens = 24
+[train]
+steps = 2
+prompts = 3
+samples = 4
+[optim]
+lr = 1e-3
+[eval]
+examples = 4
+final_examples = 5
+[reward]
+workers = 0
+"""
+
+
+def runs(folder: Path, config: str) -> SmallRuns:
+    small = SmallRuns(folder)
+    small.config.write_text(config)
+    return small
+
+
+def test_a_guessing_run_learns_from_its_steps_and_resumes_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = runs(tmp_path, GUESS)
+    assert small.train() == 0
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        with pytest.raises(Stop):
+            small.train("--name", "stopped")
+    assert checkpoints.last(small.runs / "stopped") == 2
+    assert small.resume("stopped") == 0
+    small.same_run("small", "stopped", 4)
+    several = [r for step in range(1, 5) for g in read_rollouts(small.runs / "small", step) for r in g.rollouts]
+    several = [rollout for rollout in several if len(rollout.turns) > 1]
+    assert several and all(turn.advantage is not None for r in several for turn in r.turns)
+    assert any(len({turn.advantage for turn in r.turns}) > 1 for r in several)
+    assert all(sum(r.loss_mask) == r.length < len(r.token_ids) for r in several)
+    rows = [row for row in small.metrics() if "turns/mean" in row]
+    assert all(1 < row["turns/mean"] <= 3 for row in rows)
+    apart = [row["mismatch/logprob_abs_diff_max"] for row in rows if "mismatch/logprob_abs_diff_max" in row]
+    assert len(apart) > 1 and max(apart) < 1e-4
+    assert small.summary()["task"] == "guess"
+    capsys.readouterr()
+    file = tmp_path / "found.json"
+    words = ("run:small@0", "run:small@last", "--eval.final_examples", 6, "--json", file)
+    assert small("eval", *words) == 0  # its environment comes along
+    found = json.loads(file.read_text())
+    assert found[0]["n"] == 6 and set(found[0]["statuses"]) <= {"ok", "wrong", "no_answer"}
+    assert small.resume("small", "--env.max_tokens", 4) == 2
+    assert "env.max_tokens" in capsys.readouterr().err
+
+
+def test_lines_of_a_warm_started_policy_are_steps(tmp_path: Path) -> None:
+    small = runs(tmp_path, STEPWISE)
+    assert small.train() == 0
+    found = [r for step in (1, 2) for group in read_rollouts(small.runs / "small", step) for r in group.rollouts]
+    assert sum(len(rollout.turns) for rollout in found) / len(found) > 1.5
+    assert {round(abs(turn.reward), 6) for rollout in found for turn in rollout.turns} & {0.1, 0.9, 1.1}
+    for rollout in found:
+        assert rollout.reward == pytest.approx(sum(turn.reward for turn in rollout.turns))
+        assert all(turn.context_ids == [] for turn in rollout.turns[1:])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--env.name", "gess"), "did you mean guess"),
+        (("--env.args.high", 0), "low must be below high"),
+        (("--sft.steps", 3), "no worked solutions"),
+        (("--task", "abacus"), "problems of its own"),
+        (("--env.max_step", 3), "max_step"),
+    ],
+)
+def test_mistakes_are_told_before_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], message: str
+) -> None:
+    small = runs(tmp_path, GUESS)
+    assert small.train(*words) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not small.runs.exists()
