@@ -43,11 +43,12 @@ def kl_cov(logprobs: Tensor, advantages: Tensor, fraction: float, low: float, hi
 def clip_cov(logprobs: Tensor, advantages: Tensor, fraction: float, low: float, high: float) -> Tensor:
     """A `fraction` of all tokens (at least one), drawn from those with a covariance within [low, high], as a mask.
 
-    The draw depends on nothing but how many tokens there are: a run that is resumed makes it again.
+    The draw depends on how many tokens there are, not on their order: a run that is resumed makes it again.
     """
     marked = torch.zeros(len(logprobs), dtype=torch.bool)
     found = covariances(logprobs, advantages) if len(logprobs) else logprobs
     within = ((found >= low) & (found <= high)).nonzero().squeeze(1)
+    within = within[found[within].argsort()]
     order = torch.randperm(len(within), generator=torch.Generator().manual_seed(len(logprobs)))
     marked[within[order[: max(int(fraction * len(logprobs)), 1)]]] = True
     return marked
