@@ -47,7 +47,7 @@ class Algorithm:
     entropy_delta: float = 0.005
     cov: str | None = None  # a name of MARKS: which tokens to hold back, by covariance
     cov_fraction: float = 2e-4  # of all tokens
-    cov_coef: float = 1.0  # kl_cov: weight of |log ratio| on those tokens
+    cov_coef: float = 0.1  # kl_cov: weight of |log ratio| on those tokens
     cov_low: float = 1.0  # clip_cov: bounds of the covariance
     cov_high: float = 5.0
     drop_zero_variance: bool = False  # leave out groups whose samples all got the same reward
