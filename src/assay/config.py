@@ -185,7 +185,7 @@ class AlgoConfig(Section):
     """kl_cov: weight of the penalty"""
     cov_low: Finite | None = None
     """clip_cov: least covariance of those it draws from"""
-    cov_high: Annotated[float, Field()] | None = None
+    cov_high: Finite | None = None
     """clip_cov: largest covariance of those it draws from"""
     greedy_baseline: bool | None = None
     """sample one greedy answer more a prompt and take its reward off the others'; it is not trained on"""

@@ -192,7 +192,7 @@ def test_marked_tokens_written_out_the_long_way(cov: str) -> None:
     for i in range(len(batch.lengths)):
         marks = zip(grpo_terms(batch, i), batch.marked[i].tolist(), strict=True)
         if cov == "kl_cov":
-            losses.append([loss + 0.7 * marked * abs(math.log(ratio)) for (_, ratio, loss), marked in marks])
+            losses.append([loss + 0.7 * marked * (ratio - 1 - math.log(ratio)) for (_, ratio, loss), marked in marks])
         else:
             losses.append([0.0 if marked else loss for (_, _, loss), marked in marks])
     assert total == pytest.approx(mean_over_sequences(losses), abs=1e-12)

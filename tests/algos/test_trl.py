@@ -1,4 +1,4 @@
-"""The same numbers as TRL, loss by loss, on random batches. Its trainers are asked for their loss and nothing else."""
+"""The same numbers as TRL, loss by loss, on random batches. Its trainer's methods are asked on a stand-in for it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from assay.algos import Algorithm, LossBatch, make_algorithm
+from assay.algos.advantages import ADVANTAGES
 from assay.algos.entropy import EntropyControl
-from assay.algos.importance import correction
+from assay.algos.importance import CORRECTIONS
 
 pytestmark = pytest.mark.peer
 LENGTHS, LIMIT = [4, 7, 1, 5, 2, 6], 9
@@ -149,26 +150,68 @@ def test_losses_and_gradients(name: str, seed: int) -> None:
     assert slope.abs().max() > 1e-3
 
 
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+def prepared(rewards: list[float], tokens: Tokens | None = None, **settings: Any) -> dict[str, Tensor]:
+    """What TRL makes of judged answers, before its loss: groups of three, and `tokens` of each where they matter."""
+    lengths = LENGTHS if tokens is not None else [1] * len(rewards)
+    sampled = [row[:n].tolist() for row, n in zip(tokens.engine, lengths, strict=True)] if tokens is not None else None
+    answers = [[1]] * len(rewards), [[2] * n for n in lengths], None, [""] * len(rewards), sampled, {}, None, None
+    own = None if tokens is None else tokens.behaviour
+    known: dict[str, Any] = {
+        "accelerator": SimpleNamespace(device="cpu", process_index=0, num_processes=1, gather=lambda x: x),
+        "args": SimpleNamespace(
+            per_device_train_batch_size=len(rewards),
+            steps_per_generation=1,
+            gradient_accumulation_steps=1,
+            gradient_checkpointing_kwargs=None,
+        ),
+        "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        **dict.fromkeys(("environment_factories", "environments", "tools", "pad_to_multiple_of")),
+        **dict.fromkeys(("mask_truncated_completions", "use_vllm", "vllm_importance_sampling_correction"), False),
+        "_generate": lambda prompts: answers,
+        "_calculate_rewards": lambda *_: torch.tensor(rewards, dtype=torch.float64)[:, None],
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (own, None, None),
+        "_tokenizer": SimpleNamespace(pad_token_id=0),
+        "num_iterations": 1,
+        "num_generations": 3,
+        "beta": 0.0,
+        "multi_objective_aggregation": "sum_then_normalize",
+        "reward_weights": torch.ones(1),
+        "reward_func_names": ["reward"],
+        "scale_rewards": "group",
+        "_metrics": {"train": defaultdict(list)},
+        "_logs": defaultdict(list, rewards=defaultdict(list)),
+        "_pending_extra_logs": {},
+        "_pending_metrics": {},
+    }
+    grpo = pytest.importorskip("trl").GRPOTrainer
+    asked = [{"prompt": "?"} for _ in rewards]
+    return grpo._generate_and_score_completions(SimpleNamespace(**known | settings), asked)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("advantage", "scale"), [("group_norm", "group"), ("group_mean", "none")])
+def test_advantages(advantage: str, scale: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rewards = torch.cat([torch.rand(9, generator=generator, dtype=torch.float64), torch.ones(3, dtype=torch.float64)])
+    found = torch.cat(ADVANTAGES[advantage](list(rewards.split(3))))
+    torch.testing.assert_close(
+        found, prepared(rewards.tolist(), scale_rewards=scale)["advantages"].double(), atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("mode", CORRECTIONS)
 def test_corrections(mode: str) -> None:
-    """TRL weighs what its loss is given; the weights themselves are its formula, padded."""
     tokens, low, high = Tokens(7), 0.6, 1.8
-    difference = (tokens.behaviour - tokens.engine) * tokens.mask
-    ratio = (difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference).exp()
-    held = ratio.clamp(low, high) if mode.endswith("truncate") else ratio * ((ratio >= low) & (ratio <= high))
+    both = {"use_vllm": True, "vllm_importance_sampling_correction": True}
+    bounds = {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high}
+    weights = prepared([0.0] * 6, tokens, vllm_importance_sampling_mode=mode, **both, **bounds)[
+        "importance_sampling_ratio"
+    ]
     algo = make_algorithm("grpo", correction=mode, correction_low=low, correction_high=high)
-    settings = {"loss_type": "grpo", "use_vllm": True, "vllm_importance_sampling_correction": True}
     loss, slope = ours(tokens, algo)
-    their_loss, their_slope = theirs(tokens, {"importance_sampling_ratio": held}, **settings)
+    their_loss, their_slope = theirs(tokens, {"importance_sampling_ratio": weights}, loss_type="grpo", **both)
     assert float(loss) == pytest.approx(float(their_loss), abs=1e-5)
     torch.testing.assert_close(slope, their_slope, atol=1e-5, rtol=0)
-    weights, _ = correction(
-        mode, tokens.behaviour[tokens.mask.bool()], tokens.engine[tokens.mask.bool()], low, high, LENGTHS
-    )
-    assert len(set(weights.tolist())) > 2
+    assert len(set(weights.flatten().tolist())) > 2  # not all of them are held
 
 
 def test_an_entropy_bonus_that_follows_a_target() -> None:

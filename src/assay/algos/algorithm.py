@@ -17,7 +17,7 @@ from assay.algos.batch import LossBatch, LossOut, sums_of
 from assay.algos.checks import check
 from assay.algos.entropy import MARKS
 from assay.algos.importance import correction, importance_ratio, sequence_logprobs
-from assay.algos.kl import KL
+from assay.algos.kl import KL, k3
 from assay.algos.losses import LOSSES, PolicyLoss
 from assay.types import Group, UserError
 
@@ -47,7 +47,7 @@ class Algorithm:
     entropy_delta: float = 0.005
     cov: str | None = None  # a name of MARKS: which tokens to hold back, by covariance
     cov_fraction: float = 2e-4  # of all tokens
-    cov_coef: float = 0.1  # kl_cov: weight of |log ratio| on those tokens
+    cov_coef: float = 1.0  # kl_cov: weight of KL(sampler || policy) on those tokens
     cov_low: float = 1.0  # clip_cov: bounds of the covariance
     cov_high: float = 5.0
     drop_zero_variance: bool = False  # leave out groups whose samples all got the same reward
@@ -193,8 +193,8 @@ class Algorithm:
         if self.cov is not None:
             assert batch.marked is not None, "marked tokens have to be given"
             if self.cov == "kl_cov":
-                moved = (batch.logprobs - behaviour).abs().masked_fill(~batch.marked, 0.0)
-                losses_N = losses_N + self.cov_coef * moved
+                moved = k3(behaviour, batch.logprobs)  # KL(sampler || policy): smooth where nothing has moved yet
+                losses_N = losses_N + self.cov_coef * moved.masked_fill(~batch.marked, 0.0)
             else:
                 losses_N = losses_N.masked_fill(batch.marked, 0.0)
             per_token["policy/marked_fraction"] = batch.marked
