@@ -164,29 +164,63 @@ class AlgoConfig(Section):
     """The algorithm: a recipe, and what you change about it. Empty values mean the recipe's own."""
 
     recipe: str = "grpo"
-    """reinforce, grpo, dr_grpo, dapo, rloo or simple"""
+    """reinforce, grpo, dr_grpo, dapo, rloo, simple, reinforce_pp, remax, gspo, cispo, gpg or bnpo"""
     advantage: str | None = None
-    """group_mean, group_norm, leave_one_out, batch_mean or none"""
+    """group_mean, group_norm, leave_one_out, batch_mean, batch_norm, beta_norm, none, ...: see docs/algorithms.md"""
     policy_loss: str | None = None
-    """reinforce or ppo_clip"""
+    """reinforce, ppo_clip or cispo"""
+    ratio: Literal["token", "sequence"] | None = None
+    """policy against sampler: of each token, or of the whole answer (the geometric mean of its tokens)"""
     clip_low: Annotated[float, Field(ge=0)] | None = None
     """how far below 1 the ratio may go"""
     clip_high: Annotated[float, Field(ge=0)] | None = None
     """how far above 1 the ratio may go"""
+    rescore: bool | None = None
+    """ratios start from log-probabilities that the trainer computes before its first update, not from the engine's"""
+    correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
+    """weigh tokens or answers by trainer / engine: held within bounds, or left out outside of them; rescores"""
+    correction_low: NonNegative | None = None
+    """lower bound of that weight"""
+    correction_high: Annotated[float, Field(ge=0)] | None = None
+    """upper bound of that weight"""
     aggregate: str | None = None
     """what the loss averages over: token, sequence or constant (length)"""
     kl: Literal["k1", "k2", "k3"] | None = None
     """estimator of the divergence from the reference"""
     kl_coef: NonNegative | None = None
     """weight of that divergence; above 0 a reference model is kept"""
+    kl_in_reward: bool | None = None
+    """take kl_coef * log(policy / reference) off the return of each token, in place of a term in the loss"""
     reference: str = ""
     """model to stay close to; empty: the policy as it was when reinforcement began"""
     entropy_coef: Finite | None = None
-    """weight of an entropy bonus"""
+    """weight of an entropy bonus; with entropy_target, what it starts from"""
+    entropy_target: NonNegative | None = None
+    """entropy of a token below which that weight grows from step to step; above it the weight shrinks and rests"""
+    entropy_delta: NonNegative | None = None
+    """what the weight grows or shrinks by"""
+    cov: Literal["kl_cov", "clip_cov"] | None = None
+    """hold tokens back whose log-probability and advantage covary most: by a penalty, or out of the loss"""
+    cov_fraction: Fraction | None = None
+    """share of tokens that is held back"""
+    cov_coef: NonNegative | None = None
+    """kl_cov: weight of the penalty"""
+    cov_low: Finite | None = None
+    """clip_cov: least covariance of those it draws from"""
+    cov_high: Finite | None = None
+    """clip_cov: largest covariance of those it draws from"""
+    greedy_baseline: bool | None = None
+    """sample one greedy answer more a prompt and take its reward off the others'; it is not trained on"""
     drop_zero_variance: bool | None = None
     """leave out groups in which all rewards are equal"""
     resample: Count | None = None
     """rounds of new prompts drawn to replace such groups"""
+    pass_rate_low: Fraction | None = None
+    """prompts with a running pass rate below are passed over"""
+    pass_rate_high: Fraction | None = None
+    """prompts with a running pass rate above are passed over"""
+    pass_rate_retry: Count | None = None
+    """steps after which a prompt that was passed over gets another try; 0: none"""
     mask_overlong: bool | None = None
     """leave answers that were cut off out of the loss"""
     soft_overlong_buffer: Fraction | None = None

@@ -143,6 +143,7 @@ class Group:
 
     prompt: Prompt
     rollouts: list[Rollout]
+    baseline: float | None = None  # reward of a greedy answer, which is taken off the others' where there is one
 
     @property
     def rewards(self) -> list[float]:

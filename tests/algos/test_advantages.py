@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.algos.advantages import ADVANTAGES
+from assay.algos.advantages import ADVANTAGES, returns_with_kl
 from assay.types import UserError
 
+GROUPED = ["group_mean", "group_norm", "leave_one_out", "group_mean_batch_norm", "group_mean_rescaled", "beta_norm"]
 groups_of_rewards = st.lists(st.lists(st.floats(-10, 10), min_size=2, max_size=6), min_size=1, max_size=5)
 
 
@@ -32,9 +35,38 @@ def reference(name: str, groups: list[list[float]]) -> list[list[float]]:
             out.append([r - sum(o) / len(o) for r, o in zip(group, others, strict=True)])
         elif name == "batch_mean":
             out.append([r - sum(everything) / len(everything) for r in group])
+        elif name == "batch_norm":
+            scale = float(np.std(everything, ddof=1)) + 1e-4
+            out.append([(r - sum(everything) / len(everything)) / scale for r in group])
+        elif name == "group_mean_batch_norm":
+            residuals = np.array([r - sum(g) / len(g) for g in groups for r in g])
+            scale = float(np.std(residuals, ddof=1)) + 1e-4
+            out.append([(r - mean - float(residuals.mean())) / scale for r in group])
+        elif name == "group_mean_rescaled":
+            telling = sum(max(g) > min(g) for g in groups)
+            out.append([(r - mean) * len(groups) / max(telling, 1) for r in group])
+        elif name == "beta_norm":
+            density = beta_density(mean, *fitted_beta([sum(g) / len(g) for g in groups]))
+            out.append([(r - mean) / density if 0 < mean < 1 else 0.0 for r in group])
         else:
             out.append(list(group))
     return out
+
+
+def fitted_beta(rates: list[float]) -> tuple[float, float]:
+    """BNPO's alpha and beta, by the moments of the groups' mean rewards."""
+    mean, variance = float(np.mean(rates)), float(np.var(rates))
+    if variance <= 1e-12 or (size := mean * (1 - mean) / variance - 1) <= 0:
+        return 1.0, 1.0
+    return 1 + mean * size / 3, 1 + (1 - mean) * size / 3
+
+
+def beta_density(p: float, alpha: float, beta: float) -> float:
+    """Its logarithm, for the Gamma function overflows at 171."""
+    if not 0 < p < 1:
+        return 1.0
+    scale = math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
+    return math.exp((alpha - 1) * math.log(p) + (beta - 1) * math.log(1 - p) - scale)
 
 
 def assert_close(actual: list[list[float]], expected: list[list[float]], tolerance: float) -> None:
@@ -46,8 +78,10 @@ def assert_close(actual: list[list[float]], expected: list[list[float]], toleran
 @settings(deadline=None)
 @given(groups=groups_of_rewards)
 def test_equal_to_the_formula(name: str, groups: list[list[float]]) -> None:
+    if name == "beta_norm":  # it takes probabilities, and no finer ones than some judge would give
+        groups = [[round(abs(r) / 10, 2) for r in group] for group in groups]
     # near-equal rewards divide rounding errors by 1e-4, hence the looser bound
-    assert_close(give(name, groups), reference(name, groups), 1e-9)
+    assert_close(give(name, groups), reference(name, groups), 1e-9 if name != "beta_norm" else 1e-6)
 
 
 def test_values_by_hand() -> None:
@@ -58,12 +92,53 @@ def test_values_by_hand() -> None:
     assert give("group_norm", [[0, 2]]) == [pytest.approx([-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4)])]
 
 
-@pytest.mark.parametrize("name", ["group_mean", "group_norm", "leave_one_out"])
+@pytest.mark.parametrize("name", GROUPED)
 def test_equal_rewards_give_no_advantage(name: str) -> None:
     np.testing.assert_allclose(give(name, [[0.1] * 7])[0], 0.0, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["group_mean", "group_norm", "leave_one_out"])
+def test_new_values_by_hand() -> None:
+    assert give("batch_norm", [[0, 2], [1]]) == [pytest.approx([-1 / 1.0001, 1 / 1.0001]), [0.0]]
+    scale = (0.5 / 3) ** 0.5 + 1e-4  # of -0.5, 0.5, 0 and 0
+    assert give("group_mean_batch_norm", [[0, 1], [5, 5]])[0] == pytest.approx([-0.5 / scale, 0.5 / scale])
+    assert give("group_mean_rescaled", [[1, 0], [1, 1], [0, 0]]) == [[1.5, -1.5], [0, 0], [0, 0]]
+    # p = 0.25 and 0.75: variance 1/16, a + b = 3, a = b = 1.5, and Beta(1.5, 1.5) has density 8/pi sqrt(p (1 - p))
+    found = give("beta_norm", [[1, 0, 0, 0], [1, 1, 1, 0]])
+    density = 8 / math.pi * (3 / 16) ** 0.5
+    assert found[0] == pytest.approx([0.75 / density, *[-0.25 / density] * 3])
+
+
+def test_beta_norm_has_the_smallest_variance() -> None:
+    """Over p ~ Beta(a, b), the variance p (1 - p) / f(p)^2 of a normalised binary reward is least at BNPO's f."""
+    a, b = 2.4, 4.2
+    p = np.linspace(0, 1, 20_001)[1:-1]
+    prior = p ** (a - 1) * (1 - p) ** (b - 1)
+
+    def variance(alpha: float, beta: float) -> float:
+        scale = math.gamma(alpha) * math.gamma(beta) / math.gamma(alpha + beta)
+        density = p ** (alpha - 1) * (1 - p) ** (beta - 1) / scale
+        return float((prior * p * (1 - p) / density**2).sum())
+
+    best = variance(1 + a / 3, 1 + b / 3)
+    assert all(
+        variance(1 + a / 3 + da, 1 + b / 3 + db) > best for da in (-0.1, 0, 0.1) for db in (-0.1, 0, 0.1) if da or db
+    )
+
+
+def test_beta_norm_falls_back_to_the_mean_and_takes_probabilities_only() -> None:
+    assert give("beta_norm", [[1, 0], [0, 1]]) == [[0.5, -0.5], [-0.5, 0.5]]  # all alike
+    assert give("beta_norm", [[1, 1], [0, 0]]) == [[0, 0], [0, 0]]  # all 0 and 1
+    with pytest.raises(UserError, match="from 0 to 1"):
+        give("beta_norm", [[1, -0.5]])
+
+
+def test_the_kl_of_a_token_and_of_all_after_it_is_taken_off_its_return() -> None:
+    found = returns_with_kl(2.0, [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5], 0.1)
+    assert found.tolist() == pytest.approx([2 - 0.1 * (0.5 - 1.0 + 0.0), 2 - 0.1 * (-1.0), 2.0])
+    assert returns_with_kl(1.0, [], [], 0.1).tolist() == []
+
+
+@pytest.mark.parametrize("name", GROUPED)
 def test_single_samples_have_no_group_baseline(name: str) -> None:
     with pytest.raises(UserError, match=r'raise samples .* advantage="batch_mean"'):
         give(name, [[1.0, 0.0], [1.0]])
@@ -71,8 +146,13 @@ def test_single_samples_have_no_group_baseline(name: str) -> None:
 
 def test_single_samples_suit_a_batch_baseline() -> None:
     assert give("batch_mean", [[1.0], [0.0]]) == [[0.5], [-0.5]]
-    with pytest.raises(UserError, match="two rollouts"):
-        give("batch_mean", [[1.0]])
+    assert give("batch_norm", [[1.0], [0.0]]) == [
+        pytest.approx([0.5 / (0.5**0.5 + 1e-4)]),
+        [pytest.approx(-0.70700679)],
+    ]
+    for name in ("batch_mean", "batch_norm"):
+        with pytest.raises(UserError, match="two rollouts"):
+            give(name, [[1.0]])
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))

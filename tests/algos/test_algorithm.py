@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from assay.algos.algorithm import Algorithm, LossBatch
+from assay.algos.algorithm import Algorithm
+from assay.algos.batch import LossBatch
+from assay.algos.importance import CORRECTIONS
 from assay.algos.recipes import RECIPES, make_algorithm
 from assay.algos.sums import Sums, metrics
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
@@ -50,6 +54,7 @@ class Batch:
         self.reference = [-1.9 + 0.5 * normal(length) for length in lengths]
         self.engine = [b + 0.01 * normal(length) for b, length in zip(self.behaviour, lengths, strict=True)]
         self.advantages = normal(len(lengths))
+        self.marked = [normal(length) > 0.5 for length in lengths]
 
     def loss_batch(self, theta: Tensor, members: list[int], weights: Tensor) -> LossBatch:
         def cat(parts: list[Tensor]) -> Tensor:
@@ -68,6 +73,8 @@ class Batch:
             entropy=-(logprobs.exp() * logprobs).sum(-1),
             ref_logprobs=cat(self.reference),
             engine_logprobs=cat(self.engine),
+            lengths=repeats.tolist(),
+            marked=cat(self.marked).bool(),
         )
 
     def run(self, algorithm: Algorithm, splits: list[list[int]]) -> tuple[float, Tensor, Sums]:
@@ -99,10 +106,19 @@ def with_everything_on(recipe: str) -> Algorithm:
     return make_algorithm(recipe, kl="k3", kl_coef=0.3, entropy_coef=0.1, max_new_tokens=10)
 
 
-@pytest.mark.parametrize("recipe", list(RECIPES))
-@pytest.mark.parametrize("seed", range(8))
+MORE: dict[str, dict[str, Any]] = {
+    **{name: {"correction": name, "correction_low": 0.97, "correction_high": 1.02} for name in CORRECTIONS},
+    "kl_cov": {"cov": "kl_cov"},
+    "clip_cov": {"cov": "clip_cov"},
+    "cispo of sequences": {"policy_loss": "cispo", "ratio": "sequence"},
+}
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *MORE])
+@pytest.mark.parametrize("seed", range(4))
 def test_loss_gradient_and_metrics_do_not_depend_on_the_split(recipe: str, seed: int) -> None:
-    batch, algorithm = Batch(seed), with_everything_on(recipe)
+    batch = Batch(seed)
+    algorithm = replace(with_everything_on(recipe if recipe in RECIPES else "grpo"), **MORE.get(recipe, {}))
     whole, whole_gradient, whole_sums = batch.run(algorithm, [list(range(len(batch.lengths)))])
     for split_seed in range(4):
         splits = random_splits(len(batch.lengths), 100 * seed + split_seed)
@@ -132,6 +148,85 @@ def test_grpo_loss_written_out_the_long_way() -> None:
     assert total == pytest.approx(sum(per_sequence) / len(per_sequence), abs=1e-12)
     assert clipped > 0
     assert metrics(sums)["policy/clip_fraction"] == pytest.approx(clipped / sum(batch.lengths))
+
+
+def grpo_terms(batch: Batch, i: int) -> list[tuple[float, float, float]]:
+    """(log-probability, ratio, GRPO's loss) of each token of a sequence, in scalar Python."""
+    terms = []
+    for t in range(batch.lengths[i]):
+        logits = (batch.features[i][t] @ batch.theta).tolist()
+        logprob = logits[int(batch.tokens[i][t])] - math.log(sum(math.exp(x) for x in logits))
+        ratio, advantage = math.exp(logprob - float(batch.behaviour[i][t])), float(batch.advantages[i])
+        terms.append((logprob, ratio, -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)))
+    return terms
+
+
+def mean_over_sequences(losses: list[list[float]]) -> float:
+    means = [sum(one) / len(one) for one in losses if one]
+    return sum(means) / len(means)
+
+
+@pytest.mark.parametrize("mode", CORRECTIONS)
+def test_corrections_written_out_the_long_way(mode: str) -> None:
+    batch, bounds = Batch(3), {"correction_low": 0.98, "correction_high": 1.01}
+    total, _, sums = batch.run(make_algorithm("grpo", correction=mode, **bounds), [list(range(len(batch.lengths)))])
+    losses, held = [], 0
+    for i, length in enumerate(batch.lengths):
+        weights = [math.exp(float(b - e)) for b, e in zip(batch.behaviour[i], batch.engine[i], strict=True)]
+        if mode.startswith("sequence"):
+            weights = [math.prod(weights)] * length
+        held += sum(not 0.98 <= w <= 1.01 for w in weights)
+        outside = (lambda w: 0.0) if mode.endswith("mask") else (lambda w: min(max(w, 0.98), 1.01))
+        weights = [w if 0.98 <= w <= 1.01 else outside(w) for w in weights]
+        losses.append([w * loss for w, (_, _, loss) in zip(weights, grpo_terms(batch, i), strict=True)])
+    assert total == pytest.approx(mean_over_sequences(losses), abs=1e-12)
+    assert 0 < held < sum(batch.lengths)
+    assert metrics(sums)["mismatch/held_fraction"] == pytest.approx(held / sum(batch.lengths))
+
+
+@pytest.mark.parametrize("cov", ["kl_cov", "clip_cov"])
+def test_marked_tokens_written_out_the_long_way(cov: str) -> None:
+    batch = Batch(5)
+    total, _, sums = batch.run(make_algorithm("grpo", cov=cov, cov_coef=0.7), [list(range(len(batch.lengths)))])
+    losses = []
+    for i in range(len(batch.lengths)):
+        marks = zip(grpo_terms(batch, i), batch.marked[i].tolist(), strict=True)
+        if cov == "kl_cov":
+            losses.append([loss + 0.7 * marked * (ratio - 1 - math.log(ratio)) for (_, ratio, loss), marked in marks])
+        else:
+            losses.append([0.0 if marked else loss for (_, _, loss), marked in marks])
+    assert total == pytest.approx(mean_over_sequences(losses), abs=1e-12)
+    marked = sum(int(one.sum()) for one in batch.marked)
+    assert marked and metrics(sums)["policy/marked_fraction"] == pytest.approx(marked / sum(batch.lengths))
+
+
+def test_reinforce_pp_with_the_kl_in_the_reward() -> None:
+    """Returns fall by the KL of what follows, and are normalised over all tokens of the batch."""
+    algorithm = make_algorithm("reinforce_pp", kl_coef=0.2)
+    logprobs, reference = [[-1.0, -2.0], [-0.5, -0.25, -3.0]], [[-1.5, -1.0], [-1.0, -0.75, -1.0]]
+    returns = []
+    for reward, one, other in zip([1.0, 0.0], logprobs, reference, strict=True):
+        kl = [x - y for x, y in zip(one, other, strict=True)]
+        returns += [reward - 0.2 * sum(kl[t:]) for t in range(len(kl))]
+    mean = sum(returns) / 5
+    std = (sum((r - mean) ** 2 for r in returns) / 4) ** 0.5
+    found = algorithm.token_advantages([1.0, 0.0], logprobs, reference)
+    assert [len(one) for one in found] == [2, 3]
+    assert found[0] + found[1] == pytest.approx([(r - mean) / (std + 1e-4) for r in returns])
+    assert algorithm.needs_reference and algorithm.penalises_reward
+    one = torch.ones(2)
+    out = algorithm.loss(LossBatch(-one, -one, one, one / 2, ref_logprobs=-2 * one))
+    assert "loss/kl" not in out.sums.losses and metrics(out.sums)["policy/kl"] == 1.0
+
+
+def test_remax_takes_off_the_reward_of_the_greedy_answer() -> None:
+    remax = make_algorithm("remax", max_new_tokens=10, soft_overlong_buffer=0.5)
+    groups = [make_group("a", [(1, 3), (0, 3)]), make_group("b", [(0.25, 1)])]
+    remax.take_baselines(groups, [make_group("a", [(1, 3)]), make_group("b", [(1, 10)])])  # the latter is punished
+    remax.credit(groups)
+    assert [r.advantage for r in all_rollouts(groups)] == pytest.approx([0, -1, 0.25])
+    assert [r.reward for r in all_rollouts(groups)] == [1, 0, 0.25]  # what is logged is not changed
+    remax.check_samples(1)
 
 
 def test_metrics_values() -> None:
@@ -248,12 +343,13 @@ def test_own_functions_run_and_are_checked() -> None:
         make_algorithm("simple", policy_loss=lambda *_: (torch.zeros(()), {})).loss(LossBatch(one, one, one, one))
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "dapo", "rloo", "simple"])
+@pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "dapo", "rloo", "simple", "gspo", "cispo", "gpg", "bnpo"])
 def test_one_sample_a_prompt_is_refused_early(recipe: str) -> None:
     with pytest.raises(UserError, match="raise samples"):
         RECIPES[recipe].check_samples(1)
     RECIPES[recipe].check_samples(2)
-    RECIPES["reinforce"].check_samples(1)
+    for enough in ("reinforce", "reinforce_pp", "remax"):
+        RECIPES[enough].check_samples(1)
 
 
 def test_rewards_must_be_finite() -> None:

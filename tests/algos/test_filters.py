@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from assay.algos.filters import drop_zero_variance, mask_overlong, soft_overlong
+from assay.algos.filters import drop_zero_variance, mask_overlong, soft_overlong, with_results, within_reach
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 
@@ -52,3 +52,29 @@ def test_soft_overlong_is_piecewise_linear(length: int, punishment: float) -> No
     group = make_group("a", [(1.0, length, False)])
     soft_overlong([group], max_tokens=100, buffer=20, weight=0.3)
     assert group.rewards == [pytest.approx(1.0 + 0.3 * punishment)]
+
+
+def test_running_pass_rates_take_half_of_what_is_new() -> None:
+    easy, hard = make_group("easy", [(1, 3, False), (1, 3, False)]), make_group("hard", [(1, 3, False), (0, 3, False)])
+    known = {"easy": [0.5, 3.0]}
+    rates = with_results(known, [easy, hard], step=7)
+    assert rates == {"easy": [0.75, 7.0], "hard": [0.5, 7.0]}
+    assert known == {"easy": [0.5, 3.0]}
+    again = with_results(rates, [easy, easy], step=9)
+    assert again == {"easy": [0.9375, 9.0], "hard": [0.5, 7.0]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "retry", "tried"),
+    [
+        ("new", 0, True),
+        ("easy", 0, False),
+        ("hard", 0, False),
+        ("good", 0, True),
+        ("easy", 5, True),
+        ("hard", 5, False),
+    ],
+)
+def test_prompts_within_reach(prompt: str, retry: int, tried: bool) -> None:
+    rates = {"easy": [0.95, 3.0], "hard": [0.0, 6.0], "good": [0.2, 1.0]}
+    assert within_reach(rates, prompt, step=8, low=0.1, high=0.9, retry=retry) is tried

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.algos.losses import LOSSES, ppo_clip, reinforce
+from assay.algos.losses import LOSSES, cispo, ppo_clip, reinforce
 
 
 def column(values: list[float], grad: bool = False) -> torch.Tensor:
@@ -59,15 +59,32 @@ def test_ppo_clip_has_separate_bounds() -> None:
     assert stats["clip_high_fraction"].tolist() == [True, False, False, False]
 
 
+@settings(deadline=None)
+@given(tokens=st.lists(st.tuples(st.floats(-3, 3), st.floats(-2, 2)), min_size=1, max_size=8), high=st.floats(0, 5))
+def test_cispo_weighs_by_the_clipped_ratio_and_drops_no_token(tokens: list[tuple[float, float]], high: float) -> None:
+    logprobs = column([log_ratio - 1.0 for log_ratio, _ in tokens], grad=True)
+    losses, stats = cispo(logprobs, column([-1.0] * len(tokens)), column([a for _, a in tokens]), 0.5, high)
+    losses.sum().backward()
+    weights = [min(max(math.exp(log_ratio), 0.5), 1 + high) for log_ratio, _ in tokens]
+    expected = [-w * a * (log_ratio - 1) for w, (log_ratio, a) in zip(weights, tokens, strict=True)]
+    assert losses.tolist() == pytest.approx(expected, abs=1e-12)
+    assert logprobs.grad is not None
+    slopes = [-w * a for w, (_, a) in zip(weights, tokens, strict=True)]
+    assert logprobs.grad.tolist() == pytest.approx(slopes, abs=1e-12)
+    outside = [not 0.5 <= math.exp(log_ratio) <= 1 + high for log_ratio, _ in tokens]
+    assert sum(stats["clip_fraction"].tolist()) == pytest.approx(sum(outside), abs=1)  # rounding at the very bounds
+
+
 def test_on_policy_ppo_has_the_gradient_of_reinforce() -> None:
     advantages = column([0.7, -1.3, 0.0, 2.0])
     slopes = []
-    for loss in (reinforce, ppo_clip):
+    for loss in (reinforce, ppo_clip, cispo):
         logprobs = column([-0.1, -2.0, -3.0, -0.5], grad=True)
         loss(logprobs, logprobs.detach().clone(), advantages, 0.2, 0.2)[0].sum().backward()
         slopes.append(logprobs.grad)
     torch.testing.assert_close(slopes[0], -advantages)
     torch.testing.assert_close(slopes[0], slopes[1])
+    torch.testing.assert_close(slopes[0], slopes[2])
 
 
 def test_reinforce_is_the_policy_gradient() -> None:

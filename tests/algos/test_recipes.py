@@ -12,7 +12,8 @@ from assay.types import UserError
 
 
 def test_names_and_defining_settings() -> None:
-    assert set(RECIPES) == {"reinforce", "grpo", "dr_grpo", "dapo", "rloo", "simple"}
+    new = {"reinforce_pp", "remax", "gspo", "cispo", "gpg", "bnpo"}
+    assert set(RECIPES) == {"reinforce", "grpo", "dr_grpo", "dapo", "rloo", "simple"} | new
     defining = {n: (a.advantage, a.policy_loss, a.aggregate, a.clip_low, a.clip_high) for n, a in RECIPES.items()}
     assert defining["grpo"] == ("group_norm", "ppo_clip", "sequence", 0.2, 0.2)
     assert defining["dr_grpo"] == ("group_mean", "ppo_clip", "constant", 0.2, 0.2)
@@ -20,6 +21,14 @@ def test_names_and_defining_settings() -> None:
     assert defining["simple"][:3] == ("group_mean", "reinforce", "token")
     assert defining["rloo"][:3] == ("leave_one_out", "reinforce", "constant")
     assert defining["reinforce"][:3] == ("batch_mean", "reinforce", "token")
+    assert defining["reinforce_pp"] == ("batch_norm", "ppo_clip", "token", 0.2, 0.2)
+    assert defining["remax"][:3] == ("none", "reinforce", "constant")
+    assert defining["gspo"] == ("group_norm", "ppo_clip", "sequence", 3e-4, 4e-4)
+    assert defining["cispo"] == ("group_norm", "cispo", "token", 1.0, 4.0)
+    assert defining["gpg"][:3] == ("group_mean_rescaled", "reinforce", "token")
+    assert defining["bnpo"] == ("beta_norm", "ppo_clip", "sequence", 0.2, 0.2)
+    assert RECIPES["gspo"].ratio == "sequence" and RECIPES["gspo"].needs_sequences and RECIPES["gspo"].rescores
+    assert [name for name, recipe in RECIPES.items() if recipe.greedy_baseline] == ["remax"]
     assert RECIPES["dapo"].drop_zero_variance
     assert all(not recipe.needs_reference for recipe in RECIPES.values())
 
@@ -59,6 +68,15 @@ def test_own_functions_are_accepted() -> None:
         ("dapo", {"drop_zero_variance": False}, "set drop_zero_variance = true"),
         ("dapo", {"soft_overlong_buffer": 4096}, "fraction of max_new_tokens"),
         ("simple", {"kl_coef": 0.1}, "needs an estimator"),
+        ("gspo", {"ratio": "sequences"}, "unknown ratio 'sequences': did you mean 'sequence'"),
+        ("grpo", {"correction": "truncate"}, "unknown correction 'truncate'"),
+        ("grpo", {"correction_low": 3.0}, "correction_low = 3.0 must not be above correction_high = 2.0"),
+        ("grpo", {"pass_rate_low": 0.9, "pass_rate_high": 0.5}, "pass_rate_low = 0.9 must not be above"),
+        ("grpo", {"cov": "cov"}, "unknown cov 'cov'"),
+        ("grpo", {"cov_fraction": 2}, "cov_fraction = 2 must be a fraction"),
+        ("grpo", {"entropy_target": "much"}, "entropy_target = 'much' must be a number"),
+        ("grpo", {"kl_in_reward": True, "kl_coef": 0.1}, "pick one of batch_mean, batch_norm, none"),
+        ("remax", {"kl_in_reward": True, "kl_coef": 0.1}, "do not go together"),
     ],
 )
 def test_mistakes_are_named(recipe: str, overrides: dict, message: str) -> None:

@@ -49,3 +49,9 @@ def test_a_discount_prefers_the_sooner() -> None:
     assert [r.advantage for r in group.rollouts] == pytest.approx([0.05, -0.05])
     with pytest.raises(UserError, match="discount"):
         make_algorithm("simple", discount=1.5)
+
+
+def test_credit_for_steps_and_a_penalty_on_tokens_do_not_go_together() -> None:
+    for settings in ({"step_credit": True}, {"discount": 0.9}):
+        with pytest.raises(UserError, match="leave out step_credit and discount"):
+            make_algorithm("reinforce_pp", kl_coef=0.01, **settings)

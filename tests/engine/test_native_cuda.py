@@ -153,13 +153,16 @@ def test_continuing_streaming_and_errors_on_cuda() -> None:
 
 
 def test_every_recipe_is_made_of_parts_that_run_on_cuda() -> None:
-    from assay.algos import LossBatch
+    from assay.algos import RECIPES, LossBatch
 
     values = torch.randn(40, device="cuda")
-    for name in ("grpo", "dr_grpo", "dapo", "rloo", "simple", "reinforce"):
-        algo = make_algorithm(name, max_new_tokens=32)
+    ones, marked = torch.ones_like(values), values > 0
+    corrected = {"correction": "sequence_truncate", "cov": "kl_cov"}
+    for name, changes in [*((name, {}) for name in RECIPES), ("grpo", corrected)]:
+        algo = make_algorithm(name, max_new_tokens=32, **changes)
         logprobs = values.clone().requires_grad_()
-        out = algo.loss(LossBatch(logprobs, values, torch.ones_like(values), torch.full_like(values, 0.1)))
+        known = {"engine_logprobs": values, "lengths": [10, 0, 30], "marked": marked}
+        out = algo.loss(LossBatch(logprobs, values, ones, 0.1 * ones, **known))
         out.total.backward()
         assert logprobs.grad is not None and bool(logprobs.grad.isfinite().all())
 

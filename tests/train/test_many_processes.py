@@ -37,6 +37,11 @@ RICH = (  # everything that has a place of its own in a run: warm start, referen
 )
 MUON = ("--optim.name", "muon", "--optim.matrix_lr", 0.01)
 LORA = ("--lora.rank", 2, "--algo.kl_coef", 0.1)
+SEQUENCES = (  # ratios and corrections of whole answers, scores before the first update, tokens held back
+    *("--algo.recipe", "gspo", "--algo.correction", "sequence_truncate", "--algo.updates", 2, "--algo.clip_low", 0.1),
+    *("--algo.cov", "kl_cov", "--algo.cov_fraction", 0.1, "--train.token_budget", 40),
+)
+REWARD_KL = ("--algo.recipe", "reinforce_pp", "--algo.kl_coef", 0.1, "--train.token_budget", 40)
 
 
 def ended(process: Any, code: int = 0, within: float = 300) -> str:
@@ -79,11 +84,14 @@ def test_a_grid_of_two_by_two_is_one_process(tmp_path: Path) -> None:
     assert len(list((small.checkpoint(STEPS, "grid") / "optimizer").iterdir())) == count
 
 
+KINDS = {"rich": RICH, "muon": MUON, "lora": LORA, "sequences": SEQUENCES, "reward-kl": REWARD_KL}
+
+
 @pytest.fixture(scope="module")
 def rich(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRuns]:
     """Runs on one process to compare with."""
     small = SmallRuns(tmp_path_factory.mktemp("many"))
-    for name, words in (("rich", RICH), ("muon", MUON), ("lora", LORA)):
+    for name, words in KINDS.items():
         ended(small.process("train", small.config, *WORDS, *words, "--name", name))
     yield small
 
@@ -99,13 +107,16 @@ def test_whole_runs_on_any_layout(rich: SmallRuns, layout: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "words", "layout"),
-    [("muon", MUON, "4 fsdp x tp"), ("muon", MUON, "2 ddp"), ("lora", LORA, "2 fsdp"), ("lora", LORA, "2 ddp")],
+    ("kind", "layout"),
+    [
+        *(("muon", "4 fsdp x tp"), ("muon", "2 ddp"), ("lora", "2 fsdp"), ("lora", "2 ddp")),
+        *(("sequences", "2 fsdp"), ("sequences", "2 tp"), ("sequences", "4 fsdp x tp"), ("reward-kl", "2 fsdp")),
+    ],
 )
-def test_muon_and_adapters(rich: SmallRuns, kind: str, words: tuple[object, ...], layout: str) -> None:
+def test_other_kinds_of_runs(rich: SmallRuns, kind: str, layout: str) -> None:
     count, spread = LAYOUTS[layout]
     name = f"{kind}-{layout.replace(' ', '-')}"
-    ended(rich.launch(count, "train", rich.config, *WORDS, *words, *spread, "--name", name))
+    ended(rich.launch(count, "train", rich.config, *WORDS, *KINDS[kind], *spread, "--name", name))
     same_truth(rich, kind, name)
 
 

@@ -41,6 +41,14 @@ VARIANTS: dict[str, tuple[object, ...]] = {
         *("--optim.name", "muon", "--optim.matrix_lr", 0.01),
     ),
     "dapo": ("--algo.recipe", "dapo", "--train.passes", 2),
+    "prompts by pass rate, an entropy target": (
+        *("--algo.pass_rate_low", 0.1, "--algo.pass_rate_high", 0.9, "--algo.pass_rate_retry", 3),
+        *("--algo.entropy_target", 99, "--train.max_train_prompts", 6),
+    ),
+    "remax, corrected, clip_cov": (
+        *("--algo.recipe", "remax", "--algo.correction", "sequence_truncate", "--algo.updates", 3),
+        *("--algo.cov", "clip_cov", "--algo.cov_low", 0, "--algo.cov_fraction", 0.1),
+    ),
     "half precision": ("--dtype", "bfloat16", "--engine.dtype", "bfloat16", "--algo.kl_coef", 0.1),
 }
 

@@ -16,8 +16,9 @@ from train_parts import SPEC, full_logprobs, gradients_of, make_groups, tiny_dec
 
 from assay.algos import Algorithm, make_algorithm
 from assay.models.decoder import Decoder
+from assay.models.logprobs import LOGITS_AT_ONCE
 from assay.train.optim import make_adamw
-from assay.train.pack import rows_of
+from assay.train.pack import credit_tokens, rows_of
 from assay.train.update import Updater
 from assay.types import Group
 
@@ -32,6 +33,22 @@ CHANGES: dict[str, dict[str, Any]] = {
     "grpo with everything": {"recipe": "grpo", "kl_coef": 0.3, "entropy_coef": 0.02, "mask_overlong": True},
     "grpo with k2": {"recipe": "grpo", "kl": "k2", "kl_coef": 0.1},
     "dr_grpo with entropy": {"recipe": "dr_grpo", "entropy_coef": 0.05},
+    "reinforce_pp": {},
+    "reinforce_pp with a reference": {"recipe": "reinforce_pp", "kl_coef": 0.3},
+    "remax": {},
+    "gspo": {"updates": 1, "rescore": False, "clip_low": 0.05, "clip_high": 0.05},
+    "cispo": {"updates": 1, "clip_high": 0.2},
+    "gpg": {},
+    "bnpo": {},
+    "token_truncate": {"recipe": "grpo", "correction": "token_truncate", "correction_high": 1.1},
+    "sequence_mask": {
+        "recipe": "grpo",
+        "correction": "sequence_mask",
+        "correction_low": 0.8,
+        "correction_high": 1.3,
+    },
+    "kl_cov": {"recipe": "grpo", "cov": "kl_cov", "cov_fraction": 0.1},
+    "clip_cov": {"recipe": "grpo", "cov": "clip_cov", "cov_fraction": 0.1, "cov_low": 0.1},
 }
 
 
@@ -55,6 +72,9 @@ def updater(algo: Algorithm, **changes: Any) -> Updater:
 def outcome(updater: Updater, groups: Sequence[Group], algo: Algorithm) -> tuple[float, Tensor, Tensor]:
     """Loss, gradient and the weights after one step."""
     rows = rows_of(groups, algo)
+    if algo.penalises_reward:
+        rows = updater.scored(rows, algo)
+    (rows,) = credit_tokens([rows], algo)
     sums = updater._accumulate(rows, algo)
     gradient = gradients_of(updater.policy)
     updater.step(rows, algo, 1e-2)
@@ -123,6 +143,83 @@ def plain_loss(every: list[Tensor], groups: Sequence[Group], ref: list[Tensor] |
 def each_alone(model: Decoder, groups: Sequence[Group]) -> list[Tensor]:
     sequences = [torch.tensor(r.token_ids) for group in groups for r in group.rollouts]
     return [torch.log_softmax(model.unembed(model.hidden(ids, [len(ids)])), -1) for ids in sequences]
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo, rescored"])
+def test_the_update_equals_a_plain_gspo_on_single_sequences(name: str) -> None:
+    """One ratio an answer, differentiated as it stands; rescored, it is 1 and has the slope of its mean log-prob."""
+    rescored = name != "gspo"
+    algo = make_algorithm("gspo", clip_low=0.05, clip_high=0.05, rescore=rescored, updates=1)
+    groups = credited(algo, seed=5)
+    trained = updater(algo, token_budget=50)
+    sums = trained._accumulate(rows_of(groups, algo), algo)
+    model = tiny_decoder()
+    every, answers = iter(each_alone(model, groups)), []
+    for rollout in (r for group in groups for r in group.rollouts):
+        row = next(every)
+        places = [place for place, mask in enumerate(rollout.loss_mask) if mask]
+        logprobs = torch.stack([row[place - 1][rollout.token_ids[place]] for place in places])
+        sampled = torch.tensor([rollout.engine_logprobs[place] for place in places], dtype=torch.float64)
+        ratio = torch.exp((logprobs - (logprobs.detach() if rescored else sampled)).mean())
+        advantage = rollout.advantage
+        answers.append(-torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage))
+    loss = torch.stack(answers).mean()
+    loss.backward()
+    assert float(sums.losses["loss/total"]) == pytest.approx(loss.item(), abs=1e-12)
+    assert (gradients_of(trained.policy) - gradients_of(model)).abs().max() < 1e-12
+
+
+def test_sequences_are_asked_about_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities are computed a few tokens at a time where logits are large: that must cut no ratio."""
+    algo = make_algorithm("gspo", clip_low=0.05, clip_high=0.05, rescore=False, updates=1)
+    groups = credited(algo)
+    whole = updater(algo)._accumulate(rows_of(groups, algo), algo)
+    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", 3 * SPEC.vocab_size)
+    sliced = updater(algo)
+    sums = sliced._accumulate(rows_of(groups, algo), algo)
+    assert float(sums.losses["loss/total"]) == pytest.approx(float(whole.losses["loss/total"]), abs=1e-12)
+    grpo = make_algorithm("grpo")
+    sliced._accumulate(rows_of(groups, grpo), grpo)  # which does not mind
+
+
+def test_the_trainer_scores_answers_before_its_first_update() -> None:
+    """Ratios start from 1 whatever the engine says, in every update of the batch but its own drift."""
+    algo = make_algorithm("grpo", correction="token_truncate", correction_high=1.1, updates=2)
+    groups = credited(algo)
+    trained = updater(algo, token_budget=30)
+    rows = trained.scored(rows_of(groups, algo), algo)
+    rollouts = [r for group in groups for r in group.rollouts if r.advantage]
+    for row, rollout in zip(rows, rollouts, strict=True):
+        every = full_logprobs(trained.policy, rollout.token_ids)
+        places = [place for place, mask in enumerate(rollout.loss_mask) if mask]
+        expected = [float(every[place - 1, rollout.token_ids[place]]) for place in places]
+        assert row.trainer_logprobs == pytest.approx(expected, abs=1e-12)
+        assert row.ref_logprobs is None
+    found = trained.update(groups, algo, 0.0)
+    assert found["policy/ratio_max"] == pytest.approx(1.0, abs=1e-12) and found["policy/clip_fraction"] == 0
+    assert found["mismatch/logprob_abs_diff"] > 0.1 and 0 < found["mismatch/held_fraction"] < 1
+    once = updater(algo).update(groups, replace(algo, updates=1), 0.0)  # needs no scores of its own
+    assert once["policy/ratio_max"] == 1.0
+    assert once["mismatch/weight"] == pytest.approx(found["mismatch/weight"], abs=1e-12)
+
+
+def test_the_kl_in_the_reward_is_that_of_single_tokens() -> None:
+    algo = make_algorithm("reinforce_pp", kl_coef=0.3)
+    groups = credited(algo)
+    trained = updater(algo, token_budget=30)
+    (rows,) = credit_tokens([trained.scored(rows_of(groups, algo), algo)], algo)
+    returns: list[float] = []
+    for rollout in (r for group in groups for r in group.rollouts):
+        ref = full_logprobs(trained.reference, rollout.token_ids)
+        places = [place for place, mask in enumerate(rollout.loss_mask) if mask]
+        kl = [rollout.engine_logprobs[place] - float(ref[place - 1, rollout.token_ids[place]]) for place in places]
+        returns += [rollout.reward - 0.3 * sum(kl[t:]) for t in range(len(kl))]
+    mean = sum(returns) / len(returns)
+    std = (sum((r - mean) ** 2 for r in returns) / (len(returns) - 1)) ** 0.5
+    found = [advantage for row in rows for advantage in row.advantages or []]
+    assert found == pytest.approx([(r - mean) / (std + 1e-4) for r in returns], abs=1e-9)
+    metrics = trained.update(groups, algo, 1e-3)
+    assert "loss/kl" not in metrics and metrics["policy/kl"] != 0 and metrics["optim/grad_norm"] > 0
 
 
 GRPO = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,55 @@ def test_a_step_in_which_every_group_is_dropped_goes_by(small: SmallRuns) -> Non
     assert not changed(small)
     rows = [row for row in small.metrics() if "groups/dropped" in row]
     assert [row["groups/dropped"] for row in rows] == [6.0, 6.0] and all(row["optim/skipped"] for row in rows)
+
+
+def test_remax_asks_for_one_greedy_answer_more(small: SmallRuns) -> None:
+    assert small.train("--algo.recipe", "remax", "--train.samples", 2) == 0
+    tokens = 0
+    for step, row in enumerate([row for row in small.metrics() if "reward/greedy" in row], 1):
+        groups = read_rollouts(small.runs / "small", step)
+        assert [len(group.rollouts) for group in groups] == [2, 2, 2]  # the greedy answer is not among them
+        baselines = [{round(r.reward - r.advantage, 6) for r in group.rollouts} for group in groups]
+        assert all(len(one) == 1 for one in baselines)
+        assert row["reward/greedy"] == pytest.approx(sum(sum(one) for one in baselines) / 3, abs=1e-6)
+        tokens += sum(r.length for group in groups for r in group.rollouts)
+    assert small.summary()["tokens"] > tokens > 0
+
+
+def test_prompts_that_are_too_easy_are_passed_over(small: SmallRuns) -> None:
+    (small.folder / "picky.py").write_text(
+        "def reward(completion, answer):\n    return 1.0 if int(answer) % 2 else sum(map(ord, completion)) % 2 / 2\n"
+    )
+    words = ("--reward.function", f"{small.folder}/picky.py:reward", "--train.steps", 4, "--algo.pass_rate_high", 0.9)
+    assert small.train(*words, "--train.max_train_prompts", 6) == 0
+    groups = [group for step in range(1, 5) for group in read_rollouts(small.runs / "small", step)]
+    solved = {group.prompt.id for group in groups if min(group.rewards) == 1}
+    times = Counter(group.prompt.id for group in groups)
+    assert len(times) == 6 and 0 < len(solved) < 6 and len(groups) == 12
+    assert all((times[prompt] == 1) == (prompt in solved) for prompt in times)
+    state = json.loads((small.checkpoint(4) / "state.json").read_text())
+    assert {prompt for prompt, (rate, _) in state["pass_rates"].items() if rate > 0.9} == solved
+    last = small.metrics()[-2]
+    assert (last["prompts/known"], last["prompts/within_reach"]) == (6, pytest.approx(1 - len(solved) / 6))
+
+
+def test_where_every_prompt_is_too_easy_training_goes_on(small: SmallRuns) -> None:
+    (small.folder / "easy.py").write_text("def reward(completion, answer):\n    return 1.0\n")
+    words = ("--reward.function", f"{small.folder}/easy.py:reward", "--algo.pass_rate_high", 0.5)
+    assert small.train(*words, "--train.max_train_prompts", 4, "--train.steps", 3) == 0
+    assert small.summary()["steps"] == 3
+
+
+def test_the_entropy_bonus_follows_its_target(small: SmallRuns) -> None:
+    assert small.train("--train.steps", 3, "--algo.entropy_target", 99) == 0
+    rows = [row for row in small.metrics() if "policy/entropy_coef" in row]
+    assert [row["policy/entropy_coef"] for row in rows] == pytest.approx([0.0, 0.005, 0.01])
+    for row in rows:  # GRPO's weights are those of answers, so the mean over tokens is near, not the same
+        assert row["loss/entropy"] == pytest.approx(-row["policy/entropy_coef"] * row["policy/entropy"], rel=0.2)
+    state = json.loads((small.checkpoint(3) / "state.json").read_text())
+    assert state["entropy_control"]["coef"] == pytest.approx(0.015)
+    assert small.train("--train.steps", 2, "--algo.entropy_target", 0.001, "--name", "calm") == 0
+    assert {row["policy/entropy_coef"] for row in small.metrics("calm") if "policy/entropy_coef" in row} == {0.0}
 
 
 def test_several_updates_and_passes_make_the_ratio_leave_one(small: SmallRuns) -> None:

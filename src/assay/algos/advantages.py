@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +43,53 @@ def batch_mean(rewards: list[Tensor]) -> list[Tensor]:
     return [rewards_G - baseline.mean() for rewards_G in rewards]
 
 
+def batch_norm(rewards: list[Tensor]) -> list[Tensor]:
+    """(reward - mean) / (std + 1e-4) over the whole batch (REINFORCE++): one scale for all prompts, easy or hard."""
+    if not rewards:
+        return []
+    every = torch.cat(rewards)
+    if len(every) == 1:
+        raise UserError('advantage="batch_norm" needs at least two rollouts in a batch: raise prompts or samples.')
+    return [(rewards_G - every.mean()) / (every.std() + STD_EPS) for rewards_G in rewards]
+
+
+def group_mean_batch_norm(rewards: list[Tensor]) -> list[Tensor]:
+    """Reward minus the mean of its group, then normalised over the whole batch (REINFORCE++-baseline)."""
+    return batch_norm(group_mean(rewards))
+
+
+def group_mean_rescaled(rewards: list[Tensor]) -> list[Tensor]:
+    """Reward minus the mean of its group, times all groups / groups with unequal rewards (GPG).
+
+    Groups without a winner have no gradient but count in the average: the factor takes them out of it again.
+    """
+    _require_groups(rewards, "group_mean_rescaled")
+    telling = sum(bool((rewards_G != rewards_G[0]).any()) for rewards_G in rewards)
+    return [(rewards_G - rewards_G.mean()) * (len(rewards) / max(telling, 1)) for rewards_G in rewards]
+
+
+def beta_norm(rewards: list[Tensor]) -> list[Tensor]:
+    """(reward - p) / f(p), p being the mean reward of the group and f a Beta density fitted to the batch (BNPO).
+
+    With p ~ Beta(a, b) over prompts and rewards of 0 or 1, Beta(1 + a/3, 1 + b/3) is the f that makes the variance of
+    the gradient smallest. a and b are those with the mean and variance of the batch's p. Where there is no such Beta
+    (all p alike, or all 0 and 1), f is 1: nothing but the group's mean is taken off.
+    """
+    _require_groups(rewards, "beta_norm")
+    if not rewards:
+        return []
+    if any(bool((rewards_G < 0).any() or (rewards_G > 1).any()) for rewards_G in rewards):
+        raise UserError('advantage="beta_norm" takes rewards for probabilities: keep them from 0 to 1.')
+    p = torch.stack([rewards_G.mean() for rewards_G in rewards])
+    mean, variance = float(p.mean()), float(p.var(correction=0))
+    size = mean * (1 - mean) / variance - 1 if variance > 1e-12 else 0.0  # a + b
+    alpha, beta = 1 + max(size, 0.0) * mean / 3, 1 + max(size, 0.0) * (1 - mean) / 3
+    inside = p.clamp(1e-12, 1 - 1e-12)  # at 0 and 1 every reward is p, and 0 over anything is 0
+    log_density = (alpha - 1) * inside.log() + (beta - 1) * (1 - inside).log()
+    log_density += math.lgamma(alpha + beta) - math.lgamma(alpha) - math.lgamma(beta)
+    return [(rewards_G - rewards_G.mean()) / f for rewards_G, f in zip(rewards, log_density.exp(), strict=True)]
+
+
 def none(rewards: list[Tensor]) -> list[Tensor]:
     """The rewards themselves, without a baseline."""
     return [rewards_G.clone() for rewards_G in rewards]
@@ -52,11 +100,24 @@ ADVANTAGES: dict[str, Advantage] = {
     "group_norm": group_norm,
     "leave_one_out": leave_one_out,
     "batch_mean": batch_mean,
+    "batch_norm": batch_norm,
+    "group_mean_batch_norm": group_mean_batch_norm,
+    "group_mean_rescaled": group_mean_rescaled,
+    "beta_norm": beta_norm,
     "none": none,
 }
 
 # These compare the samples of one prompt with each other, so a single sample teaches them nothing.
-GROUP_BASELINES = (group_mean, group_norm, leave_one_out)
+GROUP_BASELINES = (group_mean, group_norm, leave_one_out, group_mean_batch_norm, group_mean_rescaled, beta_norm)
+
+# These look at no groups, so that they can be given returns of single tokens as well.
+POOLED = (batch_mean, batch_norm, none)
+
+
+def returns_with_kl(reward: float, logprobs: Sequence[float], ref_logprobs: Sequence[float], kl_coef: float) -> Tensor:
+    """What each token earns: the answer's reward, less kl_coef * log(pi / ref) of this token and all after it."""
+    kl = torch.tensor(logprobs, dtype=torch.float64) - torch.tensor(ref_logprobs, dtype=torch.float64)
+    return reward - kl_coef * kl.flip(0).cumsum(0).flip(0)
 
 
 def _require_groups(rewards: list[Tensor], name: str) -> None:

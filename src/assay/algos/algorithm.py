@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,34 +11,18 @@ import torch
 from torch import Tensor
 
 from assay.algos import filters
-from assay.algos.advantages import ADVANTAGES, GROUP_BASELINES, Advantage, group_size_error
-from assay.algos.aggregate import AGGREGATES, token_weights
+from assay.algos.advantages import ADVANTAGES, GROUP_BASELINES, Advantage, group_size_error, returns_with_kl
+from assay.algos.aggregate import token_weights
+from assay.algos.batch import LossBatch, LossOut, sums_of
+from assay.algos.checks import check
+from assay.algos.entropy import MARKS
+from assay.algos.importance import correction, importance_ratio, sequence_logprobs
 from assay.algos.kl import KL, k3
-from assay.algos.losses import LOSSES, PolicyLoss, importance_ratio
+from assay.algos.losses import LOSSES, PolicyLoss
 from assay.algos.returns import credited_returns, give_advantages
-from assay.algos.sums import Sums
 from assay.types import Group, UserError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class LossBatch:
-    """Packed 1-D tensors of equal length: the trained tokens of a micro-batch, and only those."""
-
-    logprobs: Tensor  # of the policy being trained, with gradient
-    behaviour_logprobs: Tensor  # of the policy that sampled
-    advantages: Tensor
-    weights: Tensor  # from token_weights, over the whole global batch
-    entropy: Tensor | None = None  # with gradient where there is an entropy bonus
-    ref_logprobs: Tensor | None = None
-    engine_logprobs: Tensor | None = None  # given where behaviour_logprobs are the trainer's, to measure the mismatch
-
-
-@dataclass(frozen=True)
-class LossOut:
-    total: Tensor  # call backward on it; micro-batches accumulate by plain addition
-    sums: Sums
 
 
 @dataclass(frozen=True)
@@ -49,13 +32,30 @@ class Algorithm:
     advantage: str | Advantage  # a name of ADVANTAGES, or a function of one's own
     policy_loss: str | PolicyLoss  # a name of LOSSES, or a function of one's own
     aggregate: str  # token, sequence or constant: see token_weights
+    ratio: str = "token"  # of each token, or of its whole sequence (the geometric mean)
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2
+    rescore: bool = False  # ratios start from the trainer's own log-probabilities, not from the engine's
+    correction: str | None = None  # a name of CORRECTIONS: weights for what the engine samples otherwise
+    correction_low: float = 0.0
+    correction_high: float = 2.0
     kl: str | None = None  # k1, k2, k3: estimator of KL(policy || reference) in the loss
     kl_coef: float = 0.0
+    kl_in_reward: bool = False  # take log(policy / reference) off each token's return instead
+    greedy_baseline: bool = False  # take the reward of one greedy answer off the others'
     entropy_coef: float = 0.0
+    entropy_target: float | None = None  # below it the coefficient grows by entropy_delta a step, above it it shrinks
+    entropy_delta: float = 0.005
+    cov: str | None = None  # a name of MARKS: which tokens to hold back, by covariance
+    cov_fraction: float = 2e-4  # of all tokens
+    cov_coef: float = 1.0  # kl_cov: weight of KL(sampler || policy) on those tokens
+    cov_low: float = 1.0  # clip_cov: bounds of the covariance
+    cov_high: float = 5.0
     drop_zero_variance: bool = False  # leave out groups whose samples all got the same reward
     resample: int = 0  # at most so many extra rounds of sampling to refill dropped groups
+    pass_rate_low: float = 0.0  # prompts with a running pass rate outside of [low, high] are passed over
+    pass_rate_high: float = 1.0
+    pass_rate_retry: int = 0  # steps after which they get another try
     mask_overlong: bool = False  # leave rollouts that hit the length limit out of the loss
     soft_overlong_buffer: float = 0.0  # the last part of max_new_tokens where length is punished, as a fraction of it
     soft_overlong_weight: float = 1.0  # the punishment at the limit
@@ -65,7 +65,7 @@ class Algorithm:
     max_new_tokens: int = 0  # the run's length limit: needed by constant aggregation and the soft punishment
 
     def __post_init__(self) -> None:
-        _check(self)
+        check(self)
 
     @property
     def needs_reference(self) -> bool:
@@ -75,6 +75,29 @@ class Algorithm:
     def needs_entropy(self) -> bool:
         """Whether the loss needs the entropy's gradient (as a metric it is welcome in any case)."""
         return self.entropy_coef != 0
+
+    @property
+    def needs_sequences(self) -> bool:
+        """Whether the loss looks at whole sequences, and so cannot be asked about a slice of them."""
+        return self.ratio == "sequence" or (self.correction or "").startswith("sequence")
+
+    @property
+    def rescores(self) -> bool:
+        """Whether the trainer's log-probabilities take the place of the engine's in the ratio."""
+        return self.rescore or self.correction is not None
+
+    @property
+    def penalises_reward(self) -> bool:
+        return self.kl_in_reward and self.kl_coef > 0
+
+    @property
+    def needs_every_answer(self) -> bool:
+        """Whether answers with advantage 0 have a gradient too."""
+        return self.needs_reference or self.needs_entropy or self.cov is not None or callable(self.policy_loss)
+
+    @property
+    def chooses_prompts(self) -> bool:
+        return self.pass_rate_low > 0 or self.pass_rate_high < 1
 
     def check_samples(self, samples: int) -> None:
         """Fail before a run starts, not at its first step, when a group baseline gets one sample a prompt."""
@@ -88,11 +111,20 @@ class Algorithm:
             filters.mask_overlong(groups)
         return filters.drop_zero_variance(groups) if self.drop_zero_variance else (list(groups), [])
 
+    def take_baselines(self, groups: Sequence[Group], greedy: list[Group]) -> None:
+        """`greedy` holds one greedy answer to the prompt of each group: its reward is that group's baseline."""
+        self._shape_rewards(greedy)
+        for group, alone in zip(groups, greedy, strict=True):
+            group.baseline = alone.rewards[0]
+
     def credit(self, groups: list[Group]) -> None:
         """Set every rollout's reward (its verdict's, shaped) and advantage, compared over all these groups."""
         self._shape_rewards(groups)
         credited = [credited_returns(group, self.discount, self.step_credit) for group in groups]
-        rewards = [torch.tensor(values, dtype=torch.float64) for values in credited]
+        rewards = [
+            torch.tensor(values, dtype=torch.float64) - (group.baseline or 0.0)
+            for group, values in zip(groups, credited, strict=True)
+        ]
         advantages = _function(self.advantage, ADVANTAGES)(rewards)
         if len(advantages) != len(rewards):
             raise UserError(
@@ -106,6 +138,23 @@ class Algorithm:
                 )
             give_advantages(group, advantages_G.tolist(), self.step_credit)
 
+    def token_advantages(
+        self,
+        rewards: Sequence[float],
+        logprobs: Sequence[Sequence[float]],
+        ref_logprobs: Sequence[Sequence[float]],
+    ) -> list[list[float]]:
+        """With the KL in the reward, an advantage for each token, compared over all tokens of these answers."""
+        answers = zip(rewards, logprobs, ref_logprobs, strict=True)
+        returns = [returns_with_kl(*answer, self.kl_coef) for answer in answers]
+        return [advantages.tolist() for advantages in _function(self.advantage, ADVANTAGES)(returns)]
+
+    def marks(self, logprobs: Sequence[float], advantages: Sequence[float]) -> list[bool]:
+        """Which of an optimizer step's tokens the loss holds back; chosen among all of them, before any split."""
+        assert self.cov is not None
+        every = torch.tensor(logprobs, dtype=torch.float64), torch.tensor(advantages, dtype=torch.float64)
+        return MARKS[self.cov](*every, self.cov_fraction, self.cov_low, self.cov_high).tolist()
+
     def token_weights(self, lengths: Tensor) -> Tensor:
         """The weight of each token of each sequence of a global batch (see aggregate.token_weights)."""
         if self.aggregate == "constant" and self.max_new_tokens < 1:
@@ -114,24 +163,48 @@ class Algorithm:
 
     def loss(self, batch: LossBatch) -> LossOut:
         """Sum over tokens of weight * (policy loss + kl_coef * KL - entropy_coef * entropy), and what to log."""
-        losses_N, stats = _function(self.policy_loss, LOSSES)(
-            batch.logprobs, batch.behaviour_logprobs, batch.advantages, self.clip_low, self.clip_high
-        )
-        if losses_N.shape != batch.logprobs.shape:
-            raise UserError(f"the loss function gave shape {tuple(losses_N.shape)} for {len(batch.logprobs)} tokens.")
+        losses_N, per_token, ratio = self._policy_losses(batch)
         terms = {"loss/policy": (batch.weights * losses_N).sum()}
-        per_token = {f"policy/{name}": values for name, values in stats.items()}
-        if self.kl is not None and batch.ref_logprobs is not None:
-            kl_N = KL[self.kl](batch.logprobs, batch.ref_logprobs)
-            terms["loss/kl"] = self.kl_coef * (batch.weights * kl_N).sum()
+        if batch.ref_logprobs is not None and (self.kl is not None or self.kl_in_reward):
+            kl_N = KL[self.kl or "k1"](batch.logprobs, batch.ref_logprobs)
             per_token["policy/kl"] = kl_N
+            if not self.kl_in_reward:
+                terms["loss/kl"] = self.kl_coef * (batch.weights * kl_N).sum()
         assert batch.ref_logprobs is not None or not self.needs_reference, "kl_coef > 0 needs ref_logprobs"
         if batch.entropy is not None:
             terms["loss/entropy"] = -self.entropy_coef * (batch.weights * batch.entropy).sum()
             per_token["policy/entropy"] = batch.entropy
         assert batch.entropy is not None or not self.needs_entropy, "entropy_coef needs the entropy"
         total = torch.stack(list(terms.values())).sum()
-        return LossOut(total, _sums(batch, total, terms, per_token))
+        return LossOut(total, sums_of(batch, ratio, total, terms, per_token))
+
+    def _policy_losses(self, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """The policy loss of each token, what to log of it, and the ratio that it saw."""
+        logprobs, behaviour = batch.logprobs, batch.behaviour_logprobs
+        if self.ratio == "sequence":
+            assert batch.lengths is not None, "ratios of sequences have to know them"
+            logprobs = sequence_logprobs(logprobs, behaviour, batch.lengths)
+        losses_N, stats = _function(self.policy_loss, LOSSES)(
+            logprobs, behaviour, batch.advantages, self.clip_low, self.clip_high
+        )
+        if losses_N.shape != batch.logprobs.shape:
+            raise UserError(f"the loss function gave shape {tuple(losses_N.shape)} for {len(batch.logprobs)} tokens.")
+        per_token = {f"policy/{name}": values for name, values in stats.items()}
+        if self.correction is not None:
+            assert batch.engine_logprobs is not None, "a correction needs the engine's log-probabilities"
+            bounds = self.correction_low, self.correction_high
+            weight, held = correction(self.correction, behaviour, batch.engine_logprobs, *bounds, batch.lengths)
+            losses_N = weight * losses_N
+            per_token |= {"mismatch/weight": weight, "mismatch/held_fraction": held}
+        if self.cov is not None:
+            assert batch.marked is not None, "marked tokens have to be given"
+            if self.cov == "kl_cov":
+                moved = k3(behaviour, batch.logprobs)  # KL(sampler || policy): smooth where nothing has moved yet
+                losses_N = losses_N + self.cov_coef * moved.masked_fill(~batch.marked, 0.0)
+            else:
+                losses_N = losses_N.masked_fill(batch.marked, 0.0)
+            per_token["policy/marked_fraction"] = batch.marked
+        return losses_N, per_token, importance_ratio(logprobs.detach(), behaviour)
 
     def _shape_rewards(self, groups: list[Group]) -> None:
         for group in groups:
@@ -149,78 +222,5 @@ class Algorithm:
             filters.soft_overlong(groups, self.max_new_tokens, buffer, self.soft_overlong_weight)
 
 
-def _sums(batch: LossBatch, total: Tensor, terms: dict[str, Tensor], per_token: dict[str, Tensor]) -> Sums:
-    """What can be added over micro-batches and ranks. The keys depend on the settings only, so empty batches fit too.
-
-    `mismatch/*` compares trainer and engine on the same tokens. Where the behaviour log-probs are the engine's own, the
-    trainer's side is the policy as it is now, so it is pure mismatch at the first update after a rollout only.
-    """
-    with torch.no_grad():
-        ratio = importance_ratio(batch.logprobs, batch.behaviour_logprobs)
-        if batch.engine_logprobs is None:
-            trainer, engine = batch.logprobs, batch.behaviour_logprobs
-        else:
-            trainer, engine = batch.behaviour_logprobs, batch.engine_logprobs
-        difference = (trainer - engine).abs()
-        per_token = per_token | {
-            "policy/ratio_mean": ratio,
-            "mismatch/logprob_abs_diff": difference,
-            "mismatch/kl": k3(engine, trainer),  # KL(engine || trainer): the engine is who sampled
-        }
-        largest = {"policy/ratio_max": ratio, "mismatch/logprob_abs_diff_max": difference}
-        return Sums(
-            tokens=_precise(torch.ones_like(ratio)).sum(),
-            losses={key: _precise(value) for key, value in ({"loss/total": total} | terms).items()},
-            per_token={key: _precise(values).sum() for key, values in per_token.items()},
-            largest={key: torch.cat([_precise(values), values.new_zeros(1)]).max() for key, values in largest.items()},
-        )
-
-
-def _precise(values: Tensor) -> Tensor:
-    """Float64 where the device has it (mps has not), so that counts and long sums stay exact."""
-    return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
-
-
 def _function(choice: str | T, named: Mapping[str, T]) -> T:
     return named[choice] if isinstance(choice, str) else choice
-
-
-def pick(kind: str, name: str, names: Iterable[str]) -> None:
-    """A UserError with the nearest valid name, unless `name` is one of them."""
-    valid = list(names)
-    if name in valid:
-        return
-    nearest = difflib.get_close_matches(str(name), valid, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    raise UserError(f"unknown {kind} {name!r}: {hint}There are {', '.join(valid)}.")
-
-
-def _check(algorithm: Algorithm) -> None:
-    for kind, named in (("advantage", ADVANTAGES), ("policy_loss", LOSSES)):
-        choice = getattr(algorithm, kind)
-        if not callable(choice):
-            pick(kind, choice, named)
-    pick("aggregate", algorithm.aggregate, AGGREGATES)
-    if algorithm.kl is not None:
-        pick("kl", algorithm.kl, KL)
-    for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef", "soft_overlong_weight", "soft_overlong_buffer"):
-        value = getattr(algorithm, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-            raise UserError(f"{name} = {value!r} must be a number.")
-        if value < 0 and name != "entropy_coef":  # a negative bonus is unusual, but some do push entropy down
-            raise UserError(f"{name} = {value} must not be negative.")
-    for name, least in (("updates", 1), ("resample", 0), ("max_new_tokens", 0)):
-        value = getattr(algorithm, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UserError(f"{name} = {value!r} must be a whole number of at least {least}.")
-    if isinstance(algorithm.discount, bool) or not 0 <= algorithm.discount <= 1:
-        raise UserError(f"discount = {algorithm.discount!r} must be between 0 and 1.")
-    if algorithm.soft_overlong_buffer > 1:
-        raise UserError(
-            f"soft_overlong_buffer = {algorithm.soft_overlong_buffer} must be a fraction of max_new_tokens, "
-            "from 0 to 1."
-        )
-    if algorithm.kl_coef > 0 and algorithm.kl is None:
-        raise UserError(f'kl_coef = {algorithm.kl_coef} needs an estimator: set kl = "k3" or "k2".')
-    if algorithm.resample > 0 and not algorithm.drop_zero_variance:
-        raise UserError(f"resample = {algorithm.resample} refills dropped groups: set drop_zero_variance = true.")

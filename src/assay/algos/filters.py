@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from assay.types import Group, Rollout
+
+PassRates = Mapping[str, Sequence[float]]  # by prompt: (running pass rate, step at which it was last tried)
+
+NEWS = 0.5  # weight of the latest group in a running pass rate
 
 
 def verdict_reward(rollout: Rollout) -> float:
@@ -41,3 +47,25 @@ def soft_overlong(groups: list[Group], max_tokens: int, buffer: int, weight: flo
         for rollout in group.rollouts:
             overrun = rollout.length - (max_tokens - buffer)
             rollout.reward -= weight * min(max(overrun / buffer, 0.0), 1.0)
+
+
+def within_reach(rates: PassRates, prompt_id: str, step: int, low: float, high: float, retry: int) -> bool:
+    """Whether to try a prompt: it is new, its running pass rate lies within [low, high], or it is time for another try.
+
+    `retry`: steps after which a prompt that was passed over gets one; 0: never.
+    """
+    if prompt_id not in rates:
+        return True
+    rate, last = rates[prompt_id]
+    return low <= rate <= high or (retry > 0 and step - last >= retry)
+
+
+def with_results(rates: PassRates, groups: Sequence[Group], step: int) -> dict[str, list[float]]:
+    """The rates after these groups: half of what was known, half of what is new."""
+    found = {prompt_id: list(known) for prompt_id, known in rates.items()}
+    for group in groups:
+        solved = sum(rollout.verdict is not None and rollout.verdict.correct for rollout in group.rollouts)
+        new = solved / len(group.rollouts)
+        before = found[group.prompt.id][0] if group.prompt.id in found else new
+        found[group.prompt.id] = [before + NEWS * (new - before), float(step)]
+    return found

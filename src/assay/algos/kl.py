@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from assay.algos.losses import MAX_LOG_RATIO
+from assay.algos.importance import MAX_LOG_RATIO
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 

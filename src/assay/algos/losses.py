@@ -2,7 +2,7 @@
 
 `behaviour_logprobs` belong to the policy that sampled: the engine's own, or the trainer's recomputation before its
 first update. Each function returns the losses and a dict of per-token statistics; their mean over tokens is logged as
-`policy/<name>`.
+`policy/<name>`. With `ratio = "sequence"` they are handed log-probabilities whose ratio is that of whole sequences.
 """
 
 from __future__ import annotations
@@ -12,14 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from assay.algos.importance import importance_ratio
+
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, dict[str, Tensor]]]
-
-MAX_LOG_RATIO = 20.0  # exp(20) is far outside any clip range, and float32 overflows at 88
-
-
-def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
-    """pi(token) / mu(token), the log-ratio held within +-20 so that one absurd token cannot make the loss infinite."""
-    return (logprobs - behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def reinforce(
@@ -45,4 +40,18 @@ def ppo_clip(
     return loss, stats
 
 
-LOSSES: dict[str, PolicyLoss] = {"reinforce": reinforce, "ppo_clip": ppo_clip}
+def cispo(
+    logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-weight * A * log pi, the weight being the clipped ratio without its gradient: every token keeps a gradient.
+
+    A token counts as clipped when its weight is not its ratio, whatever the sign of its advantage.
+    """
+    ratio = importance_ratio(logprobs, behaviour_logprobs).detach()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    stats = {"clip_fraction": too_low | too_high, "clip_low_fraction": too_low, "clip_high_fraction": too_high}
+    return -weight * advantages * logprobs, stats
+
+
+LOSSES: dict[str, PolicyLoss] = {"reinforce": reinforce, "ppo_clip": ppo_clip, "cispo": cispo}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from assay.algos.algorithm import Algorithm, pick
+from assay.algos.algorithm import Algorithm
+from assay.algos.checks import pick
 
 RECIPES: dict[str, Algorithm] = {
     # Williams 1992, with the batch's mean reward as baseline: works with one sample a prompt.
@@ -43,6 +44,44 @@ RECIPES: dict[str, Algorithm] = {
     "rloo": Algorithm(advantage="leave_one_out", policy_loss="reinforce", aggregate="constant"),
     # nanochat's chat_rl: "simplified GRPO": on-policy, reward minus group mean, token-level, no KL and no clip.
     "simple": Algorithm(advantage="group_mean", policy_loss="reinforce", aggregate="token"),
+    # REINFORCE++ (arXiv 2501.03262): advantages normalised over the whole batch, so that one sample a prompt will do,
+    # and PPO's clip. Its KL to the reference is taken off the return of each token: off here, kl_coef above 0 turns it
+    # on. With several samples a prompt the paper's "-baseline" is advantage = "group_mean_batch_norm".
+    "reinforce_pp": Algorithm(
+        advantage="batch_norm",
+        policy_loss="ppo_clip",
+        aggregate="token",
+        clip_low=0.2,
+        clip_high=0.2,
+        kl_in_reward=True,
+    ),
+    # ReMax (arXiv 2310.10505): the reward of one greedy answer, which is not trained on, is the baseline. As in "rloo"
+    # a sequence's log-probability is a sum over its tokens. Their KL sits in the reward; here there is none.
+    "remax": Algorithm(advantage="none", policy_loss="reinforce", aggregate="constant", greedy_baseline=True),
+    # GSPO (arXiv 2507.18071): the ratio of a whole sequence, clipped to 3e-4 and 4e-4, and four mini-batches a rollout
+    # in the paper's runs. Ranges that narrow leave no room for engine and trainer to differ, hence the rescoring.
+    "gspo": Algorithm(
+        advantage="group_norm",
+        policy_loss="ppo_clip",
+        aggregate="sequence",
+        ratio="sequence",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        rescore=True,
+        updates=4,
+    ),
+    # CISPO (MiniMax-M1, arXiv 2506.13585): clipped ratios as weights without a gradient, group-relative advantages,
+    # token-level loss, no KL. The paper tunes the upper bound alone; a weight of at most 5 is what TRL recommends after
+    # ScaleRL (arXiv 2510.13786). Several updates a rollout, or there is nothing to clip: 4 as in "dapo".
+    "cispo": Algorithm(
+        advantage="group_norm", policy_loss="cispo", aggregate="token", clip_low=1.0, clip_high=4.0, updates=4
+    ),
+    # GPG (arXiv 2504.02546): the plain policy gradient with the group's mean as baseline and no division by its std;
+    # what groups without a winner take away from the average is given back by a factor.
+    "gpg": Algorithm(advantage="group_mean_rescaled", policy_loss="reinforce", aggregate="token"),
+    # BNPO (arXiv 2506.02864): GRPO with rewards normalised by a Beta density that follows the batch; everything else is
+    # that of "grpo". (What TRL calls "bnpo" is an aggregation, here "token".)
+    "bnpo": Algorithm(advantage="beta_norm", policy_loss="ppo_clip", aggregate="sequence", clip_low=0.2, clip_high=0.2),
 }
 
 

@@ -44,14 +44,16 @@ def token_loss(
     temperature: float = 1.0,
     logits_at_once: int = 0,
     shared: Sequence[int] | None = None,
+    whole: bool = False,
 ) -> Tensor:
     """The sum of a loss of single tokens, given their log-probabilities and entropies as in `token_logprobs`.
 
     It is asked for with some of the tokens at a time, and what it says of them must not depend on the rest. Where the
     model ends in a plain product, their logits are computed once, not again in the backward pass.
+    `whole`: it is asked once, for all of them.
     """
     before, targets = predictors(model, ids, lengths, chosen, shared)
-    weight = model.head()
+    weight = None if whole else model.head()
     if weight is None or isinstance(getattr(model, "lm_head", None), VocabularyHead) or not torch.is_grad_enabled():
         return loss(slice(None), *scores(model, before, targets, temperature, logits_at_once))
     kind = before.device.type

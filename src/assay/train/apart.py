@@ -78,10 +78,13 @@ class Apart(Updater):
                 self.trainer = None
 
     def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
-        if self.trainer is None:
-            self.trainer = self._start(algo)
+        self.trainer = self.trainer or self._start(algo)
         result, self.faults, self.token_budget = self.trainer.ask("step", rows, lr)
         return result
+
+    def scored(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
+        self.trainer = self.trainer or self._start(algo)
+        return self.trainer.ask("scored", rows)
 
     def _start(self, algo: Algorithm) -> TrainingProcess:
         if self.mesh.device.type == "cuda":

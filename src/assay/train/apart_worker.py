@@ -85,7 +85,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 class Work:
-    """What can be asked for, in this order: begin, any number of steps, end."""
+    """What can be asked for, in this order: begin, any number of scores and steps, end."""
 
     def begin(
         self, described: bytes, shelves: dict[str, tuple[int, dict[str, Slot]]], device: torch.device, threads: int
@@ -109,6 +109,9 @@ class Work:
     def step(self, rows: Sequence[Row], lr: float) -> Result:
         sums, norm, skipped = self.updater.step(rows, self.algo, lr)
         return (on_cpu(sums), norm, skipped), self.updater.faults, self.updater.token_budget
+
+    def scored(self, rows: Sequence[Row]) -> list[Row]:
+        return self.updater.scored(rows, self.algo)
 
     def end(self) -> dict[str, Slot]:
         """Put back what has changed; weights have their place, for moments it is told."""

@@ -44,6 +44,8 @@ class State:
     skipped: int = 0  # steps in a row with a loss or gradient that was not finite
     best: dict[str, Any] | None = None  # step and value of the best checkpoint so far
     unmeasured: dict[str, float] | None = None  # metrics so far of a step whose evaluation was left when stopping
+    entropy_control: dict[str, float] | None = None  # coefficient and last entropy, where a target is given
+    pass_rates: dict[str, list[float]] = field(default_factory=dict)  # running ones by prompt, and the step of each
     facts: dict[str, Any] = field(default_factory=dict)  # what the summary needs from before, e.g. the warm start
 
 

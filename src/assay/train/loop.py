@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from assay.train.adapt import adapted, learn
 from assay.train.stages import Parts, begin, close, count_faults, describe, finish, learning_rate, sample
 from assay.train.stages import keep_rollouts as keep
 from assay.train.sync import sync_weights
@@ -23,12 +24,12 @@ def train(parts: Parts) -> dict[str, Any]:
         groups, dropped = sample(parts)
         parts.algo.credit(groups)
         sampled = time.perf_counter()
-        metrics = parts.updater.update(groups, parts.algo, learning_rate(parts), cfg.train.passes)
+        metrics = parts.updater.update(groups, adapted(parts.algo, state), learning_rate(parts), cfg.train.passes)
         trained = time.perf_counter()
         state.step += 1
         sync_weights(parts.updater.policy, parts.collector.engine, version=state.step)
         synced = time.perf_counter()
-        metrics |= describe(groups, dropped)
+        metrics |= describe(groups, dropped) | learn(parts.algo, state, [*groups, *dropped], metrics)
         metrics |= {"time/sample": sampled - started, "time/train": trained - sampled, "time/sync": synced - trained}
         metrics |= {f"time/{part}": seconds for part, seconds in parts.collector.seconds.items()}
         keep(parts, [*groups, *dropped])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,19 +29,41 @@ class Row:
     behaviour_logprobs: list[float]  # of the sampler, aligned with ids
     advantage: float
     weight: float  # of each of its trained tokens in the loss of the whole batch
-    advantages: list[float] | None = None  # one for each trained token, where steps have credit of their own
+    reward: float = 0.0
+    # Of the trained tokens only, where an algorithm asks for them:
+    trainer_logprobs: list[float] | None = None  # of the trainer before its first update
+    ref_logprobs: list[float] | None = None  # of the reference
+    advantages: list[float] | None = None  # in place of the one for all: of steps or tokens with credit of their own
+    marked: list[bool] | None = None  # what the loss holds back
 
     @cached_property
     def prompt(self) -> tuple[int, ...]:
         """The tokens before the first that is trained."""
         return tuple(self.ids[: self.trained.index(1)]) if 1 in self.trained else tuple(self.ids)
 
+    @cached_property
+    def count(self) -> int:
+        """Tokens in the loss."""
+        return sum(self.trained)
+
+    @property
+    def token_advantages(self) -> list[float]:
+        return [self.advantage] * self.count if self.advantages is None else self.advantages
+
+    @property
+    def sampled_logprobs(self) -> list[float]:
+        """Of the trained tokens: the trainer's where they are known, else the sampler's."""
+        if self.trainer_logprobs is not None:
+            return self.trainer_logprobs
+        return [logprob for logprob, trained in zip(self.behaviour_logprobs, self.trained, strict=True) if trained]
+
     @classmethod
     def of(cls, rollout: Rollout) -> Row:
         by_turn = [(rollout.advantage if t.advantage is None else t.advantage, t.completion) for t in rollout.turns]
         own = any(turn.advantage is not None for turn in rollout.turns)
         advantages = [value for value, completion in by_turn for _ in completion.token_ids] if own else None
-        return cls(rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, rollout.advantage, 0.0, advantages)
+        known = rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, rollout.advantage
+        return cls(*known, weight=0.0, reward=rollout.reward, advantages=advantages)
 
 
 @dataclass
@@ -54,7 +77,10 @@ class MicroBatch:
     behaviour_logprobs: Tensor  # [M]
     advantages: Tensor  # [M]
     weights: Tensor  # [M]
+    trained_lengths: list[int]  # trained tokens of the sequences, none of which is split over micro-batches
+    trainer_logprobs: Tensor | None = None  # [M]
     ref_logprobs: Tensor | None = None  # [M]
+    marked: Tensor | None = None  # [M] bool
 
 
 def rows_of(groups: Sequence[Group], algo: Algorithm) -> list[Row]:
@@ -67,11 +93,10 @@ def rows_of(groups: Sequence[Group], algo: Algorithm) -> list[Row]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([0 if rollout.masked else rollout.length for rollout in rollouts])
     weights = algo.token_weights(lengths).tolist()
-    regularised = algo.needs_reference or algo.needs_entropy or callable(algo.policy_loss)
     return [
         replace(Row.of(rollout), weight=weight)
         for rollout, weight in zip(rollouts, weights, strict=True)
-        if not rollout.masked and (rollout.learns or regularised)
+        if not rollout.masked and (rollout.learns or algo.needs_every_answer)
     ]
 
 
@@ -123,8 +148,32 @@ def share_rows(
         sizes[least] += sum(len(row.ids) for row in piece)
     parts = [list(split_rows(share, token_budget, sharing)) for share in shares]
     most = max(len(own) for own in parts)
-    blank = [Row(rows[0].ids[:1], [0], [0.0], 0.0, 0.0)] if rows else []
+    blank = [blank_like(rows[0])] if rows else []
     return parts[dp_rank] + [blank] * (most - len(parts[dp_rank]))
+
+
+def blank_like(row: Row) -> Row:
+    """A single token and nothing to learn; it knows as much as other rows do, for ranks have to ask for the same."""
+    known = ("trainer_logprobs", "ref_logprobs", "advantages", "marked")
+    nothing: dict[str, Any] = {name: None if getattr(row, name) is None else [] for name in known}
+    return Row(row.ids[:1], [0], [0.0], 0.0, 0.0, **nothing)
+
+
+def credit_tokens(parts: Sequence[list[Row]], algo: Algorithm) -> list[list[Row]]:
+    """The rows of each optimizer step with what the algorithm says of single tokens, given all tokens of the batch."""
+    if algo.penalises_reward:
+        rows = [row for part in parts for row in part]
+        sampled, reference = [row.sampled_logprobs for row in rows], [row.ref_logprobs or [] for row in rows]
+        found = iter(algo.token_advantages([row.reward for row in rows], sampled, reference))
+        parts = [[replace(row, advantages=next(found)) for row in part] for part in parts]
+    return [mark(part, algo) for part in parts] if algo.cov is not None else list(parts)
+
+
+def mark(rows: list[Row], algo: Algorithm) -> list[Row]:
+    logprobs = chain.from_iterable(row.sampled_logprobs for row in rows)
+    advantages = chain.from_iterable(row.token_advantages for row in rows)
+    marked = iter(algo.marks(list(logprobs), list(advantages)))
+    return [replace(row, marked=list(islice(marked, row.count))) for row in rows]
 
 
 def shared_tokens(rows: Sequence[Row]) -> list[int]:
@@ -138,13 +187,16 @@ def shared_tokens(rows: Sequence[Row]) -> list[int]:
 def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = torch.float32) -> MicroBatch:
     device = torch.device(device)
     trained = torch.from_numpy(joined([row.trained for row in rows], np.int64)).bool()
-    counts = torch.tensor([sum(row.trained) for row in rows])
+    counts = torch.tensor([row.count for row in rows])
     behaviour = torch.from_numpy(joined([row.behaviour_logprobs for row in rows], np.float64))[trained]
 
     def each_token(values: list[float]) -> Tensor:
         return upload(torch.tensor(values, dtype=dtype).repeat_interleave(counts), device)
 
-    advantages = [row.advantages or [row.advantage] * sum(row.trained) for row in rows]
+    def own(values: Sequence[Sequence[float] | None], dtype: torch.dtype = dtype) -> Tensor | None:
+        """None where the algorithm did not ask; rows that ranks are filled up with have no tokens."""
+        known = [one for one in values if one is not None]
+        return upload(torch.from_numpy(joined(known, np.float64)).to(dtype), device) if known else None
 
     return MicroBatch(
         ids=upload(torch.from_numpy(joined([row.ids for row in rows], np.int64)), device),
@@ -152,8 +204,12 @@ def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = t
         shared=shared_tokens(rows),
         trained=trained,
         behaviour_logprobs=upload(behaviour.to(dtype), device),
-        advantages=upload(torch.from_numpy(joined(advantages, np.float64)).to(dtype), device),
+        advantages=upload(torch.from_numpy(joined([r.token_advantages for r in rows], np.float64)).to(dtype), device),
         weights=each_token([row.weight for row in rows]),
+        trained_lengths=counts.tolist(),
+        trainer_logprobs=own([row.trainer_logprobs for row in rows]),
+        ref_logprobs=own([row.ref_logprobs for row in rows]),
+        marked=own([row.marked for row in rows], torch.bool),
     )
 
 

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from assay.runs.directory import read_metrics
 from assay.runs.trackers import Tracker
 from assay.text import Tokenizer
 from assay.train import checkpoint, faults
+from assay.train.adapt import draw
 from assay.train.checkpoint import State
 from assay.train.data import PromptStream
 from assay.train.optim import rate
@@ -145,9 +146,11 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
     seen: Counter[str] = Counter()
     parts.collector.seconds.clear()
     for _ in range(1 + parts.algo.resample):
-        prompts = parts.stream.next(cfg.train.prompts - len(kept))
+        prompts = draw(parts.stream, cfg.train.prompts - len(kept), parts.algo, state)
         judged = parts.collector.collect(prompts, params, (cfg.seed, state.step), seen=seen)
         groups, rejected = parts.algo.keep(judged)
+        if parts.algo.greedy_baseline and groups:
+            ask_greedily(parts, groups, params)
         kept += groups
         dropped += rejected
         if len(kept) == cfg.train.prompts:
@@ -158,6 +161,14 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
     return kept, dropped
 
 
+def ask_greedily(parts: Parts, groups: Sequence[Group], params: SamplingParams) -> None:
+    """One greedy answer to each prompt, for its reward only."""
+    alone = replace(params, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    answers = parts.collector.collect([g.prompt for g in groups], alone, (parts.cfg.seed, parts.state.step))
+    parts.algo.take_baselines(groups, answers)
+    parts.state.tokens += sum(rollout.length for group in answers for rollout in group.rollouts)
+
+
 def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, float]:
     """What the rollouts of a step look like."""
     every = [*groups, *dropped]
@@ -166,6 +177,7 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
     statuses = Counter(str(r.verdict.status) for r in answers if r.verdict)
     mean = sum(r.reward for r in answers) / count
     written = [turn.completion for r in answers for turn in r.turns]
+    greedy = [group.baseline for group in groups if group.baseline is not None]
     return {
         "reward/mean": mean,
         "reward/std": (sum((r.reward - mean) ** 2 for r in answers) / count) ** 0.5,
@@ -179,6 +191,7 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
         "sampling/kept_mass": sum(c.kept_mass for c in written) / len(written),
         "sampling/entropy": sum(c.entropy * len(c.token_ids) for c in written) / sum(len(c.token_ids) for c in written),
         **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
+        **({"reward/greedy": sum(greedy) / len(greedy)} if greedy else {}),
     }
 
 

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from assay.models.logprobs import token_logprobs, token_loss
 from assay.models.lora import adapters_off
 from assay.train.faults import Fault, examine
 from assay.train.optim import clip_gradients, set_rate
-from assay.train.pack import MicroBatch, Row, pack, rows_of, share_rows
+from assay.train.pack import MicroBatch, Row, credit_tokens, pack, rows_of, share_rows
 from assay.train.parallel import in_lockstep, sum_gradients
 from assay.types import Group, UserError
 
@@ -44,6 +44,9 @@ class Updater:
         size = max(-(-len(groups) // algo.updates), 1)  # a filter may have dropped every group
         parts = [rows_of(groups[i : i + size], algo) for i in range(0, len(groups), size)]
         with self.working(algo):
+            if algo.penalises_reward or (algo.rescores and len(parts) * passes > 1):
+                parts = [self.scored(rows, algo) for rows in parts]
+            parts = credit_tokens(parts, algo)
             steps = [self.step(rows, algo, lr) for _ in range(passes) for rows in parts if rows]
         if not steps:
             return {"optim/lr": lr, "optim/skipped": 1.0, "optim/non_finite": 0.0}
@@ -54,6 +57,21 @@ class Updater:
             "optim/skipped": float(sum(skipped)),
             "optim/non_finite": float(len(self.faults)),
         }
+
+    @torch.no_grad()
+    def scored(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
+        """Rows with the log-probabilities that have to be known before the first step; every rank gets all of them."""
+        models = {"trainer_logprobs": self._own_logprobs} if algo.rescores else {}
+        models |= {"ref_logprobs": self._ref_logprobs} if algo.penalises_reward else {}
+        places = {id(row): place for place, row in enumerate(rows)}
+        found: dict[int, dict[str, list[float]]] = {}
+        for share in share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares):
+            part = pack(share, self.policy.device, self._loss_dtype)
+            for name, logprobs in models.items():
+                for row, values in zip(share, logprobs(part).split(part.trained_lengths), strict=True):
+                    found.setdefault(places.get(id(row), -1), {})[name] = values.tolist()
+        every = {place: values for share in self.mesh.all_gather_objects(found) for place, values in share.items()}
+        return [replace(row, **every[place]) for place, row in enumerate(rows)]  # type: ignore[arg-type]
 
     def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
         """One optimizer step. The split into micro-batches, and over ranks, changes memory and time, not the result."""
@@ -102,18 +120,26 @@ class Updater:
         return sum(self._backward(part, algo) for part in parts)  # type: ignore[return-value]
 
     def _backward(self, part: MicroBatch, algo: Algorithm) -> Sums:
-        ref_logprobs = self._ref_logprobs(part) if algo.needs_reference else None
+        ref_logprobs = part.ref_logprobs
+        if ref_logprobs is None and algo.needs_reference:
+            ref_logprobs = self._ref_logprobs(part)
         sums: list[Sums] = []
 
         def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            sampled = part.behaviour_logprobs[at]
+            # In the only step on a batch the trainer is still the one that it was before it.
+            own = logprobs.detach() if part.trainer_logprobs is None else part.trainer_logprobs[at]
             out = algo.loss(
                 LossBatch(
                     logprobs=logprobs,
-                    behaviour_logprobs=part.behaviour_logprobs[at],
+                    behaviour_logprobs=own if algo.rescores else sampled,
                     advantages=part.advantages[at],
                     weights=part.weights[at],
                     entropy=entropy if algo.needs_entropy else entropy.detach(),
                     ref_logprobs=None if ref_logprobs is None else ref_logprobs[at],
+                    engine_logprobs=sampled if algo.rescores else None,
+                    lengths=part.trained_lengths if algo.needs_sequences else None,
+                    marked=None if part.marked is None else part.marked[at],
                 )
             )
             sums.append(out.sums)
@@ -121,17 +147,31 @@ class Updater:
 
         with self._computing():
             total = token_loss(
-                self.policy, part.ids, part.lengths, part.trained, loss, self.temperature, shared=part.shared
+                self.policy,
+                part.ids,
+                part.lengths,
+                part.trained,
+                loss,
+                self.temperature,
+                shared=part.shared,
+                whole=algo.needs_sequences,
             )
         total.backward()
         return sum(sums)  # type: ignore[return-value]
 
-    @torch.no_grad()
+    def _own_logprobs(self, part: MicroBatch) -> Tensor:
+        return self._logprobs(self.policy, part)
+
     def _ref_logprobs(self, part: MicroBatch) -> Tensor:
         assert self.reference is not None, "an algorithm with a KL term needs a reference model"
+        with adapters_off(self.reference):
+            return self._logprobs(self.reference, part)
+
+    @torch.no_grad()
+    def _logprobs(self, model: PolicyModel, part: MicroBatch) -> Tensor:
         ids, lengths, trained = part.ids, part.lengths, part.trained
-        with self._computing(), adapters_off(self.reference):
-            return token_logprobs(self.reference, ids, lengths, trained, self.temperature, shared=part.shared)[0]
+        with self._computing():
+            return token_logprobs(model, ids, lengths, trained, self.temperature, shared=part.shared)[0]
 
     @contextmanager
     def working(self, algo: Algorithm) -> Iterator[None]:

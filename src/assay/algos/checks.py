@@ -1,0 +1,104 @@
+"""Settings of an algorithm that cannot be meant, named before a run begins."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from assay.algos.advantages import ADVANTAGES, POOLED
+from assay.algos.aggregate import AGGREGATES
+from assay.algos.entropy import MARKS
+from assay.algos.importance import CORRECTIONS, RATIOS
+from assay.algos.kl import KL
+from assay.algos.losses import LOSSES
+from assay.types import UserError
+
+if TYPE_CHECKING:
+    from assay.algos.algorithm import Algorithm
+
+AT_LEAST_0 = (
+    *("clip_low", "clip_high", "kl_coef", "correction_low", "correction_high", "cov_fraction", "cov_coef"),
+    *("soft_overlong_weight", "soft_overlong_buffer", "entropy_delta", "pass_rate_low", "pass_rate_high"),
+)
+ANY = ("entropy_coef", "entropy_target", "cov_low", "cov_high")  # a negative bonus is unusual, but some want it
+WHOLE = (("updates", 1), ("resample", 0), ("max_new_tokens", 0), ("pass_rate_retry", 0))
+
+
+def pick(kind: str, name: str, names: Iterable[str]) -> None:
+    """A UserError with the nearest valid name, unless `name` is one of them."""
+    valid = list(names)
+    if name in valid:
+        return
+    nearest = difflib.get_close_matches(str(name), valid, n=3)
+    nearest.sort(key=lambda one: sorted(one) != sorted(str(name)))  # swapped letters are the likeliest slip
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    raise UserError(f"unknown {kind} {name!r}: {hint}There are {', '.join(valid)}.")
+
+
+def check(algorithm: Algorithm) -> None:
+    check_names(algorithm)
+    check_numbers(algorithm)
+    check_together(algorithm)
+
+
+def check_names(algorithm: Algorithm) -> None:
+    tables: dict[str, Iterable[str]] = {
+        "advantage": ADVANTAGES,
+        "policy_loss": LOSSES,
+        "aggregate": AGGREGATES,
+        "ratio": RATIOS,
+        "kl": KL,
+        "correction": CORRECTIONS,
+        "cov": MARKS,
+    }
+    for kind, named in tables.items():
+        choice = getattr(algorithm, kind)
+        if choice is not None and not callable(choice):
+            pick(kind, choice, named)
+
+
+def check_numbers(algorithm: Algorithm) -> None:
+    for name in (*AT_LEAST_0, *ANY):
+        value = getattr(algorithm, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            raise UserError(f"{name} = {value!r} must be a number.")
+        if value < 0 and name in AT_LEAST_0:
+            raise UserError(f"{name} = {value} must not be negative.")
+    for name, least in WHOLE:
+        value = getattr(algorithm, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(f"{name} = {value!r} must be a whole number of at least {least}.")
+    if algorithm.soft_overlong_buffer > 1:
+        raise UserError(
+            f"soft_overlong_buffer = {algorithm.soft_overlong_buffer} must be a fraction of max_new_tokens, "
+            "from 0 to 1."
+        )
+    if isinstance(algorithm.discount, bool) or not 0 <= algorithm.discount <= 1:
+        raise UserError(f"discount = {algorithm.discount!r} must be between 0 and 1.")
+    if algorithm.cov_fraction > 1:
+        raise UserError(f"cov_fraction = {algorithm.cov_fraction} must be a fraction of all tokens, from 0 to 1.")
+    for name in ("correction", "pass_rate", "cov"):
+        low, high = getattr(algorithm, f"{name}_low"), getattr(algorithm, f"{name}_high")
+        if low > high:
+            raise UserError(f"{name}_low = {low} must not be above {name}_high = {high}.")
+
+
+def check_together(algorithm: Algorithm) -> None:
+    if algorithm.kl_coef > 0 and algorithm.kl is None and not algorithm.kl_in_reward:
+        raise UserError(f'kl_coef = {algorithm.kl_coef} needs an estimator: set kl = "k3" or "k2".')
+    pooled = [name for name, function in ADVANTAGES.items() if function in POOLED]
+    if algorithm.penalises_reward and isinstance(algorithm.advantage, str) and algorithm.advantage not in pooled:
+        raise UserError(
+            f"kl_in_reward gives each token a return of its own, and advantage={algorithm.advantage!r} compares whole "
+            f"answers: pick one of {', '.join(pooled)}."
+        )
+    if algorithm.penalises_reward and (algorithm.step_credit or algorithm.discount != 1):
+        raise UserError("kl_in_reward gives credit to tokens by whole answers: leave out step_credit and discount.")
+    if algorithm.penalises_reward and algorithm.greedy_baseline:
+        raise UserError("kl_in_reward and greedy_baseline do not go together: leave out one of them.")
+    if algorithm.resample > 0 and not algorithm.drop_zero_variance:
+        raise UserError(f"resample = {algorithm.resample} refills dropped groups: set drop_zero_variance = true.")
