@@ -198,13 +198,15 @@ def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = t
         known = [one for one in values if one is not None]
         return upload(torch.from_numpy(joined(known, np.float64)).to(dtype), device) if known else None
 
+    by_token = any(row.advantages is not None for row in rows)
+    advantages = own([row.token_advantages for row in rows]) if by_token else None
     return MicroBatch(
         ids=upload(torch.from_numpy(joined([row.ids for row in rows], np.int64)), device),
         lengths=[len(row.ids) for row in rows],
         shared=shared_tokens(rows),
         trained=trained,
         behaviour_logprobs=upload(behaviour.to(dtype), device),
-        advantages=upload(torch.from_numpy(joined([r.token_advantages for r in rows], np.float64)).to(dtype), device),
+        advantages=each_token([row.advantage for row in rows]) if advantages is None else advantages,
         weights=each_token([row.weight for row in rows]),
         trained_lengths=counts.tolist(),
         trainer_logprobs=own([row.trainer_logprobs for row in rows]),
