@@ -138,5 +138,5 @@ def open_source(path: str | None, hub: HubSource | None = None, hub_names: Seque
     if path is None:
         raise UserError("this task needs a path: a JSONL file, or a folder with train.jsonl and test.jsonl")
     raise UserError(
-        f"there is no file or folder {path}: give the path of a JSONL file, or of a folder with train.jsonl and test.jsonl"
+        f"there is no file or folder {path}: give a JSONL file, or a folder with train.jsonl and test.jsonl"
     )
