@@ -105,3 +105,11 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write the model"):
         save_model(build_preset("nano", vocab_size=30, max_length=64, seed=0), tmp_path / "file" / "model")
+
+
+def test_the_config_says_which_transformers_it_is_for(tmp_path):
+    """Without that, transformers takes a large tokenizer beside it for one with a broken pattern, and says so."""
+    from transformers import __version__
+
+    save_model(build_preset("nano", vocab_size=30, max_length=64, seed=0), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["transformers_version"] == __version__

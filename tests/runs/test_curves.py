@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from assay.runs import Run
-from assay.runs.curves import PANELS, _against_time, _has_points, _points, _smooth, draw_curves
+from assay.runs.curves import PANELS, _against_time, _has_points, _points, _smooth, _splits, draw_curves
 from assay.runs.directory import read_metrics
 
 
@@ -90,3 +90,10 @@ def test_smoothing_leaves_a_straight_line_alone() -> None:
     assert _smooth(line)[2:-2] == pytest.approx(line[2:-2])
     assert _smooth(line[:10]) == line[:10]
     assert np.std(_smooth([(-1.0) ** n for n in range(200)])) < 0.3
+
+
+def test_the_legend_tells_which_problems(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, "named", '[eval]\nsplit = "validation"\nfinal_split = "test"\n')
+    assert _splits(run.path) == (" (validation)", " (test)")
+    assert _splits(Run.create(tmp_path, "unnamed", "").path) == ("", "")
+    assert _splits(tmp_path) == ("", "")

@@ -26,13 +26,13 @@ SHARED_TOKENS = 256  # from which reading shared blocks once pays for one more k
 
 
 def sizes_up_to(rows: int) -> list[int]:
-    """Rows of recordings: powers of two up to 64, and from there on a stride that is a quarter of them or less."""
+    """Rows of recordings: powers of two up to 64, then steps of 32 up to 512, and of an eighth or less beyond."""
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if size < rows]
     size, stride = 64, 32
     while size < rows:
         sizes.append(size)
         size += stride
-        if size >= 8 * stride:
+        if size >= 16 * stride:
             stride *= 2
     return [*sizes, rows]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ def save_model(
                 **tokens,
                 "dtype": name_of(dtype),
                 "torch_dtype": name_of(dtype),
+                # Without it transformers suspects a wrong tokenizer beside any such config, and says so.
+                "transformers_version": version("transformers"),
             }
             write_json(folder / "config.json", config)
             write_json(folder / "generation_config.json", tokens)

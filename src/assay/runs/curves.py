@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,10 +66,11 @@ def draw_curves(run_path: Path) -> Path | None:
     figure = Figure(figsize=(4.4 * columns, 2.9 * lines + 0.7), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(_title(run_path), x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    splits = _splits(run_path)
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(lines, columns, index + 1)
         shown = _against_time(rows) if panel.by_time else rows
-        _draw_panel(axes, panel, shown)
+        _draw_panel(axes, panel, shown, splits)
         span = max(row["step"] for row in shown)
         axes.set_xlim(-0.02 * span, 1.02 * span) if span else None
     path = run_path / "curves.png"
@@ -90,14 +92,26 @@ def _against_time(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _title(run_path: Path) -> str:
     summary = read_json(run_path / "summary.json")
-    facts = [str(summary[key]) for key in ("algorithm", "task", "model") if summary.get(key)]
+    facts = [str(summary[key]) for key in ("algorithm", "task") if summary.get(key)]
+    facts += [Path(summary["model"]).name] if summary.get("model") else []
     return "  ·  ".join([run_path.resolve().name, *facts]).replace("$", r"\$")
 
 
-def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None:
+def _splits(run_path: Path) -> tuple[str, str]:
+    """Names, in brackets, of the problems that are measured now and then, and of those before and after."""
+    try:
+        settings = tomllib.loads((run_path / "config.toml").read_text("utf-8")).get("eval", {})
+    except (OSError, ValueError):
+        settings = {}
+    names = (settings.get(key) for key in ("split", "final_split"))
+    periodic, final = (f" ({name})" if name else "" for name in names)
+    return periodic, final
+
+
+def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]], splits: tuple[str, str]) -> None:
     steps, values = _points(rows, panel.metric)
     if panel.metric == "accuracy":
-        _draw_accuracy(axes, rows)
+        _draw_accuracy(axes, rows, *splits)
     elif len(steps) < 3:
         axes.plot(steps, values, color=_LINE, linewidth=1.8, marker="o", markersize=4)
     elif panel.smooth:
@@ -123,18 +137,18 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]]) -> 
         axes.yaxis.set_major_formatter("{x:.1e}")
 
 
-def _draw_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+def _draw_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]], periodic: str, final: str) -> None:
     """Periodic evaluations as a line with a band; before and after, on problems of their own, as bars beside it."""
     steps, values = _points(rows, "accuracy")
     if steps:
-        axes.plot(steps, values, color=_ACCENT, linewidth=1.8, marker="o", markersize=4, label="periodic")
+        axes.plot(steps, values, color=_ACCENT, linewidth=1.8, marker="o", markersize=4, label="periodic" + periodic)
     bounds = _bounds(rows, "accuracy")
     if bounds:
         lows, highs = zip(*bounds.values(), strict=True)
         axes.fill_between(list(bounds), lows, highs, color=_ACCENT, alpha=0.15, linewidth=0)
     for name in ("before", "after"):
         steps, values = _points(rows, name)
-        label = "before and after" if steps and name == "before" else None
+        label = "before and after" + final if steps and name == "before" else None
         axes.plot(steps, values, color=_INK, linestyle="", marker="D", markersize=5, label=label)
         for step, (low, high) in _bounds(rows, name).items():
             axes.plot([step, step], [low, high], color=_INK, linewidth=1.3)
