@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from assay.models.spec import spec_to_hf
 from assay.types import UserError
 
 SHARD_BYTES = 5 * 10**9
+WRITERS = 4  # files that are written at once, and in memory for that
 
 
 def save_model(
@@ -105,22 +107,49 @@ def cast_state(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 def write_weights(
     folder: Path, weights: Iterable[tuple[str, Tensor]], sizes: Sequence[int], dtype: torch.dtype, shard_bytes: int
 ) -> None:
-    """One model.safetensors, or numbered shards with an index; one shard is in memory at a time."""
-    from safetensors.torch import save_file
-
+    """One model.safetensors, or numbered shards with an index; a few shards are in memory at a time."""
     shards = split(sizes, dtype.itemsize, shard_bytes)
     places: dict[str, str] = {}
     rest = iter(weights)
-    for number, count in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in islice(rest, count)}
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        share(folder / name)
-        places |= dict.fromkeys(tensors, name)
+
+    def files() -> Iterator[tuple[Path, dict[str, Tensor]]]:
+        for number, count in enumerate(shards, start=1):
+            tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in islice(rest, count)}
+            name = shard_name("model", number, len(shards))
+            places.update(dict.fromkeys(tensors, name))
+            yield folder / name, tensors
+
+    write_files(files())
     assert next(rest, None) is None, "more weights than sizes"
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes) * dtype.itemsize}, "weight_map": dict(sorted(places.items()))}
         write_json(folder / "model.safetensors.index.json", index)
+
+
+def shard_name(stem: str, number: int, count: int) -> str:
+    """As transformers names them."""
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def write_files(files: Iterable[tuple[Path, dict[str, Tensor]]]) -> None:
+    """Each in a thread, since one alone fills neither memory's nor a disk's bandwidth; the first that fails is told."""
+    from safetensors.torch import save_file
+
+    written: list[Path] = []
+    with ThreadPoolExecutor(WRITERS) as threads:
+        writing: set[Future[None]] = set()
+        for path, tensors in files:
+            writing.add(threads.submit(save_file, tensors, path, {"format": "pt"}))
+            written.append(path)
+            del tensors  # its writer holds it, and nobody else
+            if len(writing) == WRITERS:
+                done, writing = wait(writing, return_when=FIRST_COMPLETED)
+                for one in done:
+                    one.result()
+        for one in writing:
+            one.result()
+    for path in written:  # only now: a process has one umask, and asking for it changes it
+        share(path)
 
 
 def split(sizes: Sequence[int], item_bytes: int, shard_bytes: int) -> list[int]:
