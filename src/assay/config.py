@@ -157,8 +157,16 @@ class AlgoConfig(Section):
     """estimator of the divergence from the reference"""
     kl_coef: NonNegative | None = None
     """weight of that divergence; above 0 a reference model is kept"""
+    reward_kl_coef: NonNegative | None = None
+    """weight of the divergence from the reference that is subtracted from the reward; above 0 a reference is kept"""
+    reward_kl_per: Literal["sequence", "token"] | None = None
+    """sequence: an answer pays for all of its tokens; token: each of them for itself and those after it"""
     reference: str = ""
     """model to stay close to; empty: the policy as it was when reinforcement began"""
+    refresh_reference: Count = 0
+    """make the policy as it is the reference every so many steps; 0: never"""
+    reference_ema: Below1 = 0.0
+    """after each step the reference is this part of itself and, for the rest, the policy, e.g. 0.99; 0: it stays"""
     entropy_coef: Finite | None = None
     """weight of an entropy bonus"""
     drop_zero_variance: bool | None = None
@@ -173,6 +181,19 @@ class AlgoConfig(Section):
     """largest length punishment"""
     updates: Positive | None = None
     """optimizer steps that each batch of rollouts is split into; 1 is on-policy"""
+
+
+class ReplayConfig(Section):
+    """Learning again from groups of earlier steps. Needs a loss with an importance ratio, such as ppo_clip."""
+
+    groups: Count = 0
+    """of earlier steps that are added to each step's own; 0: none"""
+    capacity: Positive = 256
+    """groups kept, the latest ones"""
+    max_staleness: Count = 0
+    """drop groups that a policy of more than so many steps ago has sampled; 0: never"""
+    with_replacement: bool = False
+    """a group may be drawn several times in one step"""
 
 
 class OptimConfig(Section):
@@ -353,6 +374,7 @@ class TrainConfig(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: LoopConfig = Field(default_factory=LoopConfig)
     sft: SftConfig = Field(default_factory=SftConfig)

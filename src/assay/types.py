@@ -99,6 +99,7 @@ class Rollout:
     verdict: Verdict | None = None
     reward: float = 0.0  # what the algorithm learns from: the verdict's reward after shaping
     advantage: float = 0.0
+    token_advantages: list[float] | None = None  # for each token it wrote, where they differ from one another
     masked: bool = False  # a filter took it out of the loss (e.g. cut off at the length limit)
 
     @property

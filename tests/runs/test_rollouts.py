@@ -88,7 +88,11 @@ def groups(draw: st.DrawFn) -> Group:
         advantage=real,
         masked=st.booleans(),
     )
-    return Group(prompt, draw(st.lists(rollouts, min_size=1, max_size=3)))
+    drawn = draw(st.lists(rollouts, min_size=1, max_size=3))
+    for rollout in drawn:
+        if draw(st.booleans()):
+            rollout.token_advantages = draw(st.lists(real, min_size=rollout.length, max_size=rollout.length))
+    return Group(prompt, drawn)
 
 
 @settings(max_examples=80, deadline=None)

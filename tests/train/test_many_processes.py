@@ -33,10 +33,11 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
 RICH = (  # everything that has a place of its own in a run: warm start, reference, several updates, dropped groups
     *("--sft.steps", 2, "--sft.batch", 5, "--algo.recipe", "dapo", "--algo.entropy_coef", 0.01, "--algo.updates", 2),
     *("--algo.kl", "k3", "--algo.kl_coef", 0.1, "--optim.schedule", "cosine", "--optim.warmup", 2),
-    *("--optim.weight_decay", 0.1, "--train.samples", 2),
+    *("--optim.weight_decay", 0.1, "--train.samples", 2, "--algo.reference_ema", 0.8),
+    *("--algo.reward_kl_coef", 0.05, "--replay.groups", 2),
 )
 MUON = ("--optim.name", "muon", "--optim.matrix_lr", 0.01)
-LORA = ("--lora.rank", 2, "--algo.kl_coef", 0.1)
+LORA = ("--lora.rank", 2, "--algo.kl_coef", 0.1, "--algo.refresh_reference", 2)
 
 
 def ended(process: Any, code: int = 0, within: float = 300) -> str:

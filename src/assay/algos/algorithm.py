@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from assay.algos import filters
+from assay.algos import filters, reward_kl
 from assay.algos.advantages import ADVANTAGES, GROUP_BASELINES, Advantage, group_size_error
 from assay.algos.aggregate import AGGREGATES, token_weights
 from assay.algos.kl import KL, k3
-from assay.algos.losses import LOSSES, PolicyLoss, importance_ratio
+from assay.algos.losses import LOSSES, ON_POLICY, PolicyLoss, importance_ratio
 from assay.algos.sums import Sums
 from assay.types import Group, UserError
 
 T = TypeVar("T")
+SOFT_OVERLONG = ("soft_overlong_weight", "soft_overlong_buffer")
+UNSCALED = ("group_mean", "leave_one_out", "batch_mean", "none")  # advantages that are a reward less a baseline
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Algorithm:
     clip_high: float = 0.2
     kl: str | None = None  # k1, k2, k3: estimator of KL(policy || reference) in the loss
     kl_coef: float = 0.0
+    reward_kl_coef: float = 0.0  # weight of the divergence from the reference within the reward: see reward_kl
+    reward_kl_per: str = "sequence"  # or token: each token answers for what comes after it only
     entropy_coef: float = 0.0
     drop_zero_variance: bool = False  # leave out groups whose samples all got the same reward
     resample: int = 0  # at most so many extra rounds of sampling to refill dropped groups
@@ -66,12 +70,27 @@ class Algorithm:
 
     @property
     def needs_reference(self) -> bool:
+        """Whether there has to be a reference model."""
+        return self.kl_in_loss or self.kl_in_reward
+
+    @property
+    def kl_in_loss(self) -> bool:
         return self.kl_coef > 0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether `credit` has to be told what the reference says of each token."""
+        return self.reward_kl_coef > 0
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the loss needs the entropy's gradient (as a metric it is welcome in any case)."""
         return self.entropy_coef != 0
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether samples of an earlier policy would be taken for the current one's."""
+        return self.policy_loss in ON_POLICY
 
     def check_samples(self, samples: int) -> None:
         """Fail before a run starts, not at its first step, when a group baseline gets one sample a prompt."""
@@ -85,9 +104,21 @@ class Algorithm:
             filters.mask_overlong(groups)
         return filters.drop_zero_variance(groups) if self.drop_zero_variance else (list(groups), [])
 
-    def credit(self, groups: list[Group]) -> None:
-        """Set every rollout's reward (its verdict's, shaped) and advantage, compared over all these groups."""
+    def credit(self, groups: list[Group], ref_logprobs: Sequence[Sequence[float]] | None = None) -> None:
+        """Set every rollout's reward (its verdict's, shaped) and advantage, compared over all these groups.
+
+        `ref_logprobs`: for each rollout in order, the reference's of each token it wrote, where `kl_in_reward`.
+        """
+        assert ref_logprobs is not None or not self.kl_in_reward, "reward_kl_coef > 0 needs ref_logprobs"
+        ratios = reward_kl.log_ratios(groups, ref_logprobs) if self.kl_in_reward and ref_logprobs is not None else []
         self._shape_rewards(groups)
+        if self.kl_in_reward:
+            reward_kl.charge(groups, ratios, self.reward_kl_coef)
+        self._give_advantages(groups)
+        if self.kl_in_reward and self.reward_kl_per == "token":
+            reward_kl.give_back_the_past(groups, ratios, self.reward_kl_coef)
+
+    def _give_advantages(self, groups: list[Group]) -> None:
         rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
         advantages = _function(self.advantage, ADVANTAGES)(rewards)
         if len(advantages) != len(rewards):
@@ -122,7 +153,7 @@ class Algorithm:
             kl_N = KL[self.kl](batch.logprobs, batch.ref_logprobs)
             terms["loss/kl"] = self.kl_coef * (batch.weights * kl_N).sum()
             per_token["policy/kl"] = kl_N
-        assert batch.ref_logprobs is not None or not self.needs_reference, "kl_coef > 0 needs ref_logprobs"
+        assert batch.ref_logprobs is not None or not self.kl_in_loss, "kl_coef > 0 needs ref_logprobs"
         if batch.entropy is not None:
             terms["loss/entropy"] = -self.entropy_coef * (batch.weights * batch.entropy).sum()
             per_token["policy/entropy"] = batch.entropy
@@ -200,7 +231,7 @@ def _check(algorithm: Algorithm) -> None:
     pick("aggregate", algorithm.aggregate, AGGREGATES)
     if algorithm.kl is not None:
         pick("kl", algorithm.kl, KL)
-    for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef", "soft_overlong_weight", "soft_overlong_buffer"):
+    for name in ("clip_low", "clip_high", "kl_coef", "reward_kl_coef", "entropy_coef", *SOFT_OVERLONG):
         value = getattr(algorithm, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             raise UserError(f"{name} = {value!r} must be a number.")
@@ -217,5 +248,11 @@ def _check(algorithm: Algorithm) -> None:
         )
     if algorithm.kl_coef > 0 and algorithm.kl is None:
         raise UserError(f'kl_coef = {algorithm.kl_coef} needs an estimator: set kl = "k3" or "k2".')
+    pick("reward_kl_per", algorithm.reward_kl_per, reward_kl.PER)
+    if algorithm.kl_in_reward and algorithm.reward_kl_per == "token" and algorithm.advantage not in UNSCALED:
+        raise UserError(
+            'reward_kl_per = "token" needs an advantage in the reward\'s own units: '
+            f'take {", ".join(UNSCALED)}, or reward_kl_per = "sequence".'
+        )
     if algorithm.resample > 0 and not algorithm.drop_zero_variance:
         raise UserError(f"resample = {algorithm.resample} refills dropped groups: set drop_zero_variance = true.")

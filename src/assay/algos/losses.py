@@ -45,4 +45,5 @@ def ppo_clip(
     return loss, stats
 
 
+ON_POLICY = ("reinforce",)  # losses that take every sample for one of the current policy
 LOSSES: dict[str, PolicyLoss] = {"reinforce": reinforce, "ppo_clip": ppo_clip}

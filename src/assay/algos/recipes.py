@@ -39,7 +39,7 @@ RECIPES: dict[str, Algorithm] = {
     ),
     # Kool et al. 2019; Ahmadian et al. 2024 (arXiv 2402.14740): leave-one-out baseline, REINFORCE on whole sequences:
     # a sequence's log-probability is a sum over its tokens, and its length must not divide it. Constant aggregation
-    # does that, up to a constant factor. Their KL sits in the reward; here it is off.
+    # does that, up to a constant factor. Their KL sits in the reward (reward_kl_coef); it is off here.
     "rloo": Algorithm(advantage="leave_one_out", policy_loss="reinforce", aggregate="constant"),
     # nanochat's chat_rl: "simplified GRPO": on-policy, reward minus group mean, token-level, no KL and no clip.
     "simple": Algorithm(advantage="group_mean", policy_loss="reinforce", aggregate="token"),

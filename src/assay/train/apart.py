@@ -45,6 +45,8 @@ def home_of_policy(cfg: TrainConfig, mesh: Mesh) -> torch.device:
         raise UserError(f"{wanted} is for one GPU, not for {mesh.world} processes: start one, or leave it out")
     if mesh.device.type == "mps":
         raise UserError(f"{wanted} is for CUDA: on this device there is one memory for all, so leave it out")
+    if cfg.algo.reward_kl_coef:
+        raise UserError(f"{wanted} knows no KL in the reward: leave out algo.reward_kl_coef, or the former")
     if cfg.train.compile == "on":
         raise UserError(f"{wanted} would compile anew in every step: leave out train.compile = 'on', or the former")
     return torch.device("cpu")
@@ -98,7 +100,7 @@ class Apart(Updater):
 
     def _described(self, algo: Algorithm) -> bytes:
         """A plain updater with the algorithm, in which every tensor is named by its place on a shelf."""
-        reference = self.reference if algo.needs_reference else None
+        reference = self.reference if algo.kl_in_loss else None
         names = self._shelve(WEIGHTS, dict(self.policy.named_parameters()))
         names |= self._shelve(MOMENTS, moments(self.policy, self.optimizer))
         if reference is not None and reference is not self.policy:

@@ -5,7 +5,19 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from assay.train.stages import Parts, begin, close, count_faults, describe, finish, learning_rate, sample
+from assay.train.reference import move_reference
+from assay.train.stages import (
+    Parts,
+    begin,
+    close,
+    count_faults,
+    credit,
+    describe,
+    finish,
+    learning_rate,
+    recall,
+    sample,
+)
 from assay.train.stages import keep_rollouts as keep
 from assay.train.sync import sync_weights
 
@@ -21,18 +33,20 @@ def train(parts: Parts) -> dict[str, Any]:
     while state.step < parts.total_steps:
         started = time.perf_counter()
         groups, dropped = sample(parts)
-        parts.algo.credit(groups)
+        credited = credit(parts, groups)
+        batch, replayed = recall(parts, groups)
         sampled = time.perf_counter()
-        metrics = parts.updater.update(groups, parts.algo, learning_rate(parts), cfg.train.passes)
+        metrics = parts.updater.update(batch, parts.algo, learning_rate(parts), cfg.train.passes)
         trained = time.perf_counter()
         state.step += 1
+        move_reference(parts.updater, cfg.algo, state.step)
         sync_weights(parts.updater.policy, parts.collector.engine, version=state.step)
         synced = time.perf_counter()
-        metrics |= describe(groups, dropped)
+        metrics |= credited | replayed | describe(groups, dropped)
         metrics |= {"time/sample": sampled - started, "time/train": trained - sampled, "time/sync": synced - trained}
         metrics |= {f"time/{part}": seconds for part, seconds in parts.collector.seconds.items()}
         keep(parts, [*groups, *dropped])
-        count_faults(parts, groups)
+        count_faults(parts, batch)
         close(parts, metrics, started)
     parts.console.stop()
     return finish(parts)

@@ -28,6 +28,7 @@ class Row:
     behaviour_logprobs: list[float]  # of the sampler, aligned with ids
     advantage: float
     weight: float  # of each of its trained tokens in the loss of the whole batch
+    token_advantages: list[float] | None = None  # one for each trained token, in place of `advantage`
 
     @cached_property
     def prompt(self) -> tuple[int, ...]:
@@ -36,7 +37,8 @@ class Row:
 
     @classmethod
     def of(cls, rollout: Rollout) -> Row:
-        return cls(rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, rollout.advantage, 0.0)
+        ids, trained, advantages = rollout.token_ids, rollout.loss_mask, rollout.token_advantages
+        return cls(ids, trained, rollout.engine_logprobs, rollout.advantage, 0.0, advantages)
 
 
 @dataclass
@@ -63,11 +65,11 @@ def rows_of(groups: Sequence[Group], algo: Algorithm) -> list[Row]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([0 if rollout.masked else rollout.length for rollout in rollouts])
     weights = algo.token_weights(lengths).tolist()
-    regularised = algo.needs_reference or algo.needs_entropy or callable(algo.policy_loss)
+    regularised = algo.kl_in_loss or algo.needs_entropy or callable(algo.policy_loss)
     return [
         replace(Row.of(rollout), weight=weight)
         for rollout, weight in zip(rollouts, weights, strict=True)
-        if not rollout.masked and (rollout.advantage or regularised)
+        if not rollout.masked and (rollout.advantage or rollout.token_advantages or regularised)
     ]
 
 
@@ -138,7 +140,12 @@ def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = t
     behaviour = torch.from_numpy(joined([row.behaviour_logprobs for row in rows], np.float64))[trained]
 
     def each_token(values: list[float]) -> Tensor:
-        return upload(torch.tensor(values, dtype=dtype).repeat_interleave(counts), device)
+        return torch.tensor(values, dtype=dtype).repeat_interleave(counts)
+
+    advantages = each_token([row.advantage for row in rows])
+    for row, part in zip(rows, advantages.split(counts.tolist()), strict=True):
+        if row.token_advantages is not None:
+            part.copy_(torch.tensor(row.token_advantages, dtype=dtype))
 
     return MicroBatch(
         ids=upload(torch.from_numpy(joined([row.ids for row in rows], np.int64)), device),
@@ -146,8 +153,8 @@ def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = t
         shared=shared_tokens(rows),
         trained=trained,
         behaviour_logprobs=upload(behaviour.to(dtype), device),
-        advantages=each_token([row.advantage for row in rows]),
-        weights=each_token([row.weight for row in rows]),
+        advantages=upload(advantages, device),
+        weights=upload(each_token([row.weight for row in rows]), device),
     )
 
 

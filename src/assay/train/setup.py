@@ -35,6 +35,7 @@ from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word
 from assay.text.few_shot import few_shot_from_prompts, load_few_shot, read_text_file
 from assay.types import Prompt, UserError
 
+OF_REFERENCE = ("reference", "refresh_reference", "reference_ema")  # settings that the algorithm need not know
 PRESET = "preset:"
 PRESET_LENGTH = 512
 COMPILED = 100_000_000  # parameters from which compiling pays for itself within some steps
@@ -184,13 +185,27 @@ def build_engine(
 
 def build_algorithm(cfg: TrainConfig) -> Algorithm:
     """The recipe with the user's changes; advantage and policy_loss may be functions given by path."""
-    changes = cfg.algo.model_dump(exclude_none=True, exclude={"recipe", "reference"})
+    changes = cfg.algo.model_dump(exclude_none=True, exclude={"recipe", *OF_REFERENCE})
     changes |= {key: load_object(path) for key, path in own_functions(cfg.algo).items()}
     known = {f.name for f in fields(Algorithm)}
     assert set(changes) <= known, set(changes) - known
     algo = make_algorithm(cfg.algo.recipe, max_new_tokens=cfg.sampling.max_new_tokens, **changes)
     algo.check_samples(cfg.train.samples)
+    if moves(cfg.algo) and not algo.needs_reference:
+        raise UserError("algo.refresh_reference and algo.reference_ema move a reference: set algo.kl_coef too")
+    if cfg.algo.refresh_reference and cfg.algo.reference_ema:
+        raise UserError("algo.refresh_reference and algo.reference_ema are both set: keep one of them")
+    if cfg.replay.groups and algo.on_policy:
+        raise UserError(
+            f"replay.groups needs a loss with an importance ratio, which {algo.policy_loss} is not: "
+            "set algo.policy_loss = 'ppo_clip', and clip_low and clip_high as wide as you like"
+        )
     return algo
+
+
+def moves(cfg: AlgoConfig) -> bool:
+    """Whether the reference changes as a run goes on."""
+    return cfg.refresh_reference > 0 or cfg.reference_ema > 0
 
 
 def own_functions(cfg: AlgoConfig) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.algos import Algorithm
+from assay.algos.reward_kl import log_ratios
 from assay.config import TrainConfig
 from assay.engine.base import SamplingParams
 from assay.evals.evaluate import evaluate
@@ -28,7 +29,8 @@ from assay.train.checkpoint import State
 from assay.train.data import PromptStream
 from assay.train.optim import rate
 from assay.train.reference import freeze_reference
-from assay.train.setup import eval_params
+from assay.train.replay import ReplayBuffer, mixed
+from assay.train.setup import eval_params, moves
 from assay.train.sft import warm_start
 from assay.train.stopping import Stopped, Stopping
 from assay.train.sync import sync_weights
@@ -55,6 +57,7 @@ class Parts:
     clock: float  # when the run began, less what earlier sittings took
     stopping: Stopping
     resumed: bool = False
+    replay: ReplayBuffer | None = None
     warned: bool = False  # of a judge that fails now and then
     trackers: list[Tracker] = field(default_factory=list)
 
@@ -96,7 +99,7 @@ def begin(parts: Parts) -> None:
     if not parts.total_steps:
         imitate(parts)
     elif parts.algo.needs_reference:
-        freeze_reference(parts.updater, parts.run.path, cfg.parallel.mode)
+        freeze_reference(parts.updater, cfg, parts.run.path)
     state.unmeasured = None
     save(parts, {})
 
@@ -156,6 +159,33 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
     state.cursor = parts.stream.cursor
     state.tokens += sum(rollout.length for group in (*kept, *dropped) for rollout in group.rollouts)
     return kept, dropped
+
+
+def credit(parts: Parts, groups: list[Group]) -> dict[str, float]:
+    """Rewards become advantages. Where divergence has a price in the reward, the reference is asked first."""
+    if not parts.algo.kl_in_reward:
+        parts.algo.credit(groups)
+        return {}
+    ref_logprobs = parts.updater.ref_logprobs(groups, parts.algo)
+    parts.algo.credit(groups, ref_logprobs)
+    ratios = log_ratios(groups, ref_logprobs)
+    return {"reward/kl": sum(map(sum, ratios)) / max(len(ratios), 1)}
+
+
+def recall(parts: Parts, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
+    """What to learn from: this step's groups and some of earlier steps. From the next step on they are one of these."""
+    buffer, cfg, version = parts.replay, parts.cfg, parts.state.step
+    if buffer is None:
+        return groups, {}
+    again = buffer.sample(cfg.replay.groups, version, cfg.seed)
+    batch = mixed(groups, again)
+    found = {
+        "replay/size": float(len(buffer)),
+        "replay/age": buffer.mean_age(version),
+        "replay/share": len(again) / max(len(batch), 1),
+    }
+    buffer.add(groups)
+    return batch, found
 
 
 def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, float]:
@@ -271,7 +301,11 @@ def save(parts: Parts, metrics: Mapping[str, float]) -> None:
     parts.state.wall_s = time.perf_counter() - parts.clock
     if best:
         parts.state.best = {"step": parts.state.step, "value": metrics["eval/accuracy"]}
-    checkpoint.save(path, parts.state, parts.updater.policy, parts.updater.optimizer, parts.tokenizer, parts.mesh)
+    updater = parts.updater
+    reference = updater.reference if moves(parts.cfg.algo) else None
+    checkpoint.save(
+        path, parts.state, updater.policy, updater.optimizer, parts.tokenizer, parts.mesh, reference, parts.replay
+    )
     if best and parts.mesh.is_main:
         checkpoints.set_best(path, parts.state.step, metrics["eval/accuracy"])
     if parts.mesh.is_main:

@@ -102,7 +102,7 @@ class Updater:
         return sum(self._backward(part, algo) for part in parts)  # type: ignore[return-value]
 
     def _backward(self, part: MicroBatch, algo: Algorithm) -> Sums:
-        ref_logprobs = self._ref_logprobs(part) if algo.needs_reference else None
+        ref_logprobs = self._ref_logprobs(part) if algo.kl_in_loss else None
         sums: list[Sums] = []
 
         def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -132,6 +132,20 @@ class Updater:
         ids, lengths, trained = part.ids, part.lengths, part.trained
         with self._computing(), adapters_off(self.reference):
             return token_logprobs(self.reference, ids, lengths, trained, self.temperature, shared=part.shared)[0]
+
+    def ref_logprobs(self, groups: Sequence[Group], algo: Algorithm) -> list[list[float]]:
+        """What the reference says of each token that each rollout wrote. Ranks share the work; all get everything."""
+        rows = [Row.of(rollout) for group in groups for rollout in group.rollouts]
+        places = {id(row): place for place, row in enumerate(rows)}
+        found: dict[int, list[float]] = {}
+        shares = share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares)
+        with self.working(algo):
+            for part in shares:
+                values = self._ref_logprobs(pack(part, self.policy.device, self._loss_dtype)).cpu()
+                split = values.split([sum(row.trained) for row in part])
+                found |= {places.get(id(row), -1): own.tolist() for row, own in zip(part, split, strict=True)}
+        everything = {place: own for share in self.mesh.all_gather_objects(found) for place, own in share.items()}
+        return [everything[place] for place in range(len(rows))]
 
     @contextmanager
     def working(self, algo: Algorithm) -> Iterator[None]:
