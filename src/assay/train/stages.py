@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from assay.algos import Algorithm
-from assay.algos.reward_kl import log_ratios
 from assay.config import TrainConfig
 from assay.engine.base import SamplingParams
 from assay.evals.evaluate import evaluate
@@ -27,9 +26,8 @@ from assay.text import Tokenizer
 from assay.train import checkpoint, faults
 from assay.train.checkpoint import State
 from assay.train.data import PromptStream
-from assay.train.optim import rate
 from assay.train.reference import freeze_reference
-from assay.train.replay import ReplayBuffer, mixed
+from assay.train.replay import ReplayBuffer
 from assay.train.setup import eval_params, moves
 from assay.train.sft import warm_start
 from assay.train.stopping import Stopped, Stopping
@@ -128,13 +126,9 @@ def imitate(parts: Parts) -> None:
     }
 
 
-def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
-    """One step's groups, and those the algorithm dropped; new prompts replace dropped ones for as long as it allows."""
-    cfg, state = parts.cfg, parts.state
-    parts.stopping.check()
-    parts.collector.engine.forget()  # a run that is resumed here has no evaluation's prompts to fall back on
-    params = SamplingParams(
-        n=cfg.train.samples,
+def sampling_params(cfg: TrainConfig, samples: int) -> SamplingParams:
+    return SamplingParams(
+        n=samples,
         temperature=cfg.sampling.temperature,
         top_k=cfg.sampling.top_k,
         top_p=cfg.sampling.top_p,
@@ -143,6 +137,14 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
         min_new_tokens=cfg.sampling.min_new_tokens,
         stop=tuple(cfg.sampling.stop),
     )
+
+
+def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
+    """One step's groups, and those the algorithm dropped; new prompts replace dropped ones for as long as it allows."""
+    cfg, state = parts.cfg, parts.state
+    parts.stopping.check()
+    parts.collector.engine.forget()  # a run that is resumed here has no evaluation's prompts to fall back on
+    params = sampling_params(cfg, cfg.train.samples)
     kept: list[Group] = []
     dropped: list[Group] = []
     seen: Counter[str] = Counter()
@@ -159,33 +161,6 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
     state.cursor = parts.stream.cursor
     state.tokens += sum(rollout.length for group in (*kept, *dropped) for rollout in group.rollouts)
     return kept, dropped
-
-
-def credit(parts: Parts, groups: list[Group]) -> dict[str, float]:
-    """Rewards become advantages. Where divergence has a price in the reward, the reference is asked first."""
-    if not parts.algo.kl_in_reward:
-        parts.algo.credit(groups)
-        return {}
-    ref_logprobs = parts.updater.ref_logprobs(groups, parts.algo)
-    parts.algo.credit(groups, ref_logprobs)
-    ratios = log_ratios(groups, ref_logprobs)
-    return {"reward/kl": sum(map(sum, ratios)) / max(len(ratios), 1)}
-
-
-def recall(parts: Parts, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
-    """What to learn from: this step's groups and some of earlier steps. From the next step on they are one of these."""
-    buffer, cfg, version = parts.replay, parts.cfg, parts.state.step
-    if buffer is None:
-        return groups, {}
-    again = buffer.sample(cfg.replay.groups, version, cfg.seed)
-    batch = mixed(groups, again)
-    found = {
-        "replay/size": float(len(buffer)),
-        "replay/age": buffer.mean_age(version),
-        "replay/share": len(again) / max(len(batch), 1),
-    }
-    buffer.add(groups)
-    return batch, found
 
 
 def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, float]:
@@ -209,12 +184,6 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
         "sampling/entropy": sum(c.entropy * len(c.token_ids) for c in written) / sum(len(c.token_ids) for c in written),
         **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
     }
-
-
-def learning_rate(parts: Parts) -> float:
-    cfg = parts.cfg.optim
-    fraction = rate(cfg.schedule, parts.state.step, parts.total_steps, cfg.warmup, cfg.final)
-    return cfg.lr * cfg.initial * fraction
 
 
 def due(every: int, parts: Parts) -> bool:
