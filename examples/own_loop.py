@@ -1,6 +1,6 @@
-"""A training loop of one's own: policy, replay buffer, and `train` as a textbook has it. Half a minute on one CPU core:
+"""A training loop of one's own: policy, replay buffer, and `train` as a textbook has it.
 
-python examples/own_loop.py
+A minute or two on one CPU core, from the root of the repository: python examples/own_loop.py
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ SETTINGS = {
     "sft.batch": 32,
     "sft.lr": 3e-3,
     "sampling.max_new_tokens": 8,
-    "train.steps": 20,
+    "train.steps": 40,
     "optim.lr": 5e-4,
+    "optim.warmup": 5,
+    "eval.samples": 4,
+    "eval.temperature": 1.0,
     "replay.capacity": 64,
     "replay.max_staleness": 4,
 }

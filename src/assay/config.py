@@ -196,6 +196,27 @@ class ReplayConfig(Section):
     """a group may be drawn several times in one step"""
 
 
+class CriticConfig(Section):
+    """A network that learns what states are worth, and gives tokens their advantages (PPO): as large as the policy."""
+
+    use: bool = False
+    """advantages come from it, in place of algo.advantage"""
+    lr: Above0 = 1e-5
+    """its learning rate, constant"""
+    gamma: Fraction = 1.0
+    """discount of a token's distance from the reward"""
+    gae_lambda: Fraction = 0.95
+    """1: returns less values, unbiased; 0: one step ahead, as good as the values are"""
+    clip: NonNegative = 0.2
+    """how far a value may go from the one that gave credit before it stops paying; 0: any distance"""
+    passes: Positive = 4
+    """optimizer steps on each batch"""
+    normalise: bool = True
+    """advantages of a batch get mean 0 and standard deviation 1"""
+    max_grad_norm: Above0 = 1.0
+    """its gradients are scaled down to this norm"""
+
+
 class OptimConfig(Section):
     """The optimizer and its schedule."""
 
@@ -375,6 +396,7 @@ class TrainConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: LoopConfig = Field(default_factory=LoopConfig)
     sft: SftConfig = Field(default_factory=SftConfig)

@@ -47,6 +47,7 @@ VARIANTS: dict[str, tuple[object, ...]] = {
         *("--algo.refresh_reference", 2),
     ),
     "replay": ("--replay.groups", 2, "--replay.capacity", 5, "--algo.updates", 2, "--replay.with_replacement", "true"),
+    "a critic": ("--critic.use", "true", "--critic.lr", 1e-3, "--algo.updates", 2, "--sft.steps", 1, "--sft.batch", 4),
     "dapo": ("--algo.recipe", "dapo", "--train.passes", 2),
     "half precision": ("--dtype", "bfloat16", "--engine.dtype", "bfloat16", "--algo.kl_coef", 0.1),
 }

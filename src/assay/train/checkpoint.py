@@ -23,6 +23,7 @@ from assay.models.export import share
 from assay.models.lora import adapters_off
 from assay.runs import checkpoints
 from assay.text import Tokenizer
+from assay.train.critic import Critic
 from assay.train.replay import ReplayBuffer
 from assay.train.shards import is_split, load_parts, save_parts, saved_shapes
 from assay.types import UserError
@@ -59,6 +60,7 @@ def save(
     mesh: Mesh | None = None,
     reference: PolicyModel | None = None,
     replay: ReplayBuffer | None = None,
+    critic: Critic | None = None,
 ) -> None:
     """All ranks together. The model is gathered, as it is for the engine at every step; moments stay where they are.
 
@@ -77,6 +79,8 @@ def save(
         elif mesh.is_main:
             save_file(tensors, folder / WHOLE)
             share(folder / WHOLE)
+        if critic is not None:
+            critic.save(folder)
         if mesh.is_main and replay is not None:
             replay.save(folder / REPLAY)
         if mesh.is_main:

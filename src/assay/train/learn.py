@@ -14,14 +14,16 @@ from assay.types import Group
 
 
 def credit(parts: Parts, groups: list[Group]) -> dict[str, float]:
-    """Rewards become advantages. Where divergence has a price in the reward, the reference is asked first."""
-    if not parts.algo.kl_in_reward:
+    """Rewards become advantages. Divergence may have a price, and a critic the last word."""
+    found: dict[str, float] = {}
+    if parts.algo.kl_in_reward:
+        ref_logprobs = parts.updater.ref_logprobs(groups, parts.algo)
+        parts.algo.credit(groups, ref_logprobs)
+        ratios = log_ratios(groups, ref_logprobs)
+        found["reward/kl"] = sum(map(sum, ratios)) / max(len(ratios), 1)
+    else:
         parts.algo.credit(groups)
-        return {}
-    ref_logprobs = parts.updater.ref_logprobs(groups, parts.algo)
-    parts.algo.credit(groups, ref_logprobs)
-    ratios = log_ratios(groups, ref_logprobs)
-    return {"reward/kl": sum(map(sum, ratios)) / max(len(ratios), 1)}
+    return found | parts.critic.credit(groups) if parts.critic else found
 
 
 def recall(parts: Parts, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
@@ -44,6 +46,8 @@ def learn(parts: Parts, batch: list[Group]) -> dict[str, float]:
     """A step: the update, a reference that may follow it, and the new weights for the engine."""
     started = time.perf_counter()
     metrics = parts.updater.update(batch, parts.algo, learning_rate(parts), parts.cfg.train.passes)
+    if parts.critic:
+        metrics |= parts.critic.learn()
     trained = time.perf_counter()
     parts.state.step += 1
     move_reference(parts.updater, parts.cfg.algo, parts.state.step)

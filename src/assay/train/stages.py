@@ -25,6 +25,7 @@ from assay.runs.trackers import Tracker
 from assay.text import Tokenizer
 from assay.train import checkpoint, faults
 from assay.train.checkpoint import State
+from assay.train.critic import Critic
 from assay.train.data import PromptStream
 from assay.train.reference import freeze_reference
 from assay.train.replay import ReplayBuffer
@@ -56,6 +57,7 @@ class Parts:
     stopping: Stopping
     resumed: bool = False
     replay: ReplayBuffer | None = None
+    critic: Critic | None = None
     warned: bool = False  # of a judge that fails now and then
     trackers: list[Tracker] = field(default_factory=list)
 
@@ -98,6 +100,8 @@ def begin(parts: Parts) -> None:
         imitate(parts)
     elif parts.algo.needs_reference:
         freeze_reference(parts.updater, cfg, parts.run.path)
+    if parts.critic is not None:
+        parts.critic.start_from(parts.updater.policy)
     state.unmeasured = None
     save(parts, {})
 
@@ -273,7 +277,15 @@ def save(parts: Parts, metrics: Mapping[str, float]) -> None:
     updater = parts.updater
     reference = updater.reference if moves(parts.cfg.algo) else None
     checkpoint.save(
-        path, parts.state, updater.policy, updater.optimizer, parts.tokenizer, parts.mesh, reference, parts.replay
+        path,
+        parts.state,
+        updater.policy,
+        updater.optimizer,
+        parts.tokenizer,
+        parts.mesh,
+        reference,
+        parts.replay,
+        parts.critic,
     )
     if best and parts.mesh.is_main:
         checkpoints.set_best(path, parts.state.step, metrics["eval/accuracy"])

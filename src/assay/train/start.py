@@ -26,6 +26,7 @@ from assay.tasks.overlap import overlap
 from assay.text import Renderer
 from assay.train import checkpoint, setup
 from assay.train.apart import Apart, home_of_policy
+from assay.train.critic import make_critic
 from assay.train.data import PromptStream
 from assay.train.optim import make_optimizer
 from assay.train.parallel import parallelise
@@ -82,6 +83,8 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
         load_reference(parts.updater, cfg, run.path if parts.resumed else None, parts.state.step)
     if step is not None:
         checkpoint.load_optimizer(run.path, step, parts.updater.policy, parts.updater.optimizer)
+        if parts.critic is not None and parts.resumed:
+            parts.critic.load(checkpoints.folder(run.path, step))
         if parts.replay is not None:
             checkpoint.load_replay(run.path, step, parts.replay)
         sync_weights(parts.updater.policy, parts.collector.engine, version=step)
@@ -122,6 +125,7 @@ def assemble(
         add_lora(policy, lora, cfg.seed)
     if adapters is not None:
         load_adapter(policy, adapters)
+    critic = make_critic(cfg, policy, mesh, dtype)
     engine = lay_out(cfg, policy, renderer, mesh, dtype)
     setup.prepare_policy(policy, cfg.train, mesh.world)
     updater = build_updater(cfg, policy, mesh, dtype)
@@ -152,6 +156,7 @@ def assemble(
         clock=clock,
         stopping=stopping,
         replay=make_buffer(cfg.replay),
+        critic=critic,
     )
 
 
