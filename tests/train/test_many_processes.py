@@ -65,8 +65,12 @@ def same_truth(small: SmallRuns, one: str, other: str) -> None:
 
 
 def tokens(run: Path, step: int) -> list[Any]:
+    """And verdicts; rewards after a price on divergence are as close as all other numbers, no closer."""
     found = read_rollouts(run, step)
-    return [(g.prompt.id, [(r.token_ids, r.reward, r.verdict and r.verdict.status) for r in g.rollouts]) for g in found]
+    return [
+        (g.prompt.id, [(r.token_ids, r.verdict and (r.verdict.reward, r.verdict.status)) for r in g.rollouts])
+        for g in found
+    ]
 
 
 def test_a_grid_of_two_by_two_is_one_process(tmp_path: Path) -> None:
