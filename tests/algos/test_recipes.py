@@ -75,8 +75,10 @@ def test_own_functions_are_accepted() -> None:
         ("grpo", {"cov": "cov"}, "unknown cov 'cov'"),
         ("grpo", {"cov_fraction": 2}, "cov_fraction = 2 must be a fraction"),
         ("grpo", {"entropy_target": "much"}, "entropy_target = 'much' must be a number"),
-        ("grpo", {"kl_in_reward": True, "kl_coef": 0.1}, "pick one of batch_mean, batch_norm, none"),
-        ("remax", {"kl_in_reward": True, "kl_coef": 0.1}, "do not go together"),
+        ("reinforce_pp", {"kl_coef": 0.1}, "or reward_kl_coef instead"),
+        ("grpo", {"reward_kl_coef": 0.1, "reward_kl_per": "token"}, "take group_mean, leave_one_out, batch_mean"),
+        ("rloo", {"reward_kl_per": "tokens"}, "did you mean 'token'"),
+        ("rloo", {"reward_kl_coef": -0.1}, "must not be negative"),
     ],
 )
 def test_mistakes_are_named(recipe: str, overrides: dict, message: str) -> None:

@@ -139,7 +139,7 @@ VARIANTS: dict[str, tuple[object, ...]] = {
     "half precision, kl": ("--dtype", "bfloat16", "--engine.dtype", "bfloat16", "--algo.kl_coef", 0.1),
     "dapo, recomputed": ("--algo.recipe", "dapo", "--train.recompute"),
     "gspo, corrected": ("--algo.recipe", "gspo", "--algo.correction", "sequence_truncate"),
-    "reinforce_pp, kl": ("--algo.recipe", "reinforce_pp", "--algo.kl_coef", 0.1, "--algo.updates", 2),
+    "reinforce_pp, kl": ("--algo.recipe", "reinforce_pp", "--algo.reward_kl_coef", 0.1, "--algo.updates", 2),
     "gpt2, kl": ("--algo.kl_coef", 0.1, "--optim.weight_decay", 0.1),
 }
 

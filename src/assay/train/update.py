@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from assay.models.logprobs import token_logprobs, token_loss
 from assay.models.lora import adapters_off
 from assay.train.faults import Fault, examine
 from assay.train.optim import clip_gradients, set_rate
-from assay.train.pack import MicroBatch, Row, credit_tokens, pack, rows_of, share_rows
+from assay.train.pack import MicroBatch, Row, marked, pack, rows_of, share_rows
 from assay.train.parallel import in_lockstep, sum_gradients
 from assay.types import Group, UserError
+
+Scorer = Literal["trainer", "reference"]
 
 
 @dataclass
@@ -43,10 +46,10 @@ class Updater:
         self.faults = []
         size = max(-(-len(groups) // algo.updates), 1)  # a filter may have dropped every group
         parts = [rows_of(groups[i : i + size], algo) for i in range(0, len(groups), size)]
-        with self.working(algo):
-            if algo.penalises_reward or (algo.rescores and len(parts) * passes > 1):
-                parts = [self.scored(rows, algo) for rows in parts]
-            parts = credit_tokens(parts, algo)
+        with self.working(algo.kl_in_loss):
+            if algo.rescores and len(parts) * passes > 1:
+                parts = [self.rescored(rows, algo) for rows in parts]
+            parts = [marked(rows, algo) for rows in parts]
             steps = [self.step(rows, algo, lr) for _ in range(passes) for rows in parts if rows]
         if not steps:
             return {"optim/lr": lr, "optim/skipped": 1.0, "optim/non_finite": 0.0}
@@ -58,20 +61,27 @@ class Updater:
             "optim/non_finite": float(len(self.faults)),
         }
 
-    @torch.no_grad()
-    def scored(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
-        """Rows with the log-probabilities that have to be known before the first step; every rank gets all of them."""
-        models = {"trainer_logprobs": self._own_logprobs} if algo.rescores else {}
-        models |= {"ref_logprobs": self._ref_logprobs} if algo.penalises_reward else {}
+    def rescored(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
+        """Rows with the trainer's own log-probabilities, before the first step."""
+        found = self.scores(rows, algo, "trainer")
+        return [replace(row, trainer_logprobs=values) for row, values in zip(rows, found, strict=True)]
+
+    def ref_logprobs(self, groups: Sequence[Group], algo: Algorithm) -> list[list[float]]:
+        """What the reference says of each token that each rollout wrote."""
+        with self.working(reference=True):
+            return self.scores([Row.of(rollout) for group in groups for rollout in group.rollouts], algo, "reference")
+
+    def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:
+        """Log-probabilities of the trained tokens of each row. Ranks share the work, and every one gets all of them."""
+        logprobs = self._own_logprobs if by == "trainer" else self._ref_logprobs
         places = {id(row): place for place, row in enumerate(rows)}
-        found: dict[int, dict[str, list[float]]] = {}
+        found: dict[int, list[float]] = {}
         for share in share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares):
             part = pack(share, self.policy.device, self._loss_dtype)
-            for name, logprobs in models.items():
-                for row, values in zip(share, logprobs(part).split(part.trained_lengths), strict=True):
-                    found.setdefault(places.get(id(row), -1), {})[name] = values.tolist()
+            for row, values in zip(share, logprobs(part).cpu().split(part.trained_lengths), strict=True):
+                found[places.get(id(row), -1)] = values.tolist()
         every = {place: values for share in self.mesh.all_gather_objects(found) for place, values in share.items()}
-        return [replace(row, **every[place]) for place, row in enumerate(rows)]  # type: ignore[arg-type]
+        return [every[place] for place in range(len(rows))]
 
     def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
         """One optimizer step. The split into micro-batches, and over ranks, changes memory and time, not the result."""
@@ -120,9 +130,7 @@ class Updater:
         return sum(self._backward(part, algo) for part in parts)  # type: ignore[return-value]
 
     def _backward(self, part: MicroBatch, algo: Algorithm) -> Sums:
-        ref_logprobs = part.ref_logprobs
-        if ref_logprobs is None and algo.needs_reference:
-            ref_logprobs = self._ref_logprobs(part)
+        ref_logprobs = self._ref_logprobs(part) if algo.kl_in_loss else None
         sums: list[Sums] = []
 
         def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -174,9 +182,9 @@ class Updater:
             return token_logprobs(model, ids, lengths, trained, self.temperature, shared=part.shared)[0]
 
     @contextmanager
-    def working(self, algo: Algorithm) -> Iterator[None]:
+    def working(self, reference: bool = False) -> Iterator[None]:
         """Steps are made within this: it has at hand what they need, and puts it away again."""
-        away = self.offload_reference and algo.needs_reference and self.reference is not self.policy
+        away = self.offload_reference and reference and self.reference is not self.policy
         if not away or self.reference is None:
             yield
             return
