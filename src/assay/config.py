@@ -164,7 +164,7 @@ class AlgoConfig(Section):
     """The algorithm: a recipe, and what you change about it. Empty values mean the recipe's own."""
 
     recipe: str = "grpo"
-    """reinforce, grpo, dr_grpo, dapo, rloo, simple, reinforce_pp, remax, gspo, cispo, gpg or bnpo"""
+    """reinforce, grpo, ppo, dr_grpo, dapo, rloo, simple, reinforce_pp, remax, gspo, cispo, gpg or bnpo"""
     advantage: str | None = None
     """group_mean, group_norm, leave_one_out, batch_mean, batch_norm, beta_norm, none, ...: see docs/algorithms.md"""
     policy_loss: str | None = None
@@ -233,6 +233,8 @@ class AlgoConfig(Section):
     """last part of the length limit over which a punishment grows, as a fraction of it; 0: none"""
     soft_overlong_weight: NonNegative | None = None
     """largest length punishment"""
+    critic: bool | None = None
+    """a critic gives tokens their advantages, in place of algo.advantage (PPO): see the critic section"""
     discount: Fraction | None = None
     """of rewards that come later in an episode, a step; 1: none"""
     step_credit: bool | None = None
@@ -255,12 +257,14 @@ class ReplayConfig(Section):
 
 
 class CriticConfig(Section):
-    """A network that learns what states are worth, and gives tokens their advantages (PPO): as large as the policy."""
+    """With algo.critic: it learns what states are worth, and gives tokens their advantages (PPO)."""
 
-    use: bool = False
-    """advantages come from it, in place of algo.advantage"""
+    trunk: Literal["separate", "shared"] = "separate"
+    """separate: a network as large as the policy; shared: a head on the policy's own, which learns for both"""
+    coef: NonNegative = 0.5
+    """shared: weight of its loss beside the policy's"""
     lr: Above0 = 1e-5
-    """its learning rate, constant"""
+    """its learning rate, constant; shared: of the head"""
     gamma: Fraction = 1.0
     """discount of a token's distance from the reward"""
     gae_lambda: Fraction = 0.95
@@ -268,7 +272,7 @@ class CriticConfig(Section):
     clip: NonNegative = 0.2
     """how far a value may go from the one that gave credit before it stops paying; 0: any distance"""
     passes: Positive = 4
-    """optimizer steps on each batch"""
+    """separate: optimizer steps on each batch; shared: as many as the policy makes"""
     normalise: bool = True
     """advantages of a batch get mean 0 and standard deviation 1"""
     max_grad_norm: Above0 = 1.0

@@ -224,7 +224,7 @@ def test_reinforce_pp_with_the_kl_in_the_reward() -> None:
 
 def test_what_an_earlier_policy_sampled_is_for_losses_that_weigh_it() -> None:
     found = {name for name, algorithm in RECIPES.items() if algorithm.replays}
-    assert found == {"grpo", "dr_grpo", "dapo", "reinforce_pp", "cispo", "bnpo"}
+    assert found == {"grpo", "ppo", "dr_grpo", "dapo", "reinforce_pp", "cispo", "bnpo"}
     assert not make_algorithm("grpo", rescore=True).replays  # its ratio starts from the policy as it is
     for recipe in RECIPES:  # trainer against engine: whoever sampled, and whenever
         assert make_algorithm(recipe, correction="token_truncate").replays
@@ -360,7 +360,7 @@ def test_one_sample_a_prompt_is_refused_early(recipe: str) -> None:
     with pytest.raises(UserError, match="raise samples"):
         RECIPES[recipe].check_samples(1)
     RECIPES[recipe].check_samples(2)
-    for enough in ("reinforce", "reinforce_pp", "remax"):
+    for enough in ("reinforce", "reinforce_pp", "remax", "ppo"):
         RECIPES[enough].check_samples(1)
 
 

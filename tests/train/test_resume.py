@@ -47,7 +47,11 @@ VARIANTS: dict[str, tuple[object, ...]] = {
         *("--algo.refresh_reference", 2),
     ),
     "replay": ("--replay.groups", 2, "--replay.capacity", 5, "--algo.updates", 2, "--replay.with_replacement", "true"),
-    "a critic": ("--critic.use", "true", "--critic.lr", 1e-3, "--algo.updates", 2, "--sft.steps", 1, "--sft.batch", 4),
+    "a critic": ("--algo.critic", "true", "--critic.lr", 1e-3, "--algo.updates", 2, "--sft.steps", 1, "--sft.batch", 4),
+    "a critic on the policy's trunk": (
+        *("--algo.recipe", "ppo", "--critic.trunk", "shared", "--critic.lr", 1e-2, "--algo.reward_kl_coef", 0.1),
+        *("--train.samples", 1, "--sft.steps", 1, "--sft.batch", 4, "--lora.rank", 2),
+    ),
     "dapo": ("--algo.recipe", "dapo", "--train.passes", 2),
     "prompts by pass rate, an entropy target": (
         *("--algo.pass_rate_low", 0.1, "--algo.pass_rate_high", 0.9, "--algo.pass_rate_retry", 3),

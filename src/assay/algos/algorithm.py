@@ -61,6 +61,7 @@ class Algorithm:
     soft_overlong_buffer: float = 0.0  # the last part of max_new_tokens where length is punished, as a fraction of it
     soft_overlong_weight: float = 1.0  # the punishment at the limit
     discount: float = 1.0  # of rewards that come later in an episode, a step
+    critic: bool = False  # advantages are given to tokens, by a critic, in place of `advantage`
     step_credit: bool = False  # each step of an episode has an advantage of its own, from the rewards that follow
     updates: int = 1  # optimizer steps a rollout batch; 1 is strictly on-policy
     max_new_tokens: int = 0  # the run's length limit: needed by constant aggregation and the soft punishment
@@ -112,7 +113,8 @@ class Algorithm:
     @property
     def needs_every_answer(self) -> bool:
         """Whether answers with advantage 0 have a gradient too."""
-        return self.kl_in_loss or self.needs_entropy or self.cov is not None or callable(self.policy_loss)
+        own = callable(self.policy_loss)
+        return self.kl_in_loss or self.needs_entropy or self.critic or self.cov is not None or own
 
     @property
     def chooses_prompts(self) -> bool:
@@ -120,7 +122,7 @@ class Algorithm:
 
     def check_samples(self, samples: int) -> None:
         """Fail before a run starts, not at its first step, when a group baseline gets one sample a prompt."""
-        if samples < 2 and _function(self.advantage, ADVANTAGES) in GROUP_BASELINES:
+        if samples < 2 and not self.critic and _function(self.advantage, ADVANTAGES) in GROUP_BASELINES:
             raise group_size_error(str(self.advantage))
 
     def keep(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:
@@ -140,13 +142,16 @@ class Algorithm:
         """Set every rollout's reward (its verdict's, shaped) and advantage, compared over all these groups.
 
         `ref_logprobs`: for each rollout in order, the reference's of each token it wrote, where `kl_in_reward`.
+        With a critic, rewards are all: see `train.critic` for what it makes of them.
         """
         self._shape_rewards(groups)
-        if not self.kl_in_reward:
-            return self._credit_answers(groups)
-        assert ref_logprobs is not None, "reward_kl_coef > 0 needs ref_logprobs"
-        ratios = reward_kl.log_ratios(groups, ref_logprobs)
-        reward_kl.charge(groups, ratios, self.reward_kl_coef)
+        ratios: list[list[float]] = []
+        if self.kl_in_reward:
+            assert ref_logprobs is not None, "reward_kl_coef > 0 needs ref_logprobs"
+            ratios = reward_kl.log_ratios(groups, ref_logprobs)
+            reward_kl.charge(groups, ratios, self.reward_kl_coef)
+        if self.critic:
+            return  # what remains is its part
         if self.kl_by_token and _function(self.advantage, ADVANTAGES) in POOLED:
             self._credit_tokens(groups, ratios)
         else:

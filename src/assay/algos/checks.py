@@ -96,7 +96,7 @@ def check_together(algorithm: Algorithm) -> None:
             "(or reward_kl_coef instead, for a KL in the reward)."
         )
     by_token = [name for name, function in ADVANTAGES.items() if function in (*POOLED, *UNSCALED)]
-    if algorithm.kl_by_token and algorithm.advantage not in by_token:
+    if algorithm.kl_by_token and not algorithm.critic and algorithm.advantage not in by_token:
         raise UserError(
             f'reward_kl_per = "token" needs an advantage that suits single tokens: take {", ".join(by_token)}, '
             'or reward_kl_per = "sequence".'
@@ -106,5 +106,7 @@ def check_together(algorithm: Algorithm) -> None:
             'reward_kl_per = "token" gives credit by whole answers: leave out step_credit and discount, '
             'or take reward_kl_per = "sequence".'
         )
+    if algorithm.critic and (algorithm.step_credit or algorithm.discount != 1 or algorithm.greedy_baseline):
+        raise UserError("a critic gives credit by itself: leave out step_credit, discount and greedy_baseline.")
     if algorithm.resample > 0 and not algorithm.drop_zero_variance:
         raise UserError(f"resample = {algorithm.resample} refills dropped groups: set drop_zero_variance = true.")

@@ -17,6 +17,20 @@ RECIPES: dict[str, Algorithm] = {
     "grpo": Algorithm(
         advantage="group_norm", policy_loss="ppo_clip", aggregate="sequence", clip_low=0.2, clip_high=0.2, kl="k3"
     ),
+    # PPO (arXiv 1707.06347) as language models are trained with it (InstructGPT, arXiv 2203.02155): a critic gives each
+    # token its advantage, so one sample a prompt will do; clip 0.2, four mini-batches a rollout. The KL to a reference
+    # is paid token by token within the reward: off here, reward_kl_coef above 0 turns it on. GAE's gamma = 1 and
+    # lambda = 0.95, and all else about the critic, are settings of their own.
+    "ppo": Algorithm(
+        advantage="none",
+        policy_loss="ppo_clip",
+        aggregate="token",
+        clip_low=0.2,
+        clip_high=0.2,
+        reward_kl_per="token",
+        critic=True,
+        updates=4,
+    ),
     # "Understanding R1-Zero-like training" (arXiv 2503.20783): GRPO without its two biases, the division by the group's
     # std and by each answer's length; the constant is the generation limit. No KL.
     "dr_grpo": Algorithm(

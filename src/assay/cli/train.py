@@ -21,7 +21,7 @@ HELP = "Reinforce a model on a task, as a config file says. Every setting can be
 SETTINGS = TrainConfig
 FIXED = (  # for as long as a run lasts, like model and task
     *("eval.final_split", "eval.final_examples", "optim.name"),
-    *("algo.refresh_reference", "algo.reference_ema", "critic.use"),
+    *("algo.refresh_reference", "algo.reference_ema", "algo.critic", "critic.trunk"),
 )
 
 

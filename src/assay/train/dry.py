@@ -74,7 +74,7 @@ def memory(parts: Parts, prompt: int) -> dict[str, float]:
         "engine's copy of the weights": float(served * count),
         "reference": float(kept * count) if parts.algo.needs_reference and not from_base else 0.0,
     }
-    if parts.critic is not None:
+    if parts.critic is not None and not parts.critic.shared:
         found["critic, gradients, AdamW"] = 16.0 * count
     length = min(prompt + cfg.sampling.max_new_tokens, engine.max_length)
     sequences = cfg.train.prompts * cfg.train.samples

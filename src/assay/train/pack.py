@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -33,6 +33,8 @@ class Row:
     trainer_logprobs: list[float] | None = None  # of the trainer before its first update
     advantages: list[float] | None = None  # in place of the one for all: of steps or tokens with credit of their own
     marked: list[bool] | None = None  # what the loss holds back
+    values: list[float] | None = None  # of the states before them, by a critic when it gave credit
+    returns: list[float] | None = None  # what that critic is to learn of these states
 
     @cached_property
     def prompt(self) -> tuple[int, ...]:
@@ -75,20 +77,24 @@ class MicroBatch:
     trained_lengths: list[int]  # trained tokens of the sequences, none of which is split over micro-batches
     trainer_logprobs: Tensor | None = None  # [M]
     marked: Tensor | None = None  # [M] bool
+    values: Tensor | None = None  # [M]
+    returns: Tensor | None = None  # [M]
 
 
-def rows_of(groups: Sequence[Group], algo: Algorithm) -> list[Row]:
+def rows_of(groups: Sequence[Group], algo: Algorithm, known: Mapping[int, Row] | None = None) -> list[Row]:
     """One row for each rollout that has a gradient, weighted over all of them.
 
     Masked rollouts have none, and neither have those with advantage 0 where the loss is made of advantages alone (ours
     are, a user's own may not be): leaving them out changes nothing but the time. In a step where half the groups are
     solved by all or by none, that is half of it.
+    `known`: rows that are there already, by the identity of their rollouts.
     """
+    known = known or {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([0 if rollout.masked else rollout.length for rollout in rollouts])
     weights = algo.token_weights(lengths).tolist()
     return [
-        replace(Row.of(rollout), weight=weight)
+        replace(known.get(id(rollout)) or Row.of(rollout), weight=weight)
         for rollout, weight in zip(rollouts, weights, strict=True)
         if not rollout.masked and (rollout.learns or algo.needs_every_answer)
     ]
@@ -148,7 +154,7 @@ def share_rows(
 
 def blank_like(row: Row) -> Row:
     """A single token and nothing to learn; it knows as much as other rows do, for ranks have to ask for the same."""
-    known = ("trainer_logprobs", "advantages", "marked")
+    known = ("trainer_logprobs", "advantages", "marked", "values", "returns")
     nothing: dict[str, Any] = {name: None if getattr(row, name) is None else [] for name in known}
     return Row(row.ids[:1], [0], [0.0], 0.0, 0.0, **nothing)
 
@@ -198,6 +204,8 @@ def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = t
         trained_lengths=counts.tolist(),
         trainer_logprobs=own([row.trainer_logprobs for row in rows]),
         marked=own([row.marked for row in rows], torch.bool),
+        values=own([row.values for row in rows]),
+        returns=own([row.returns for row in rows]),
     )
 
 

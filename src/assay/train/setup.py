@@ -245,6 +245,8 @@ def build_algorithm(cfg: TrainConfig) -> Algorithm:
 
 def check_replays(algo: Algorithm) -> None:
     """Refuse to learn from what an earlier policy has sampled where nothing would weigh it as such."""
+    if algo.critic:
+        raise UserError("a critic gives credit to new answers only: set replay.groups = 0, or algo.critic = false")
     if not algo.replays:
         why = "algo.rescore forgets" if algo.rescore else f"algo.policy_loss = {algo.policy_loss!r} does not ask"
         raise UserError(

@@ -126,10 +126,11 @@ def assemble(
         add_lora(policy, lora, cfg.seed)
     if adapters is not None:
         load_adapter(policy, adapters)
-    critic = make_critic(cfg, policy, mesh, dtype)
+    critic = make_critic(cfg, algo, policy, mesh, dtype)
     engine = lay_out(cfg, policy, renderer, mesh, dtype)
     setup.prepare_policy(policy, cfg.train, mesh.world)
     updater = build_updater(cfg, policy, mesh, dtype)
+    updater.critic = critic if critic and critic.shared else None
     stopping = Stopping(cfg.save.grace_s, mesh)
     collector = setup.build_collector(cfg, task, engine, renderer, mesh, stopping)
     probe(collector.judge, train[0])

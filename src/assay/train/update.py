@@ -17,6 +17,7 @@ from assay.mesh import Mesh
 from assay.models import PolicyModel
 from assay.models.logprobs import token_logprobs, token_loss
 from assay.models.lora import adapters_off
+from assay.train.critic import Critic
 from assay.train.faults import Fault, examine
 from assay.train.optim import clip_gradients, set_rate
 from assay.train.pack import MicroBatch, Row, marked, pack, rows_of, share_rows
@@ -38,6 +39,7 @@ class Updater:
     dtype: torch.dtype = torch.float32  # of the computation; weights stay as they are
     reference: PolicyModel | None = None  # the policy itself stands for its base: its adapters do not count here
     offload_reference: bool = False  # to main memory, whenever no update is under way
+    critic: Critic | None = None  # one that shares the policy's trunk, and learns as that does
     mesh: Mesh = field(default_factory=Mesh)  # every rank is handed all rows of a step, and takes its share
     faults: Sequence[Fault] = ()  # what kept the last `update` from making all of its steps
 
@@ -45,7 +47,8 @@ class Updater:
         """`passes` times over the groups, each time in `algo.updates` optimizer steps."""
         self.faults = []
         size = max(-(-len(groups) // algo.updates), 1)  # a filter may have dropped every group
-        parts = [rows_of(groups[i : i + size], algo) for i in range(0, len(groups), size)]
+        known = self.critic.rows() if self.critic else {}
+        parts = [rows_of(groups[i : i + size], algo, known) for i in range(0, len(groups), size)]
         with self.working(algo.kl_in_loss):
             if algo.rescores and len(parts) * passes > 1:
                 parts = [self.rescored(rows, algo) for rows in parts]
@@ -100,6 +103,8 @@ class Updater:
             self.faults = [*self.faults, examine(self.policy, loss, norm)]
             warnings.warn(f"{self.faults[-1].what} is not finite: this update is skipped", stacklevel=2)
         self.optimizer.zero_grad(set_to_none=True)
+        if self.critic:
+            self.critic.step(finite)
         return sums, norm, not finite
 
     def _attempt(self, rows: Sequence[Row], algo: Algorithm) -> Sums | None:
@@ -123,7 +128,7 @@ class Updater:
         return None
 
     def _accumulate(self, rows: Sequence[Row], algo: Algorithm) -> Sums:
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget()
         shares = share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares)
         # One after the other: a GPU is busy with one part while the next is packed.
         parts = (pack(part, self.policy.device, self._loss_dtype) for part in shares)
@@ -132,6 +137,7 @@ class Updater:
     def _backward(self, part: MicroBatch, algo: Algorithm) -> Sums:
         ref_logprobs = self._ref_logprobs(part) if algo.kl_in_loss else None
         sums: list[Sums] = []
+        values: list[Tensor] = []
 
         def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
             sampled = part.behaviour_logprobs[at]
@@ -153,6 +159,11 @@ class Updater:
             sums.append(out.sums)
             return out.total
 
+        def value_loss(hidden: Tensor) -> Tensor:
+            assert self.critic is not None
+            values.append(self.critic.loss(hidden, part))
+            return values[0]
+
         with self._computing():
             total = token_loss(
                 self.policy,
@@ -163,9 +174,16 @@ class Updater:
                 self.temperature,
                 shared=part.shared,
                 whole=algo.needs_sequences,
+                also=value_loss if self.critic and part.returns is not None else None,
             )
         total.backward()
-        return sum(sums)  # type: ignore[return-value]
+        found: Sums = sum(sums)  # type: ignore[assignment]
+        return found.and_loss("loss/value", values[0]) if values else found
+
+    def _forget(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.critic:
+            self.critic.step(usable=False)
 
     def _own_logprobs(self, part: MicroBatch) -> Tensor:
         return self._logprobs(self.policy, part)
@@ -207,7 +225,7 @@ class Updater:
         if self.token_budget <= longest:
             return False
         self.token_budget = max(min(self.token_budget, sum(len(row.ids) for row in rows)) // 2, longest)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         warnings.warn(f"out of memory: going on with train.token_budget = {self.token_budget}", stacklevel=2)
