@@ -194,7 +194,7 @@ class AlgoConfig(Section):
     reward_kl_per: Literal["sequence", "token"] | None = None
     """sequence: an answer pays for all of its tokens; token: each of them for itself and those after it"""
     reference: str = ""
-    """model to stay close to; empty: the policy as it was when reinforcement began"""
+    """model to stay close to, of any size, with the same tokenizer; empty: the policy when reinforcement began"""
     refresh_reference: Count = 0
     """make the policy as it is the reference every so many steps; 0: never"""
     reference_ema: Below1 = 0.0
@@ -332,7 +332,7 @@ class LoopConfig(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """compile the layers with torch.compile; auto: on one GPU, for models of 100 million parameters or more"""
     offload_reference: bool = False
-    """keep the reference model of a KL term in main memory, and on the GPU during updates only"""
+    """keep the reference model of a KL term in main memory, and on the GPU only while it is asked"""
     process: Literal["same", "separate"] = "same"
     """separate: each update in a process of its own, which leaves nothing on the GPU; takes seconds to start"""
     max_train_prompts: Count = 0

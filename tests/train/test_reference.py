@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,13 @@ from assay.config import AlgoConfig, TrainConfig
 from assay.models import Lora, add_lora, save_model
 from assay.models.lora import adapted_layers
 from assay.runs.rollouts import read_rollouts
+from assay.tasks import make_task
+from assay.text import word_tokenizer
 from assay.train.optim import make_adamw
 from assay.train.pack import pack, rows_of
 from assay.train.reference import move_reference, place
 from assay.train.update import Updater
+from assay.types import Rollout
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -154,3 +158,109 @@ def test_rows_carry_the_advantages_of_tokens() -> None:
     one.advantage, other.token_advantages = 2.0, [float(i) for i in range(other.length)]
     rows = rows_of(groups, make_algorithm("simple"))
     assert pack(rows, "cpu").advantages.tolist() == [2.0] * one.length + other.token_advantages
+
+
+def llama_folder(folder: Path, hidden: int, words: list[str], padding: int = 0, positions: int = 512) -> Path:
+    """A random model as transformers saves it, with a tokenizer of these words."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = word_tokenizer(words)
+    torch.manual_seed(hidden)
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size + padding,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=hidden // 16,
+        num_attention_heads=4,
+        max_position_embeddings=positions,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+def abacus_words() -> list[str]:
+    return list(make_task("abacus").words())  # type: ignore[attr-defined]
+
+
+def transformers_logprobs(folder: Path, rollout: Rollout) -> list[float]:
+    """Of what the policy wrote, by transformers' own model."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        every = model(torch.tensor([rollout.token_ids])).logits[0].double().log_softmax(-1)
+    written = zip(rollout.token_ids, rollout.loss_mask, strict=True)
+    return [float(every[place - 1, token]) for place, (token, mask) in enumerate(written) if mask]
+
+
+@pytest.mark.parametrize("offload", ["false", "true"])
+def test_a_larger_model_can_be_the_reference(small: SmallRuns, offload: str) -> None:
+    """Its place in loss and reward, against transformers' logits of both models."""
+    policy = llama_folder(small.folder / "policy", 32, abacus_words())
+    reference = llama_folder(small.folder / "larger", 64, abacus_words(), padding=5)
+    words = ("--model", policy, "--algo.reference", reference, "--algo.kl_coef", 0.1, "--algo.reward_kl_coef", 0.2)
+    assert small.train(*words, "--train.steps", 1, "--train.offload_reference", offload) == 0
+    rollouts = [r for group in read_rollouts(small.runs / "small", 1) for r in group.rollouts]
+    gaps = []
+    for rollout in rollouts:
+        own, other = (transformers_logprobs(folder, rollout) for folder in (policy, reference))
+        gaps.append([one - two for one, two in zip(own, other, strict=True)])
+        assert rollout.verdict is not None
+        assert rollout.reward == pytest.approx(rollout.verdict.reward - 0.2 * sum(gaps[-1]), abs=1e-3)
+    (row,) = [row for row in small.metrics() if "policy/kl" in row]
+    every = torch.tensor([gap for own in gaps for gap in own], dtype=torch.float64)
+    assert row["policy/kl"] == pytest.approx(float(((-every).exp() - 1 + every).mean()), rel=1e-3)
+    assert row["reward/kl"] == pytest.approx(sum(map(sum, gaps)) / len(gaps), abs=1e-3) and every.abs().max() > 0.5
+    assert not (small.runs / "small" / "reference").exists()
+
+
+OTHER: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "other words": (lambda path: llama_folder(path, 64, abacus_words()[::-1]), "has another tokenizer"),
+    "fewer words": (lambda path: llama_folder(path, 64, abacus_words()[:-1]), "has another tokenizer"),
+    "a shorter context": (lambda path: llama_folder(path, 64, abacus_words(), positions=100), "model.max_length = 100"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_reference_has_to_read_what_the_policy_writes(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    make, message = OTHER[name]
+    policy, reference = llama_folder(small.folder / "policy", 32, abacus_words()), make(small.folder / "other")
+    capsys.readouterr()
+    assert small.train("--model", policy, "--algo.kl_coef", 0.1, "--algo.reference", reference) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not small.runs.exists()
+
+
+def test_a_padded_vocabulary_needs_a_tokenizer_to_vouch_for_it(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = llama_folder(small.folder / "policy", 32, abacus_words())
+    reference = llama_folder(small.folder / "larger", 64, abacus_words(), padding=5)
+    for file in reference.glob("tokenizer*"):
+        file.unlink()
+    assert small.train("--model", policy, "--algo.kl_coef", 0.1, "--algo.reference", reference) == 2
+    assert "choose a reference with the same tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "scoring", "updating"),
+    [({"reward_kl_coef": 0.1}, 2, 0), ({"reward_kl_coef": 0.1, "kl": "k3", "kl_coef": 0.1}, 2, 2)],
+)
+def test_an_offloaded_reference_is_fetched_only_to_be_asked(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, float], scoring: int, updating: int
+) -> None:
+    policy, reference = tiny_decoder(), tiny_decoder(seed=5)
+    algo, groups = make_algorithm("simple", **settings), make_groups(policy)
+    updater = Updater(policy, make_adamw(policy, 1e-2), reference=reference, offload_reference=True)
+    moved: list[object] = []
+    monkeypatch.setattr(reference, "to", moved.append)
+    algo.credit(groups, updater.ref_logprobs(groups, algo))
+    assert moved == [policy.device, "cpu"][:scoring]
+    moved.clear()
+    updater.update(groups, algo, 1e-3)
+    assert moved == [policy.device, "cpu"][:updating]

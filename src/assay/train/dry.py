@@ -43,7 +43,7 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         rows = solution_rows(shown, parts.collector.renderer, parts.updater.policy.max_length)
         yield f"warm start: {cfg.sft.steps} steps on solutions of up to {max(sum(row.trained) for row in rows)} tokens"
     if parts.algo.needs_reference:
-        load_reference(parts.updater, cfg)
+        load_reference(parts.updater, cfg, parts.tokenizer)
     check_writable(Path(cfg.runs_dir))
     parts_of_memory = memory(parts, longest)
     for name, size in parts_of_memory.items():
@@ -68,11 +68,13 @@ def memory(parts: Parts, prompt: int) -> dict[str, float]:
     from_base = from_base and not setup.moves(cfg.algo)
     half = 2 if parts.updater.dtype == torch.bfloat16 else 4
     kept = 4 if cfg.algo.reference_ema else half
+    other = parts.updater.reference  # by now, where the settings name one
+    compared = count if other is None else sum(p.numel() for p in other.parameters())
     served = torch.finfo(engine.dtype).bits // 8
     found = {
         "weights, gradients, AdamW": 4.0 * count + 12.0 * trained,
         "engine's copy of the weights": float(served * count),
-        "reference": float(kept * count) if parts.algo.needs_reference and not from_base else 0.0,
+        "reference": float(kept * compared) if parts.algo.needs_reference and not from_base else 0.0,
     }
     if parts.critic is not None and not parts.critic.shared:
         found["critic, gradients, AdamW"] = 16.0 * count

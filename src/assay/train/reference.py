@@ -16,14 +16,19 @@ from assay.models.collectives import gather_back
 from assay.models.lora import is_untrained, merged_parts
 from assay.runs import checkpoints
 from assay.runs.resolve import resolve_model
+from assay.text import Tokenizer, load_tokenizer
 from assay.train.checkpoint import REFERENCE as KEPT
 from assay.train.parallel import parallelise
 from assay.train.setup import moves
 from assay.train.update import Updater
 from assay.types import UserError
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
-def load_reference(updater: Updater, cfg: TrainConfig, run_path: Path | None = None, step: int = 0) -> None:
+
+def load_reference(
+    updater: Updater, cfg: TrainConfig, tokenizer: Tokenizer, run_path: Path | None = None, step: int = 0
+) -> None:
     """The model that the settings name, or the one that a resumed run had at its checkpoint of `step`.
 
     With neither (`run_path` is None for a run that has no checkpoint yet), `freeze_reference` makes it later.
@@ -33,7 +38,8 @@ def load_reference(updater: Updater, cfg: TrainConfig, run_path: Path | None = N
     if saved is not None and moves(cfg.algo):
         place(updater, cfg, str(saved))
     elif cfg.algo.reference:
-        place(updater, cfg, resolve_model(cfg.algo.reference, Path(cfg.runs_dir)))
+        source = resolve_model(cfg.algo.reference, Path(cfg.runs_dir))
+        place(updater, cfg, source, same_tokens(source, tokenizer, cfg.algo.reference))
     elif run_path is not None and updater.policy.lora is not None and not cfg.sft.steps:
         updater.reference = updater.policy
     elif run_path is not None and not (run_path / KEPT).exists():
@@ -58,17 +64,40 @@ def freeze_reference(updater: Updater, cfg: TrainConfig, run_path: Path) -> None
         place(updater, cfg, str(run_path / KEPT))
 
 
-def place(updater: Updater, cfg: TrainConfig, folder: str) -> None:
-    """Loaded, frozen, and laid out over the ranks as the policy is."""
+def same_tokens(source: str, tokenizer: Tokenizer, name: str) -> bool:
+    """Whether its tokenizer knows all that the policy's knows, by the same ids. False where it has none to ask."""
+    folder = Path(source).expanduser()
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return False
+    if not tokenizer.is_part_of(load_tokenizer(source)):
+        raise UserError(
+            f"algo.reference = {name!r} has another tokenizer than the policy, so that tokens do not mean "
+            "the same to both: choose one with the same tokenizer, of any size"
+        )
+    return True
+
+
+def place(updater: Updater, cfg: TrainConfig, folder: str, same_tokens: bool = False) -> None:
+    """Loaded, frozen, and laid out over the ranks as the policy is.
+
+    Models with the same tokenizer may differ in how far their vocabulary is padded; without it, sizes have to tell.
+    """
     device = "cpu" if updater.offload_reference else updater.policy.device
     dtype = updater.dtype
     if cfg.algo.reference_ema:  # 16 bits would round the small steps of a moving average away
         dtype = torch.promote_types(dtype, torch.float32)
     reference = load_model(folder, device=device, dtype=dtype)
-    if reference.vocab_size != updater.policy.vocab_size:
+    wanted = updater.policy.vocab_size
+    if reference.vocab_size < wanted or (reference.vocab_size > wanted and not same_tokens):
         raise UserError(
-            f"the reference has {reference.vocab_size} tokens and the policy {updater.policy.vocab_size}: "
+            f"the reference has {reference.vocab_size} tokens and the policy {wanted}: "
             "choose a reference with the same tokenizer"
+        )
+    longest = min(cfg.model.max_length or updater.policy.max_length, updater.policy.max_length)
+    if reference.max_length < longest:
+        raise UserError(
+            f"the reference reads at most {reference.max_length} tokens, the policy {longest}: "
+            f"set model.max_length = {reference.max_length}, or choose another reference"
         )
     reference = parallelise(reference.requires_grad_(False), updater.mesh, cfg.parallel.mode, updater.dtype)
     if moves(cfg.algo) and shapes(reference) != shapes(updater.policy):

@@ -48,7 +48,7 @@ def new_run(cfg: TrainConfig, console: Console) -> Parts:
     mesh = init_mesh(cfg.parallel.tp, pick_device(cfg.device))
     parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), mesh, clock)
     if parts.algo.needs_reference:
-        load_reference(parts.updater, cfg)
+        load_reference(parts.updater, cfg, parts.tokenizer)
     mesh.barrier()  # a rank that cannot begin ends them all before there is a run
     if mesh.is_main:
         parts.run = Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg))
@@ -81,7 +81,7 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
         parts.state = checkpoint.load_state(run.path, step)
         parts.resumed = step > 0 or parts.state.unmeasured is None  # else it was stopped before reinforcement began
     if parts.algo.needs_reference:
-        load_reference(parts.updater, cfg, run.path if parts.resumed else None, parts.state.step)
+        load_reference(parts.updater, cfg, parts.tokenizer, run.path if parts.resumed else None, parts.state.step)
     if step is not None:
         checkpoint.load_optimizer(run.path, step, parts.updater.policy, parts.updater.optimizer)
         if parts.critic is not None and parts.resumed:

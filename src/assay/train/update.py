@@ -38,7 +38,7 @@ class Updater:
     token_budget: int = 16384  # halved, for good, whenever a micro-batch does not fit into memory
     dtype: torch.dtype = torch.float32  # of the computation; weights stay as they are
     reference: PolicyModel | None = None  # the policy itself stands for its base: its adapters do not count here
-    offload_reference: bool = False  # to main memory, whenever no update is under way
+    offload_reference: bool = False  # to main memory, whenever it is not asked
     critic: Critic | None = None  # one that shares the policy's trunk, and learns as that does
     mesh: Mesh = field(default_factory=Mesh)  # every rank is handed all rows of a step, and takes its share
     faults: Sequence[Fault] = ()  # what kept the last `update` from making all of its steps
