@@ -81,6 +81,7 @@ def test_own_functions_are_accepted() -> None:
         ("remax", {"critic": True}, "leave out step_credit, discount and greedy_baseline"),
         ("reinforce_pp", {"kl_coef": 0.1}, "or reward_kl_coef instead"),
         ("grpo", {"reward_kl_coef": 0.1, "reward_kl_per": "token"}, "take group_mean, leave_one_out, batch_mean"),
+        ("bnpo", {"reward_kl_coef": 0.1}, "takes rewards for probabilities"),
         ("rloo", {"reward_kl_per": "tokens"}, "did you mean 'token'"),
         ("rloo", {"reward_kl_coef": -0.1}, "must not be negative"),
     ],

@@ -121,7 +121,7 @@ def test_a_greedy_baseline_is_taken_off_all_the_same(per: str) -> None:
             assert (left.token_advantages or []) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("advantage", ["group_norm", "group_mean_rescaled", "beta_norm"])
+@pytest.mark.parametrize("advantage", ["group_norm", "group_mean_rescaled", "group_mean_batch_norm"])
 def test_scaled_advantages_cannot_pay_by_token(advantage: str) -> None:
     with pytest.raises(UserError, match="suits single tokens"):
         make_algorithm("grpo", advantage=advantage, reward_kl_coef=0.1, reward_kl_per="token")

@@ -61,8 +61,8 @@ class Algorithm:
     soft_overlong_buffer: float = 0.0  # the last part of max_new_tokens where length is punished, as a fraction of it
     soft_overlong_weight: float = 1.0  # the punishment at the limit
     discount: float = 1.0  # of rewards that come later in an episode, a step
-    critic: bool = False  # advantages are given to tokens, by a critic, in place of `advantage`
     step_credit: bool = False  # each step of an episode has an advantage of its own, from the rewards that follow
+    critic: bool = False  # advantages are given to tokens, by a critic, in place of `advantage`
     updates: int = 1  # optimizer steps a rollout batch; 1 is strictly on-policy
     max_new_tokens: int = 0  # the run's length limit: needed by constant aggregation and the soft punishment
 

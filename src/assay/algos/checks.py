@@ -101,6 +101,8 @@ def check_together(algorithm: Algorithm) -> None:
             f'reward_kl_per = "token" needs an advantage that suits single tokens: take {", ".join(by_token)}, '
             'or reward_kl_per = "sequence".'
         )
+    if algorithm.kl_in_reward and algorithm.advantage == "beta_norm":
+        raise UserError('advantage="beta_norm" takes rewards for probabilities: set reward_kl_coef = 0, or kl_coef.')
     if algorithm.kl_by_token and (algorithm.step_credit or algorithm.discount != 1):
         raise UserError(
             'reward_kl_per = "token" gives credit by whole answers: leave out step_credit and discount, '
