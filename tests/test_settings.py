@@ -34,6 +34,8 @@ def test_overrides_read_toml_values_strings_and_bare_switches() -> None:
     words = ["--a.b", "1", "--c=x/y z", "--flag", "--list", "['p', 'q']", "--low", "-3", "--some-key", "true"]
     expected = {"a.b": 1, "c": "x/y z", "flag": True, "list": ["p", "q"], "low": -3, "some_key": True}
     assert parse_overrides(words) == expected
+    for words in ("--algo.rescore", "--algo.rescore true"):  # also where nothing is the default
+        assert load(words).algo.rescore is True and load("").algo.rescore is None
 
 
 def test_short_forms_work_in_files_and_on_the_command_line(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class AlgoConfig(Section):
     """The algorithm: a recipe, and what you change about it. Empty values mean the recipe's own."""
 
     recipe: str = "grpo"
-    """reinforce, grpo, dr_grpo, dapo, rloo, simple, reinforce_pp, remax, gspo, cispo, gpg or bnpo"""
+    """reinforce, grpo, ppo, dr_grpo, dapo, rloo, simple, reinforce_pp, remax, gspo, cispo, gpg or bnpo"""
     advantage: str | None = None
     """group_mean, group_norm, leave_one_out, batch_mean, batch_norm, beta_norm, none, ...: see docs/algorithms.md"""
     policy_loss: str | None = None
@@ -188,11 +188,17 @@ class AlgoConfig(Section):
     kl: Literal["k1", "k2", "k3"] | None = None
     """estimator of the divergence from the reference"""
     kl_coef: NonNegative | None = None
-    """weight of that divergence; above 0 a reference model is kept"""
-    kl_in_reward: bool | None = None
-    """take kl_coef * log(policy / reference) off the return of each token, in place of a term in the loss"""
+    """weight of that divergence in the loss; above 0 a reference model is kept"""
+    reward_kl_coef: NonNegative | None = None
+    """weight of log(policy / reference) that is taken off the reward; above 0 a reference model is kept"""
+    reward_kl_per: Literal["sequence", "token"] | None = None
+    """sequence: an answer pays for all of its tokens; token: each of them for itself and those after it"""
     reference: str = ""
-    """model to stay close to; empty: the policy as it was when reinforcement began"""
+    """model to stay close to, of any size, with the same tokenizer; empty: the policy when reinforcement began"""
+    refresh_reference: Count = 0
+    """make the policy as it is the reference every so many steps; 0: never"""
+    reference_ema: Below1 = 0.0
+    """after each step the reference is this part of itself and, for the rest, the policy, e.g. 0.99; 0: it stays"""
     entropy_coef: Finite | None = None
     """weight of an entropy bonus; with entropy_target, what it starts from"""
     entropy_target: NonNegative | None = None
@@ -227,12 +233,50 @@ class AlgoConfig(Section):
     """last part of the length limit over which a punishment grows, as a fraction of it; 0: none"""
     soft_overlong_weight: NonNegative | None = None
     """largest length punishment"""
+    critic: bool | None = None
+    """a critic gives tokens their advantages, in place of algo.advantage (PPO): see the critic section"""
     discount: Fraction | None = None
     """of rewards that come later in an episode, a step; 1: none"""
     step_credit: bool | None = None
     """each step of an episode has an advantage of its own, from the rewards that follow it"""
     updates: Positive | None = None
     """optimizer steps that each batch of rollouts is split into; 1 is on-policy"""
+
+
+class ReplayConfig(Section):
+    """Learning again from groups of earlier steps. Needs a loss with an importance ratio, or algo.correction."""
+
+    groups: Count = 0
+    """of earlier steps that are added to each step's own; 0: none"""
+    capacity: Positive = 256
+    """groups kept, the latest ones"""
+    max_staleness: Count = 0
+    """drop groups that a policy of more than so many steps ago has sampled; 0: never"""
+    with_replacement: bool = False
+    """a group may be drawn several times in one step"""
+
+
+class CriticConfig(Section):
+    """With algo.critic: it learns what states are worth, and gives tokens their advantages (PPO)."""
+
+    trunk: Literal["separate", "shared"] = "separate"
+    """separate: a network as large as the policy; shared: a head on the policy's own, which learns for both"""
+    coef: NonNegative = 0.5
+    """shared: weight of its loss beside the policy's"""
+    lr: Above0 = 1e-5
+    """its learning rate, constant; shared: of the head"""
+    gamma: Fraction = 1.0
+    """discount of a token's distance from the reward"""
+    gae_lambda: Fraction = 0.95
+    """1: returns less values, unbiased; 0: one step ahead, as good as the values are"""
+    clip: NonNegative = 0.2
+    """how far a value may go from the one that gave credit before it stops paying; 0: any distance"""
+    passes: Positive = 4
+    """separate: optimizer steps on each batch; shared: as many as the policy makes"""
+    normalise: bool = True
+    """advantages of a batch get mean 0 and standard deviation 1"""
+    max_grad_norm: Above0 = 1.0
+    """its gradients are scaled down to this norm"""
 
 
 class OptimConfig(Section):
@@ -288,7 +332,7 @@ class LoopConfig(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """compile the layers with torch.compile; auto: on one GPU, for models of 100 million parameters or more"""
     offload_reference: bool = False
-    """keep the reference model of a KL term in main memory, and on the GPU during updates only"""
+    """keep the reference model of a KL term in main memory, and on the GPU only while it is asked"""
     process: Literal["same", "separate"] = "same"
     """separate: each update in a process of its own, which leaves nothing on the GPU; takes seconds to start"""
     max_train_prompts: Count = 0
@@ -414,6 +458,8 @@ class TrainConfig(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: LoopConfig = Field(default_factory=LoopConfig)
     sft: SftConfig = Field(default_factory=SftConfig)

@@ -10,7 +10,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -25,13 +25,18 @@ def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapp
     fields = dict(keys(kind))
     # Sections first: --task NAME drops the path of the file, never one that was given beside it.
     for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
-        if value is True and key in fields and fields[key].annotation is not bool:
+        if value is True and key in fields and not is_flag(fields[key].annotation):
             raise UserError(f"--{key} needs a value")
         set_dotted(tree, key, value, kind)
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
         raise UserError(explain(error, kind, str(file or ""), overrides)) from None
+
+
+def is_flag(kind: Any) -> bool:
+    """Whether it takes true and false, and maybe nothing: then it may stand on the command line without a value."""
+    return bool in (kind, *get_args(kind))
 
 
 def read_toml(file: Path) -> dict[str, Any]:

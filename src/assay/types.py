@@ -88,7 +88,6 @@ class Turn:
     completion: Completion
     text: str  # the completion, decoded, without special tokens
     reward: float = 0.0  # of this step of an environment, before any shaping; 0 where only the whole is judged
-    advantage: float | None = None  # of this turn's tokens, where steps get credit of their own; else the rollout's
 
 
 @dataclass(slots=True)
@@ -101,6 +100,7 @@ class Rollout:
     verdict: Verdict | None = None
     reward: float = 0.0  # what the algorithm learns from: the verdict's reward after shaping
     advantage: float = 0.0
+    token_advantages: list[float] | None = None  # of each token it wrote, where steps or tokens differ in credit
     masked: bool = False  # a filter took it out of the loss (e.g. cut off at the length limit)
     cut_off: bool = False  # an environment's limit (steps, tokens, time, context) ended it
 
@@ -134,7 +134,7 @@ class Rollout:
     @property
     def learns(self) -> bool:
         """Whether any of its tokens has an advantage."""
-        return any(self.advantage if turn.advantage is None else turn.advantage for turn in self.turns)
+        return any([self.advantage] if self.token_advantages is None else self.token_advantages)
 
 
 @dataclass(slots=True)

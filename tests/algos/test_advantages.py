@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.algos.advantages import ADVANTAGES, returns_with_kl
+from assay.algos.advantages import ADVANTAGES
 from assay.types import UserError
 
 GROUPED = ["group_mean", "group_norm", "leave_one_out", "group_mean_batch_norm", "group_mean_rescaled", "beta_norm"]
@@ -130,12 +130,6 @@ def test_beta_norm_falls_back_to_the_mean_and_takes_probabilities_only() -> None
     assert give("beta_norm", [[1, 1], [0, 0]]) == [[0, 0], [0, 0]]  # all 0 and 1
     with pytest.raises(UserError, match="from 0 to 1"):
         give("beta_norm", [[1, -0.5]])
-
-
-def test_the_kl_of_a_token_and_of_all_after_it_is_taken_off_its_return() -> None:
-    found = returns_with_kl(2.0, [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5], 0.1)
-    assert found.tolist() == pytest.approx([2 - 0.1 * (0.5 - 1.0 + 0.0), 2 - 0.1 * (-1.0), 2.0])
-    assert returns_with_kl(1.0, [], [], 0.1).tolist() == []
 
 
 @pytest.mark.parametrize("name", GROUPED)

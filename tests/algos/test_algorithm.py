@@ -202,7 +202,7 @@ def test_marked_tokens_written_out_the_long_way(cov: str) -> None:
 
 def test_reinforce_pp_with_the_kl_in_the_reward() -> None:
     """Returns fall by the KL of what follows, and are normalised over all tokens of the batch."""
-    algorithm = make_algorithm("reinforce_pp", kl_coef=0.2)
+    algorithm = make_algorithm("reinforce_pp", reward_kl_coef=0.2)
     logprobs, reference = [[-1.0, -2.0], [-0.5, -0.25, -3.0]], [[-1.5, -1.0], [-1.0, -0.75, -1.0]]
     returns = []
     for reward, one, other in zip([1.0, 0.0], logprobs, reference, strict=True):
@@ -210,13 +210,25 @@ def test_reinforce_pp_with_the_kl_in_the_reward() -> None:
         returns += [reward - 0.2 * sum(kl[t:]) for t in range(len(kl))]
     mean = sum(returns) / 5
     std = (sum((r - mean) ** 2 for r in returns) / 4) ** 0.5
-    found = algorithm.token_advantages([1.0, 0.0], logprobs, reference)
-    assert [len(one) for one in found] == [2, 3]
-    assert found[0] + found[1] == pytest.approx([(r - mean) / (std + 1e-4) for r in returns])
-    assert algorithm.needs_reference and algorithm.penalises_reward
+    groups = [make_group("a", [(1, 2)]), make_group("b", [(0, 3)])]
+    for rollout, own in zip(all_rollouts(groups), logprobs, strict=True):
+        rollout.turns[0].completion.engine_logprobs = own
+    algorithm.credit(groups, reference)
+    first, second = (rollout.token_advantages or [] for rollout in all_rollouts(groups))
+    assert [len(first), len(second)] == [2, 3]
+    assert first + second == pytest.approx([(r - mean) / (std + 1e-4) for r in returns])
+    assert algorithm.needs_reference and algorithm.kl_by_token and not algorithm.needs_every_answer
     one = torch.ones(2)
-    out = algorithm.loss(LossBatch(-one, -one, one, one / 2, ref_logprobs=-2 * one))
-    assert "loss/kl" not in out.sums.losses and metrics(out.sums)["policy/kl"] == 1.0
+    assert "loss/kl" not in algorithm.loss(LossBatch(-one, -one, one, one / 2)).sums.losses
+
+
+def test_what_an_earlier_policy_sampled_is_for_losses_that_weigh_it() -> None:
+    found = {name for name, algorithm in RECIPES.items() if algorithm.replays}
+    assert found == {"grpo", "ppo", "dr_grpo", "dapo", "reinforce_pp", "cispo", "bnpo"}
+    assert not make_algorithm("grpo", rescore=True).replays  # its ratio starts from the policy as it is
+    for recipe in RECIPES:  # trainer against engine: whoever sampled, and whenever
+        assert make_algorithm(recipe, correction="token_truncate").replays
+    assert make_algorithm("simple", policy_loss=lambda *given: (given[0], {})).replays  # it is given who sampled
 
 
 def test_remax_takes_off_the_reward_of_the_greedy_answer() -> None:
@@ -348,7 +360,7 @@ def test_one_sample_a_prompt_is_refused_early(recipe: str) -> None:
     with pytest.raises(UserError, match="raise samples"):
         RECIPES[recipe].check_samples(1)
     RECIPES[recipe].check_samples(2)
-    for enough in ("reinforce", "reinforce_pp", "remax"):
+    for enough in ("reinforce", "reinforce_pp", "remax", "ppo"):
         RECIPES[enough].check_samples(1)
 
 

@@ -12,7 +12,7 @@ from assay.types import UserError
 
 
 def test_names_and_defining_settings() -> None:
-    new = {"reinforce_pp", "remax", "gspo", "cispo", "gpg", "bnpo"}
+    new = {"ppo", "reinforce_pp", "remax", "gspo", "cispo", "gpg", "bnpo"}
     assert set(RECIPES) == {"reinforce", "grpo", "dr_grpo", "dapo", "rloo", "simple"} | new
     defining = {n: (a.advantage, a.policy_loss, a.aggregate, a.clip_low, a.clip_high) for n, a in RECIPES.items()}
     assert defining["grpo"] == ("group_norm", "ppo_clip", "sequence", 0.2, 0.2)
@@ -22,6 +22,7 @@ def test_names_and_defining_settings() -> None:
     assert defining["rloo"][:3] == ("leave_one_out", "reinforce", "constant")
     assert defining["reinforce"][:3] == ("batch_mean", "reinforce", "token")
     assert defining["reinforce_pp"] == ("batch_norm", "ppo_clip", "token", 0.2, 0.2)
+    assert defining["ppo"] == ("none", "ppo_clip", "token", 0.2, 0.2)
     assert defining["remax"][:3] == ("none", "reinforce", "constant")
     assert defining["gspo"] == ("group_norm", "ppo_clip", "sequence", 3e-4, 4e-4)
     assert defining["cispo"] == ("group_norm", "cispo", "token", 1.0, 4.0)
@@ -29,6 +30,7 @@ def test_names_and_defining_settings() -> None:
     assert defining["bnpo"] == ("beta_norm", "ppo_clip", "sequence", 0.2, 0.2)
     assert RECIPES["gspo"].ratio == "sequence" and RECIPES["gspo"].needs_sequences and RECIPES["gspo"].rescores
     assert [name for name, recipe in RECIPES.items() if recipe.greedy_baseline] == ["remax"]
+    assert [name for name, recipe in RECIPES.items() if recipe.critic] == ["ppo"]
     assert RECIPES["dapo"].drop_zero_variance
     assert all(not recipe.needs_reference for recipe in RECIPES.values())
 
@@ -75,8 +77,13 @@ def test_own_functions_are_accepted() -> None:
         ("grpo", {"cov": "cov"}, "unknown cov 'cov'"),
         ("grpo", {"cov_fraction": 2}, "cov_fraction = 2 must be a fraction"),
         ("grpo", {"entropy_target": "much"}, "entropy_target = 'much' must be a number"),
-        ("grpo", {"kl_in_reward": True, "kl_coef": 0.1}, "pick one of batch_mean, batch_norm, none"),
-        ("remax", {"kl_in_reward": True, "kl_coef": 0.1}, "do not go together"),
+        ("ppo", {"step_credit": True}, "a critic gives credit by itself"),
+        ("remax", {"critic": True}, "leave out step_credit, discount and greedy_baseline"),
+        ("reinforce_pp", {"kl_coef": 0.1}, "or reward_kl_coef instead"),
+        ("grpo", {"reward_kl_coef": 0.1, "reward_kl_per": "token"}, "take group_mean, leave_one_out, batch_mean"),
+        ("bnpo", {"reward_kl_coef": 0.1}, "takes rewards for probabilities"),
+        ("rloo", {"reward_kl_per": "tokens"}, "did you mean 'token'"),
+        ("rloo", {"reward_kl_coef": -0.1}, "must not be negative"),
     ],
 )
 def test_mistakes_are_named(recipe: str, overrides: dict, message: str) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from assay.algos.recipes import make_algorithm
-from assay.algos.returns import credited_returns, returns
+from assay.algos.returns import credited_returns, returns, token_rewards
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 PROMPT = Prompt("p/0", ())
@@ -31,16 +31,28 @@ def test_what_the_whole_got_beyond_its_steps_came_with_the_last() -> None:
 
 def test_whole_episodes_get_one_advantage_and_steps_their_own() -> None:
     group = Group(PROMPT, [episode([0.0, 1.0], 0), episode([0.5], 1), episode([0.0, 0.0], 2)])
-    group.rollouts[0].turns[0].advantage = 9.0  # of an earlier credit
+    group.rollouts[0].token_advantages = [9.0, 9.0]  # of an earlier credit
     make_algorithm("simple").credit([group])
     assert [r.advantage for r in group.rollouts] == pytest.approx([0.5, 0.0, -0.5])
-    assert all(turn.advantage is None for r in group.rollouts for turn in r.turns)
+    assert all(rollout.token_advantages is None for rollout in group.rollouts)
     make_algorithm("simple", step_credit=True, discount=0.5).credit([group])
     values = [0.5, 1.0, 0.5, 0.0, 0.0]
     mean = sum(values) / 5
-    found = [turn.advantage for r in group.rollouts for turn in r.turns]
-    assert found == pytest.approx([value - mean for value in values])
-    assert group.rollouts[0].advantage == group.rollouts[0].turns[0].advantage
+    lengths = [len(turn.completion.token_ids) for r in group.rollouts for turn in r.turns]
+    expected = [value - mean for value, length in zip(values, lengths, strict=True) for _ in range(length)]
+    assert [value for r in group.rollouts for value in r.token_advantages or ()] == pytest.approx(expected)
+    assert all(r.token_advantages and r.advantage == r.token_advantages[0] for r in group.rollouts)
+
+
+def test_rewards_come_with_the_last_tokens_of_steps() -> None:
+    rollout = episode([0.5, 0.25], total=1.5)
+    first, second = (len(turn.completion.token_ids) for turn in rollout.turns)
+    rollout.reward = 1.5
+    expected = [0.0] * (first - 1) + [0.5] + [0.0] * (second - 1) + [1.0]
+    assert token_rewards(rollout) == pytest.approx(expected)
+    prices = [0.1 * (place + 1) for place in range(first + second)]
+    rollout.reward -= sum(prices)  # as whole answers pay
+    assert token_rewards(rollout, prices) == pytest.approx([e - p for e, p in zip(expected, prices, strict=True)])
 
 
 def test_a_discount_prefers_the_sooner() -> None:
@@ -54,4 +66,4 @@ def test_a_discount_prefers_the_sooner() -> None:
 def test_credit_for_steps_and_a_penalty_on_tokens_do_not_go_together() -> None:
     for settings in ({"step_credit": True}, {"discount": 0.9}):
         with pytest.raises(UserError, match="leave out step_credit and discount"):
-            make_algorithm("reinforce_pp", kl_coef=0.01, **settings)
+            make_algorithm("reinforce_pp", reward_kl_coef=0.01, **settings)

@@ -73,7 +73,7 @@ def turns(draw: st.DrawFn) -> Turn:
         kept_mass=draw(st.floats(0, 1)),
     )
     context = draw(st.lists(token_ids, max_size=5))
-    return Turn(context, completion, draw(texts), reward=draw(real), advantage=draw(st.none() | real))
+    return Turn(context, completion, draw(texts), reward=draw(real))
 
 
 @st.composite
@@ -90,7 +90,11 @@ def groups(draw: st.DrawFn) -> Group:
         masked=st.booleans(),
         cut_off=st.booleans(),
     )
-    return Group(prompt, draw(st.lists(rollouts, min_size=1, max_size=3)))
+    drawn = draw(st.lists(rollouts, min_size=1, max_size=3))
+    for rollout in drawn:
+        if draw(st.booleans()):
+            rollout.token_advantages = draw(st.lists(real, min_size=rollout.length, max_size=rollout.length))
+    return Group(prompt, drawn)
 
 
 @settings(max_examples=80, deadline=None)

@@ -139,7 +139,10 @@ VARIANTS: dict[str, tuple[object, ...]] = {
     "half precision, kl": ("--dtype", "bfloat16", "--engine.dtype", "bfloat16", "--algo.kl_coef", 0.1),
     "dapo, recomputed": ("--algo.recipe", "dapo", "--train.recompute"),
     "gspo, corrected": ("--algo.recipe", "gspo", "--algo.correction", "sequence_truncate"),
-    "reinforce_pp, kl": ("--algo.recipe", "reinforce_pp", "--algo.kl_coef", 0.1, "--algo.updates", 2),
+    "reinforce_pp, kl": ("--algo.recipe", "reinforce_pp", "--algo.reward_kl_coef", 0.1, "--algo.updates", 2),
+    "rloo, kl in the reward to an average": (
+        *("--algo.recipe", "rloo", "--algo.reward_kl_coef", 0.1, "--algo.reference_ema", 0.9),
+    ),
     "gpt2, kl": ("--algo.kl_coef", 0.1, "--optim.weight_decay", 0.1),
 }
 
@@ -192,6 +195,14 @@ def test_updates_give_the_same_weights_moments_metrics_faults_and_warnings(recwa
     assert len(told) == 2 and told[0] == told[1]
     assert apart.policy.lm_head.weight is apart.policy.model.embed_tokens.weight  # type: ignore[union-attr]
     assert apart.trainer is None
+
+
+def test_the_reference_is_asked_there_too() -> None:
+    algo = make_algorithm("reinforce_pp", reward_kl_coef=0.1)
+    here, apart = updaters(reference=tiny_decoder(seed=9).requires_grad_(False), token_budget=40)
+    groups = make_groups(tiny_decoder(), seed=5)
+    assert here.ref_logprobs(groups, algo) == apart.ref_logprobs(groups, algo)
+    assert apart.ref_logprobs([], algo) == [] and apart.trainer is None
 
 
 def test_a_step_with_nothing_to_learn_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

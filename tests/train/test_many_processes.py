@@ -33,15 +33,16 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
 RICH = (  # everything that has a place of its own in a run: warm start, reference, several updates, dropped groups
     *("--sft.steps", 2, "--sft.batch", 5, "--algo.recipe", "dapo", "--algo.entropy_coef", 0.01, "--algo.updates", 2),
     *("--algo.kl", "k3", "--algo.kl_coef", 0.1, "--optim.schedule", "cosine", "--optim.warmup", 2),
-    *("--optim.weight_decay", 0.1, "--train.samples", 2),
+    *("--optim.weight_decay", 0.1, "--train.samples", 2, "--algo.reference_ema", 0.8),
+    *("--algo.reward_kl_coef", 0.05, "--replay.groups", 2),
 )
 MUON = ("--optim.name", "muon", "--optim.matrix_lr", 0.01)
-LORA = ("--lora.rank", 2, "--algo.kl_coef", 0.1)
+LORA = ("--lora.rank", 2, "--algo.kl_coef", 0.1, "--algo.refresh_reference", 2)
 SEQUENCES = (  # ratios and corrections of whole answers, scores before the first update, tokens held back
     *("--algo.recipe", "gspo", "--algo.correction", "sequence_truncate", "--algo.updates", 2, "--algo.clip_low", 0.1),
     *("--algo.cov", "kl_cov", "--algo.cov_fraction", 0.1, "--train.token_budget", 40),
 )
-REWARD_KL = ("--algo.recipe", "reinforce_pp", "--algo.kl_coef", 0.1, "--train.token_budget", 40)
+REWARD_KL = ("--algo.recipe", "reinforce_pp", "--algo.reward_kl_coef", 0.1, "--train.token_budget", 40)
 
 
 def ended(process: Any, code: int = 0, within: float = 300) -> str:
@@ -69,8 +70,12 @@ def same_truth(small: SmallRuns, one: str, other: str) -> None:
 
 
 def tokens(run: Path, step: int) -> list[Any]:
+    """And verdicts; rewards after a price on divergence are as close as all other numbers, no closer."""
     found = read_rollouts(run, step)
-    return [(g.prompt.id, [(r.token_ids, r.reward, r.verdict and r.verdict.status) for r in g.rollouts]) for g in found]
+    return [
+        (g.prompt.id, [(r.token_ids, r.verdict and (r.verdict.reward, r.verdict.status)) for r in g.rollouts])
+        for g in found
+    ]
 
 
 def test_a_grid_of_two_by_two_is_one_process(tmp_path: Path) -> None:

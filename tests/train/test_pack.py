@@ -115,7 +115,7 @@ def test_the_tokens_between_two_turns_are_context_not_loss() -> None:
     assert len(made.ids) == len(made.trained) == len(made.behaviour_logprobs)
 
 
-def test_turns_with_an_advantage_of_their_own_give_it_to_their_tokens() -> None:
+def test_steps_give_their_advantage_to_their_tokens() -> None:
     algo = make_algorithm("simple", step_credit=True)
     groups = make_groups(tiny_decoder())
     for group in groups:
@@ -124,18 +124,14 @@ def test_turns_with_an_advantage_of_their_own_give_it_to_their_tokens() -> None:
     algo.credit(groups)
     rollout = groups[0].rollouts[1]
     first, second = rollout.turns
-    assert first.advantage != second.advantage
-    expected = [first.advantage] * len(first.completion.token_ids) + [second.advantage] * len(
-        second.completion.token_ids
-    )
-    assert pack([Row.of(rollout)], "cpu", torch.float64).advantages.tolist() == expected
-    rollout.advantage = first.advantage = 0.0  # the second turn alone is reason enough to keep it
+    found = rollout.token_advantages
+    assert found is not None and found[0] != found[-1]
+    counts = len(first.completion.token_ids), len(second.completion.token_ids)
+    assert found == [found[0]] * counts[0] + [found[-1]] * counts[1]
+    assert pack([Row.of(rollout)], "cpu", torch.float64).advantages.tolist() == found
+    rollout.advantage, rollout.token_advantages = 0.0, [0.0] * counts[0] + found[counts[0] :]
     kept = [row for row in rows_of(groups, algo) if row.ids == rollout.token_ids]
-    assert (
-        kept
-        and kept[0].advantages
-        == [0.0] * len(first.completion.token_ids) + expected[-len(second.completion.token_ids) :]
-    )
+    assert kept and kept[0].advantages == rollout.token_advantages  # the second step alone is reason enough to keep it
 
 
 def test_weights_are_those_of_the_whole_batch_and_sum_to_one() -> None:

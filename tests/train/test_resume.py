@@ -40,6 +40,18 @@ VARIANTS: dict[str, tuple[object, ...]] = {
         *("--lora.rank", 2, "--lora.targets", "q_proj", "--algo.kl_coef", 0.1, "--sft.steps", 2, "--sft.batch", 4),
         *("--optim.name", "muon", "--optim.matrix_lr", 0.01),
     ),
+    "a reference refreshed": ("--algo.kl_coef", 0.1, "--algo.refresh_reference", 3),
+    "a reference that is an average": ("--algo.kl_coef", 0.1, "--algo.reference_ema", 0.9, "--lora.rank", 2),
+    "kl in the reward": (
+        *("--algo.recipe", "rloo", "--algo.reward_kl_coef", 0.1, "--algo.reward_kl_per", "token"),
+        *("--algo.refresh_reference", 2),
+    ),
+    "replay": ("--replay.groups", 2, "--replay.capacity", 5, "--algo.updates", 2, "--replay.with_replacement", "true"),
+    "a critic": ("--algo.critic", "true", "--critic.lr", 1e-3, "--algo.updates", 2, "--sft.steps", 1, "--sft.batch", 4),
+    "a critic on the policy's trunk": (
+        *("--algo.recipe", "ppo", "--critic.trunk", "shared", "--critic.lr", 1e-2, "--algo.reward_kl_coef", 0.1),
+        *("--train.samples", 1, "--sft.steps", 1, "--sft.batch", 4, "--lora.rank", 2),
+    ),
     "dapo": ("--algo.recipe", "dapo", "--train.passes", 2),
     "prompts by pass rate, an entropy target": (
         *("--algo.pass_rate_low", 0.1, "--algo.pass_rate_high", 0.9, "--algo.pass_rate_retry", 3),
@@ -159,6 +171,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "another task": (("--task.args.max_steps", 4), "task.args"),
     "other test problems": (("--eval.final_examples", 6), "eval.final_examples"),
     "a KL term without a reference": (("--algo.kl_coef", 0.1), "algo.reference"),
+    "a reference that moves": (("--algo.refresh_reference", 2, "--algo.kl_coef", 0.1), "algo.refresh_reference"),
     "bad settings": (("--optim.lr", -1), "optim.lr"),
 }
 

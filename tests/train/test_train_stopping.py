@@ -35,7 +35,7 @@ FINISHED: dict[str, tuple[str, int, int | None]] = {
     "the first evaluation": (COLLECT, 1, 0),
     "sampling": (COLLECT, 3, 2),
     "the update": (UPDATE, 2, 2),
-    "the weight sync": ("assay.train.loop.sync_weights", 2, 2),
+    "the weight sync": ("assay.train.learn.sync_weights", 2, 2),
     "an evaluation": ("assay.train.stages.evaluate", 2, 3),
     "saving": ("assay.train.checkpoint.save_file", 2, 3),
 }

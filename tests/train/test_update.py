@@ -18,7 +18,7 @@ from assay.algos import Algorithm, make_algorithm
 from assay.models.decoder import Decoder
 from assay.models.logprobs import LOGITS_AT_ONCE
 from assay.train.optim import make_adamw
-from assay.train.pack import credit_tokens, rows_of
+from assay.train.pack import marked, rows_of
 from assay.train.update import Updater
 from assay.types import Group
 
@@ -34,7 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "grpo with k2": {"recipe": "grpo", "kl": "k2", "kl_coef": 0.1},
     "dr_grpo with entropy": {"recipe": "dr_grpo", "entropy_coef": 0.05},
     "reinforce_pp": {},
-    "reinforce_pp with a reference": {"recipe": "reinforce_pp", "kl_coef": 0.3},
+    "reinforce_pp with a reference": {"recipe": "reinforce_pp", "reward_kl_coef": 0.3},
     "remax": {},
     "gspo": {"updates": 1, "rescore": False, "clip_low": 0.05, "clip_high": 0.05},
     "cispo": {"updates": 1, "clip_high": 0.2},
@@ -59,7 +59,7 @@ def algorithm(name: str) -> Algorithm:
 
 def credited(algo: Algorithm, seed: int = 0) -> list[Group]:
     groups, _ = algo.keep(make_groups(tiny_decoder(), seed=seed))
-    algo.credit(groups)
+    algo.credit(groups, updater(algo).ref_logprobs(groups, algo) if algo.kl_in_reward else None)
     return groups
 
 
@@ -71,10 +71,7 @@ def updater(algo: Algorithm, **changes: Any) -> Updater:
 
 def outcome(updater: Updater, groups: Sequence[Group], algo: Algorithm) -> tuple[float, Tensor, Tensor]:
     """Loss, gradient and the weights after one step."""
-    rows = rows_of(groups, algo)
-    if algo.penalises_reward:
-        rows = updater.scored(rows, algo)
-    (rows,) = credit_tokens([rows], algo)
+    rows = marked(rows_of(groups, algo), algo)
     sums = updater._accumulate(rows, algo)
     gradient = gradients_of(updater.policy)
     updater.step(rows, algo, 1e-2)
@@ -187,14 +184,13 @@ def test_the_trainer_scores_answers_before_its_first_update() -> None:
     algo = make_algorithm("grpo", correction="token_truncate", correction_high=1.1, updates=2)
     groups = credited(algo)
     trained = updater(algo, token_budget=30)
-    rows = trained.scored(rows_of(groups, algo), algo)
+    rows = trained.rescored(rows_of(groups, algo), algo)
     rollouts = [r for group in groups for r in group.rollouts if r.advantage]
     for row, rollout in zip(rows, rollouts, strict=True):
         every = full_logprobs(trained.policy, rollout.token_ids)
         places = [place for place, mask in enumerate(rollout.loss_mask) if mask]
         expected = [float(every[place - 1, rollout.token_ids[place]]) for place in places]
         assert row.trainer_logprobs == pytest.approx(expected, abs=1e-12)
-        assert row.ref_logprobs is None
     found = trained.update(groups, algo, 0.0)
     assert found["policy/ratio_max"] == pytest.approx(1.0, abs=1e-12) and found["policy/clip_fraction"] == 0
     assert found["mismatch/logprob_abs_diff"] > 0.1 and 0 < found["mismatch/held_fraction"] < 1
@@ -204,22 +200,23 @@ def test_the_trainer_scores_answers_before_its_first_update() -> None:
 
 
 def test_the_kl_in_the_reward_is_that_of_single_tokens() -> None:
-    algo = make_algorithm("reinforce_pp", kl_coef=0.3)
+    algo = make_algorithm("reinforce_pp", reward_kl_coef=0.3)
     groups = credited(algo)
     trained = updater(algo, token_budget=30)
-    (rows,) = credit_tokens([trained.scored(rows_of(groups, algo), algo)], algo)
+    rows = rows_of(groups, algo)
     returns: list[float] = []
     for rollout in (r for group in groups for r in group.rollouts):
         ref = full_logprobs(trained.reference, rollout.token_ids)
         places = [place for place, mask in enumerate(rollout.loss_mask) if mask]
         kl = [rollout.engine_logprobs[place] - float(ref[place - 1, rollout.token_ids[place]]) for place in places]
-        returns += [rollout.reward - 0.3 * sum(kl[t:]) for t in range(len(kl))]
+        assert rollout.verdict is not None
+        returns += [rollout.verdict.reward - 0.3 * sum(kl[t:]) for t in range(len(kl))]
     mean = sum(returns) / len(returns)
     std = (sum((r - mean) ** 2 for r in returns) / (len(returns) - 1)) ** 0.5
     found = [advantage for row in rows for advantage in row.advantages or []]
     assert found == pytest.approx([(r - mean) / (std + 1e-4) for r in returns], abs=1e-9)
     metrics = trained.update(groups, algo, 1e-3)
-    assert "loss/kl" not in metrics and metrics["policy/kl"] != 0 and metrics["optim/grad_norm"] > 0
+    assert "loss/kl" not in metrics and metrics["optim/grad_norm"] > 0
 
 
 GRPO = {

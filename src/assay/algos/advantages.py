@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -113,11 +113,8 @@ GROUP_BASELINES = (group_mean, group_norm, leave_one_out, group_mean_batch_norm,
 # These look at no groups, so that they can be given returns of single tokens as well.
 POOLED = (batch_mean, batch_norm, none)
 
-
-def returns_with_kl(reward: float, logprobs: Sequence[float], ref_logprobs: Sequence[float], kl_coef: float) -> Tensor:
-    """What each token earns: the answer's reward, less kl_coef * log(pi / ref) of this token and all after it."""
-    kl = torch.tensor(logprobs, dtype=torch.float64) - torch.tensor(ref_logprobs, dtype=torch.float64)
-    return reward - kl_coef * kl.flip(0).cumsum(0).flip(0)
+# These are rewards less a baseline: what single tokens are given on top is in the same units.
+UNSCALED = (group_mean, leave_one_out, batch_mean, none)
 
 
 def _require_groups(rewards: list[Tensor], name: str) -> None:

@@ -10,15 +10,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from assay.algos import filters
-from assay.algos.advantages import ADVANTAGES, GROUP_BASELINES, Advantage, group_size_error, returns_with_kl
+from assay.algos import filters, reward_kl
+from assay.algos.advantages import ADVANTAGES, GROUP_BASELINES, POOLED, Advantage, group_size_error
 from assay.algos.aggregate import token_weights
 from assay.algos.batch import LossBatch, LossOut, sums_of
 from assay.algos.checks import check
 from assay.algos.entropy import MARKS
 from assay.algos.importance import correction, importance_ratio, sequence_logprobs
 from assay.algos.kl import KL, k3
-from assay.algos.losses import LOSSES, PolicyLoss
+from assay.algos.losses import LOSSES, ON_POLICY, PolicyLoss
 from assay.algos.returns import credited_returns, give_advantages
 from assay.types import Group, UserError
 
@@ -41,7 +41,8 @@ class Algorithm:
     correction_high: float = 2.0
     kl: str | None = None  # k1, k2, k3: estimator of KL(policy || reference) in the loss
     kl_coef: float = 0.0
-    kl_in_reward: bool = False  # take log(policy / reference) off each token's return instead
+    reward_kl_coef: float = 0.0  # weight of the divergence from the reference within the reward: see reward_kl
+    reward_kl_per: str = "sequence"  # or token: each token answers for itself and what comes after it only
     greedy_baseline: bool = False  # take the reward of one greedy answer off the others'
     entropy_coef: float = 0.0
     entropy_target: float | None = None  # below it the coefficient grows by entropy_delta a step, above it it shrinks
@@ -61,6 +62,7 @@ class Algorithm:
     soft_overlong_weight: float = 1.0  # the punishment at the limit
     discount: float = 1.0  # of rewards that come later in an episode, a step
     step_credit: bool = False  # each step of an episode has an advantage of its own, from the rewards that follow
+    critic: bool = False  # advantages are given to tokens, by a critic, in place of `advantage`
     updates: int = 1  # optimizer steps a rollout batch; 1 is strictly on-policy
     max_new_tokens: int = 0  # the run's length limit: needed by constant aggregation and the soft punishment
 
@@ -69,7 +71,21 @@ class Algorithm:
 
     @property
     def needs_reference(self) -> bool:
+        """Whether there has to be a reference model."""
+        return self.kl_in_loss or self.kl_in_reward
+
+    @property
+    def kl_in_loss(self) -> bool:
         return self.kl_coef > 0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether `credit` has to be told what the reference says of each token."""
+        return self.reward_kl_coef > 0
+
+    @property
+    def kl_by_token(self) -> bool:
+        return self.kl_in_reward and self.reward_kl_per == "token"
 
     @property
     def needs_entropy(self) -> bool:
@@ -87,13 +103,18 @@ class Algorithm:
         return self.rescore or self.correction is not None
 
     @property
-    def penalises_reward(self) -> bool:
-        return self.kl_in_reward and self.kl_coef > 0
+    def replays(self) -> bool:
+        """Whether samples of an earlier policy are weighed as such: by a correction, or by the loss's own ratio.
+
+        Rescored, that ratio starts from the policy as it is, and knows nothing of who sampled.
+        """
+        return self.correction is not None or not (self.rescore or self.policy_loss in ON_POLICY)
 
     @property
     def needs_every_answer(self) -> bool:
         """Whether answers with advantage 0 have a gradient too."""
-        return self.needs_reference or self.needs_entropy or self.cov is not None or callable(self.policy_loss)
+        own = callable(self.policy_loss)
+        return self.kl_in_loss or self.needs_entropy or self.critic or self.cov is not None or own
 
     @property
     def chooses_prompts(self) -> bool:
@@ -101,7 +122,7 @@ class Algorithm:
 
     def check_samples(self, samples: int) -> None:
         """Fail before a run starts, not at its first step, when a group baseline gets one sample a prompt."""
-        if samples < 2 and _function(self.advantage, ADVANTAGES) in GROUP_BASELINES:
+        if samples < 2 and not self.critic and _function(self.advantage, ADVANTAGES) in GROUP_BASELINES:
             raise group_size_error(str(self.advantage))
 
     def keep(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:
@@ -117,9 +138,29 @@ class Algorithm:
         for group, alone in zip(groups, greedy, strict=True):
             group.baseline = alone.rewards[0]
 
-    def credit(self, groups: list[Group]) -> None:
-        """Set every rollout's reward (its verdict's, shaped) and advantage, compared over all these groups."""
+    def credit(self, groups: list[Group], ref_logprobs: Sequence[Sequence[float]] | None = None) -> None:
+        """Set every rollout's reward (its verdict's, shaped) and advantage, compared over all these groups.
+
+        `ref_logprobs`: for each rollout in order, the reference's of each token it wrote, where `kl_in_reward`.
+        With a critic, rewards are all: see `train.critic` for what it makes of them.
+        """
         self._shape_rewards(groups)
+        ratios: list[list[float]] = []
+        if self.kl_in_reward:
+            assert ref_logprobs is not None, "reward_kl_coef > 0 needs ref_logprobs"
+            ratios = reward_kl.log_ratios(groups, ref_logprobs)
+            reward_kl.charge(groups, ratios, self.reward_kl_coef)
+        if self.critic:
+            return  # what remains is its part
+        if self.kl_by_token and _function(self.advantage, ADVANTAGES) in POOLED:
+            self._credit_tokens(groups, ratios)
+        else:
+            self._credit_answers(groups)
+            if self.kl_by_token:
+                reward_kl.give_back_the_past(groups, ratios, self.reward_kl_coef)
+
+    def _credit_answers(self, groups: list[Group]) -> None:
+        """Whole answers, or steps of episodes, are compared."""
         credited = [credited_returns(group, self.discount, self.step_credit) for group in groups]
         rewards = [
             torch.tensor(values, dtype=torch.float64) - (group.baseline or 0.0)
@@ -138,16 +179,16 @@ class Algorithm:
                 )
             give_advantages(group, advantages_G.tolist(), self.step_credit)
 
-    def token_advantages(
-        self,
-        rewards: Sequence[float],
-        logprobs: Sequence[Sequence[float]],
-        ref_logprobs: Sequence[Sequence[float]],
-    ) -> list[list[float]]:
-        """With the KL in the reward, an advantage for each token, compared over all tokens of these answers."""
-        answers = zip(rewards, logprobs, ref_logprobs, strict=True)
-        returns = [returns_with_kl(*answer, self.kl_coef) for answer in answers]
-        return [advantages.tolist() for advantages in _function(self.advantage, ADVANTAGES)(returns)]
+    def _credit_tokens(self, groups: list[Group], ratios: Sequence[Sequence[float]]) -> None:
+        """Tokens of all answers are compared, each by what comes to it: the reward, less the price from it on."""
+        each = [(rollout, group.baseline or 0.0) for group in groups for rollout in group.rollouts]
+        returns = [
+            torch.tensor(reward_kl.to_go(rollout.reward - baseline, ratios_T, self.reward_kl_coef), dtype=torch.float64)
+            for (rollout, baseline), ratios_T in zip(each, ratios, strict=True)
+        ]
+        for (rollout, _), advantages_T in zip(each, _function(self.advantage, ADVANTAGES)(returns), strict=True):
+            rollout.token_advantages = advantages_T.tolist()
+            rollout.advantage = (rollout.token_advantages or [0.0])[0]
 
     def marks(self, logprobs: Sequence[float], advantages: Sequence[float]) -> list[bool]:
         """Which of an optimizer step's tokens the loss holds back; chosen among all of them, before any split."""
@@ -165,12 +206,11 @@ class Algorithm:
         """Sum over tokens of weight * (policy loss + kl_coef * KL - entropy_coef * entropy), and what to log."""
         losses_N, per_token, ratio = self._policy_losses(batch)
         terms = {"loss/policy": (batch.weights * losses_N).sum()}
-        if batch.ref_logprobs is not None and (self.kl is not None or self.kl_in_reward):
-            kl_N = KL[self.kl or "k1"](batch.logprobs, batch.ref_logprobs)
+        if self.kl is not None and batch.ref_logprobs is not None:
+            kl_N = KL[self.kl](batch.logprobs, batch.ref_logprobs)
+            terms["loss/kl"] = self.kl_coef * (batch.weights * kl_N).sum()
             per_token["policy/kl"] = kl_N
-            if not self.kl_in_reward:
-                terms["loss/kl"] = self.kl_coef * (batch.weights * kl_N).sum()
-        assert batch.ref_logprobs is not None or not self.needs_reference, "kl_coef > 0 needs ref_logprobs"
+        assert batch.ref_logprobs is not None or not self.kl_in_loss, "kl_coef > 0 needs ref_logprobs"
         if batch.entropy is not None:
             terms["loss/entropy"] = -self.entropy_coef * (batch.weights * batch.entropy).sum()
             per_token["policy/entropy"] = batch.entropy

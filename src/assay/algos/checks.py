@@ -7,20 +7,21 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from assay.algos.advantages import ADVANTAGES, POOLED
+from assay.algos.advantages import ADVANTAGES, POOLED, UNSCALED
 from assay.algos.aggregate import AGGREGATES
 from assay.algos.entropy import MARKS
 from assay.algos.importance import CORRECTIONS, RATIOS
 from assay.algos.kl import KL
 from assay.algos.losses import LOSSES
+from assay.algos.reward_kl import PER
 from assay.types import UserError
 
 if TYPE_CHECKING:
     from assay.algos.algorithm import Algorithm
 
 AT_LEAST_0 = (
-    *("clip_low", "clip_high", "kl_coef", "correction_low", "correction_high", "cov_fraction", "cov_coef"),
-    *("soft_overlong_weight", "soft_overlong_buffer", "entropy_delta", "pass_rate_low", "pass_rate_high"),
+    *("clip_low", "clip_high", "kl_coef", "reward_kl_coef", "correction_low", "correction_high", "cov_fraction"),
+    *("cov_coef", "soft_overlong_weight", "soft_overlong_buffer", "entropy_delta", "pass_rate_low", "pass_rate_high"),
 )
 ANY = ("entropy_coef", "entropy_target", "cov_low", "cov_high")  # a negative bonus is unusual, but some want it
 WHOLE = (("updates", 1), ("resample", 0), ("max_new_tokens", 0), ("pass_rate_retry", 0))
@@ -50,6 +51,7 @@ def check_names(algorithm: Algorithm) -> None:
         "aggregate": AGGREGATES,
         "ratio": RATIOS,
         "kl": KL,
+        "reward_kl_per": PER,
         "correction": CORRECTIONS,
         "cov": MARKS,
     }
@@ -88,17 +90,25 @@ def check_numbers(algorithm: Algorithm) -> None:
 
 
 def check_together(algorithm: Algorithm) -> None:
-    if algorithm.kl_coef > 0 and algorithm.kl is None and not algorithm.kl_in_reward:
-        raise UserError(f'kl_coef = {algorithm.kl_coef} needs an estimator: set kl = "k3" or "k2".')
-    pooled = [name for name, function in ADVANTAGES.items() if function in POOLED]
-    if algorithm.penalises_reward and isinstance(algorithm.advantage, str) and algorithm.advantage not in pooled:
+    if algorithm.kl_coef > 0 and algorithm.kl is None:
         raise UserError(
-            f"kl_in_reward gives each token a return of its own, and advantage={algorithm.advantage!r} compares whole "
-            f"answers: pick one of {', '.join(pooled)}."
+            f'kl_coef = {algorithm.kl_coef} needs an estimator: set kl = "k3" or "k2" '
+            "(or reward_kl_coef instead, for a KL in the reward)."
         )
-    if algorithm.penalises_reward and (algorithm.step_credit or algorithm.discount != 1):
-        raise UserError("kl_in_reward gives credit to tokens by whole answers: leave out step_credit and discount.")
-    if algorithm.penalises_reward and algorithm.greedy_baseline:
-        raise UserError("kl_in_reward and greedy_baseline do not go together: leave out one of them.")
+    by_token = [name for name, function in ADVANTAGES.items() if function in (*POOLED, *UNSCALED)]
+    if algorithm.kl_by_token and not algorithm.critic and algorithm.advantage not in by_token:
+        raise UserError(
+            f'reward_kl_per = "token" needs an advantage that suits single tokens: take {", ".join(by_token)}, '
+            'or reward_kl_per = "sequence".'
+        )
+    if algorithm.kl_in_reward and algorithm.advantage == "beta_norm":
+        raise UserError('advantage="beta_norm" takes rewards for probabilities: set reward_kl_coef = 0, or kl_coef.')
+    if algorithm.kl_by_token and (algorithm.step_credit or algorithm.discount != 1):
+        raise UserError(
+            'reward_kl_per = "token" gives credit by whole answers: leave out step_credit and discount, '
+            'or take reward_kl_per = "sequence".'
+        )
+    if algorithm.critic and (algorithm.step_credit or algorithm.discount != 1 or algorithm.greedy_baseline):
+        raise UserError("a critic gives credit by itself: leave out step_credit, discount and greedy_baseline.")
     if algorithm.resample > 0 and not algorithm.drop_zero_variance:
         raise UserError(f"resample = {algorithm.resample} refills dropped groups: set drop_zero_variance = true.")

@@ -55,3 +55,4 @@ def cispo(
 
 
 LOSSES: dict[str, PolicyLoss] = {"reinforce": reinforce, "ppo_clip": ppo_clip, "cispo": cispo}
+ON_POLICY = ("reinforce",)  # without a ratio: they take every sample for one of the current policy

@@ -17,6 +17,20 @@ RECIPES: dict[str, Algorithm] = {
     "grpo": Algorithm(
         advantage="group_norm", policy_loss="ppo_clip", aggregate="sequence", clip_low=0.2, clip_high=0.2, kl="k3"
     ),
+    # PPO (arXiv 1707.06347) as language models are trained with it (InstructGPT, arXiv 2203.02155): a critic gives each
+    # token its advantage, so one sample a prompt will do; clip 0.2, four mini-batches a rollout. The KL to a reference
+    # is paid token by token within the reward: off here, reward_kl_coef above 0 turns it on. GAE's gamma = 1 and
+    # lambda = 0.95, and all else about the critic, are settings of their own.
+    "ppo": Algorithm(
+        advantage="none",
+        policy_loss="ppo_clip",
+        aggregate="token",
+        clip_low=0.2,
+        clip_high=0.2,
+        reward_kl_per="token",
+        critic=True,
+        updates=4,
+    ),
     # "Understanding R1-Zero-like training" (arXiv 2503.20783): GRPO without its two biases, the division by the group's
     # std and by each answer's length; the constant is the generation limit. No KL.
     "dr_grpo": Algorithm(
@@ -40,23 +54,23 @@ RECIPES: dict[str, Algorithm] = {
     ),
     # Kool et al. 2019; Ahmadian et al. 2024 (arXiv 2402.14740): leave-one-out baseline, REINFORCE on whole sequences:
     # a sequence's log-probability is a sum over its tokens, and its length must not divide it. Constant aggregation
-    # does that, up to a constant factor. Their KL sits in the reward; here it is off.
+    # does that, up to a constant factor. Their KL sits in the reward (reward_kl_coef); it is off here.
     "rloo": Algorithm(advantage="leave_one_out", policy_loss="reinforce", aggregate="constant"),
     # nanochat's chat_rl: "simplified GRPO": on-policy, reward minus group mean, token-level, no KL and no clip.
     "simple": Algorithm(advantage="group_mean", policy_loss="reinforce", aggregate="token"),
     # REINFORCE++ (arXiv 2501.03262): advantages normalised over the whole batch, so that one sample a prompt will do,
-    # and PPO's clip. Its KL to the reference is taken off the return of each token: off here, kl_coef above 0 turns it
-    # on. With several samples a prompt the paper's "-baseline" is advantage = "group_mean_batch_norm".
+    # and PPO's clip. Its KL to the reference is taken off the return of each token: off here, reward_kl_coef above 0
+    # turns it on. With several samples a prompt the paper's "-baseline" is advantage = "group_mean_batch_norm".
     "reinforce_pp": Algorithm(
         advantage="batch_norm",
         policy_loss="ppo_clip",
         aggregate="token",
         clip_low=0.2,
         clip_high=0.2,
-        kl_in_reward=True,
+        reward_kl_per="token",
     ),
     # ReMax (arXiv 2310.10505): the reward of one greedy answer, which is not trained on, is the baseline. As in "rloo"
-    # a sequence's log-probability is a sum over its tokens. Their KL sits in the reward; here there is none.
+    # a sequence's log-probability is a sum over its tokens. Their KL sits in the reward, here off (reward_kl_coef).
     "remax": Algorithm(advantage="none", policy_loss="reinforce", aggregate="constant", greedy_baseline=True),
     # GSPO (arXiv 2507.18071): the ratio of a whole sequence, clipped to 3e-4 and 4e-4, and four mini-batches a rollout
     # in the paper's runs. Ranges that narrow leave no room for engine and trainer to differ, hence the rescoring.

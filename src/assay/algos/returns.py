@@ -24,6 +24,23 @@ def step_rewards(rollout: Rollout) -> list[float]:
     return rewards
 
 
+def token_rewards(rollout: Rollout, prices: Sequence[float] | None = None) -> list[float]:
+    """What comes with each token it wrote: a step's reward with the last one of it.
+
+    `prices`: of single tokens, which `rollout.reward` has paid in all; here each pays its own.
+    """
+    rewards = [0.0] * rollout.length
+    written = 0
+    for turn, reward in zip(rollout.turns, step_rewards(rollout), strict=True):
+        written += len(turn.completion.token_ids)
+        if rewards:
+            rewards[max(written - 1, 0)] += reward
+    if rewards and prices is not None:
+        rewards[-1] += sum(prices)
+        rewards = [reward - price for reward, price in zip(rewards, prices, strict=True)]
+    return rewards
+
+
 def credited_returns(group: Group, discount: float = 1.0, by_step: bool = False) -> list[float]:
     """What an advantage function compares within a group.
 
@@ -37,12 +54,11 @@ def credited_returns(group: Group, discount: float = 1.0, by_step: bool = False)
 
 
 def give_advantages(group: Group, advantages: Sequence[float], by_step: bool = False) -> None:
-    """In the order of `credited_returns`. A rollout's own advantage is that of its first step."""
+    """In the order of `credited_returns`. A step's is that of its tokens; a rollout's own is that of its first step."""
     coming: Iterator[float] = iter(advantages)
     for rollout in group.rollouts:
-        if not by_step:
-            rollout.advantage = next(coming)
-        for turn in rollout.turns:
-            turn.advantage = next(coming) if by_step else None
+        steps = [next(coming) for _ in (rollout.turns if by_step else range(1))]
+        rollout.advantage, rollout.token_advantages = steps[0], None
         if by_step:
-            rollout.advantage = rollout.turns[0].advantage or 0.0
+            each = zip(steps, rollout.turns, strict=True)
+            rollout.token_advantages = [value for value, turn in each for _ in turn.completion.token_ids]

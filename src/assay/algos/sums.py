@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,11 @@ class Sums:
         """Lets the built-in sum() start from 0."""
         assert start == 0
         return self
+
+    def and_loss(self, key: str, value: Tensor) -> Sums:
+        """With one more part of the total."""
+        value = value.detach().to(self.tokens.dtype)
+        return replace(self, losses=self.losses | {key: value, "loss/total": self.losses["loss/total"] + value})
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Sums:
         """The same over all ranks of `group`; every rank must hold the same keys (an empty batch gives them too)."""

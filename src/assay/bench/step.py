@@ -56,7 +56,7 @@ def measure_step(work: Workload, options: StepOptions) -> list[dict[str, Any]]:
     with training_parts(policy, work, options) as parts:
         if parts.algo.needs_reference:
             with tempfile.TemporaryDirectory(prefix="assay-reference-") as folder:
-                freeze_reference(parts.updater, Path(folder))
+                freeze_reference(parts.updater, parts.cfg, Path(folder))
 
         def our_turn() -> None:
             groups = one_step(parts, ours)

@@ -19,7 +19,10 @@ from assay.types import UserError
 
 HELP = "Reinforce a model on a task, as a config file says. Every setting can be changed on the command line."
 SETTINGS = TrainConfig
-FIXED = ("eval.final_split", "eval.final_examples", "optim.name")  # for as long as a run lasts, like model and task
+FIXED = (  # for as long as a run lasts, like model and task
+    *("eval.final_split", "eval.final_examples", "optim.name"),
+    *("algo.refresh_reference", "algo.reference_ema", "algo.critic", "critic.trunk"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,20 +45,24 @@ def token_loss(
     logits_at_once: int = 0,
     shared: Sequence[int] | None = None,
     whole: bool = False,
+    also: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The sum of a loss of single tokens, given their log-probabilities and entropies as in `token_logprobs`.
 
     It is asked for with some of the tokens at a time, and what it says of them must not depend on the rest. Where the
     model ends in a plain product, their logits are computed once, not again in the backward pass.
     `whole`: it is asked once, for all of them.
+    `also`: a loss of the hidden states [M, D] that these tokens are predicted from, which is added.
     """
     before, targets = predictors(model, ids, lengths, chosen, shared)
+    added = 0.0 if also is None else also(before)
     weight = None if whole else model.head()
     if weight is None or isinstance(getattr(model, "lm_head", None), VocabularyHead) or not torch.is_grad_enabled():
-        return loss(slice(None), *scores(model, before, targets, temperature, logits_at_once))
+        return added + loss(slice(None), *scores(model, before, targets, temperature, logits_at_once))
     kind = before.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else before.dtype
-    return loss_through_head(before, weight, targets, temperature, loss, logits_at_once or at_once(before), dtype)
+    at_a_time = logits_at_once or at_once(before)
+    return added + loss_through_head(before, weight, targets, temperature, loss, at_a_time, dtype)
 
 
 def predictors(

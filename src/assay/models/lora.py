@@ -132,12 +132,17 @@ def is_untrained(policy: PolicyModel) -> bool:
 
 def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight once, as if there were no adapters but what they add. The frozen weights are never written to."""
+    return ((name, whole(weight)) for name, weight in merged_parts(network))
+
+
+def merged_parts(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The same where weights are split over ranks: each as it lies there."""
     gather_back(network)
     adapted = dict(adapted_layers(network))
     for name, weight in network.named_parameters():
         owner, _, own_name = name.rpartition(".")
         if not is_adapter(name):
-            yield name, whole(adapted[owner].merged() if owner in adapted and own_name == "weight" else weight)
+            yield name, adapted[owner].merged() if owner in adapted and own_name == "weight" else weight
 
 
 def merged_state(network: nn.Module) -> dict[str, Tensor]:

@@ -55,7 +55,8 @@ def read_rollouts(run_path: Path, step: int, kind: Kind = "train") -> list[Group
     offsets = arrays["offsets"].tolist()
     if len(offsets) != len(lines) + 1:
         raise UserError(f"{rollout_path(run_path, step)} and the .npz beside it do not belong together: delete both")
-    flat = {name: arrays[name].tolist() for name in ("token_ids", "engine_logprobs", "sampling_logprobs")}
+    names = ("token_ids", "engine_logprobs", "sampling_logprobs", "token_advantages")
+    flat = {name: arrays[name].tolist() for name in names if name in arrays}
     groups: dict[int, Group] = {}
     for line, start in zip(lines, offsets, strict=False):
         prompt = _read_prompt(line)
@@ -78,7 +79,7 @@ def read_lines(run_path: Path, step: int, kind: Kind = "train", split: str = "")
 
 
 def read_arrays(run_path: Path, step: int, kind: Kind = "train") -> dict[str, np.ndarray]:
-    """token_ids, loss_mask, engine_logprobs, sampling_logprobs (flat), offsets, advantages, maybe trainer_logprobs."""
+    """token_ids, loss_mask, engine_logprobs, sampling_logprobs (flat), offsets, advantages, maybe more."""
     path = rollout_path(run_path, step, kind).with_suffix(".npz")
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -146,6 +147,7 @@ def _line(index: int, rollout: Rollout, kind: Kind) -> dict[str, Any]:
         line |= {
             "advantage": rollout.advantage,
             "masked": rollout.masked,
+            "by_token": rollout.token_advantages is not None,
             "cut_off": rollout.cut_off,
             "solution": prompt.solution,
             "fields": prompt.fields,
@@ -165,7 +167,6 @@ def _turn_line(turn: Turn) -> dict[str, Any]:
         "kept_mass": completion.kept_mass,
         "entropy": completion.entropy,
         "reward": turn.reward,
-        "advantage": turn.advantage,
     }
 
 
@@ -180,6 +181,8 @@ def _arrays(groups: Sequence[Group], trainer_logprobs: Sequence[Sequence[float]]
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
         "advantages": _floats([rollout.advantage for rollout in rollouts]),
     }
+    if any(rollout.token_advantages is not None for rollout in rollouts):
+        arrays["token_advantages"] = _floats([value for rollout in rollouts for value in _token_advantages(rollout)])
     if trainer_logprobs is not None:
         assert [len(values) for values in trainer_logprobs] == lengths, "one log-probability for each token"
         arrays["trainer_logprobs"] = _floats([value for values in trainer_logprobs for value in values])
@@ -201,6 +204,12 @@ def _sampling_logprobs(rollout: Rollout) -> list[float]:
     ]
 
 
+def _token_advantages(rollout: Rollout) -> list[float]:
+    """Aligned with the token ids; 0 for what the policy was given."""
+    own = iter(rollout.token_advantages or [rollout.advantage] * rollout.length)
+    return [next(own) if written else 0.0 for written in rollout.loss_mask]
+
+
 def _read_prompt(line: dict[str, Any]) -> Prompt:
     return Prompt(
         id=line["prompt_id"],
@@ -212,7 +221,8 @@ def _read_prompt(line: dict[str, Any]) -> Prompt:
 
 
 def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any]], start: int) -> Rollout:
-    turns = []
+    turns: list[Turn] = []
+    own: list[float] = []
     for turn in line["turns"]:
         written = start + turn["context_tokens"]
         end = written + turn["tokens"]
@@ -225,7 +235,9 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
             kept_mass=number(turn["kept_mass"]),
             entropy=number(turn.get("entropy", 0.0)),
         )
-        turns.append(_read_turn(turn, flat["token_ids"][start:written], completion))
+        reward = number(turn.get("reward", 0.0))
+        turns.append(Turn(flat["token_ids"][start:written], completion, turn["text"], reward))
+        own += flat.get("token_advantages", [])[written:end]
         start = end
     return Rollout(
         prompt=prompt,
@@ -234,19 +246,9 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
         verdict=line["verdict"] and _read_verdict(line["verdict"]),
         reward=number(line["reward"]),
         advantage=number(line["advantage"]),
+        token_advantages=own if line.get("by_token") else None,
         masked=line["masked"],
         cut_off=line.get("cut_off", False),
-    )
-
-
-def _read_turn(saved: dict[str, Any], context_ids: list[int], completion: Completion) -> Turn:
-    advantage = saved.get("advantage")
-    return Turn(
-        context_ids,
-        completion,
-        saved["text"],
-        reward=number(saved.get("reward", 0.0)),
-        advantage=None if advantage is None else number(advantage),
     )
 
 

@@ -52,6 +52,11 @@ class Tokenizer:
         """The text of some ids. Broken UTF-8 becomes U+FFFD; ids beyond the vocabulary (padding rows) are nothing."""
         return self._backend.decode([int(index) for index in ids], skip_special_tokens=skip_special)
 
+    def is_part_of(self, other: Tokenizer) -> bool:
+        """Whether the other one knows each of its tokens, by the same id."""
+        known = other.hf.get_vocab()
+        return all(known.get(token) == index for token, index in self.hf.get_vocab().items())
+
     @property
     def expects_bos(self) -> bool:
         """Whether the tokenizer puts a bos token before plain text, as its model was trained to see (Llama, Gemma)."""

@@ -39,7 +39,7 @@ def adapted(algo: Algorithm, state: State) -> Algorithm:
     return replace(algo, entropy_coef=EntropyControl(**state.entropy_control).applied(algo.entropy_target))
 
 
-def learn(algo: Algorithm, state: State, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
+def remember(algo: Algorithm, state: State, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
     """Put into the state what later steps have to know of this one; gives what is to be logged of that."""
     found: dict[str, float] = {}
     if algo.chooses_prompts:

@@ -30,7 +30,7 @@ from assay.rewards.importing import absolute_path
 from assay.train.pack import Row
 from assay.train.shelf import Shelf, Slot
 from assay.train.stopping import SIGNALS
-from assay.train.update import Updater
+from assay.train.update import Scorer, Updater
 from assay.types import UserError
 
 WEIGHTS, MOMENTS, REFERENCE = "weights", "moments", "reference"  # the shelves
@@ -66,7 +66,7 @@ class Apart(Updater):
         return cls(**settings(updater), own=own or {})
 
     @contextmanager
-    def working(self, algo: Algorithm) -> Iterator[None]:
+    def working(self, reference: bool = False) -> Iterator[None]:
         """From the first step within it to its end there is a training process."""
         try:
             yield
@@ -78,18 +78,20 @@ class Apart(Updater):
                 self.trainer = None
 
     def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
-        self.trainer = self.trainer or self._start(algo)
+        self.trainer = self.trainer or self._start(algo, algo.kl_in_loss)
         result, self.faults, self.token_budget = self.trainer.ask("step", rows, lr)
         return result
 
-    def scored(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
-        self.trainer = self.trainer or self._start(algo)
-        return self.trainer.ask("scored", rows)
+    def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:
+        if not rows:
+            return []
+        self.trainer = self.trainer or self._start(algo, by == "reference" or algo.kl_in_loss)
+        return self.trainer.ask("scores", rows, by)
 
-    def _start(self, algo: Algorithm) -> TrainingProcess:
+    def _start(self, algo: Algorithm, with_reference: bool) -> TrainingProcess:
         if self.mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what torch keeps here for later, another process could not use
-        described = self._described(algo)
+        described = self._described(algo, self.reference if with_reference else None)
         shelves = {name: (shelf.file.fileno(), shelf.slots) for name, shelf in self.shelves.items()}
         trainer = TrainingProcess([descriptor for descriptor, _ in shelves.values()])
         try:
@@ -99,9 +101,8 @@ class Apart(Updater):
             raise
         return trainer
 
-    def _described(self, algo: Algorithm) -> bytes:
+    def _described(self, algo: Algorithm, reference: PolicyModel | None) -> bytes:
         """A plain updater with the algorithm, in which every tensor is named by its place on a shelf."""
-        reference = self.reference if algo.needs_reference else None
         names = self._shelve(WEIGHTS, dict(self.policy.named_parameters()))
         names |= self._shelve(MOMENTS, moments(self.policy, self.optimizer))
         if reference is not None and reference is not self.policy:

@@ -29,7 +29,7 @@ from assay.train.faults import Fault
 from assay.train.pack import Row
 from assay.train.shelf import Shelf, Slot
 from assay.train.stopping import SIGNALS
-from assay.train.update import out_of_memory
+from assay.train.update import Scorer, out_of_memory
 from assay.types import UserError
 
 Result = tuple[tuple[Sums, float, bool], Sequence[Fault], int]
@@ -110,8 +110,8 @@ class Work:
         sums, norm, skipped = self.updater.step(rows, self.algo, lr)
         return (on_cpu(sums), norm, skipped), self.updater.faults, self.updater.token_budget
 
-    def scored(self, rows: Sequence[Row]) -> list[Row]:
-        return self.updater.scored(rows, self.algo)
+    def scores(self, rows: Sequence[Row], by: Scorer) -> list[list[float]]:
+        return self.updater.scores(rows, self.algo, by)
 
     def end(self) -> dict[str, Slot]:
         """Put back what has changed; weights have their place, for moments it is told."""

@@ -23,12 +23,16 @@ from assay.models.export import share
 from assay.models.lora import adapters_off
 from assay.runs import checkpoints
 from assay.text import Tokenizer
+from assay.train.critic import Critic
+from assay.train.replay import ReplayBuffer
 from assay.train.shards import is_split, load_parts, save_parts, saved_shapes
 from assay.types import UserError
 
 WHOLE = "optimizer.safetensors"  # in a checkpoint: the optimizer's moments, in one file
 PARTS = "optimizer"  # the same as a folder of parts, where the model was split over ranks
 ADAPTER = "adapter"  # in a checkpoint: what PEFT loads, and a resumed run with LoRA
+REFERENCE = "reference"  # in a checkpoint where the reference of a KL term moves, else in the run's folder
+REPLAY = "replay"  # in a checkpoint: groups that may be learnt from again
 BASE = "base"  # in the folder of a run with LoRA: what the adapters belong to
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum")
 
@@ -56,19 +60,31 @@ def save(
     optimizer: torch.optim.Optimizer,
     tokenizer: Tokenizer,
     mesh: Mesh | None = None,
+    reference: PolicyModel | None = None,
+    replay: ReplayBuffer | None = None,
+    critic: Critic | None = None,
 ) -> None:
-    """All ranks together. The model is gathered, as it is for the engine at every step; moments stay where they are."""
+    """All ranks together. The model is gathered, as it is for the engine at every step; moments stay where they are.
+
+    `reference`: given where it moves; one that stays is in the run's folder, once.
+    """
     mesh = mesh or Mesh()
     with saving_together(run_path, state.step, mesh) as folder:
         save_model(policy, folder / "model", eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id, writes=mesh.is_main)
         if policy.lora is not None:
             save_adapter(policy, folder / ADAPTER, writes=mesh.is_main)
+        if reference is not None:
+            save_model(reference, folder / REFERENCE, writes=mesh.is_main)
         tensors = optimizer_tensors(policy, optimizer)
         if tensors and is_split(policy):
             save_parts(folder / PARTS, tensors, mesh)
         elif mesh.is_main:
             save_file(tensors, folder / WHOLE)
             share(folder / WHOLE)
+        if critic is not None:
+            critic.save(folder)
+        if mesh.is_main and replay is not None:
+            replay.save(folder / REPLAY)
         if mesh.is_main:
             tokenizer.save(folder / "model")
             (folder / "state.json").write_text(json.dumps(asdict(state), indent=1))
@@ -95,6 +111,13 @@ def save_base(run_path: Path, policy: PolicyModel, tokenizer: Tokenizer, writes:
 
 def load_state(run_path: Path, step: int) -> State:
     return State(**json.loads((checkpoints.folder(run_path, step) / "state.json").read_text()))
+
+
+def load_replay(run_path: Path, step: int, replay: ReplayBuffer) -> None:
+    """Fill it as it was; it stays empty where the run had none until now."""
+    folder = checkpoints.folder(run_path, step) / REPLAY
+    if folder.exists():
+        replay.add(list(ReplayBuffer.load(folder)))
 
 
 def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:

@@ -43,7 +43,7 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         rows = solution_rows(shown, parts.collector.renderer, parts.updater.policy.max_length)
         yield f"warm start: {cfg.sft.steps} steps on solutions of up to {max(sum(row.trained) for row in rows)} tokens"
     if parts.algo.needs_reference:
-        load_reference(parts.updater, None, cfg.algo.reference, cfg.runs_dir, mode=cfg.parallel.mode)
+        load_reference(parts.updater, cfg, parts.tokenizer)
     check_writable(Path(cfg.runs_dir))
     parts_of_memory = memory(parts, longest)
     for name, size in parts_of_memory.items():
@@ -65,13 +65,19 @@ def memory(parts: Parts, prompt: int) -> dict[str, float]:
     count = sum(p.numel() for p in policy.parameters())
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     from_base = policy.lora is not None and not cfg.algo.reference and not cfg.sft.steps  # its own reference
+    from_base = from_base and not setup.moves(cfg.algo)
     half = 2 if parts.updater.dtype == torch.bfloat16 else 4
+    kept = 4 if cfg.algo.reference_ema else half
+    other = parts.updater.reference  # by now, where the settings name one
+    compared = count if other is None else sum(p.numel() for p in other.parameters())
     served = torch.finfo(engine.dtype).bits // 8
     found = {
         "weights, gradients, AdamW": 4.0 * count + 12.0 * trained,
         "engine's copy of the weights": float(served * count),
-        "reference": float(half * count) if parts.algo.needs_reference and not from_base else 0.0,
+        "reference": float(kept * compared) if parts.algo.needs_reference and not from_base else 0.0,
     }
+    if parts.critic is not None and not parts.critic.shared:
+        found["critic, gradients, AdamW"] = 16.0 * count
     length = min(prompt + cfg.sampling.max_new_tokens, engine.max_length)
     sequences = cfg.train.prompts * cfg.train.samples
     tokens = min(cfg.train.token_budget, sequences * length)
@@ -80,8 +86,8 @@ def memory(parts: Parts, prompt: int) -> dict[str, float]:
         sequences = min(engine.max_batch, sequences)
         found["KV cache"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * served * length * sequences
         # What backward keeps of one token in one layer: about 10 hidden-sized tensors, attention's, and 4 of the MLP's.
-        kept = 10 * spec.hidden + 4 * spec.heads * spec.head_dim + 4 * spec.intermediate
-        found["activations"] = float(tokens * spec.layers * kept * half)
+        numbers = 10 * spec.hidden + 4 * spec.heads * spec.head_dim + 4 * spec.intermediate
+        found["activations"] = float(tokens * spec.layers * numbers * half)
     logits = min(tokens * policy.vocab_size, 1 << 25)
     found["logits"] = 4.0 * 3 * logits
     return {name: size for name, size in found.items() if size}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -29,12 +29,12 @@ class Row:
     behaviour_logprobs: list[float]  # of the sampler, aligned with ids
     advantage: float
     weight: float  # of each of its trained tokens in the loss of the whole batch
-    reward: float = 0.0
     # Of the trained tokens only, where an algorithm asks for them:
     trainer_logprobs: list[float] | None = None  # of the trainer before its first update
-    ref_logprobs: list[float] | None = None  # of the reference
     advantages: list[float] | None = None  # in place of the one for all: of steps or tokens with credit of their own
     marked: list[bool] | None = None  # what the loss holds back
+    values: list[float] | None = None  # of the states before them, by a critic when it gave credit
+    returns: list[float] | None = None  # what that critic is to learn of these states
 
     @cached_property
     def prompt(self) -> tuple[int, ...]:
@@ -59,11 +59,8 @@ class Row:
 
     @classmethod
     def of(cls, rollout: Rollout) -> Row:
-        by_turn = [(rollout.advantage if t.advantage is None else t.advantage, t.completion) for t in rollout.turns]
-        own = any(turn.advantage is not None for turn in rollout.turns)
-        advantages = [value for value, completion in by_turn for _ in completion.token_ids] if own else None
         known = rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, rollout.advantage
-        return cls(*known, weight=0.0, reward=rollout.reward, advantages=advantages)
+        return cls(*known, weight=0.0, advantages=rollout.token_advantages)
 
 
 @dataclass
@@ -79,22 +76,25 @@ class MicroBatch:
     weights: Tensor  # [M]
     trained_lengths: list[int]  # trained tokens of the sequences, none of which is split over micro-batches
     trainer_logprobs: Tensor | None = None  # [M]
-    ref_logprobs: Tensor | None = None  # [M]
     marked: Tensor | None = None  # [M] bool
+    values: Tensor | None = None  # [M]
+    returns: Tensor | None = None  # [M]
 
 
-def rows_of(groups: Sequence[Group], algo: Algorithm) -> list[Row]:
+def rows_of(groups: Sequence[Group], algo: Algorithm, known: Mapping[int, Row] | None = None) -> list[Row]:
     """One row for each rollout that has a gradient, weighted over all of them.
 
     Masked rollouts have none, and neither have those with advantage 0 where the loss is made of advantages alone (ours
     are, a user's own may not be): leaving them out changes nothing but the time. In a step where half the groups are
     solved by all or by none, that is half of it.
+    `known`: rows that are there already, by the identity of their rollouts.
     """
+    known = known or {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([0 if rollout.masked else rollout.length for rollout in rollouts])
     weights = algo.token_weights(lengths).tolist()
     return [
-        replace(Row.of(rollout), weight=weight)
+        replace(known.get(id(rollout)) or Row.of(rollout), weight=weight)
         for rollout, weight in zip(rollouts, weights, strict=True)
         if not rollout.masked and (rollout.learns or algo.needs_every_answer)
     ]
@@ -154,26 +154,19 @@ def share_rows(
 
 def blank_like(row: Row) -> Row:
     """A single token and nothing to learn; it knows as much as other rows do, for ranks have to ask for the same."""
-    known = ("trainer_logprobs", "ref_logprobs", "advantages", "marked")
+    known = ("trainer_logprobs", "advantages", "marked", "values", "returns")
     nothing: dict[str, Any] = {name: None if getattr(row, name) is None else [] for name in known}
     return Row(row.ids[:1], [0], [0.0], 0.0, 0.0, **nothing)
 
 
-def credit_tokens(parts: Sequence[list[Row]], algo: Algorithm) -> list[list[Row]]:
-    """The rows of each optimizer step with what the algorithm says of single tokens, given all tokens of the batch."""
-    if algo.penalises_reward:
-        rows = [row for part in parts for row in part]
-        sampled, reference = [row.sampled_logprobs for row in rows], [row.ref_logprobs or [] for row in rows]
-        found = iter(algo.token_advantages([row.reward for row in rows], sampled, reference))
-        parts = [[replace(row, advantages=next(found)) for row in part] for part in parts]
-    return [mark(part, algo) for part in parts] if algo.cov is not None else list(parts)
-
-
-def mark(rows: list[Row], algo: Algorithm) -> list[Row]:
+def marked(rows: list[Row], algo: Algorithm) -> list[Row]:
+    """The rows of an optimizer step with which of their tokens the loss holds back, given all of them."""
+    if algo.cov is None:
+        return rows
     logprobs = chain.from_iterable(row.sampled_logprobs for row in rows)
     advantages = chain.from_iterable(row.token_advantages for row in rows)
-    marked = iter(algo.marks(list(logprobs), list(advantages)))
-    return [replace(row, marked=list(islice(marked, row.count))) for row in rows]
+    marks = iter(algo.marks(list(logprobs), list(advantages)))
+    return [replace(row, marked=list(islice(marks, row.count))) for row in rows]
 
 
 def shared_tokens(rows: Sequence[Row]) -> list[int]:
@@ -210,8 +203,9 @@ def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = t
         weights=each_token([row.weight for row in rows]),
         trained_lengths=counts.tolist(),
         trainer_logprobs=own([row.trainer_logprobs for row in rows]),
-        ref_logprobs=own([row.ref_logprobs for row in rows]),
         marked=own([row.marked for row in rows], torch.bool),
+        values=own([row.values for row in rows]),
+        returns=own([row.returns for row in rows]),
     )
 
 

@@ -40,6 +40,7 @@ from assay.text.few_shot import few_shot_from_prompts, load_few_shot, read_text_
 from assay.train.stopping import Stopping
 from assay.types import Prompt, UserError
 
+OF_REFERENCE = ("reference", "refresh_reference", "reference_ema")  # settings that the algorithm need not know
 PRESET = "preset:"
 PRESET_LENGTH = 512
 COMPILED = 100_000_000  # parameters from which compiling pays for itself within some steps
@@ -225,13 +226,38 @@ def build_engine(
 
 def build_algorithm(cfg: TrainConfig) -> Algorithm:
     """The recipe with the user's changes; advantage and policy_loss may be functions given by path."""
-    changes = cfg.algo.model_dump(exclude_none=True, exclude={"recipe", "reference"})
+    changes = cfg.algo.model_dump(exclude_none=True, exclude={"recipe", *OF_REFERENCE})
     changes |= {key: load_object(path) for key, path in own_functions(cfg.algo).items()}
     known = {f.name for f in fields(Algorithm)}
     assert set(changes) <= known, set(changes) - known
     algo = make_algorithm(cfg.algo.recipe, max_new_tokens=cfg.sampling.max_new_tokens, **changes)
     algo.check_samples(cfg.train.samples)
+    if moves(cfg.algo) and not algo.needs_reference:
+        raise UserError(
+            "algo.refresh_reference and algo.reference_ema move a reference: set algo.kl_coef or reward_kl_coef too"
+        )
+    if cfg.algo.refresh_reference and cfg.algo.reference_ema:
+        raise UserError("algo.refresh_reference and algo.reference_ema are both set: keep one of them")
+    if cfg.replay.groups:
+        check_replays(algo)
     return algo
+
+
+def check_replays(algo: Algorithm) -> None:
+    """Refuse to learn from what an earlier policy has sampled where nothing would weigh it as such."""
+    if algo.critic:
+        raise UserError("a critic gives credit to new answers only: set replay.groups = 0, or algo.critic = false")
+    if not algo.replays:
+        why = "algo.rescore forgets" if algo.rescore else f"algo.policy_loss = {algo.policy_loss!r} does not ask"
+        raise UserError(
+            f"{why} which policy sampled, so groups of earlier steps cannot be replayed: "
+            "set algo.correction = 'token_truncate', or algo.policy_loss = 'ppo_clip' without algo.rescore"
+        )
+
+
+def moves(cfg: AlgoConfig) -> bool:
+    """Whether the reference changes as a run goes on."""
+    return cfg.refresh_reference > 0 or cfg.reference_ema > 0
 
 
 def own_functions(cfg: AlgoConfig) -> dict[str, str]:

@@ -30,7 +30,7 @@ def warm_start(
         updater, optimizer=make_adamw(updater.policy, cfg.lr, weight_decay=cfg.weight_decay), temperature=1.0
     )
     in_a_row = 0
-    with imitator.working(IMITATION):
+    with imitator.working():
         for step in range(cfg.steps):
             rows = solution_rows(stream.next(cfg.batch), renderer, updater.policy.max_length)
             lr = cfg.lr * rate("linear", step, cfg.steps, cfg.warmup)

@@ -26,10 +26,11 @@ from assay.text import Tokenizer
 from assay.train import checkpoint, faults
 from assay.train.adapt import draw
 from assay.train.checkpoint import State
+from assay.train.critic import Critic
 from assay.train.data import PromptStream
-from assay.train.optim import rate
 from assay.train.reference import freeze_reference
-from assay.train.setup import eval_params
+from assay.train.replay import ReplayBuffer
+from assay.train.setup import eval_params, moves
 from assay.train.sft import warm_start
 from assay.train.stopping import Stopped, Stopping
 from assay.train.sync import sync_weights
@@ -56,6 +57,8 @@ class Parts:
     clock: float  # when the run began, less what earlier sittings took
     stopping: Stopping
     resumed: bool = False
+    replay: ReplayBuffer | None = None
+    critic: Critic | None = None
     warned: bool = False  # of a judge that fails now and then
     trackers: list[Tracker] = field(default_factory=list)
 
@@ -97,7 +100,9 @@ def begin(parts: Parts) -> None:
     if not parts.total_steps:
         imitate(parts)
     elif parts.algo.needs_reference:
-        freeze_reference(parts.updater, parts.run.path, cfg.parallel.mode)
+        freeze_reference(parts.updater, cfg, parts.run.path)
+    if parts.critic is not None:
+        parts.critic.start_from(parts.updater.policy)
     state.unmeasured = None
     save(parts, {})
 
@@ -126,13 +131,9 @@ def imitate(parts: Parts) -> None:
     }
 
 
-def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
-    """One step's groups, and those the algorithm dropped; new prompts replace dropped ones for as long as it allows."""
-    cfg, state = parts.cfg, parts.state
-    parts.stopping.check()
-    parts.collector.engine.forget()  # a run that is resumed here has no evaluation's prompts to fall back on
-    params = SamplingParams(
-        n=cfg.train.samples,
+def sampling_params(cfg: TrainConfig, samples: int) -> SamplingParams:
+    return SamplingParams(
+        n=samples,
         temperature=cfg.sampling.temperature,
         top_k=cfg.sampling.top_k,
         top_p=cfg.sampling.top_p,
@@ -141,6 +142,14 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
         min_new_tokens=cfg.sampling.min_new_tokens,
         stop=tuple(cfg.sampling.stop),
     )
+
+
+def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
+    """One step's groups, and those the algorithm dropped; new prompts replace dropped ones for as long as it allows."""
+    cfg, state = parts.cfg, parts.state
+    parts.stopping.check()
+    parts.collector.engine.forget()  # a run that is resumed here has no evaluation's prompts to fall back on
+    params = sampling_params(cfg, cfg.train.samples)
     kept: list[Group] = []
     dropped: list[Group] = []
     seen: Counter[str] = Counter()
@@ -193,12 +202,6 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
         **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
         **({"reward/greedy": sum(greedy) / len(greedy)} if greedy else {}),
     }
-
-
-def learning_rate(parts: Parts) -> float:
-    cfg = parts.cfg.optim
-    fraction = rate(cfg.schedule, parts.state.step, parts.total_steps, cfg.warmup, cfg.final)
-    return cfg.lr * cfg.initial * fraction
 
 
 def due(every: int, parts: Parts) -> bool:
@@ -285,7 +288,19 @@ def save(parts: Parts, metrics: Mapping[str, float]) -> None:
     parts.state.wall_s = time.perf_counter() - parts.clock
     if best:
         parts.state.best = {"step": parts.state.step, "value": metrics["eval/accuracy"]}
-    checkpoint.save(path, parts.state, parts.updater.policy, parts.updater.optimizer, parts.tokenizer, parts.mesh)
+    updater = parts.updater
+    reference = updater.reference if moves(parts.cfg.algo) else None
+    checkpoint.save(
+        path,
+        parts.state,
+        updater.policy,
+        updater.optimizer,
+        parts.tokenizer,
+        parts.mesh,
+        reference,
+        parts.replay,
+        parts.critic,
+    )
     if best and parts.mesh.is_main:
         checkpoints.set_best(path, parts.state.step, metrics["eval/accuracy"])
     if parts.mesh.is_main:

@@ -27,10 +27,12 @@ from assay.tasks.overlap import overlap
 from assay.text import Renderer
 from assay.train import checkpoint, setup
 from assay.train.apart import Apart, home_of_policy
+from assay.train.critic import make_critic
 from assay.train.data import PromptStream
 from assay.train.optim import make_optimizer
 from assay.train.parallel import parallelise
 from assay.train.reference import load_reference
+from assay.train.replay import make_buffer
 from assay.train.stages import Parts
 from assay.train.stopping import Stopping
 from assay.train.sync import sync_weights
@@ -46,7 +48,7 @@ def new_run(cfg: TrainConfig, console: Console) -> Parts:
     mesh = init_mesh(cfg.parallel.tp, pick_device(cfg.device))
     parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), mesh, clock)
     if parts.algo.needs_reference:
-        load_reference(parts.updater, None, cfg.algo.reference, cfg.runs_dir, mode=cfg.parallel.mode)
+        load_reference(parts.updater, cfg, parts.tokenizer)
     mesh.barrier()  # a rank that cannot begin ends them all before there is a run
     if mesh.is_main:
         parts.run = Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg))
@@ -79,11 +81,13 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
         parts.state = checkpoint.load_state(run.path, step)
         parts.resumed = step > 0 or parts.state.unmeasured is None  # else it was stopped before reinforcement began
     if parts.algo.needs_reference:
-        kept = run.path if parts.resumed else None
-        warm_start = cfg.sft.steps > 0
-        load_reference(parts.updater, kept, cfg.algo.reference, cfg.runs_dir, warm_start, cfg.parallel.mode)
+        load_reference(parts.updater, cfg, parts.tokenizer, run.path if parts.resumed else None, parts.state.step)
     if step is not None:
         checkpoint.load_optimizer(run.path, step, parts.updater.policy, parts.updater.optimizer)
+        if parts.critic is not None and parts.resumed:
+            parts.critic.load(checkpoints.folder(run.path, step))
+        if parts.replay is not None:
+            checkpoint.load_replay(run.path, step, parts.replay)
         sync_weights(parts.updater.policy, parts.collector.engine, version=step)
         parts.stream.cursor = parts.state.cursor
         parts.clock -= parts.state.wall_s
@@ -122,9 +126,11 @@ def assemble(
         add_lora(policy, lora, cfg.seed)
     if adapters is not None:
         load_adapter(policy, adapters)
+    critic = make_critic(cfg, algo, policy, mesh, dtype)
     engine = lay_out(cfg, policy, renderer, mesh, dtype)
     setup.prepare_policy(policy, cfg.train, mesh.world)
     updater = build_updater(cfg, policy, mesh, dtype)
+    updater.critic = critic if critic and critic.shared else None
     stopping = Stopping(cfg.save.grace_s, mesh)
     collector = setup.build_collector(cfg, task, engine, renderer, mesh, stopping)
     probe(collector.judge, train[0])
@@ -152,6 +158,8 @@ def assemble(
         console=console,
         clock=clock,
         stopping=stopping,
+        replay=make_buffer(cfg.replay),
+        critic=critic,
     )
 
 

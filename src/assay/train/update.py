@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,11 +17,14 @@ from assay.mesh import Mesh
 from assay.models import PolicyModel
 from assay.models.logprobs import token_logprobs, token_loss
 from assay.models.lora import adapters_off
+from assay.train.critic import Critic
 from assay.train.faults import Fault, examine
 from assay.train.optim import clip_gradients, set_rate
-from assay.train.pack import MicroBatch, Row, credit_tokens, pack, rows_of, share_rows
+from assay.train.pack import MicroBatch, Row, marked, pack, rows_of, share_rows
 from assay.train.parallel import in_lockstep, sum_gradients
 from assay.types import Group, UserError
+
+Scorer = Literal["trainer", "reference"]
 
 
 @dataclass
@@ -34,7 +38,8 @@ class Updater:
     token_budget: int = 16384  # halved, for good, whenever a micro-batch does not fit into memory
     dtype: torch.dtype = torch.float32  # of the computation; weights stay as they are
     reference: PolicyModel | None = None  # the policy itself stands for its base: its adapters do not count here
-    offload_reference: bool = False  # to main memory, whenever no update is under way
+    offload_reference: bool = False  # to main memory, whenever it is not asked
+    critic: Critic | None = None  # one that shares the policy's trunk, and learns as that does
     mesh: Mesh = field(default_factory=Mesh)  # every rank is handed all rows of a step, and takes its share
     faults: Sequence[Fault] = ()  # what kept the last `update` from making all of its steps
 
@@ -42,11 +47,12 @@ class Updater:
         """`passes` times over the groups, each time in `algo.updates` optimizer steps."""
         self.faults = []
         size = max(-(-len(groups) // algo.updates), 1)  # a filter may have dropped every group
-        parts = [rows_of(groups[i : i + size], algo) for i in range(0, len(groups), size)]
-        with self.working(algo):
-            if algo.penalises_reward or (algo.rescores and len(parts) * passes > 1):
-                parts = [self.scored(rows, algo) for rows in parts]
-            parts = credit_tokens(parts, algo)
+        known = self.critic.rows() if self.critic else {}
+        parts = [rows_of(groups[i : i + size], algo, known) for i in range(0, len(groups), size)]
+        with self.working(algo.kl_in_loss):
+            if algo.rescores and len(parts) * passes > 1:
+                parts = [self.rescored(rows, algo) for rows in parts]
+            parts = [marked(rows, algo) for rows in parts]
             steps = [self.step(rows, algo, lr) for _ in range(passes) for rows in parts if rows]
         if not steps:
             return {"optim/lr": lr, "optim/skipped": 1.0, "optim/non_finite": 0.0}
@@ -58,20 +64,27 @@ class Updater:
             "optim/non_finite": float(len(self.faults)),
         }
 
-    @torch.no_grad()
-    def scored(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
-        """Rows with the log-probabilities that have to be known before the first step; every rank gets all of them."""
-        models = {"trainer_logprobs": self._own_logprobs} if algo.rescores else {}
-        models |= {"ref_logprobs": self._ref_logprobs} if algo.penalises_reward else {}
+    def rescored(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
+        """Rows with the trainer's own log-probabilities, before the first step."""
+        found = self.scores(rows, algo, "trainer")
+        return [replace(row, trainer_logprobs=values) for row, values in zip(rows, found, strict=True)]
+
+    def ref_logprobs(self, groups: Sequence[Group], algo: Algorithm) -> list[list[float]]:
+        """What the reference says of each token that each rollout wrote."""
+        with self.working(reference=True):
+            return self.scores([Row.of(rollout) for group in groups for rollout in group.rollouts], algo, "reference")
+
+    def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:
+        """Log-probabilities of the trained tokens of each row. Ranks share the work, and every one gets all of them."""
+        logprobs = self._own_logprobs if by == "trainer" else self._ref_logprobs
         places = {id(row): place for place, row in enumerate(rows)}
-        found: dict[int, dict[str, list[float]]] = {}
+        found: dict[int, list[float]] = {}
         for share in share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares):
             part = pack(share, self.policy.device, self._loss_dtype)
-            for name, logprobs in models.items():
-                for row, values in zip(share, logprobs(part).split(part.trained_lengths), strict=True):
-                    found.setdefault(places.get(id(row), -1), {})[name] = values.tolist()
+            for row, values in zip(share, logprobs(part).cpu().split(part.trained_lengths), strict=True):
+                found[places.get(id(row), -1)] = values.tolist()
         every = {place: values for share in self.mesh.all_gather_objects(found) for place, values in share.items()}
-        return [replace(row, **every[place]) for place, row in enumerate(rows)]  # type: ignore[arg-type]
+        return [every[place] for place in range(len(rows))]
 
     def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
         """One optimizer step. The split into micro-batches, and over ranks, changes memory and time, not the result."""
@@ -90,6 +103,8 @@ class Updater:
             self.faults = [*self.faults, examine(self.policy, loss, norm)]
             warnings.warn(f"{self.faults[-1].what} is not finite: this update is skipped", stacklevel=2)
         self.optimizer.zero_grad(set_to_none=True)
+        if self.critic:
+            self.critic.step(finite)
         return sums, norm, not finite
 
     def _attempt(self, rows: Sequence[Row], algo: Algorithm) -> Sums | None:
@@ -113,17 +128,16 @@ class Updater:
         return None
 
     def _accumulate(self, rows: Sequence[Row], algo: Algorithm) -> Sums:
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget()
         shares = share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares)
         # One after the other: a GPU is busy with one part while the next is packed.
         parts = (pack(part, self.policy.device, self._loss_dtype) for part in shares)
         return sum(self._backward(part, algo) for part in parts)  # type: ignore[return-value]
 
     def _backward(self, part: MicroBatch, algo: Algorithm) -> Sums:
-        ref_logprobs = part.ref_logprobs
-        if ref_logprobs is None and algo.needs_reference:
-            ref_logprobs = self._ref_logprobs(part)
+        ref_logprobs = self._ref_logprobs(part) if algo.kl_in_loss else None
         sums: list[Sums] = []
+        values: list[Tensor] = []
 
         def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
             sampled = part.behaviour_logprobs[at]
@@ -145,6 +159,11 @@ class Updater:
             sums.append(out.sums)
             return out.total
 
+        def value_loss(hidden: Tensor) -> Tensor:
+            assert self.critic is not None
+            values.append(self.critic.loss(hidden, part))
+            return values[0]
+
         with self._computing():
             total = token_loss(
                 self.policy,
@@ -155,9 +174,16 @@ class Updater:
                 self.temperature,
                 shared=part.shared,
                 whole=algo.needs_sequences,
+                also=value_loss if self.critic and part.returns is not None else None,
             )
         total.backward()
-        return sum(sums)  # type: ignore[return-value]
+        found: Sums = sum(sums)  # type: ignore[assignment]
+        return found.and_loss("loss/value", values[0]) if values else found
+
+    def _forget(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.critic:
+            self.critic.step(usable=False)
 
     def _own_logprobs(self, part: MicroBatch) -> Tensor:
         return self._logprobs(self.policy, part)
@@ -174,9 +200,9 @@ class Updater:
             return token_logprobs(model, ids, lengths, trained, self.temperature, shared=part.shared)[0]
 
     @contextmanager
-    def working(self, algo: Algorithm) -> Iterator[None]:
+    def working(self, reference: bool = False) -> Iterator[None]:
         """Steps are made within this: it has at hand what they need, and puts it away again."""
-        away = self.offload_reference and algo.needs_reference and self.reference is not self.policy
+        away = self.offload_reference and reference and self.reference is not self.policy
         if not away or self.reference is None:
             yield
             return
@@ -199,7 +225,7 @@ class Updater:
         if self.token_budget <= longest:
             return False
         self.token_budget = max(min(self.token_budget, sum(len(row.ids) for row in rows)) // 2, longest)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         warnings.warn(f"out of memory: going on with train.token_budget = {self.token_budget}", stacklevel=2)

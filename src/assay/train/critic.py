@@ -1,0 +1,212 @@
+"""A critic: it learns what states are worth, and gives every token an advantage (PPO)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from assay.algos import Algorithm
+from assay.algos.gae import gae, value_loss
+from assay.algos.returns import token_rewards
+from assay.config import CriticConfig, TrainConfig
+from assay.mesh import Mesh
+from assay.models import Decoder, PolicyModel
+from assay.models.export import share
+from assay.models.logprobs import predictors
+from assay.train.pack import MicroBatch, Row, pack, split_rows
+from assay.types import Group, Rollout, UserError
+
+FILE = "critic.safetensors"  # in a checkpoint: weights and moments
+
+
+class ValueModel(nn.Module):
+    """One number for each state in place of logits, 0 for all of them at first.
+
+    On a trunk of its own, which begins as a copy of the policy's, or on the policy's own.
+    """
+
+    def __init__(self, policy: Decoder, shared: bool = False) -> None:
+        super().__init__()
+        self.shared = shared
+        self.trunk = policy if shared else copy.deepcopy(policy)
+        first = next(policy.parameters())
+        self.head = nn.Linear(policy.spec.hidden, 1, device=first.device, dtype=first.dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """What the critic's optimizer moves: a shared trunk is the policy's to move."""
+        return {name: p for name, p in self.named_parameters() if not (self.shared and name.startswith("trunk."))}
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """[M] of hidden states [M, D], in float32 at least."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
+
+
+@dataclass
+class Critic:
+    model: ValueModel
+    cfg: CriticConfig
+    token_budget: int
+    dtype: torch.dtype = torch.float32
+    lessons: list[tuple[Rollout, Row]] = field(default_factory=list)  # answers, and what they teach
+
+    def __post_init__(self) -> None:
+        fused = self.model.trunk.device.type in ("cuda", "cpu")
+        own = self.model.own_parameters().values()
+        self.optimizer = torch.optim.AdamW(own, lr=self.cfg.lr, weight_decay=0.0, fused=fused)
+
+    @property
+    def shared(self) -> bool:
+        """Whether it learns within the policy's updates, by `loss` and `step`; else by itself, in `learn`."""
+        return self.model.shared
+
+    @torch.no_grad()
+    def start_from(self, policy: PolicyModel) -> None:
+        """The policy as reinforcement finds it."""
+        if not self.shared:
+            self.model.trunk.load_state_dict(policy.state_dict())
+
+    def credit(self, groups: Sequence[Group], prices: Sequence[Sequence[float]] | None = None) -> dict[str, float]:
+        """Advantages of tokens in place of those of answers, from rewards that have been set; whitened if so set.
+
+        `prices`: of the tokens of each rollout, where they pay one by one for their divergence.
+        """
+        every = [rollout for group in groups for rollout in group.rollouts]
+        paid = [None] * len(every) if prices is None else prices
+        kept = [(one, token_rewards(one, price)) for one, price in zip(every, paid, strict=True) if not one.masked]
+        rollouts = [rollout for rollout, _ in kept]
+        found = self.values([Row.of(rollout) for rollout in rollouts])
+        returns = []
+        for (rollout, rewards), values in zip(kept, found, strict=True):
+            rollout.token_advantages = gae(values, rewards, self.cfg.gamma, self.cfg.gae_lambda)
+            returns.append([value + more for value, more in zip(values, rollout.token_advantages, strict=True)])
+        if self.cfg.normalise:
+            whiten(rollouts)
+        for rollout in rollouts:
+            own = rollout.token_advantages or [0.0]
+            rollout.advantage = sum(own) / len(own)
+        learnt = zip(rollouts, found, returns, strict=True)
+        self.lessons = [(r, replace(Row.of(r), values=given, returns=wanted)) for r, given, wanted in learnt]
+        return quality([row for _, row in self.lessons])
+
+    def rows(self) -> dict[int, Row]:
+        """What each answer of the last `credit` teaches, by the identity of its rollout."""
+        return {id(rollout): row for rollout, row in self.lessons}
+
+    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+        """Of the state before each token that each row trains."""
+        places = {id(row): place for place, row in enumerate(rows)}
+        found: list[list[float]] = [[] for _ in rows]
+        with torch.no_grad():
+            for part in split_rows(rows, self.token_budget, sharing=True):
+                split = self._values(self._packed(part)).cpu().split([row.count for row in part])
+                for row, values in zip(part, split, strict=True):
+                    found[places[id(row)]] = values.tolist()
+        return found
+
+    def loss(self, hidden: Tensor, part: MicroBatch) -> Tensor:
+        """What it adds to the policy's loss of a micro-batch, weighted as that is; of the trunk's `hidden` states."""
+        assert part.values is not None and part.returns is not None, "credit comes first"
+        each = value_loss(self.model.values(hidden), part.values, part.returns, self.cfg.clip)
+        return self.cfg.coef * (part.weights * each).sum()
+
+    def step(self, usable: bool = True) -> None:
+        """Move its own weights by their gradient, and forget that."""
+        if usable:
+            torch.nn.utils.clip_grad_norm_(self.model.own_parameters().values(), self.cfg.max_grad_norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def learn(self) -> dict[str, float]:
+        """`passes` optimizer steps on what the last `credit` has told; nothing is left to do for a shared trunk."""
+        if not self.lessons or self.shared:
+            return {}
+        rows = [row for _, row in self.lessons]
+        tokens = sum(row.count for row in rows)
+        total = 0.0
+        for _ in range(self.cfg.passes):
+            for part in map(self._packed, split_rows(rows, self.token_budget, sharing=True)):
+                assert part.values is not None and part.returns is not None
+                loss = value_loss(self._values(part), part.values, part.returns, self.cfg.clip).sum() / tokens
+                loss.backward()
+                total += float(loss.detach()) / self.cfg.passes
+            self.step()
+        return {"critic/loss": total}
+
+    def save(self, folder: Path) -> None:
+        save_file(dict(self._tensors()), folder / FILE)
+        share(folder / FILE)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        if not (folder / FILE).exists():
+            raise UserError(f"{folder} has no critic, for the run began without one: start a new run to use one")
+        saved = load_file(folder / FILE)
+        for name, weight in self.model.own_parameters().items():
+            weight.copy_(saved[name])
+            kinds = [key.partition("|")[2] for key in saved if key.startswith(f"{name}|")]
+            if kinds:
+                self.optimizer.state[weight] = {kind: saved[f"{name}|{kind}"].to(weight.device) for kind in kinds}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self.model.own_parameters().items():
+            yield name, weight.detach().contiguous()
+            for kind, value in self.optimizer.state.get(weight, {}).items():
+                yield f"{name}|{kind}", value.detach().contiguous()
+
+    def _packed(self, part: Sequence[Row]) -> MicroBatch:
+        return pack(part, self.model.trunk.device, self.model.head.weight.dtype)
+
+    def _values(self, batch: MicroBatch) -> Tensor:
+        trunk = self.model.trunk
+        with torch.autocast(trunk.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            before, _ = predictors(trunk, batch.ids, batch.lengths, batch.trained, batch.shared)
+        return self.model.values(before)
+
+
+def quality(rows: Sequence[Row]) -> dict[str, float]:
+    """How well values foretold returns, before anything is learnt from these: 1 is perfectly, 0 not at all."""
+    values = torch.tensor([v for row in rows for v in row.values or ()], dtype=torch.float64)
+    returns = torch.tensor([v for row in rows for v in row.returns or ()], dtype=torch.float64)
+    if not len(values):
+        return {}
+    spread = float(returns.var(correction=0))
+    explained = 1.0 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0
+    return {"critic/value_mean": float(values.mean()), "critic/explained_variance": explained}
+
+
+def whiten(rollouts: Sequence[Rollout]) -> None:
+    """Over all tokens: mean 0 and standard deviation 1."""
+    every = torch.tensor([v for r in rollouts for v in r.token_advantages or ()], dtype=torch.float64)
+    if len(every) < 2:
+        return
+    mean, scale = float(every.mean()), float(every.std()) + 1e-8
+    for rollout in rollouts:
+        rollout.token_advantages = [(value - mean) / scale for value in rollout.token_advantages or ()]
+
+
+def make_critic(
+    cfg: TrainConfig, algo: Algorithm, policy: PolicyModel, mesh: Mesh, dtype: torch.dtype
+) -> Critic | None:
+    """None where the algorithm has none. To be made before the policy is laid out or compiled."""
+    if not algo.critic:
+        return None
+    shared = cfg.critic.trunk == "shared"
+    limits = {
+        f"{mesh.world} processes: start one": mesh.world > 1,
+        "train.process = 'separate': leave it out": cfg.train.process == "separate",
+        "adapters: set lora.rank = 0, or critic.trunk = 'shared'": policy.lora is not None and not shared,
+        "models outside the Llama and Qwen families": not isinstance(policy, Decoder),
+    }
+    for limit in (limit for limit, there in limits.items() if there):
+        raise UserError(f"a critic does not go with {limit}, or set algo.critic = false")
+    assert isinstance(policy, Decoder)
+    return Critic(ValueModel(policy, shared), cfg.critic, cfg.train.token_budget, dtype)

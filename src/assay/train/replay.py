@@ -1,0 +1,109 @@
+"""Groups of earlier steps, kept to be learnt from again."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from assay.config import ReplayConfig
+from assay.runs.files import read_json, write_json
+from assay.runs.rollouts import read_rollouts, rollout_path, write_rollouts
+from assay.types import Group, UserError
+
+SETTINGS = "buffer.json"  # in a saved buffer's folder, beside its rollouts
+
+
+@dataclass
+class ReplayBuffer:
+    """The last `capacity` groups, oldest first, each with the credit it was given when it was sampled.
+
+    Their tokens carry the log-probabilities of the policy that wrote them (`engine_logprobs`), which is what the
+    importance ratio of a loss divides by: so a policy that has moved on can learn from them.
+    """
+
+    capacity: int
+    max_staleness: int = 0  # versions of the policy that a group may lie behind; 0: any number
+    with_replacement: bool = False
+    groups: deque[Group] = field(default_factory=deque, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise UserError(f"a replay buffer of {self.capacity} groups holds nothing: give it a capacity of 1 or more")
+        self.groups = deque(self.groups, maxlen=self.capacity)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups)
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Newest last; beyond the capacity the oldest go. Groups without rollouts are not kept."""
+        self.groups.extend(group for group in groups if group.rollouts)
+
+    def sample(self, count: int, version: int, seed: int = 0) -> list[Group]:
+        """`count` groups, or as many as there are, for a policy of this version. What is too old is dropped for good.
+
+        The choice depends on seed, version and what is in the buffer, and on nothing else.
+        """
+        if self.max_staleness:
+            fresh = [group for group in self.groups if version - version_of(group) <= self.max_staleness]
+            self.groups = deque(fresh, maxlen=self.capacity)
+        draw = random.Random(f"replay/{seed}/{version}")
+        if not self.groups or count < 1:
+            return []
+        if self.with_replacement:
+            return draw.choices(self.groups, k=count)
+        return draw.sample(list(self.groups), k=min(count, len(self.groups)))
+
+    def mean_age(self, version: int) -> float:
+        """In versions of the policy."""
+        return sum(version - version_of(group) for group in self.groups) / max(len(self.groups), 1)
+
+    def save(self, folder: Path) -> None:
+        """As JSON lines and arrays, like the rollouts of a run."""
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {name: getattr(self, name) for name in ("capacity", "max_staleness", "with_replacement")}
+        write_rollouts(folder, 0, list(self.groups))
+        write_json(folder / SETTINGS, settings)
+
+    @classmethod
+    def load(cls, folder: Path) -> ReplayBuffer:
+        """A saved buffer, equal to the one that was saved."""
+        settings = read_json(folder / SETTINGS)
+        if not settings or not rollout_path(folder, 0).exists():
+            raise UserError(f"{folder} is no replay buffer: name a folder that ReplayBuffer.save has written")
+        return cls(**settings, groups=deque(read_rollouts(folder, 0)))
+
+    def summary(self, version: int | None = None) -> str:
+        """What is in it, for people: a line in all, and one for each version that sampled."""
+        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        ages = f", mean age {self.mean_age(version):.1f}" if version is not None and rollouts else ""
+        lines = [f"{len(self)} of {self.capacity} groups, {len(rollouts)} rollouts{ages}"]
+        for sampled_by, count in sorted(Counter(version_of(group) for group in self.groups).items()):
+            own = [r for group in self.groups if version_of(group) == sampled_by for r in group.rollouts]
+            mean = sum(r.reward for r in own) / len(own)
+            length = sum(r.length for r in own) / len(own)
+            lines.append(f"version {sampled_by}: {count} groups, mean reward {mean:.3f}, mean length {length:.1f}")
+        return "\n".join(lines)
+
+
+def version_of(group: Group) -> int:
+    """Of the oldest policy that wrote any of it."""
+    return min(turn.completion.version for rollout in group.rollouts for turn in rollout.turns)
+
+
+def make_buffer(cfg: ReplayConfig) -> ReplayBuffer | None:
+    """None where nothing is replayed."""
+    if not cfg.groups:
+        return None
+    return ReplayBuffer(cfg.capacity, cfg.max_staleness, cfg.with_replacement)
+
+
+def mixed(fresh: Sequence[Group], replayed: Sequence[Group]) -> list[Group]:
+    """Both kinds spread evenly, so that each of several updates gets its share of both."""
+    places = [((index + 0.5) / len(part), group) for part in (fresh, replayed) for index, group in enumerate(part)]
+    return [group for _, group in sorted(places, key=lambda place: place[0])]

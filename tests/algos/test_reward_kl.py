@@ -1,0 +1,130 @@
+"""A price on divergence within the reward, against plain loops and against the KL's own gradient."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from assay.algos import make_algorithm
+from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
+
+
+def make_groups(seed: int = 0) -> tuple[list[Group], list[list[float]]]:
+    """Groups of unequal sizes and lengths, one rollout with two turns, and what a reference says of their tokens."""
+    draw = random.Random(seed)
+
+    def turn() -> Turn:
+        count = draw.randint(1, 5)
+        logprobs = [-draw.random() for _ in range(count)]
+        return Turn([1, 2], Completion([0] * count, logprobs, logprobs, Finish.STOP), "")
+
+    groups, reference = [], []
+    for number, size in enumerate((3, 2, 4)):
+        prompt = Prompt(str(number), ())
+        rollouts = [Rollout(prompt, i, [turn() for _ in range(1 + (i == 1))]) for i in range(size)]
+        for rollout in rollouts:
+            rollout.verdict = Verdict(draw.choice([0.0, 1.0]), Status.OK)
+            reference.append([-draw.random() for _ in range(rollout.length)])
+        groups.append(Group(prompt, rollouts))
+    return groups, reference
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "rloo", "reinforce", "dr_grpo"])
+def test_an_answer_pays_for_all_of_its_tokens(recipe: str) -> None:
+    groups, reference = make_groups()
+    algo = make_algorithm(recipe, reward_kl_coef=0.3)
+    assert algo.needs_reference and algo.kl_in_reward and not algo.kl_in_loss
+    algo.credit(groups, reference)
+    place = 0
+    for group in groups:
+        for rollout in group.rollouts:
+            expected = rollout.verdict.reward  # type: ignore[union-attr]
+            own = [p for turn in rollout.turns for p in turn.completion.engine_logprobs]
+            for index in range(len(own)):
+                expected -= 0.3 * (own[index] - reference[place][index])
+            assert rollout.reward == pytest.approx(expected, abs=1e-12) and rollout.token_advantages is None
+            place += 1
+    paid, advantages = [group.rewards for group in groups], [[r.advantage for r in g.rollouts] for g in groups]
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.verdict = Verdict(rollout.reward, Status.OK)
+    make_algorithm(recipe).credit(groups)  # the same rewards, judged so
+    assert [group.rewards for group in groups] == paid
+    assert [[r.advantage for r in g.rollouts] for g in groups] == advantages
+
+
+@pytest.mark.parametrize("advantage", ["group_mean", "leave_one_out", "batch_mean", "none"])
+def test_a_token_pays_for_itself_and_those_after_it(advantage: str) -> None:
+    groups, reference = make_groups(1)
+    make_algorithm("rloo", advantage=advantage, reward_kl_coef=0.3, reward_kl_per="token").credit(groups, reference)
+    every = [rollout for group in groups for rollout in group.rollouts]
+    group_of = {id(rollout): group for group in groups for rollout in group.rollouts}
+    returns = []
+    for rollout, ref in zip(every, reference, strict=True):
+        own = [p for turn in rollout.turns for p in turn.completion.engine_logprobs]
+        assert rollout.verdict is not None
+        returns += [rollout.verdict.reward - 0.3 * (sum(own[i:]) - sum(ref[i:])) for i in range(len(own))]
+    mean_of_tokens = sum(returns) / len(returns)
+    for rollout, ref in zip(every, reference, strict=True):
+        others = group_of[id(rollout)].rollouts
+        baseline = {
+            "group_mean": sum(r.reward for r in others) / len(others),
+            "leave_one_out": sum(r.reward for r in others if r is not rollout) / (len(others) - 1),
+            "batch_mean": mean_of_tokens,
+            "none": 0.0,
+        }[advantage]
+        own = [p for turn in rollout.turns for p in turn.completion.engine_logprobs]
+        assert rollout.verdict is not None and rollout.token_advantages is not None
+        for index, found in enumerate(rollout.token_advantages):
+            to_go = rollout.verdict.reward - 0.3 * sum(own[i] - ref[i] for i in range(index, len(own)))
+            assert found == pytest.approx(to_go - baseline, abs=1e-12)
+
+
+def test_its_gradient_is_that_of_the_divergence() -> None:
+    """Over all answers of two tokens, weighted by their probability: the mean gradient is that of coef * KL."""
+    torch.manual_seed(0)
+    first, second = torch.randn(3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    reference = (torch.randn(3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64))
+    theta = [first.requires_grad_(), second.requires_grad_()]
+    log_first, log_second = first.log_softmax(-1), second.log_softmax(-1)
+    ref_first, ref_second = reference[0].log_softmax(-1), reference[1].log_softmax(-1)
+    joint, ref_joint = log_first[:, None] + log_second, ref_first[:, None] + ref_second
+    expected = torch.autograd.grad(0.7 * (joint.exp() * (joint - ref_joint)).sum(), theta, retain_graph=True)
+    for per in ("sequence", "token"):
+        algo = make_algorithm("rloo", advantage="none", reward_kl_coef=0.7, reward_kl_per=per)
+        loss = torch.zeros((), dtype=torch.float64)
+        for a, b in itertools.product(range(3), range(3)):
+            logprobs = torch.stack([log_first[a], log_second[a, b]])
+            completion = Completion([a, b], logprobs.tolist(), logprobs.tolist(), Finish.STOP)
+            rollout = Rollout(Prompt("p", ()), 0, [Turn([1], completion, "")], Verdict(0.0, Status.WRONG))
+            algo.credit([Group(rollout.prompt, [rollout])], [[float(ref_first[a]), float(ref_second[a, b])]])
+            advantages = torch.tensor(rollout.token_advantages or [rollout.advantage] * 2, dtype=torch.float64)
+            loss = loss - joint[a, b].exp().detach() * (advantages * logprobs).sum()
+        found = torch.autograd.grad(loss, theta, retain_graph=True)
+        assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("per", ["sequence", "token"])
+def test_a_greedy_baseline_is_taken_off_all_the_same(per: str) -> None:
+    (groups, reference), (plain, _) = make_groups(2), make_groups(2)
+    for group in groups:
+        group.baseline = 0.25
+    for credited in (groups, plain):
+        make_algorithm("remax", reward_kl_coef=0.3, reward_kl_per=per).credit(credited, reference)
+    for one, other in zip(groups, plain, strict=True):
+        for left, right in zip(one.rollouts, other.rollouts, strict=True):
+            assert left.reward == right.reward and left.advantage == pytest.approx(right.advantage - 0.25)
+            expected = [value - 0.25 for value in right.token_advantages or ()]
+            assert (left.token_advantages or []) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("advantage", ["group_norm", "group_mean_rescaled", "group_mean_batch_norm"])
+def test_scaled_advantages_cannot_pay_by_token(advantage: str) -> None:
+    with pytest.raises(UserError, match="suits single tokens"):
+        make_algorithm("grpo", advantage=advantage, reward_kl_coef=0.1, reward_kl_per="token")
+    with pytest.raises(UserError, match="suits single tokens"):
+        make_algorithm("grpo", advantage=lambda rewards: rewards, reward_kl_coef=0.1, reward_kl_per="token")
+    make_algorithm("grpo", advantage=advantage, reward_kl_coef=0.1)

@@ -1,0 +1,123 @@
+"""A loop of one's own is a face of the trainer: the same loop written with it is the same run, to the last bit."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "train"))
+from small_run import SmallRuns
+
+from assay.api import Algorithm
+from assay.runs import read_rollouts
+from assay.train.replay import mixed
+from assay.types import Group, UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+REPLAY: dict[str, Any] = {"replay.capacity": 5, "train.steps": 4, "save.every": 2, "eval.every": 2}
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallRuns:
+    monkeypatch.setattr("assay.train.stages.draw_curves", lambda path: None)
+    return SmallRuns(tmp_path)
+
+
+class Stop(Exception):
+    pass
+
+
+class Classic(Algorithm):
+    stop_at = 99
+
+    def train(self) -> None:
+        while self.step < self.steps:
+            if self.step == self.stop_at:
+                raise Stop
+            groups = self.sample()
+            self.credit(groups)
+            batch = mixed(groups, self.buffer.sample(2, version=self.step, seed=self.seed))
+            self.buffer.add(groups)
+            self.record(groups, self.learn(batch))
+
+
+def test_the_same_loop_is_the_same_run(small: SmallRuns) -> None:
+    settings = {**REPLAY, "runs_dir": str(small.runs)}
+    words = [str(word) for key, value in REPLAY.items() for word in (f"--{key}", value)]
+    assert small.train(*words, "--replay.groups", 2) == 0
+    summary = Classic(small.config, {**settings, "name": "own"}, quiet=True).run()
+    assert summary["steps"] == 4 and summary == small.summary("own")
+    stopped = Classic(small.config, {**settings, "name": "stopped"}, quiet=True)
+    stopped.stop_at = 3
+    with pytest.raises(Stop):
+        stopped.run()
+    again = Classic(resume="stopped", settings={"runs_dir": str(small.runs)}, quiet=True)
+    assert again.step == 2 and len(again.buffer) == 5
+    again.run()
+    small.same_run("own", "stopped", 4)
+    for step in range(1, 5):
+        assert read_rollouts(small.runs / "own", step) == read_rollouts(small.runs / "small", step)
+    ours = [{k: v for k, v in row.items() if not k.startswith("replay/")} for row in small.timeless("small")]
+    assert small.timeless("own") == ours
+
+
+class Single(Algorithm):
+    """Answers are asked for one by one, as in a gym."""
+
+    def train(self) -> None:
+        for _ in range(2):
+            groups = []
+            for state in self.states(2):
+                actions = [self.policy.get_action(state) for _ in range(3)]
+                self.judge(actions)
+                groups.append(Group(state, actions))
+            self.credit(groups)
+            self.record(groups, self.learn(groups))
+
+
+def test_actions_one_by_one(small: SmallRuns) -> None:
+    algorithm = Single(small.config, {"runs_dir": str(small.runs), "train.steps": 9}, quiet=True)
+    summary = algorithm.run()
+    assert summary["steps"] == 2 and small.checkpoint(2).exists()  # it ended before `steps`
+    first, second = (read_rollouts(small.runs / "small", step) for step in (1, 2))
+    assert {group.prompt.id for group in first}.isdisjoint(group.prompt.id for group in second)
+    for version, groups in enumerate((first, second)):
+        for group in groups:
+            assert len({rollout.text for rollout in group.rollouts}) == 3  # other noise each time
+            assert {r.turns[0].completion.version for r in group.rollouts} == {version}
+            assert all(r.verdict and r.reward == sum(map(ord, r.text)) % 4 / 3 for r in group.rollouts)
+    assert sum(row.get("optim/grad_norm", 0) > 0 for row in small.metrics()) == 2
+    policy = algorithm.policy
+    greedy = {policy.get_action("2 + 2 =", greedy=True).text for _ in range(3)}
+    spoken = policy.get_action([{"role": "user", "content": "2 + 2 ="}], greedy=True)
+    assert greedy == {spoken.text} and policy.version == 2
+
+
+def test_what_is_refused(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"runs_dir": str(small.runs)}
+    stale = Classic(small.config, {**settings, "algo.recipe": "reinforce"}, quiet=True)
+    with pytest.raises(UserError, match="cannot be replayed"):
+        stale.run()
+    with pytest.raises(UserError, match=r"optim\.lr cannot be changed here"):
+        Classic(resume="small", settings={**settings, "optim.lr": 1.0})
+    with pytest.raises(TypeError, match="abstract"):
+        Algorithm(small.config, settings)  # type: ignore[abstract]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="for one process"):
+        Classic(small.config, settings)
+
+
+def test_the_example_learns_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("assay.train.stages.draw_curves", lambda path: None)
+    example = runpy.run_path("examples/own_loop.py")
+    short = {"sft.steps": 20, "train.steps": 3, "eval.final_examples": 20, "eval.examples": 5}
+    algorithm = example["Replayed"](settings={**example["SETTINGS"], **short, "runs_dir": str(tmp_path)}, quiet=True)
+    summary = algorithm.run()
+    assert summary["steps"] == 3 and summary["after"]["n"] == 20
+    assert len(algorithm.buffer) == 48 and "version 2: 16 groups" in algorithm.buffer.summary(3)
+    assert len((ROOT / "examples" / "own_loop.py").read_text().splitlines()) < 50

@@ -1,0 +1,228 @@
+"""The critic: values as a plain forward pass has them, advantages by GAE, and a loss that it learns from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import SmallRuns
+from torch import Tensor
+from train_parts import gradients_of, make_groups, tiny_decoder, weights_of
+
+from assay.algos import make_algorithm
+from assay.algos.gae import gae
+from assay.algos.returns import token_rewards
+from assay.algos.reward_kl import log_ratios
+from assay.config import CriticConfig
+from assay.models import Decoder
+from assay.runs.rollouts import read_rollouts
+from assay.train.critic import Critic, ValueModel
+from assay.train.optim import make_adamw
+from assay.train.pack import Row, rows_of
+from assay.train.update import Updater
+from assay.types import Rollout
+
+
+def critic(token_budget: int = 10**6, policy: Decoder | None = None, **changes: object) -> Critic:
+    """With a trunk of its own, or on that of `policy`."""
+    model = ValueModel(policy or tiny_decoder(seed=3), shared=policy is not None)
+    with torch.no_grad():
+        model.head.weight.copy_(torch.linspace(-1, 1, 16)[None])
+        model.head.bias.fill_(0.3)
+    return Critic(model, CriticConfig(lr=1e-2, **changes), token_budget)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def plain_values(own: Critic, row: Row) -> list[float]:
+    hidden = own.model.trunk.hidden(torch.tensor(row.ids), [len(row.ids)])
+    every = hidden @ own.model.head.weight[0] + own.model.head.bias
+    return [float(every[place - 1]) for place, trained in enumerate(row.trained) if trained]
+
+
+@pytest.mark.parametrize("budget", [10**6, 30, 1])
+def test_values_and_advantages_are_those_of_a_plain_pass(budget: int) -> None:
+    own = critic(budget, normalise=False, gamma=0.9)
+    groups = make_groups(tiny_decoder())
+    rollouts = [r for group in groups for r in group.rollouts]
+    rollouts[3].masked = True
+    own.credit(groups)
+    for rollout in rollouts:
+        if rollout.masked:
+            assert rollout.token_advantages is None
+            continue
+        expected = gae(plain_values(own, Row.of(rollout)), token_rewards(rollout), 0.9, 0.95)
+        assert rollout.token_advantages == pytest.approx(expected, abs=1e-10)
+        assert rollout.advantage == pytest.approx(sum(expected) / len(expected))
+    returns = [v for _, row in own.lessons for v in row.returns or ()]
+    assert len(own.lessons) == len(rollouts) - 1 and max(returns) > min(returns)
+
+
+def test_tokens_pay_one_by_one_for_their_divergence() -> None:
+    own = critic(normalise=False, gae_lambda=0.5)
+    algo = make_algorithm("rloo", reward_kl_coef=0.3, reward_kl_per="token")
+    groups = make_groups(tiny_decoder())
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    reference = [[-0.1 * (place % 7) for place in range(rollout.length)] for rollout in rollouts]
+    algo.credit(groups, reference)
+    prices = [[0.3 * ratio for ratio in ratios] for ratios in log_ratios(groups, reference)]
+    own.credit(groups, prices)
+    for rollout, ref in zip(rollouts, reference, strict=True):
+        written = [p for turn in rollout.turns for p in turn.completion.engine_logprobs]
+        rewards = [-0.3 * (p - r) for p, r in zip(written, ref, strict=True)]
+        assert rollout.verdict is not None
+        rewards[-1] += rollout.verdict.reward
+        expected = gae(plain_values(own, Row.of(rollout)), rewards, 1.0, 0.5)
+        assert rollout.token_advantages == pytest.approx(expected, abs=1e-10)
+
+
+def test_advantages_are_whitened_over_tokens() -> None:
+    groups = make_groups(tiny_decoder())
+    critic().credit(groups)
+    every = torch.tensor([v for g in groups for r in g.rollouts for v in r.token_advantages or ()])
+    assert float(every.mean()) == pytest.approx(0, abs=1e-6) and float(every.std()) == pytest.approx(1, abs=1e-6)
+
+
+def test_neither_the_split_changes_what_is_learnt_nor_a_stop_what_follows(tmp_path: Path) -> None:
+    groups = make_groups(tiny_decoder())
+    found = []
+    for budget in (10**6, 25):
+        own = critic(budget)
+        own.credit(groups)
+        losses = [own.learn()["critic/loss"] for _ in range(2)]
+        found.append((losses, torch.cat([p.detach().flatten() for p in own.model.parameters()])))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-12) and (found[0][1] - found[1][1]).abs().max() < 1e-10
+    own.save(tmp_path)
+    again = critic(25)
+    again.load(tmp_path)
+    for one in (own, again):
+        one.credit(groups)
+        one.learn()
+    pairs = zip(own.model.parameters(), again.model.parameters(), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)
+
+
+@pytest.mark.parametrize("budget", [10**6, 30])
+def test_on_the_policys_trunk_both_losses_go_through_it(budget: int) -> None:
+    """Gradients of policy and head against a plain pass over single answers, with some values clipped."""
+    policy, algo = tiny_decoder(), make_algorithm("ppo", updates=1)
+    own = critic(policy=policy, clip=0.1, coef=0.7)
+    updater = Updater(policy, make_adamw(policy, 1e-2), critic=own, token_budget=budget)
+    groups = make_groups(policy)
+    groups[1].rollouts[0].masked = True
+    algo.credit(groups)
+    own.credit(groups)
+    with torch.no_grad():  # the head has moved on since, as in a second update
+        own.model.head.weight.add_(0.03)
+    sums = updater._accumulate(rows_of(groups, algo, own.rows()), algo)
+    found = both_gradients(own)
+    updater._forget()
+    assert all(weight.grad is None for weight in own.model.parameters())
+    losses = plain_losses(own, [r for group in groups for r in group.rollouts if not r.masked])
+    sum(losses.values()).backward()  # type: ignore[union-attr]
+    assert (found - both_gradients(own)).abs().max() < 1e-10
+    assert float(sums.losses["loss/total"]) == pytest.approx(
+        sum(float(value.detach()) for value in losses.values()), abs=1e-12
+    )
+    assert all(
+        float(sums.losses[key]) == pytest.approx(float(value.detach()), abs=1e-12) for key, value in losses.items()
+    )
+
+
+def both_gradients(own: Critic) -> Tensor:
+    return torch.cat([gradients_of(own.model.trunk), *(p.grad.flatten() for p in own.model.head.parameters())])  # type: ignore[union-attr]
+
+
+def plain_losses(own: Critic, rollouts: list[Rollout]) -> dict[str, Tensor]:
+    """PPO's two losses, token by token: clip ranges of 0.2 and 0.1, and 0.7 as the weight of values."""
+    policy, tokens = own.model.trunk, sum(r.length for r in rollouts)
+    gains, errors, clipped = [], [], 0
+    for rollout in rollouts:
+        ids, lesson = rollout.token_ids, own.rows()[id(rollout)]
+        hidden = policy.hidden(torch.tensor(ids), [len(ids)])
+        logprobs = torch.log_softmax(policy.unembed(hidden), -1)
+        places = [place for place, mask in enumerate(rollout.loss_mask) if mask]
+        told = zip(places, rollout.token_advantages or (), lesson.values or (), lesson.returns or (), strict=True)
+        for place, advantage, given, wanted in told:
+            ratio = (logprobs[place - 1, ids[place]] - rollout.engine_logprobs[place]).exp()
+            gains.append(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+            value = hidden[place - 1] @ own.model.head.weight[0] + own.model.head.bias[0]
+            held = value.clamp(given - 0.1, given + 0.1)
+            errors.append(torch.maximum((value - wanted) ** 2, (held - wanted) ** 2))
+            clipped += bool((held - wanted) ** 2 > (value - wanted) ** 2)
+    assert 0 < clipped < tokens
+    return {"loss/policy": -sum(gains) / tokens, "loss/value": 0.7 * sum(errors) / 2 / tokens}  # type: ignore[dict-item]
+
+
+def test_a_shared_trunk_is_moved_by_the_policys_optimizer_alone() -> None:
+    policy, algo = tiny_decoder(), make_algorithm("ppo")
+    own = critic(policy=policy)
+    updater = Updater(policy, make_adamw(policy, 1e-2), critic=own)
+    groups = make_groups(policy)
+    own.credit(groups)
+    before = weights_of(policy), own.model.head.weight.detach().clone()
+    found = updater.update(groups, algo, 0.0)
+    assert found["loss/value"] > 0 and weights_of(policy).equal(before[0])  # its rate is 0
+    assert not own.model.head.weight.equal(before[1]) and own.learn() == {}
+    assert set(own.model.own_parameters()) == {"head.weight", "head.bias"}
+    updater.update(groups, algo, 1e-2)
+    assert not weights_of(policy).equal(before[0])
+
+
+def test_it_learns_what_answers_are_worth() -> None:
+    own = critic(gae_lambda=1.0, clip=0.0, passes=1)
+    groups = make_groups(tiny_decoder(), seed=2)
+    first = own.credit(groups)["critic/explained_variance"]
+    for _ in range(150):
+        own.credit(groups)
+        own.learn()
+    assert first < 0.5 < 0.9 < own.credit(groups)["critic/explained_variance"]
+
+
+@pytest.fixture
+def small(tmp_path: Path, no_curves: None) -> SmallRuns:
+    return SmallRuns(tmp_path)
+
+
+TRUNKS = ("separate", "shared")
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+def test_a_run_with_a_critic(small: SmallRuns, trunk: str) -> None:
+    words = ("--algo.recipe", "ppo", "--critic.trunk", trunk, "--critic.lr", 1e-3, "--train.steps", 4)
+    assert small.train(*words, "--train.samples", 1) == 0
+    loss = "critic/loss" if trunk == "separate" else "loss/value"
+    rows = [row for row in small.metrics() if row.get(loss, 0) > 0]
+    assert len(rows) == 4 and rows[0]["critic/value_mean"] == 0.0 != rows[1]["critic/value_mean"]
+    assert all(row["optim/grad_norm"] > 0 for row in rows)
+    (one, *_) = read_rollouts(small.runs / "small", 2)
+    assert all(len(set(r.token_advantages or ())) > 1 for r in one.rollouts if r.length > 1)
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+def test_ppo_learns_with_one_answer_a_prompt(small: SmallRuns, trunk: str) -> None:
+    (small.folder / "reward.py").write_text(
+        "def reward(completion, answer):\n"
+        "    words = completion.split() or ['']\n"
+        "    return {'reward': sum(map(str.isdigit, words)) / len(words), 'parsed': completion}\n"
+    )
+    words = ("--algo.recipe", "ppo", "--critic.trunk", trunk, "--critic.lr", 3e-3, "--optim.lr", 2e-3)
+    assert small.train(*words, "--train.steps", 14, "--train.prompts", 16, "--train.samples", 1) == 0
+    rewards = [row["reward/mean"] for row in small.metrics() if "reward/mean" in row]
+    assert sum(rewards[:3]) / 3 < 0.7 and sum(rewards[-3:]) / 3 > 0.8
+
+
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "adapters": (("--lora.rank", 2), "lora.rank = 0"),
+    "replay": (("--replay.groups", 2), "replay.groups = 0"),
+    "another process": (("--train.process", "separate"), "separate"),
+    "credit by steps": (("--algo.step_credit", "true"), "leave out step_credit"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_with_it(small: SmallRuns, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    words, message = REFUSED[name]
+    assert small.train("--algo.critic", "true", *words) == 2
+    said = capsys.readouterr().err
+    assert message in said and "critic" in said and said.count("\n") == 1 and not small.runs.exists()

@@ -1,0 +1,266 @@
+"""References that follow the policy, in one leap or a little after each step, and their place in the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import SmallRuns
+from torch import Tensor
+from train_parts import full_logprobs, make_groups, tiny_decoder
+
+from assay.algos import make_algorithm
+from assay.config import AlgoConfig, TrainConfig
+from assay.models import Lora, add_lora, save_model
+from assay.models.lora import adapted_layers
+from assay.runs.rollouts import read_rollouts
+from assay.tasks import make_task
+from assay.text import word_tokenizer
+from assay.train.optim import make_adamw
+from assay.train.pack import pack, rows_of
+from assay.train.reference import move_reference, place
+from assay.train.update import Updater
+from assay.types import Rollout
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
+
+
+@pytest.fixture
+def small(tmp_path: Path, no_curves: None) -> SmallRuns:
+    return SmallRuns(tmp_path)
+
+
+def test_every_so_many_steps_the_policy_is_its_own_reference(small: SmallRuns) -> None:
+    words = ("--train.steps", 5, "--save.every", 1, "--save.keep", 9, "--algo.kl_coef", 0.1)
+    assert small.train(*words, "--algo.refresh_reference", 2) == 0
+    models = [weights(small.checkpoint(step) / "model") for step in range(6)]
+    references = [weights(small.checkpoint(step) / "reference") for step in range(6)]
+    assert all(equal(references[step], models[step // 2 * 2]) for step in range(6))
+    assert not equal(models[1], models[0]) and not equal(models[2], models[4])
+    kl = [row["policy/kl"] for row in small.metrics() if "policy/kl" in row]
+    assert [abs(value) < 1e-6 for value in kl] == [True, False, True, False, True]
+
+
+def test_an_average_of_the_policies_is_what_a_plain_loop_finds(small: SmallRuns) -> None:
+    words = ("--train.steps", 4, "--save.every", 1, "--save.keep", 9, "--algo.kl_coef", 0.1)
+    assert small.train(*words, "--algo.reference_ema", 0.75) == 0
+    average = {key: value.double() for key, value in weights(small.checkpoint(0) / "model").items()}
+    for step in range(1, 5):
+        policy = weights(small.checkpoint(step) / "model")
+        average = {key: 0.75 * value + 0.25 * policy[key].double() for key, value in average.items()}
+        found = weights(small.checkpoint(step) / "reference")
+        assert found.keys() == average.keys()
+        assert all((found[key].double() - average[key]).abs().max() < 1e-6 for key in found)
+    start = weights(small.checkpoint(0) / "model")
+    assert max(float((average[key] - start[key]).abs().max()) for key in start) > 1e-4
+
+
+def test_an_average_is_kept_in_full_precision(tmp_path: Path) -> None:
+    policy = tiny_decoder(dtype=torch.float32)
+    save_model(policy, tmp_path)
+    for algo, dtype in (({"reference_ema": 0.99}, torch.float32), ({"refresh_reference": 2}, torch.bfloat16)):
+        updater = Updater(policy, make_adamw(policy, 1e-2), dtype=torch.bfloat16)
+        place(updater, TrainConfig.model_validate({"algo": algo}), str(tmp_path))
+        assert updater.reference is not None
+        assert {weight.dtype for weight in updater.reference.parameters()} == {dtype}
+
+
+def test_adapters_count_as_merged() -> None:
+    policy, reference = tiny_decoder(), tiny_decoder(seed=5)
+    add_lora(policy, Lora(rank=2, alpha=4.0))
+    with torch.no_grad():
+        for _, layer in adapted_layers(policy):
+            layer.lora_B.weight.normal_(generator=torch.Generator().manual_seed(1))
+    before = {name: weight.clone() for name, weight in reference.named_parameters()}
+    updater = Updater(policy, make_adamw(policy, 1e-2), reference=reference)
+    move_reference(updater, AlgoConfig(reference_ema=0.9), 1)
+    adapted = dict(adapted_layers(policy))
+    for name, weight in reference.named_parameters():
+        layer = adapted.get(name.removesuffix(".weight"))
+        own = dict(policy.named_parameters())[name]
+        if layer is not None:
+            own = own + 4.0 / 2 * layer.lora_B.weight @ layer.lora_A.weight
+        assert (weight - (0.9 * before[name] + 0.1 * own)).abs().max() < 1e-12
+    assert len(adapted) == 14
+    move_reference(updater, AlgoConfig(refresh_reference=3), 2)
+    assert not torch.equal(reference.model.norm.weight, policy.model.norm.weight)
+    move_reference(updater, AlgoConfig(refresh_reference=3), 3)
+    assert torch.equal(reference.model.norm.weight, policy.model.norm.weight)
+
+
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "without a KL term": (("--algo.reference_ema", 0.9), "set algo.kl_coef"),
+    "both ways": (
+        ("--algo.reference_ema", 0.9, "--algo.refresh_reference", 2, "--algo.kl_coef", 0.1),
+        "keep one of them",
+    ),
+    "an average that never moves": (("--algo.reference_ema", 1, "--algo.kl_coef", 0.1), "algo.reference_ema"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_makes_no_sense_is_refused(small: SmallRuns, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    words, message = REFUSED[name]
+    assert small.train(*words) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not small.runs.exists()
+
+
+def test_a_reference_of_another_shape_cannot_follow(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--algo.kl_coef", 0.1, "--algo.reference", "run:other@last")
+    assert small.train("--model", "preset:tiny", "--train.steps", 0, "--name", "other") == 0
+    assert small.train(*words, "--algo.refresh_reference", 2) == 2
+    assert "must have its shape" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("budget", [10**6, 25, 1])
+def test_what_the_reference_says_is_what_a_plain_softmax_says(budget: int) -> None:
+    policy, reference = tiny_decoder(), tiny_decoder(seed=5)
+    groups = make_groups(policy)
+    updater = Updater(policy, make_adamw(policy, 1e-2), reference=reference, token_budget=budget, temperature=0.7)
+    found = updater.ref_logprobs(groups, make_algorithm("rloo", reward_kl_coef=0.1))
+    for rollout, values in zip([r for g in groups for r in g.rollouts], found, strict=True):
+        ids, mask = rollout.token_ids, rollout.loss_mask
+        every = full_logprobs(reference, ids, temperature=0.7)
+        expected = [float(every[place - 1, ids[place]]) for place in range(len(ids)) if mask[place]]
+        assert values == pytest.approx(expected, abs=1e-10)
+
+
+def test_a_price_on_divergence_holds_the_policy_back(small: SmallRuns) -> None:
+    words = ("--train.steps", 6, "--algo.recipe", "rloo")
+    away = {}
+    for name, more in (("free", ()), ("held", ("--algo.reward_kl_coef", 3, "--algo.reward_kl_per", "token"))):
+        assert small.train(*words, *more, "--name", name) == 0
+        start, end = (weights(small.checkpoint(step, name) / "model") for step in (0, 6))
+        away[name] = sum(float((end[key] - start[key]).square().sum()) for key in end)
+    rows = [row for row in small.metrics("held") if "reward/kl" in row]
+    assert len(rows) == 6 and abs(rows[0]["reward/kl"]) < 1e-5 < abs(rows[-1]["reward/kl"])
+    assert "policy/kl" not in rows[0]  # nothing of it in the loss
+    groups = read_rollouts(small.runs / "held", 6)
+    assert all(len(r.token_advantages or ()) == r.length for group in groups for r in group.rollouts)
+    paid = [r.verdict.reward - r.reward for g in groups for r in g.rollouts if r.verdict]
+    assert sum(paid) / len(paid) == pytest.approx(3 * rows[-1]["reward/kl"], abs=1e-6)
+    assert away["held"] != away["free"]
+
+
+def test_rows_carry_the_advantages_of_tokens() -> None:
+    groups = make_groups(tiny_decoder(), groups=1, samples=2)
+    one, other = groups[0].rollouts
+    one.advantage, other.token_advantages = 2.0, [float(i) for i in range(other.length)]
+    rows = rows_of(groups, make_algorithm("simple"))
+    assert pack(rows, "cpu").advantages.tolist() == [2.0] * one.length + other.token_advantages
+
+
+def llama_folder(folder: Path, hidden: int, words: list[str], padding: int = 0, positions: int = 512) -> Path:
+    """A random model as transformers saves it, with a tokenizer of these words."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = word_tokenizer(words)
+    torch.manual_seed(hidden)
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size + padding,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=hidden // 16,
+        num_attention_heads=4,
+        max_position_embeddings=positions,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+def abacus_words() -> list[str]:
+    return list(make_task("abacus").words())  # type: ignore[attr-defined]
+
+
+def transformers_logprobs(folder: Path, rollout: Rollout) -> list[float]:
+    """Of what the policy wrote, by transformers' own model."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        every = model(torch.tensor([rollout.token_ids])).logits[0].double().log_softmax(-1)
+    written = zip(rollout.token_ids, rollout.loss_mask, strict=True)
+    return [float(every[place - 1, token]) for place, (token, mask) in enumerate(written) if mask]
+
+
+@pytest.mark.parametrize("offload", ["false", "true"])
+def test_a_larger_model_can_be_the_reference(small: SmallRuns, offload: str) -> None:
+    """Its place in loss and reward, against transformers' logits of both models."""
+    policy = llama_folder(small.folder / "policy", 32, abacus_words())
+    reference = llama_folder(small.folder / "larger", 64, abacus_words(), padding=5)
+    words = ("--model", policy, "--algo.reference", reference, "--algo.kl_coef", 0.1, "--algo.reward_kl_coef", 0.2)
+    assert small.train(*words, "--train.steps", 1, "--train.offload_reference", offload) == 0
+    rollouts = [r for group in read_rollouts(small.runs / "small", 1) for r in group.rollouts]
+    gaps = []
+    for rollout in rollouts:
+        own, other = (transformers_logprobs(folder, rollout) for folder in (policy, reference))
+        gaps.append([one - two for one, two in zip(own, other, strict=True)])
+        assert rollout.verdict is not None
+        assert rollout.reward == pytest.approx(rollout.verdict.reward - 0.2 * sum(gaps[-1]), abs=1e-3)
+    (row,) = [row for row in small.metrics() if "policy/kl" in row]
+    every = torch.tensor([gap for own in gaps for gap in own], dtype=torch.float64)
+    assert row["policy/kl"] == pytest.approx(float(((-every).exp() - 1 + every).mean()), rel=1e-3)
+    assert row["reward/kl"] == pytest.approx(sum(map(sum, gaps)) / len(gaps), abs=1e-3) and every.abs().max() > 0.5
+    assert not (small.runs / "small" / "reference").exists()
+
+
+OTHER: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "other words": (lambda path: llama_folder(path, 64, abacus_words()[::-1]), "has another tokenizer"),
+    "fewer words": (lambda path: llama_folder(path, 64, abacus_words()[:-1]), "has another tokenizer"),
+    "a shorter context": (lambda path: llama_folder(path, 64, abacus_words(), positions=100), "model.max_length = 100"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_reference_has_to_read_what_the_policy_writes(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    make, message = OTHER[name]
+    policy, reference = llama_folder(small.folder / "policy", 32, abacus_words()), make(small.folder / "other")
+    capsys.readouterr()
+    assert small.train("--model", policy, "--algo.kl_coef", 0.1, "--algo.reference", reference) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not small.runs.exists()
+
+
+def test_a_padded_vocabulary_needs_a_tokenizer_to_vouch_for_it(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = llama_folder(small.folder / "policy", 32, abacus_words())
+    reference = llama_folder(small.folder / "larger", 64, abacus_words(), padding=5)
+    for file in reference.glob("tokenizer*"):
+        file.unlink()
+    assert small.train("--model", policy, "--algo.kl_coef", 0.1, "--algo.reference", reference) == 2
+    assert "choose a reference with the same tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "scoring", "updating"),
+    [({"reward_kl_coef": 0.1}, 2, 0), ({"reward_kl_coef": 0.1, "kl": "k3", "kl_coef": 0.1}, 2, 2)],
+)
+def test_an_offloaded_reference_is_fetched_only_to_be_asked(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, float], scoring: int, updating: int
+) -> None:
+    policy, reference = tiny_decoder(), tiny_decoder(seed=5)
+    algo, groups = make_algorithm("simple", **settings), make_groups(policy)
+    updater = Updater(policy, make_adamw(policy, 1e-2), reference=reference, offload_reference=True)
+    moved: list[object] = []
+    monkeypatch.setattr(reference, "to", moved.append)
+    algo.credit(groups, updater.ref_logprobs(groups, algo))
+    assert moved == [policy.device, "cpu"][:scoring]
+    moved.clear()
+    updater.update(groups, algo, 1e-3)
+    assert moved == [policy.device, "cpu"][:updating]
