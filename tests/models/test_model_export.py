@@ -113,3 +113,14 @@ def test_the_config_says_which_transformers_it_is_for(tmp_path):
 
     save_model(build_preset("nano", vocab_size=30, max_length=64, seed=0), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["transformers_version"] == __version__
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    from assay.models import export
+
+    monkeypatch.setattr(export, "WRITERS", 2)
+    files = [(tmp_path / str(n), {"a": torch.full((3,), n)}) for n in range(7)]
+    export.write_files(iter(files))
+    assert [int(load_file(path)["a"][0]) for path, _ in files] == list(range(7))
+    with pytest.raises(Exception, match="No such file"):
+        export.write_files([*files[:3], (tmp_path / "absent" / "x", files[0][1]), *files[3:]])

@@ -27,11 +27,18 @@ from assay.types import UserError
 TENSORS = {"a|exp_avg": torch.randn(3, 4, dtype=torch.float64), "b|momentum": torch.randn(5), "a|step": torch.tensor(3)}
 
 
-def test_tensors_come_back_from_a_folder_of_parts_and_from_a_file(tmp_path: Path) -> None:
+def test_tensors_come_back_from_a_folder_of_parts_and_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_parts(tmp_path / "parts", TENSORS, Mesh())
     (tmp_path / "whole").mkdir()
     save_file(TENSORS, tmp_path / "whole" / "optimizer.safetensors")
-    for folder in (tmp_path / "parts", tmp_path / "whole"):
+    (tmp_path / "several").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "FILE_BYTES", 50)
+        checkpoint.write_files(checkpoint.files_of(TENSORS, tmp_path / "several"))
+    assert len(list((tmp_path / "several").iterdir())) == 2
+    for folder in (tmp_path / "parts", tmp_path / "whole", tmp_path / "several"):
         assert {file.suffix for file in folder.iterdir()} == {".safetensors"}  # and no pickle
         assert saved_shapes(folder) == {name: tensor.shape for name, tensor in TENSORS.items()}
         found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}

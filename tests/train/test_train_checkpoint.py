@@ -45,10 +45,17 @@ def reloaded(path: Path, optim: OptimConfig = ADAMW) -> Updater:
     return updater
 
 
+@pytest.mark.parametrize("file_bytes", [10**9, 2_000], ids=["one file", "many files"])
 @pytest.mark.parametrize("optim", [ADAMW, MUON], ids=lambda optim: optim.name)
-def test_a_checkpoint_comes_back_bit_for_bit_and_goes_on_alike(tmp_path: Path, optim: OptimConfig) -> None:
+def test_a_checkpoint_comes_back_bit_for_bit_and_goes_on_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: OptimConfig, file_bytes: int
+) -> None:
+    monkeypatch.setattr("assay.train.checkpoint.FILE_BYTES", file_bytes)
     original = trained(optim=optim)
     save(tmp_path, STATE, original.policy, original.optimizer, char_tokenizer())
+    files = list(checkpoints.folder(tmp_path, 3).rglob("*.safetensors"))
+    assert len(files) == 2 if file_bytes > 10**6 else len(files) > 10
+    assert len({file.stat().st_mode for file in files}) == 1
     restored = reloaded(tmp_path, optim)
     assert isinstance(restored.policy, Decoder)
     assert load_state(tmp_path, 3) == STATE
@@ -111,7 +118,7 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint(tmp_path: Path, monkeyp
     def broken(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("assay.train.checkpoint.save_file", broken)
+    monkeypatch.setattr("assay.train.checkpoint.write_files", broken)
     with pytest.raises(MemoryError):
         save(tmp_path, State(step=2), original.policy, original.optimizer, char_tokenizer())
     assert checkpoints.steps(tmp_path) == [1]

@@ -37,7 +37,7 @@ FINISHED: dict[str, tuple[str, int, int | None]] = {
     "the update": (UPDATE, 2, 2),
     "the weight sync": ("assay.train.learn.sync_weights", 2, 2),
     "an evaluation": ("assay.train.stages.evaluate", 2, 3),
-    "saving": ("assay.train.checkpoint.save_file", 2, 3),
+    "saving": ("assay.train.checkpoint.write_files", 2, 3),
 }
 # The same where the work takes longer than the grace time, and is left.
 LEFT = {
@@ -104,7 +104,7 @@ def test_an_update_is_never_left(whole: SmallRuns, monkeypatch: pytest.MonkeyPat
     stopped_and_resumed(whole, "update", monkeypatch, place, strike, "--save.grace_s", 0.05)
 
 
-@pytest.mark.parametrize("target", [UPDATE, "assay.train.checkpoint.save_file"])
+@pytest.mark.parametrize("target", [UPDATE, "assay.train.checkpoint.write_files"])
 def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
     whole: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], target: str
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
     whole.same_run("small", name, STEPS)
 
 
-@pytest.mark.parametrize("target", [UPDATE, "assay.train.checkpoint.save_file"])
+@pytest.mark.parametrize("target", [UPDATE, "assay.train.checkpoint.write_files"])
 def test_a_scheduler_that_repeats_itself_does_not_hurt(
     whole: SmallRuns, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:

@@ -10,16 +10,19 @@ import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch import Tensor
 
 from assay.mesh import Mesh
 from assay.models import PolicyModel, save_adapter, save_model
 from assay.models.collectives import gather_back
-from assay.models.export import share
+from assay.models.export import shard_name, split, write_files
 from assay.models.lora import adapters_off
 from assay.runs import checkpoints
 from assay.text import Tokenizer
@@ -28,7 +31,8 @@ from assay.train.replay import ReplayBuffer
 from assay.train.shards import is_split, load_parts, save_parts, saved_shapes
 from assay.types import UserError
 
-WHOLE = "optimizer.safetensors"  # in a checkpoint: the optimizer's moments, in one file
+WHOLE = "optimizer"  # in a checkpoint: the stem of the file, or files, with the optimizer's moments
+FILE_BYTES = 10**9  # of a file in a checkpoint, about: several are written, and added up, side by side
 PARTS = "optimizer"  # the same as a folder of parts, where the model was split over ranks
 ADAPTER = "adapter"  # in a checkpoint: what PEFT loads, and a resumed run with LoRA
 REFERENCE = "reference"  # in a checkpoint where the reference of a KL term moves, else in the run's folder
@@ -70,17 +74,17 @@ def save(
     """
     mesh = mesh or Mesh()
     with saving_together(run_path, state.step, mesh) as folder:
-        save_model(policy, folder / "model", eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id, writes=mesh.is_main)
+        write = partial(save_model, shard_bytes=FILE_BYTES, writes=mesh.is_main)
+        write(policy, folder / "model", eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
         if policy.lora is not None:
             save_adapter(policy, folder / ADAPTER, writes=mesh.is_main)
         if reference is not None:
-            save_model(reference, folder / REFERENCE, writes=mesh.is_main)
+            write(reference, folder / REFERENCE)
         tensors = optimizer_tensors(policy, optimizer)
         if tensors and is_split(policy):
             save_parts(folder / PARTS, tensors, mesh)
         elif mesh.is_main:
-            save_file(tensors, folder / WHOLE)
-            share(folder / WHOLE)
+            write_files(files_of(tensors, folder))
         if critic is not None:
             critic.save(folder)
         if mesh.is_main and replay is not None:
@@ -126,9 +130,9 @@ def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: to
     folder = checkpoints.folder(run_path, step)
     in_parts = (folder / PARTS).is_dir()
     place = folder / PARTS if in_parts else folder
-    plain = None if in_parts or is_split(policy) else load_file(folder / WHOLE)
+    plain = None if in_parts or is_split(policy) else load_whole(folder)
     shapes = saved_shapes(place) if plain is None else {name: tensor.shape for name, tensor in plain.items()}
-    wanted: dict[str, torch.Tensor] = {}
+    wanted: dict[str, Tensor] = {}
     for name, parameter in policy.named_parameters():
         saved = [kind for kind in MOMENTS if f"{name}|{kind}" in shapes]
         if any(shapes[f"{name}|{kind}"] != parameter.shape for kind in saved if kind != "step"):
@@ -151,7 +155,18 @@ def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: to
             tensor.copy_(plain[name])
 
 
-def optimizer_tensors(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def files_of(tensors: dict[str, Tensor], folder: Path) -> Iterator[tuple[Path, dict[str, Tensor]]]:
+    counts = split([tensor.nbytes for tensor in tensors.values()], 1, FILE_BYTES)
+    rest = iter(tensors.items())
+    for number, count in enumerate(counts, start=1):
+        yield folder / shard_name(WHOLE, number, len(counts)), dict(islice(rest, count))
+
+
+def load_whole(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob(f"{WHOLE}*.safetensors") for name, value in load_file(file).items()}
+
+
+def optimizer_tensors(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     gather_back(policy)
     return {
         f"{name}|{kind}": torch.as_tensor(value).detach().contiguous()

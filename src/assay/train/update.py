@@ -120,7 +120,7 @@ class Updater:
                     f"rank {self.mesh.rank} ran out of memory: lower train.token_budget, now {self.token_budget}, "
                     "or spread the model over more devices"
                 ) from error
-            failure = error
+            failure = error.with_traceback(None)  # its frames would hold on to what did not fit
         if not self.mesh.any(failure is not None):
             return sums
         if not self._shrink(rows):
