@@ -184,7 +184,7 @@ def remarks(outcomes: Sequence[Outcome], comparisons: Sequence[dict[str, Any]], 
     if clear:
         found.append(f"Beside {against}: {', '.join(clear)}.")
     questions = f"{outcomes[0].summary['after']['n']:,} questions"
-    test = f"p: paired test over {questions}, adjusted for {len(comparisons)} of them (Holm)."
+    test = f"p: paired test over {questions}, adjusted for {len(comparisons)} comparisons (Holm)."
     if seeds > 1:
         found.append(
             f"Intervals: over {seeds} seeds, by Student's t. {test} A difference is called one only where p is below "
