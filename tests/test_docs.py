@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shlex
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.cli.main import COMMANDS, Parser, main, split_words
+from assay.cli.main import COMMANDS, Parser, find_module, main, split_words
 from assay.config import TrainConfig
 from assay.settings import load_settings, parse_overrides
 from assay.types import UserError
@@ -42,7 +41,7 @@ def check_command(words: list[str]) -> None:
     name, *rest = words
     if name not in COMMANDS:
         raise UserError(f"no command {name}")
-    module = importlib.import_module(f"assay.cli.{name}")
+    name, module, rest = find_module(name, rest)
     parser = Parser(prog=f"assay {name}")
     module.add_arguments(parser)
     kind = getattr(module, "SETTINGS", None)

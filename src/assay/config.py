@@ -319,6 +319,8 @@ class LoopConfig(Section):
     """batches of rollouts to train on"""
     epochs: NonNegative = 0.0
     """length in passes over the train split instead of steps; 0: use steps"""
+    budget: Count = 0
+    """end, and schedule the learning rate, by answers sampled, those of dropped groups included; 0: by steps"""
     prompts: Positive = 16
     """prompts a step"""
     samples: Positive = 8

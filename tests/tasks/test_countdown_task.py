@@ -108,3 +108,23 @@ def test_bad_input(tmp_path):
         Countdown().prompts("all")
     with pytest.raises(UserError, match="numbers must be a range"):
         Countdown(numbers=(3, 9))
+
+
+def test_tries_make_a_search_of_the_solution_and_leave_the_problem_alone():
+    plain, searching = (Countdown(numbers=(3, 3), tries=tries) for tries in (0, 4))
+    misses = []
+    for before, prompt in zip(plain.prompts("train")[:100], searching.prompts("train")[:100], strict=True):
+        assert prompt.messages == before.messages and prompt.fields == before.fields
+        assert prompt.solution.rpartition("\n")[2] == before.solution.rpartition("\n")[2]
+        *failures, hit = re.search(r"<think>\n(.*)\n</think>", prompt.solution, re.DOTALL)[1].split("\n")
+        for line, ending in (*((line, "no") for line in failures), (hit, "yes")):
+            *sums, said = line.split(", ")
+            results = [result for left, result in (one.split(" = ") for one in sums) if eval(left) == int(result)]
+            assert said == ending and len(results) == len(sums) == 2
+            assert (int(results[-1]) == prompt.fields["target"]) == (ending == "yes")
+        assert len(set(failures)) == len(failures)
+        misses.append(len(failures))
+    assert set(misses) == {0, 1, 2, 3, 4}
+    assert check_gold(searching, "test", limit=60) == []
+    with pytest.raises(UserError, match="tries"):
+        Countdown(tries=-1)

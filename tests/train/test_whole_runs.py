@@ -291,3 +291,37 @@ def test_the_schedule_is_the_one_that_was_asked_for(small: SmallRuns) -> None:
     assert small.train(*words, "--optim.lr", 1e-3) == 0
     rates = [row["optim/lr"] for row in small.metrics() if "optim/lr" in row]
     assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.75e-3])
+
+
+def test_a_budget_counts_every_answer_and_schedules_by_them(small: SmallRuns) -> None:
+    words = ("--train.budget", 36, "--optim.schedule", "linear")  # 9 answers a step, unless groups are replaced
+    assert small.train(*words, "--name", "plain", "--algo.recipe", "grpo") == 0
+    steps = [row for row in small.metrics("plain") if "reward/mean" in row]
+    assert [row["sampling/answers"] for row in steps] == [9, 18, 27, 36]
+    assert [row["optim/lr"] for row in steps] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert small.summary("plain")["answers"] == 36 and small.summary("plain")["steps"] == 4
+
+    (small.folder / "picky.py").write_text("def reward(completion, answer):\n    return len(completion) > 20\n")
+    picky = ("--reward.function", f"{small.folder}/picky.py:reward")
+    assert small.train(*words, *picky, "--name", "dapo", "--algo.recipe", "dapo") == 0
+    steps = [row for row in small.metrics("dapo") if "reward/mean" in row]
+    assert sum(row["groups/dropped"] for row in steps) > 0 and len(steps) < 4
+    assert 36 <= small.summary("dapo")["answers"] < 36 + 9  # whoever is drawn anew is paid for
+    assert all(0 < row["optim/lr"] <= 1e-3 for row in steps) and "after/accuracy" in small.metrics("dapo")[-1]
+
+
+def test_a_model_that_knew_something_is_measured_before_its_warm_start_too(small: SmallRuns) -> None:
+    warm = ("--sft.steps", 60, "--sft.batch", 8, "--sft.lr", 1e-2)
+    warm = (*warm, "--reward.function", "", "--sampling.max_new_tokens", 30)
+    assert small.train(*warm, "--name", "fresh") == 0
+    assert "before" not in small.summary("fresh")["sft"]  # of a fresh model there is nothing to know
+    folder = gpt2_folder(small.folder / "gpt2")
+    assert small.train(*warm, "--model", folder) == 0
+    summary, rows = small.summary(), small.metrics()
+    start, before = (next(row for row in rows if f"{label}/accuracy" in row) for label in ("start", "before"))
+    assert rows.index(start) < next(i for i, row in enumerate(rows) if "sft/loss" in row) < rows.index(before)
+    assert summary["sft"]["before"]["n"] == summary["before"]["n"] == 5
+    assert summary["sft"]["before"]["accuracy"] == start["start/accuracy"] and start["start/format"] == 0
+    assert before["before/format"] > 0  # the warm start taught the form
+    assert summary["sft"]["paired"]["gained"] - summary["sft"]["paired"]["lost"] == round(5 * before["before/accuracy"])
+    assert len(read_lines(small.runs / "small", 0, "eval", "start-test")) == 5

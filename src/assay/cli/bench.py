@@ -19,15 +19,19 @@ if TYPE_CHECKING:
 
 HELP = "measure generation: tokens a second, memory, start-up, agreement with the trainer"
 
+RECIPES_HELP = "train with several recipes and seeds from one start, and compare what they reach"
+WITH_SETTINGS = ("recipes",)  # subcommands that `main` hands to a module of their own: they take settings as options
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="bench_command", required=True, metavar="engine|step")
+    commands = parser.add_subparsers(dest="bench_command", required=True, metavar="engine|step|recipes")
     engine = commands.add_parser("engine", help=HELP, description=HELP)
     add_workload(engine.add_argument_group("what is generated"))
     add_measurement(engine.add_argument_group("how it is measured"))
     output = add_output(engine, "JSON lines of another system's benchmark")
     output.add_argument("--first-token", action="store_true", help=argparse.SUPPRESS)
     bench_step.add_arguments(commands.add_parser("step", help=bench_step.HELP, description=bench_step.HELP))
+    commands.add_parser("recipes", help=RECIPES_HELP)
 
 
 def add_workload(group: argparse._ArgumentGroup) -> None:

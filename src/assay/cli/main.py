@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from types import ModuleType
 
 from assay import __version__
 from assay.cli.ranks import is_main, may_tell
@@ -27,7 +28,7 @@ COMMANDS = {
     "runs": "list and compare runs",
     "export": "write a checkpoint as a Hugging Face folder",
     "slurm": "train as a batch job of Slurm that goes on by itself",
-    "bench": "measure generation and training: tokens a second, seconds a step, memory",
+    "bench": "measure generation and training: tokens a second, seconds a step, memory; compare recipes",
 }
 
 
@@ -76,7 +77,7 @@ def dispatch(words: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"choose one of {', '.join(COMMANDS)}"
         raise UserError(f"unknown command '{name}': {hint}")
-    module = importlib.import_module(f"assay.cli.{name}")
+    name, module, rest = find_module(name, rest)
     parser = Parser(prog=f"assay {name}", description=module.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add_arguments(parser)
     if getattr(module, "SETTINGS", None) is None:
@@ -91,6 +92,14 @@ def dispatch(words: list[str]) -> int:
     args = parser.parse_args(own)
     args.overrides = overrides
     return module.run(args)
+
+
+def find_module(name: str, rest: list[str]) -> tuple[str, ModuleType, list[str]]:
+    """Who runs a command, and the words for it; a subcommand that takes settings has a module of its own."""
+    module = importlib.import_module(f"assay.cli.{name}")
+    if rest and rest[0] in getattr(module, "WITH_SETTINGS", ()):
+        return f"{name} {rest[0]}", importlib.import_module(f"assay.cli.{name}_{rest[0]}"), rest[1:]
+    return name, module, rest
 
 
 def split_words(words: Sequence[str], parser: argparse.ArgumentParser, kind: type) -> tuple[list[str], list[str]]:

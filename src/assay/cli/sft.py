@@ -32,5 +32,5 @@ def run(args: argparse.Namespace) -> int:
     stem = cfg.name or (as_name(Path(args.config).stem) if args.config else "")
     if "name" not in overrides:  # a config's own name is that of the whole run
         cfg.name = f"{stem}-sft" if stem else "sft"
-    cfg.train.steps, cfg.train.epochs = 0, 0.0
+    cfg.train.steps, cfg.train.epochs, cfg.train.budget = 0, 0.0, 0
     return start(cfg, console, args.dry_run)

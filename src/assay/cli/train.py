@@ -134,8 +134,11 @@ def go(parts: Any, console: Console) -> int:
 def show(summary: dict[str, Any], path: Path, console: Console) -> None:
     """The closing table, where the run lies, and what to try next."""
     rows = []
-    for name in ("before", "after"):
-        found = summary[name]
+    start = summary.get("sft", {}).get("before")  # of a model that was measured before its warm start too
+    measured = {"start": start, "before": summary["before"], "after": summary["after"]}
+    for name, found in measured.items():
+        if found is None:
+            continue
         low, high = found["ci95"]
         interval = f"{100 * low:.1f} to {100 * high:.1f} %"
         rows.append([name, f"{100 * found['accuracy']:.1f} %", interval, found["n"], f"{found['mean_length']:.0f}"])

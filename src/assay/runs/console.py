@@ -118,7 +118,7 @@ class Console:
             facts.append(f"loss {loss:.3f}")
         if (reward := find(metrics, "reward")) is not None:
             facts.append(f"reward {reward:.2f}")
-        for name in ("before", "after"):
+        for name in ("start", "before", "after"):
             if (measured := find(metrics, name)) is not None:
                 facts.append(f"accuracy {name} {measured:.2f}")
         if self._accuracy is not None and reward is not None:

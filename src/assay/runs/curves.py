@@ -146,7 +146,7 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]], periodic: str,
     if bounds:
         lows, highs = zip(*bounds.values(), strict=True)
         axes.fill_between(list(bounds), lows, highs, color=_ACCENT, alpha=0.15, linewidth=0)
-    for name in ("before", "after"):
+    for name in ("start", "before", "after"):
         steps, values = _points(rows, name)
         label = "before and after" + final if steps and name == "before" else None
         axes.plot(steps, values, color=_INK, linestyle="", marker="D", markersize=5, label=label)

@@ -22,6 +22,7 @@ INSTRUCTION = (
 )
 Value = int | Fraction
 MAX_DRAWS = 100_000  # far beyond what any sensible knobs need
+MAX_TRIES = 50  # draws for a failed try: few ways to join some numbers keep to the rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Countdown(Task):
         max_number: int = 99,
         max_target: int = 100,
         integers: bool = True,
+        tries: int = 0,
         instruction: str = INSTRUCTION,
         val_size: int | None = None,
         seed: int = 0,
@@ -57,8 +59,11 @@ class Countdown(Task):
             raise UserError(f"countdown: numbers must be a range within 2 to 6, such as [3, 4], not {list(numbers)}")
         if min(max_number, max_target, train_size, eval_size) < 1:
             raise UserError("countdown: max_number, max_target, train_size and eval_size must be at least 1")
+        if tries < 0:
+            raise UserError("countdown: tries must be at least 0")
         self.numbers, self.max_number, self.max_target = numbers, max_number, max_target
         self.integers = integers  # every intermediate result of the worked solution is a whole number above 0
+        self.tries = tries  # worked solutions search: up to so many tries that miss come before the one that hits
         self.instruction, self.seed = instruction, seed
         self.train_size, self.eval_size = train_size, eval_size
         self._stored = None if path is None else StoredCountdown(open_source(path), instruction, val_size, seed)
@@ -82,7 +87,7 @@ class Countdown(Task):
                     id=f"countdown/{split}/{index}",
                     messages=user_message(ask(nums, target), self.instruction),
                     answer=str(target),
-                    solution=worked(found),
+                    solution=worked(found, self._failures(nums, target, split, index) if self.tries else None),
                     fields={"nums": nums, "target": target},
                 )
         raise UserError(
@@ -97,6 +102,19 @@ class Countdown(Task):
             return prompt.solution
         found = solve(prompt.fields["nums"], prompt.fields["target"])
         return worked(found) if found else "no expression reaches the target"
+
+    def _failures(self, nums: Sequence[int], target: int, split: str, index: int) -> list[Term]:
+        """Other ways to join the numbers, which miss the target."""
+        rng = rng_for("countdown tries", self.seed, split, index)  # of its own: tries must not change the problem
+        wanted = rng.randint(0, self.tries)
+        found: dict[str, Term] = {}
+        for _ in range(MAX_TRIES * wanted):
+            term = self._combine(rng, nums)
+            if term is not None and term.value != target:
+                found.setdefault(" ".join(term.sums), term)
+            if len(found) == wanted:
+                break
+        return list(found.values())
 
     def _combine(self, rng: random.Random, nums: Sequence[int]) -> Term | None:
         """Join random pairs of terms until one is left: None if a result or the target breaks the rules."""
@@ -142,9 +160,12 @@ def ask(nums: Sequence[int], target: int) -> str:
     return f"Reach {target} with the numbers {', '.join(map(str, nums))}."
 
 
-def worked(found: Term) -> str:
-    sums = "\n".join(found.sums)
-    return f"<think>\n{sums}\n</think>\n<answer>{unwrap(found.text)}</answer>"
+def worked(found: Term, failures: Sequence[Term] | None = None) -> str:
+    """The sums, one a line; or, as a search, one try a line, which says whether it reached the target."""
+    lines = list(found.sums)
+    if failures is not None:
+        lines = [f"{', '.join(term.sums)}, no" for term in failures] + [f"{', '.join(found.sums)}, yes"]
+    return "\n".join(["<think>", *lines, "</think>", f"<answer>{unwrap(found.text)}</answer>"])
 
 
 def unwrap(text: str) -> str:

@@ -48,6 +48,7 @@ class State:
     step: int = 0
     cursor: int = 0  # prompts taken from the stream
     tokens: int = 0  # written by the policy in training so far
+    answers: int = 0  # sampled in training so far, those of dropped groups included
     wall_s: float = 0.0  # of everything, over all resumes
     skipped: int = 0  # steps in a row with a loss or gradient that was not finite
     best: dict[str, Any] | None = None  # step and value of the best checkpoint so far

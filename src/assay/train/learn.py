@@ -9,7 +9,7 @@ from assay.train.adapt import adapted
 from assay.train.optim import rate
 from assay.train.reference import move_reference
 from assay.train.replay import mixed
-from assay.train.stages import Parts
+from assay.train.stages import Parts, progress
 from assay.train.sync import sync_weights
 from assay.types import Group
 
@@ -61,5 +61,5 @@ def learn(parts: Parts, batch: list[Group]) -> dict[str, float]:
 
 def learning_rate(parts: Parts) -> float:
     cfg = parts.cfg.optim
-    fraction = rate(cfg.schedule, parts.state.step, parts.total_steps, cfg.warmup, cfg.final)
+    fraction = rate(cfg.schedule, progress(parts), parts.total_steps, cfg.warmup, cfg.final)
     return cfg.lr * cfg.initial * fraction

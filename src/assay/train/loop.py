@@ -7,7 +7,7 @@ from typing import Any
 
 from assay.train.adapt import remember
 from assay.train.learn import credit, learn, recall
-from assay.train.stages import Parts, begin, close, count_faults, describe, finish, sample
+from assay.train.stages import Parts, begin, close, count_faults, describe, done, finish, sample
 from assay.train.stages import keep_rollouts as keep
 
 
@@ -19,7 +19,7 @@ def train(parts: Parts) -> dict[str, Any]:
     if state.unmeasured is not None:  # the evaluation of its last step was left when the run was stopped
         close(parts, state.unmeasured, time.perf_counter())
     parts.console.start(parts.total_steps, parts.run.name, state.step)
-    while state.step < parts.total_steps:
+    while not done(parts):
         started = time.perf_counter()
         groups, dropped = sample(parts)
         metrics = credit(parts, groups)

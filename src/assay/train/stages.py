@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +86,17 @@ def stoppable(parts: Parts) -> Iterator[None]:
 
 
 def begin(parts: Parts) -> None:
-    """The warm start, if there is one, and the first measurement: of what reinforcement starts from.
+    """The warm start, if there is one, and the measurement of what reinforcement starts from.
 
-    A run that is nothing but a warm start is measured before it instead.
+    A model that knew something before its warm start is measured there too; a run that is nothing but a warm start is
+    measured before it alone.
     """
     cfg, state = parts.cfg, parts.state
     if parts.updater.policy.lora is not None:
         checkpoint.save_base(parts.run.path, parts.updater.policy, parts.tokenizer, parts.mesh.is_main)
     if parts.total_steps and cfg.sft.steps and "sft" not in state.facts:  # it is, where the measurement was left
+        if "start:" + cfg.eval.final_split in parts.evaluations:
+            log(parts, measure(parts, cfg.eval.final_split, "start"))
         imitate(parts)
     state.unmeasured = {} if parts.total_steps else None
     log(parts, measure(parts, cfg.eval.final_split, "before"))
@@ -162,11 +165,11 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
             ask_greedily(parts, groups, params)
         kept += groups
         dropped += rejected
-        if len(kept) == cfg.train.prompts:
+        if len(kept) == cfg.train.prompts or done(parts, [*kept, *dropped]):
             break
     parts.collector.engine.rest()
     state.cursor = parts.stream.cursor
-    state.tokens += sum(rollout.length for group in (*kept, *dropped) for rollout in group.rollouts)
+    count(parts, [*kept, *dropped])
     return kept, dropped
 
 
@@ -175,7 +178,13 @@ def ask_greedily(parts: Parts, groups: Sequence[Group], params: SamplingParams) 
     alone = replace(params, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     answers = parts.collector.collect([g.prompt for g in groups], alone, (parts.cfg.seed, parts.state.step))
     parts.algo.take_baselines(groups, answers)
-    parts.state.tokens += sum(rollout.length for group in answers for rollout in group.rollouts)
+    count(parts, answers)
+
+
+def count(parts: Parts, groups: Sequence[Group]) -> None:
+    rollouts_of = [rollout for group in groups for rollout in group.rollouts]
+    parts.state.tokens += sum(rollout.length for rollout in rollouts_of)
+    parts.state.answers += len(rollouts_of)
 
 
 def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, float]:
@@ -204,9 +213,24 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
     }
 
 
+def progress(parts: Parts) -> int:
+    """Steps made before this one; with a budget of answers, what those sampled so far come to in steps."""
+    loop, state = parts.cfg.train, parts.state
+    if not loop.budget:
+        return state.step
+    return min((state.answers - 1) // (loop.prompts * loop.samples), parts.total_steps - 1)
+
+
+def done(parts: Parts, sampled: Sequence[Group] = ()) -> bool:
+    """Whether the run's length is reached; `sampled` counts as well."""
+    budget, state = parts.cfg.train.budget, parts.state
+    answers = state.answers + sum(len(group.rollouts) for group in sampled)
+    return state.step >= parts.total_steps or 0 < budget <= answers
+
+
 def due(every: int, parts: Parts) -> bool:
     """Every so many steps and at the end; never, where `every` is 0 and it is not the end."""
-    return parts.state.step == parts.total_steps or (every > 0 and parts.state.step % every == 0)
+    return done(parts) or (every > 0 and parts.state.step % every == 0)
 
 
 def measure(parts: Parts, split: str, label: str = "eval") -> dict[str, float]:
@@ -263,7 +287,7 @@ def close(parts: Parts, metrics: dict[str, float], started: float) -> None:
 
 def log(parts: Parts, metrics: dict[str, float]) -> None:
     parts.state.wall_s = time.perf_counter() - parts.clock
-    metrics = metrics | {"time/wall": parts.state.wall_s}
+    metrics = metrics | {"time/wall": parts.state.wall_s, "sampling/answers": float(parts.state.answers)}
     if parts.mesh.is_main:
         parts.run.log(parts.state.step, metrics)
     parts.console.step(parts.state.step, metrics)
@@ -322,7 +346,9 @@ def finish(parts: Parts) -> dict[str, Any]:
         return {}
     before = Report.read(rollouts.read_lines(run.path, 0, "eval", f"before-{split}"))
     after = Report.read(rollouts.read_lines(run.path, state.step, "eval", f"after-{split}"))
-    paired = compare(before, after)
+    if rollouts.rollout_path(run.path, 0, "eval", f"start-{split}").is_file():
+        start = Report.read(rollouts.read_lines(run.path, 0, "eval", f"start-{split}"))
+        state.facts["sft"] |= {"before": start.summary(), "paired": asdict(compare(start, before))}
     summary = {
         "run": run.name,
         "task": " ".join(filter(None, (cfg.env.name, cfg.task.name))),
@@ -334,8 +360,9 @@ def finish(parts: Parts) -> dict[str, Any]:
         "split": split,
         "before": before.summary(),
         "after": after.summary(),
-        "paired": {"p_value": paired.p_value, "gained": paired.gained, "lost": paired.lost},
+        "paired": asdict(compare(before, after)),
         "tokens": state.tokens,
+        "answers": state.answers,
         "seed": cfg.seed,
         **state.facts,
     }

@@ -204,14 +204,20 @@ def check_room(collector: Collector, prompts: Sequence[Prompt]) -> None:
 def total_steps(cfg: TrainConfig, prompts: int) -> int:
     if cfg.train.epochs and prompts >= UNLIMITED:
         raise UserError("an endless train split has no epochs: set train.steps, or train.max_train_prompts to bound it")
+    if cfg.train.budget:
+        return -(-cfg.train.budget // (cfg.train.prompts * cfg.train.samples))
     return -(-int(cfg.train.epochs * prompts) // cfg.train.prompts) if cfg.train.epochs else cfg.train.steps
 
 
 def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Prompt]]:
-    """By label and split: the problems of the periodic evaluation, and those of before and after."""
+    """By label and split: the problems of the periodic evaluation, and those of start, before and after."""
     final = setup.take(prompts_of(task, cfg.eval.final_split), cfg.eval.final_examples, cfg.eval.final_split)
-    found = {f"{label}:{cfg.eval.final_split}": final for label in ("before", "after")}
-    if cfg.train.steps or cfg.train.epochs:
+    reinforces = cfg.train.steps or cfg.train.epochs or cfg.train.budget
+    # A fresh model knows nothing before its warm start: that needs no measurement.
+    warmed = reinforces and cfg.sft.steps and not cfg.model.source.startswith(setup.PRESET)
+    labels = ("start", "before", "after") if warmed else ("before", "after")
+    found = {f"{label}:{cfg.eval.final_split}": final for label in labels}
+    if reinforces:
         periodic = setup.take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
         found[f"eval:{cfg.eval.split}"] = periodic
     return found
@@ -219,7 +225,7 @@ def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Promp
 
 def report_overlap(train: Sequence[Prompt], evaluations: dict[str, Sequence[Prompt]], console: Console) -> None:
     for label, prompts in evaluations.items():
-        if label.startswith("after:"):
+        if label.startswith(("start:", "after:")):
             continue  # the same problems as before
         found = overlap(train, prompts)
         name = label.partition(":")[2]
