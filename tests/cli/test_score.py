@@ -39,6 +39,15 @@ def statuses(rows: list[dict[str, Any]]) -> list[str]:
     return [row["verdict"]["status"] for row in rows]
 
 
+def test_rollouts_of_a_run_are_judged_again(run: Score) -> None:
+    fields = {"nums": [1, 2], "target": 3}
+    line = {"prompt_id": "countdown/train/0", "text": "<answer>1 + 2</answer>", "answer": "3", "fields": fields}
+    rows = [line | {"verdict": {"status": "wrong"}}, line | {"text": "3"}]
+    summary, written, _ = run(rows, "--task", "countdown", "--unparsable", "-1")
+    assert statuses(written) == ["ok", "no_answer"] and summary["mean_reward"] == 0.0
+    assert {k: v for k, v in written[1].items() if k != "verdict"} == rows[1]
+
+
 def test_gsm8k_rows(run: Score) -> None:
     rows = [
         {"id": 7, "gold": "1,200", "completion": r"\boxed{1200}", "extra": {"a": [1, None, "é\u2028"]}},

@@ -86,6 +86,22 @@ def test_the_calculator_completes_what_it_is_asked_and_nothing_else() -> None:
     assert {"<<", ">>"} <= set(words.words())
 
 
+def test_a_line_may_hold_calls_of_the_calculator() -> None:
+    task = make_task("abacus", style="plain")
+    env: Any = make_env("stepwise", task=task, calculator=True, max_lines=2, line_reward=0.25)
+    env.reset(seed=1)
+    assert env.step("Half of 48 =")[:3] == ("", 0.0, False)  # no call
+    assert env.step(" <<48/2=")[:3] == ("24>>", 0.0, False)
+    assert env.step("24\n")[:3] == ("", 0.25, False) and env.lines == 1  # one line, and its sum is true
+    assert env.step("<<1/3=\n")[:3] == ("", 0.0, True)  # the line was over before it could be completed
+    env.reset(seed=1)
+    assert env.step(f"\\boxed{{{env.prompt.answer}}} <<2+2=")[0] == "4>>"
+    assert env.step("\n")[1:3] == (1.25, True)  # an answer anywhere in the line ends it
+    words: Any = made("stepwise", task="abacus", separator=";", calculator=True)
+    assert {"<<", ">>", "="} <= set(words.words())
+    assert [finding for finding in check_env(words, episodes=6) if not finding.ok] == []
+
+
 def test_python_runs_apart_with_limits() -> None:
     env: Any = make_env("python", task=make_task("abacus", style="plain"), timeout_s=1.0)
     calls = [

@@ -51,6 +51,8 @@ def test_a_row_becomes_a_prompt(tmp_path):
     assert prompt.question == "test 3\nGo." and styled.bare_question(prompt) == "test 3"
     assert prompt.solution.endswith("nails.\n#### 2400")
     assert styled.judge().extract == "hash"
+    kept = make_task("gsm8k", str(tmp_path), annotations=True).prompts("test")[3]
+    assert kept.solution == "Two crates hold 2*1,200 = <<2*1200=2400>>2,400 nails.\nThe final answer is \\boxed{2400}."
 
 
 def test_validation_is_carved_from_train(tmp_path):

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     forms = "|".join(EXTRACTORS)
     parser.description = (
         "Judge each row of a JSONL file ('completion', and 'gold' or 'answer'; for countdown 'nums' and 'target'), "
+        "or of a run's rollouts/step-N.jsonl, "
         "write it with a 'verdict' to OUT.jsonl in the same order, and print a summary as JSON."
     )
     parser.add_argument("file", metavar="FILE.jsonl", help="the completions, one JSON object a line")
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     except ValueError as error:  # e.g. an integer with more digits than Python will read
         raise UserError(f"{source} cannot be read: {error}") from None
-    items = [as_item(row, task) for row in rows]
+    items = [as_item(of_run(row), task) for row in rows]
     verdicts = judge_all(judge, items, args)
     check_verdicts(verdicts)
     audited = judge_all(other, items, args) if other is not None else None
@@ -121,6 +122,14 @@ def second_judge(args: argparse.Namespace, task: Task | None) -> Judge | None:
     if kind == "lenient":
         return task.judge(args.extract, strict=False)
     return task.judge(kind, strict=True)
+
+
+def of_run(row: Row) -> Row:
+    """A rollout of a run as such a row: there the completion is called text, and the problem's fields stand apart."""
+    values = row.values
+    if "completion" in values or not {"text", "prompt_id"} <= set(values):
+        return row
+    return replace(row, values={**(values.get("fields") or {}), **values, "completion": values["text"]})
 
 
 def as_item(row: Row, task: Task | None) -> Item:

@@ -26,7 +26,7 @@ class Calculator(TaskEnv):
         if not before or not after or max_steps < 1:
             raise UserError("calculator: before and after must not be empty, and max_steps at least 1")
         self.before, self.after, self.max_steps = before, after, max_steps
-        self.gap = " " if getattr(task, "style", "") == "tokens" else ""  # words of such a task are set apart
+        self.gap = gap_of(task)
 
     def own_words(self) -> list[str]:
         return [self.before, self.after, "=", "error"]
@@ -35,13 +35,23 @@ class Calculator(TaskEnv):
         self.said += action
         if self.stop[0] not in action:
             return self.answered(self.said)
-        asked = self.said.rpartition(self.before)[2] if self.before in self.said else self.after
-        if self.after in asked or not asked.rstrip().endswith("=") or asked.count("=") > 1:
-            return "", 0.0, False, False, {}
-        try:
-            result = shown(calculate(asked.rstrip().removesuffix("=")))
-        except Unreadable:
-            result = "error"
-        written = f"{self.gap}{result}{self.gap}{self.after}"
+        written = completed(self.said, self.before, self.after, self.gap)
         self.said += written
-        return written, 0.0, False, False, {"result": result}
+        return written, 0.0, False, False, {}
+
+
+def completed(said: str, before: str, after: str, gap: str = "") -> str:
+    """What a reply that ends in "<<48/2=" goes on with: "24>>". Empty if it asks for nothing."""
+    asked = said.rpartition(before)[2] if before in said else after
+    if after in asked or not asked.rstrip().endswith("=") or asked.count("=") > 1:
+        return ""
+    try:
+        result = shown(calculate(asked.rstrip().removesuffix("=")))
+    except Unreadable:
+        result = "error"
+    return f"{gap}{result}{gap}{after}"
+
+
+def gap_of(task: Task) -> str:
+    """What stands between the words of a task."""
+    return " " if getattr(task, "style", "") == "tokens" else ""

@@ -7,10 +7,13 @@ from typing import Any
 
 from assay.envs.arithmetic import calculate
 from assay.envs.base import Info, Observation, Step, TaskEnv
+from assay.envs.calculator import completed, gap_of
 from assay.rewards import Unreadable, extract
 from assay.tasks import Task
 from assay.types import UserError
 
+CALL = ("<<", "=", ">>")  # of the calculator: what opens a call, what asks for the result, what ends it
+TURNS = 8  # that a line with calls may take at most, on average: every "=" ends one
 _SUM = re.compile(r"([0-9.+\-*/() ]*[0-9)])\s*=\s*(-?[0-9.]+)")
 
 
@@ -18,27 +21,48 @@ class Stepwise(TaskEnv):
     """The policy goes on with its own reply, a line a step, until a line holds the final answer or the reply ends.
 
     `line_reward` is given for a line that holds a true sum ("4 + 5 = 9"), and taken for one with a false sum.
+    With `calculator`, `<<48/2=` is completed within a line as in the environment of that name.
     """
 
     name = "stepwise"
     inline = True
 
-    def __init__(self, task: Task, separator: str = "\n", max_lines: int = 12, line_reward: float = 0.0) -> None:
+    def __init__(
+        self,
+        task: Task,
+        separator: str = "\n",
+        max_lines: int = 12,
+        line_reward: float = 0.0,
+        calculator: bool = False,
+    ) -> None:
         super().__init__(task)
         if not separator or max_lines < 1:
             raise UserError("stepwise: separator must not be empty, and max_lines at least 1")
         self.stop, self.max_lines, self.line_reward = (separator,), max_lines, line_reward
         self.max_steps = max_lines
+        self.calculator, self.gap = calculator, gap_of(task)
+        if calculator:
+            self.stop, self.max_steps = (separator, CALL[1]), TURNS * max_lines
+
+    def own_words(self) -> list[str]:
+        return [*CALL, "error"] if self.calculator else []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        self.lines = 0
+        self.lines, self.line = 0, ""
         return super().reset(seed=seed, options=options)
 
     def step(self, action: str) -> Step:
         self.said += action
+        self.line += action
+        if self.calculator and self.stop[0] not in action and CALL[1] in action:
+            result = completed(self.said, CALL[0], CALL[2], self.gap)
+            self.said += result
+            self.line += result
+            return result, 0.0, False, False, {}
+        line, self.line = self.line, ""
         self.lines += 1
-        reward = self.line_reward * truth(action)
-        ended = self.stop[0] not in action or extract(action, self.default_extract).found
+        reward = self.line_reward * truth(line)
+        ended = self.stop[0] not in action or extract(line, self.default_extract).found
         if ended or self.lines >= self.max_lines:
             return self.answered(self.said, reward)
         return "", reward, False, False, {}

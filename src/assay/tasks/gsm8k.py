@@ -27,6 +27,7 @@ class GSM8K(RowTask):
         path: str | None = None,
         instruction: str = BOXED_INSTRUCTION,
         solution_style: str = "boxed",
+        annotations: bool = False,
         val_size: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -36,6 +37,7 @@ class GSM8K(RowTask):
             )
         super().__init__(open_source(path, HUB, (HUB_NAME,)), val_size, seed)
         self.instruction = instruction
+        self.annotations = annotations  # worked solutions keep GSM8K's <<48/2=24>>, which show how to call a calculator
         self.default_extract = solution_style  # demonstrations and judge must agree on where the answer stands
 
     def gold(self, row: Mapping[str, Any]) -> str:
@@ -58,6 +60,8 @@ class GSM8K(RowTask):
         )
 
     def _solution(self, worked: str, answer: str) -> str:
-        rationale = re.sub(r"<<[^<>]*>>", "", worked.rpartition("####")[0]).strip()
+        rationale = worked.rpartition("####")[0].strip()
+        if not self.annotations:
+            rationale = re.sub(r"<<[^<>]*>>", "", rationale)
         stated = state_answer(answer, self.default_extract)
         return f"{rationale}\n" + (stated if self.default_extract == "hash" else f"The final answer is {stated}.")
