@@ -191,7 +191,49 @@ def broken_weights_are_named(mesh: Mesh) -> None:
     assert [c["token_ids"] for c in rows(found)] == [c["token_ids"] for c in rows(expected)]
 
 
+def more_comes_when_all_is_done(mesh: Mesh) -> None:
+    """Ranks ask in rounds, compare what they were given, and draw what an engine alone does at everyone's own pace."""
+    group = init_mesh(tp=2).tp_group
+    model = small_decoder(FAMILIES["qwen3"]).double()
+
+    def talk(engine: NativeEngine, other_seed: int = 0) -> tuple[dict[int, list[int]], list[bool]]:
+        found: dict[int, list[int]] = {}
+        ended: list[tuple[int, Completion]] = []
+        owners, asked = [0, 1, 2], []
+
+        def more(nothing_else: bool) -> list[Request]:
+            asked.append(nothing_else)
+            going = [(owners[index], done) for index, done in sorted(ended, key=lambda one: one[0])]
+            ended.clear()
+            for owner, done in going:
+                found.setdefault(owner, []).extend(done.token_ids)
+            going = [(owner, done) for owner, done in going if done.handle is not None]
+            owners.extend(owner for owner, _ in going)
+            return [turn(owner, len(found[owner]) + other_seed, done.handle) for owner, done in going]
+
+        def turn(owner: int, seed: int, handle: int | None = None) -> Request:
+            params = SamplingParams(max_new_tokens=1 + 4 * owner)
+            return Request([3 + owner], params, seed, keep=seed < 8 + owner, continues=handle)
+
+        def on_finish(index: int, sample: int, done: Completion) -> None:
+            ended.append((index, done))
+
+        engine.generate([turn(owner, 0) for owner in range(3)], on_finish=on_finish, more=more)
+        assert idle(engine) and not engine.scheduler.kept
+        return found, asked
+
+    together, asked = talk(engine_for(model, dtype=torch.float64, group=group))
+    alone, asked_alone = talk(engine_for(model, dtype=torch.float64))
+    assert together == alone and min(map(len, together.values())) > 7
+    assert all(asked) and not all(asked_alone)
+    engine = engine_for(model, dtype=torch.float64, group=group)
+    with pytest.raises(RuntimeError, match="given different requests"):
+        talk(engine, other_seed=mesh.rank)
+    assert idle(engine) and not engine.scheduler.kept
+
+
 def other_cases(mesh: Mesh) -> None:
+    more_comes_when_all_is_done(mesh)
     wrong_parts_are_found(mesh)
     mistakes_are_told(mesh)
     caches_are_of_one_size(mesh)

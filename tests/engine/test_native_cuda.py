@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from engine_parts import small_decoder, small_spec
+from test_more import model as talker
+from test_more import talks
 
 from assay.algos import make_algorithm
 from assay.engine import NativeEngine, RequestError, make_engine
@@ -54,6 +56,18 @@ def test_bfloat16_serving_stays_close_to_float32() -> None:
             start = len(request.prompt_ids)
             expected = logits[start - 1 : -1].gather(-1, ids[start:, None])[:, 0].cpu()
             assert (expected - torch.tensor(completion.engine_logprobs)).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("batch", [4, 64])
+def test_turns_that_come_while_others_run_are_those_asked_alone(batch: int) -> None:
+    """The host looks late here, and takes in who comes between two windows."""
+    engine, talk = native(copy.deepcopy(talker()).to("cuda"), "cuda", max_batch=batch), talks()
+    engine.generate([], on_finish=talk.on_finish, more=talk.more)
+    ours = [talk.done[number, turn] for number, turn, _, _ in talk.asked]
+    alone = native(talker(), "cpu")
+    whole = [Request([*before, *r.prompt_ids], r.params, r.seed) for _, _, before, r in talk.asked]
+    assert share_of_equals(ours, flat(alone.generate(whole))) >= 0.9
+    assert not (engine.scheduler.kept or engine.blocks.in_use or engine.scheduler.unfinished)
 
 
 def native(model: Decoder, device: str, dtype: torch.dtype = torch.float32, **options: Any) -> NativeEngine:

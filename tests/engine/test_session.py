@@ -197,7 +197,9 @@ def new_session(requests: int = 3) -> Session:
         return len(kept)
 
     kept: list[list[int]] = []
-    return Session(requests, 4, 6, words, keep, None, None)
+    session = Session(4, 6, words, keep, None, None)
+    session.numbered([Request([1], SamplingParams(), seed=0)] * requests)
+    return session
 
 
 def a_look(samples: list[Sample], first: int, tokens: list[list[int]], after: list[tuple[int, State]]) -> Look:

@@ -70,6 +70,8 @@ class RequestError(UserError):
 OnToken = Callable[[int, int, int], None]
 # (request index, sample index, completion), called for every completion as it is finished
 OnFinish = Callable[[int, int, Completion], None]
+# (whether there is nothing else to do) -> requests that have come up meanwhile, which join those that are being served
+More = Callable[[bool], Sequence["Request"]]
 
 
 class Engine(Protocol):
@@ -79,11 +81,17 @@ class Engine(Protocol):
     dtype: torch.dtype  # of the weights it serves
 
     def generate(
-        self, requests: Sequence[Request], on_token: OnToken | None = None, on_finish: OnFinish | None = None
+        self,
+        requests: Sequence[Request],
+        on_token: OnToken | None = None,
+        on_finish: OnFinish | None = None,
+        more: More | None = None,
     ) -> list[list[Completion]]:
         """For each request, in order, its `params.n` completions, in order of sample index.
 
         A request that cannot be served does not keep the others from finishing: then a `RequestError` names it.
+        `more` is asked between stretches of decoding. What it returns is counted on from `requests` and may continue
+        what `on_finish` was just given. With nothing else to do it may wait, and the call ends if it returns nothing.
         """
         ...
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.engine.base import OnFinish, OnToken, Request
+from assay.engine.base import More, OnFinish, OnToken, Request
 from assay.engine.columns import Column
 from assay.engine.rows import Rows
 from assay.engine.scheduler import close_gaps, seat
@@ -78,23 +78,32 @@ class HFEngine:
 
     @torch.inference_mode()
     def generate(
-        self, requests: Sequence[Request], on_token: OnToken | None = None, on_finish: OnFinish | None = None
+        self,
+        requests: Sequence[Request],
+        on_token: OnToken | None = None,
+        on_finish: OnFinish | None = None,
+        more: More | None = None,
     ) -> list[list[Completion]]:
-        session = Session(len(requests), self.max_batch, self.version, self.decode, self._keep, on_token, on_finish)
-        continued: dict[int, list[int]] = {}
+        """`more` is asked between waves, which run until their last sample has finished."""
+        session = Session(self.max_batch, self.version, self.decode, self._keep, on_token, on_finish)
+        before = dict(self.kept)
         try:
-            jobs = self._jobs(requests, session, continued)
-            waiting = deque(Sample(job, index) for job in jobs for index in range(job.request.params.n))
-            while waiting:
+            waiting = deque(self._samples(requests, session))
+            while True:
+                if more is not None:
+                    with torch.inference_mode(False):
+                        waiting += self._samples(more(not waiting), session)
+                if not waiting:
+                    break
                 Wave(self, session, self._next(waiting)).run()
         except BaseException:
-            self.kept.update(continued)
+            self.kept = before
             raise
         return session.completions()
 
-    def _jobs(self, requests: Sequence[Request], session: Session, continued: dict[int, list[int]]) -> list[Job]:
+    def _samples(self, requests: Sequence[Request], session: Session) -> list[Sample]:
         jobs = []
-        for index, request in enumerate(requests):
+        for index, request in session.numbered(requests):
             try:
                 job = self._job(request, index)
             except UserError as error:
@@ -103,10 +112,10 @@ class HFEngine:
             session.expect(job)
             jobs.append(job)
             if request.continues is not None:
-                continued[request.continues] = self.kept.pop(request.continues)
+                del self.kept[request.continues]
         if not self.takes_positions:
             jobs.sort(key=lambda job: len(job.tokens))
-        return jobs
+        return [Sample(job, index) for job in jobs for index in range(job.request.params.n)]
 
     def _job(self, request: Request, index: int) -> Job:
         before: list[int] = []

@@ -13,7 +13,8 @@ or a dict in the order of insertion; what is a set is sorted first. A weight tha
 after the next sum. Where one rank alone is broken off (a callback that raises, a signal), the others wait for it in the
 next exchange, until its process ends and takes them along: callbacks have to do the same on all ranks.
 
-What callers can get wrong is looked at, once a call.
+What callers can get wrong is looked at, once a call. Further requests (`more`) are asked for only when all others are
+done, and compared then: asking after every window would need an exchange that makes the device wait.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from assay.engine.base import OnFinish, OnToken, Request
+from assay.engine.base import More, OnFinish, OnToken, Request
 from assay.engine.blocks import Blocks
 from assay.engine.columns import BLOCK_SIZE, State
 from assay.engine.compiled import CompiledRunner, library_for
@@ -22,6 +22,7 @@ from assay.engine.runner import Runner, new_cache
 from assay.engine.scheduler import Plan, Scheduler
 from assay.engine.sequence import Job, Kept, Sample, job_for, nothing_kept
 from assay.engine.session import Session
+from assay.engine.stats import Stats
 from assay.engine.stopping import Decode
 from assay.engine.undisturbed import without_collection
 from assay.engine.weights import copy_weights
@@ -32,26 +33,6 @@ from assay.types import Completion, UserError
 
 COUNT_EVERY = 7  # windows, for what takes time to count; odd, or it would always be at the same place in a block
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed between two stretches of decoding, unless told otherwise
-
-
-@dataclass(slots=True)
-class Stats:
-    """What the engine did since it was asked to count anew."""
-
-    prefill_tokens: int = 0
-    decode_steps: int = 0
-    decoded_tokens: int = 0
-    preemptions: int = 0
-    windows: int = 0  # stretches of steps between two looks of the host
-    places: int = 0  # places for tokens in blocks that were in use, added up over windows that were counted
-    empty_places: int = 0  # of these, places that held no token
-    peak_places: int = 0
-    kv_waste_peak: float = 0.0  # share of the places that held no token, when most were in use
-
-    @property
-    def kv_waste(self) -> float:
-        """Mean share of the places in use that held no token."""
-        return self.empty_places / max(self.places, 1)
 
 
 class NativeEngine:
@@ -122,31 +103,31 @@ class NativeEngine:
 
     @torch.inference_mode()
     def generate(
-        self, requests: Sequence[Request], on_token: OnToken | None = None, on_finish: OnFinish | None = None
+        self,
+        requests: Sequence[Request],
+        on_token: OnToken | None = None,
+        on_finish: OnFinish | None = None,
+        more: More | None = None,
     ) -> list[list[Completion]]:
         if self.group is not None:
             check_requests(requests, self.group, self.device)
-        if not requests:
+        if not requests and more is None:
             return []
         if self.version < 0:
             raise UserError("the engine has no weights yet: call load_weights first")
         if self.lent is not None:
             self.lent.map()
         callbacks = self.decode, self._keep, on_token, on_finish
-        session = Session(len(requests), self.rows.size, self.version, *callbacks, self.rows.float_type)
+        session = Session(self.rows.size, self.version, *callbacks, self.rows.float_type)
         session.history.first = self.scheduler.step
-        continued: dict[int, Kept] = {}
-        with without_collection():
+        before = dict(self.scheduler.kept)
+        # Who is asked for more may make circles, and the call may be long.
+        with nullcontext() if more else without_collection():
             try:
-                coming = deque(enumerate(requests))
-                while coming or self.scheduler.unfinished:
-                    # Looking at requests takes time, in which those already here can run.
-                    while coming and self.scheduler.pending < self.max_batch:
-                        self._add(*coming.popleft(), session, continued)
-                    if self.scheduler.unfinished:
-                        self._round(session)
+                self.scheduler.open = more is not None and self.group is None
+                self._serve(deque(session.numbered(requests)), session, more)
             except BaseException:
-                self._start_over(continued)
+                self._start_over(before)
                 raise
             self.looks.clear()  # of steps taken before it was seen that all had ended
             self.stats.decoded_tokens += session.tokens
@@ -154,7 +135,28 @@ class NativeEngine:
                 check_drawn(session.results, self.group, self.device)
             return session.completions()
 
-    def _add(self, index: int, request: Request, session: Session, continued: dict[int, Kept]) -> None:
+    def _serve(self, coming: deque[tuple[int, Request]], session: Session, more: More | None) -> None:
+        while True:
+            idle = not (coming or self.scheduler.unfinished)
+            if more is not None and (idle or self.scheduler.open):
+                coming += session.numbered(self._asked(more, idle))
+            if not (coming or self.scheduler.unfinished):
+                return
+            # Looking at requests takes time, in which those already here can run.
+            while coming and self.scheduler.pending < self.max_batch:
+                self._add(*coming.popleft(), session)
+            if self.scheduler.unfinished:
+                self._round(session)
+
+    @torch.inference_mode(False)
+    def _asked(self, more: More, idle: bool) -> Sequence[Request]:
+        """Ranks that serve a model together ask only when all is done, and compare what they have been given."""
+        requests = more(idle)
+        if self.group is not None:
+            check_requests(requests, self.group, self.device)
+        return requests
+
+    def _add(self, index: int, request: Request, session: Session) -> None:
         try:
             kept = self._continued(request, index)
             job = self._job(request, index, kept)
@@ -163,7 +165,6 @@ class NativeEngine:
             return
         session.expect(job)
         if request.continues is not None and kept is not None:
-            continued[request.continues] = kept
             self.scheduler.resume(request.continues)
         self.scheduler.add(job.tokens, [Sample(job, sample) for sample in range(request.params.n)], kept)
 
@@ -278,10 +279,8 @@ class NativeEngine:
         sample.blocks = []
         return handle
 
-    def _start_over(self, continued: dict[int, Kept]) -> None:
-        """Something broke off in the middle: what is half done goes, what was kept will be computed again."""
-        kept = self.scheduler.kept
-        kept.update(continued)
+    def _start_over(self, kept: dict[int, Kept]) -> None:
+        """Something broke off in the middle: what is half done goes, what was kept before will be computed again."""
         self.looks.clear()
         self.blocks = Blocks(self.blocks.total, BLOCK_SIZE)
         step, handle = self.scheduler.step, self.scheduler.next_handle
@@ -289,7 +288,7 @@ class NativeEngine:
         self.scheduler.step, self.scheduler.next_handle = step, handle
         for one in kept.values():
             one.blocks = []
-        self.scheduler.kept = kept
+        self.scheduler.kept.update(kept)
         self.rows.move([], 0, self.rows.size)
         self.rows.step.fill_(step)
 

@@ -46,6 +46,7 @@ class Scheduler:
         self.running: list[Sample] = []
         self.kept: OrderedDict[int, Kept] = OrderedDict()
         self.pending = 0  # samples that wait
+        self.open = False  # whether others may come while these run
         self.step = 0
         self.preemptions = 0
         self.next_handle = 1
@@ -183,7 +184,9 @@ class Scheduler:
 
     def _worth_it(self) -> bool:
         # A newcomer costs a pass of its own, so that a few free rows are collected first: more of them where a prompt
-        # has to be computed.
+        # has to be computed. As many as wait are enough, unless others come as those who run end their turns.
+        if self.open and self.pending < len(self.running) // MORE:
+            return False
         room = self.max_batch - len(self.running)
         few, more = (min(self.pending, max(1, self.max_batch // share)) for share in (FEW, MORE))
         return room >= more or (room >= few and self._is_computed(self.waiting[0]))

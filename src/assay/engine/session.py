@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from assay.engine.base import OnFinish, OnToken, RequestError
+from assay.engine.base import OnFinish, OnToken, Request, RequestError
 from assay.engine.columns import State
 from assay.engine.history import History
 from assay.engine.rows import Look
@@ -21,7 +21,6 @@ Keep = Callable[[Sample, list[int]], int]  # keeps a finished sequence, all of i
 class Session:
     def __init__(
         self,
-        requests: int,
         rows: int,
         version: int,
         decode: Decode | None,
@@ -34,10 +33,16 @@ class Session:
         self.version, self.decode, self.keep = version, decode, keep
         self.on_token, self.on_finish = on_token, on_finish
         self.history = History(rows, float_type)
-        self.results: list[dict[int, Completion]] = [{} for _ in range(requests)]
+        self.results: list[dict[int, Completion]] = []
         self.errors: dict[int, str] = {}
         self.watching = on_token is not None  # whether any tokens are looked at one by one
         self.tokens = 0  # of finished samples
+
+    def numbered(self, requests: Sequence[Request]) -> list[tuple[int, Request]]:
+        """Requests that have come later, counted on."""
+        first = len(self.results)
+        self.results += [{} for _ in requests]
+        return list(enumerate(requests, first))
 
     def completions(self) -> list[list[Completion]]:
         every: list[list[Completion]] = [

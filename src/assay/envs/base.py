@@ -41,6 +41,7 @@ class Env(Task, ABC):
     inline = False  # observations go on within the policy's reply (a tool's result), not in a message of their own
     stop: tuple[str, ...] = ()  # strings that end an action, besides the end of the reply
     max_steps = 16  # after which an episode is cut off, unless the settings say otherwise
+    slow = False  # whether `step` may take long and can run in threads, of several episodes at a time
     full = 1.0  # what the rewards of a perfect episode add up to
 
     @abstractmethod

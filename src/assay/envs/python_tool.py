@@ -67,11 +67,13 @@ class PythonTool(TaskEnv):
     stop = ("</python>",)
     _call = re.compile(r"<python>((?:(?!<python>).)*)</python>\s*\Z", re.DOTALL)
 
-    def __init__(self, task: Task, max_steps: int = 8, timeout_s: float = 2.0, memory_gb: float = 1.0) -> None:
+    def __init__(
+        self, task: Task, max_steps: int = 8, timeout_s: float = 2.0, memory_gb: float = 1.0, slow: bool = True
+    ) -> None:
         super().__init__(task)
         if max_steps < 1:
             raise UserError("python: max_steps must be at least 1")
-        self.max_steps = max_steps
+        self.max_steps, self.slow = max_steps, slow
         self.pool = JudgePool(Evaluator(), workers=2, timeout_s=timeout_s, memory_gb=memory_gb)
 
     def step(self, action: str) -> Step:

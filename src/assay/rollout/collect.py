@@ -19,6 +19,7 @@ from assay.text import Renderer
 from assay.types import Completion, Group, Prompt, Rollout, Turn, UserError
 
 T = TypeVar("T")
+STEP_THREADS = 8  # that slow environments are stepped in
 
 
 class Stopper(Protocol):
@@ -111,7 +112,8 @@ class Collector:
     def _play(self, asked: Sequence[tuple[Prompt, Request]], env: Env) -> list[Group]:
         """Episodes in place of single answers; answers that the environment leaves to the judge are judged together."""
         started = time.perf_counter()
-        groups = Player(self.engine, self.renderer, env, self.limits).play(asked)
+        threads = STEP_THREADS if self.mesh.tp_size == 1 else 0  # ranks of one model must not go by their clocks
+        groups = Player(self.engine, self.renderer, env, self.limits, threads).play(asked)
         if self.mesh.tp_rank:
             return []
         generated = time.perf_counter()

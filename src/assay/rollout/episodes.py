@@ -1,18 +1,21 @@
 """Many episodes of an environment, advanced together through one engine, each at its own pace.
 
 A step is: the policy writes until it ends its reply or a stop string, the environment answers, the answer is appended
-as tokens that are not trained on, and the same sequence goes on from what the engine kept of it.
+as tokens that are not trained on, and the same sequence goes on from what the engine kept of it, while the others are
+still writing. In which order things happen depends on tokens alone, unless environments are stepped in threads.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from assay.engine.base import Engine, Request, SamplingParams
 from assay.envs.base import Env, Step, as_messages
 from assay.rollout.seeding import request_seed
+from assay.rollout.stepping import Stepper
 from assay.text import Renderer
 from assay.types import Completion, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
@@ -63,6 +66,7 @@ class Player:
     renderer: Renderer
     env: Env
     limits: Limits = field(default_factory=Limits)
+    threads: int = 0  # for steps of slow environments
 
     def play(self, asked: Sequence[tuple[Prompt, Request]]) -> list[list[Episode]]:
         """For each prompt the episodes of its samples, to their end; those with an `answer` are yet to be judged.
@@ -70,40 +74,27 @@ class Player:
         A request's `max_new_tokens` is what the policy may write in a whole episode. As many episodes go on at once as
         the engine decodes at once: it keeps all that was computed of these, and whoever is done makes room for others.
         """
-        groups: list[list[Episode]] = []
-        going: list[Episode] = []
+        game = Game(self, asked)
         try:
-            while going or len(groups) < len(asked):
-                requests = [self._request(episode) for episode in going]
-                for prompt, first in asked[len(groups) :]:
-                    if going and len(going) + first.params.n > self.engine.max_batch:
-                        break
-                    groups.append([self._begun(prompt, first, sample) for sample in range(first.params.n)])
-                    going += groups[-1]
-                    params = self._params(first, 0, first.params.n)
-                    requests.append(replace(first, params=params, keep=self._goes_on(1)))
-                answers = [completion for group in self.engine.generate(requests) for completion in group]
-                going = self._advance(going, answers)
+            self.engine.generate([], on_finish=game.written, more=game.more)
         except BaseException:  # nobody will come back for what the engine has kept
-            self.engine.release(kept(episode for group in groups for episode in group))
+            self.engine.release(kept(episode for group in game.groups for episode in group))
             raise
-        return groups
+        finally:
+            game.stepper.close()
+        assert not (game.going or game.asked), "the engine ended before all episodes were over"
+        return game.groups
 
-    def _begun(self, prompt: Prompt, first: Request, sample: int) -> Episode:
-        env = self.env.fresh()
-        env.start(prompt)
-        return Episode(prompt, first, sample, env, coming=list(first.prompt_ids))
+    def begun(self, prompt: Prompt, first: Request) -> tuple[list[Episode], Request]:
+        """Episodes of all samples of a prompt, and what is asked of the engine to begin with."""
+        episodes = []
+        for sample in range(first.params.n):
+            env = self.env.fresh()
+            env.start(prompt)
+            episodes.append(Episode(prompt, first, sample, env, coming=list(first.prompt_ids)))
+        return episodes, replace(first, params=self._params(first, 0, first.params.n), keep=self._goes_on(1))
 
-    def _advance(self, going: Sequence[Episode], answers: Sequence[Completion]) -> list[Episode]:
-        """Take what was written to the environments; whoever has a next turn is returned."""
-        actions = [self._took(episode, completion) for episode, completion in zip(going, answers, strict=True)]
-        steps = self.env.step_all([episode.env for episode in going], actions)
-        for episode, step in zip(going, steps, strict=True):
-            self._answered(episode, step)
-        self.engine.release(kept(episode for episode in going if episode.over))
-        return [episode for episode in going if not episode.over]
-
-    def _took(self, episode: Episode, completion: Completion) -> str:
+    def took(self, episode: Episode, completion: Completion) -> str:
         """Note what was written; its text is what it adds to the text of the reply."""
         episode.reply += completion.token_ids
         text = self.renderer.decode(episode.reply)
@@ -114,7 +105,7 @@ class Player:
         episode.coming, episode.shown = [], text
         return action
 
-    def _answered(self, episode: Episode, step: Step) -> None:
+    def answered(self, episode: Episode, step: Step) -> None:
         observation, reward, terminated, truncated, info = step
         episode.turns[-1].reward = reward
         if terminated or truncated:
@@ -160,7 +151,7 @@ class Player:
         least = min(first.params.min_new_tokens, tokens)
         return replace(first.params, n=n, max_new_tokens=tokens, min_new_tokens=least)
 
-    def _request(self, episode: Episode) -> Request:
+    def next_request(self, episode: Episode) -> Request:
         """The next turn. Samples are requests of their own by now, so each has a seed of its own."""
         turn, first = len(episode.turns), episode.first
         return Request(
@@ -171,6 +162,59 @@ class Player:
             keep=self._goes_on(turn + 1),
             continues=episode.turns[-1].completion.handle,
         )
+
+
+class Game:
+    """Episodes on their way through one call of the engine: it tells what was written, and asks for what comes next."""
+
+    def __init__(self, player: Player, asked: Sequence[tuple[Prompt, Request]]) -> None:
+        self.player, self.asked = player, deque(asked)
+        self.stepper: Stepper[Episode] = Stepper(player.env, player.threads)
+        self.groups: list[list[Episode]] = []
+        self.going = 0  # episodes that have begun and are not over
+        self.writers: list[list[Episode]] = []  # of each request, by sample
+        self.actions: list[tuple[int, int, Completion]] = []  # written since the engine last asked
+
+    def written(self, request: int, sample: int, completion: Completion) -> None:
+        self.actions.append((request, sample, completion))
+
+    def more(self, idle: bool) -> list[Request]:
+        """Take what was written to the environments; requests of those whose turn it is, then of newcomers."""
+        requests = self._next(wait=False)
+        while idle and not requests and self.stepper.busy:
+            requests = self._next(wait=True)
+        return requests
+
+    def _next(self, wait: bool) -> list[Request]:
+        player = self.player
+        ended = sorted(self.actions, key=lambda action: action[:2])  # the order of requests, whoever ended first
+        self.actions = []
+        for request, sample, completion in ended:
+            episode = self.writers[request][sample]
+            self.stepper.add(episode, player.took(episode, completion))
+        answered = self.stepper.done(wait)
+        for episode, step in answered:
+            player.answered(episode, step)
+        over = [episode for episode, _ in answered if episode.over]
+        player.engine.release(kept(over))
+        self.going -= len(over)
+        going_on = [episode for episode, _ in answered if not episode.over]
+        self.writers += [[episode] for episode in going_on]
+        return [*(player.next_request(episode) for episode in going_on), *self._newcomers()]
+
+    def _newcomers(self) -> list[Request]:
+        requests = []
+        while self.asked:
+            prompt, first = self.asked[0]
+            if self.going and self.going + first.params.n > self.player.engine.max_batch:
+                break
+            self.asked.popleft()
+            episodes, request = self.player.begun(prompt, first)
+            self.groups.append(episodes)
+            self.writers.append(episodes)
+            self.going += len(episodes)
+            requests.append(request)
+        return requests
 
 
 def kept(episodes: Iterable[Episode]) -> list[int]:

@@ -1,0 +1,63 @@
+"""Steps of environments: at once, or in threads while the engine goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Generic, Protocol, TypeVar
+
+from assay.envs.base import Env, Step
+
+
+class HasEnv(Protocol):
+    env: Env
+
+
+E = TypeVar("E", bound=HasEnv)
+
+
+class Stepper(Generic[E]):
+    """Actions in, answers out. Without threads all actions are answered together, in order, when answers are asked for.
+
+    With threads, and an environment that says it is slow, every action is answered by itself, and one that takes long
+    keeps nobody else waiting: who is answered when then depends on the clock.
+    """
+
+    def __init__(self, env: Env, threads: int) -> None:
+        self.env = env
+        self.pool = ThreadPoolExecutor(threads, "assay-env") if threads and env.slow else None
+        self.added: list[tuple[E, str]] = []
+        self.under_way: list[tuple[E, Future[Sequence[Step]]]] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.added or self.under_way)
+
+    def add(self, episode: E, action: str) -> None:
+        if self.pool is None:
+            self.added.append((episode, action))
+        else:
+            self.under_way.append((episode, self.pool.submit(self.env.step_all, [episode.env], [action])))
+
+    def done(self, wait_for_one: bool) -> list[tuple[E, Step]]:
+        """Answers that there are, in the order of their actions."""
+        if not self.busy:
+            return []
+        if self.pool is None:
+            added, self.added = self.added, []
+            steps = self.env.step_all([episode.env for episode, _ in added], [action for _, action in added])
+            return [(episode, step) for (episode, _), step in zip(added, steps, strict=True)]
+        if wait_for_one:
+            wait([future for _, future in self.under_way], return_when=FIRST_COMPLETED)
+        under_way, self.under_way, found = self.under_way, [], []
+        for episode, future in under_way:
+            if future.done():
+                found.append((episode, future.result()[0]))
+            else:
+                self.under_way.append((episode, future))
+        return found
+
+    def close(self) -> None:
+        """What is still under way ends by itself, and nobody hears of it."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,211 @@
+"""Requests that come while others are being served: turns go on at their own pace, and come out as if asked alone."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from engine_parts import small_decoder
+from native_parts import (
+    MODES,
+    SPECS,
+    Mode,
+    assert_same_draws,
+    engine_for,
+    idle,
+    mixed_prompts,
+    transformers_model,
+    words,
+)
+
+from assay.engine import Engine, NativeEngine, Request, RequestError, SamplingParams, make_engine
+from assay.models.decoder import Decoder
+from assay.models.fallback import HFModel
+from assay.types import Completion
+
+TURNS = 4
+WAYS = {
+    "plain": Mode(),
+    "few rows": Mode(max_batch=3),
+    "windows": Mode(max_batch=5, window=4, ahead=1),
+    "small cache": Mode(max_batch=8, cache=112),
+    "all at once": MODES["all at once"],
+}
+
+
+@functools.cache
+def model() -> Decoder:
+    return small_decoder(SPECS["qwen3"], seed=21)
+
+
+@dataclass
+class Talks:
+    """Conversations of a few turns of uneven lengths, every one continued as soon as its turn has ended."""
+
+    first: Sequence[Request]
+    turns: int = TURNS
+    long: int = 0  # tokens that some begin with
+    asked: list[tuple[int, int, list[int], Request]] = field(default_factory=list)  # talk, turn, tokens before, request
+    ended: list[tuple[int, Completion]] = field(default_factory=list)
+    calls: list[bool] = field(default_factory=list)
+    done: dict[tuple[int, int], Completion] = field(default_factory=dict)  # by talk and turn
+    order: list[tuple[int, int]] = field(default_factory=list)
+
+    def on_finish(self, request: int, sample: int, completion: Completion) -> None:
+        assert sample == 0
+        self.ended.append((request, completion))
+
+    def more(self, nothing_else: bool) -> list[Request]:
+        assert not torch.is_inference_mode_enabled()
+        self.calls.append(nothing_else)
+        requests = list(self.first) if len(self.calls) == 1 else []
+        self.asked += [(talk, 0, [], request) for talk, request in enumerate(requests)]
+        ended, self.ended = sorted(self.ended, key=lambda one: one[0]), []
+        for index, completion in ended:
+            talk, turn, before, request = self.asked[index]
+            self.done[talk, turn] = completion
+            self.order.append((talk, turn))
+            if turn + 1 < self.turns:
+                requests.append(self.turn(talk, turn + 1, completion.handle))
+                self.asked.append((talk, turn + 1, [*before, *request.prompt_ids, *completion.token_ids], requests[-1]))
+        return requests
+
+    def turn(self, talk: int, turn: int, handle: int | None) -> Request:
+        draw = random.Random(100 * talk + turn)
+        params = SamplingParams(max_new_tokens=draw.choice((1, 2, 5, 16)), stop_token_ids=(0, 1))
+        if self.long and turn == 0 and talk < 5:
+            params = SamplingParams(max_new_tokens=self.long)
+        given = draw.choices(range(61), k=draw.choice((0, 1, 3)))
+        return Request(given, params, 100 * talk + turn, f"talk {talk}", keep=turn + 1 < self.turns, continues=handle)
+
+
+def talks(count: int = 9, turns: int = TURNS, long: int = 0) -> Talks:
+    found = Talks([], turns, long)
+    prompts = mixed_prompts(seed=4)[:count]
+    found.first = [replace(found.turn(i, 0, None), prompt_ids=prompt) for i, prompt in enumerate(prompts)]
+    return found
+
+
+def in_rounds(engine: Engine, talk: Talks) -> None:
+    """What `more` spares: every turn waits for the longest of its round."""
+    count = 0
+    while requests := talk.more(True):
+        for place, group in enumerate(engine.generate(requests)):
+            talk.on_finish(count + place, 0, group[0])
+        count += len(requests)
+
+
+def hf_engine() -> Engine:
+    hf: Any = transformers_model(SPECS["qwen3"], model())
+    return make_engine("hf", HFModel(hf), device="cpu", dtype=torch.float32, max_batch=4, decode=words)
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    **{name: functools.partial(engine_for, model(), mode, decode=words) for name, mode in WAYS.items()},
+    "hf": hf_engine,
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_turns_at_their_own_pace_equal_whole_lists_asked_alone(kind: str) -> None:
+    engine, talk = ENGINES[kind](), talks(long=45)
+    groups = engine.generate([], on_finish=talk.on_finish, more=talk.more)
+    assert [group[0] for group in groups] == [talk.done[t, turn] for t, turn, _, _ in talk.asked]
+    assert len(groups) == 9 * TURNS and len(talk.done) == 9 * TURNS
+    fresh = engine_for(model(), decode=words)
+    for number, turn, before, request in talk.asked:
+        whole = Request([*before, *request.prompt_ids], request.params, request.seed)
+        fresh.forget()
+        assert_same_draws(model(), whole, [talk.done[number, turn]], fresh.generate([whole])[0])
+    assert talk.calls[0] and talk.calls[-1]  # the last finds nothing to do, and brings nothing
+    if isinstance(engine, NativeEngine):
+        assert idle(engine) and not engine.scheduler.kept
+        assert (engine.stats.preemptions > 0) == (kind in ("small cache", "all at once"))
+        ahead = any(first[1] > second[1] for first, second in pairwise(talk.order))  # some are turns ahead of others
+        assert ahead or kind == "all at once"  # where there is so little room that all queue up
+        assert sum(talk.calls) <= 1 + TURNS  # all was done at the end, and where one alone was left
+
+
+def test_nobody_waits_for_the_longest_of_a_round() -> None:
+    steps = []
+    for play in (in_rounds, lambda engine, talk: engine.generate([], None, talk.on_finish, talk.more)):
+        engine, talk = engine_for(model()), talks(count=9, turns=7)
+        play(engine, talk)
+        assert len(talk.done) == 9 * 7
+        steps.append(engine.stats.decode_steps)
+    assert steps[1] < 0.6 * steps[0], steps
+
+
+def test_a_bad_request_that_comes_later_is_named_and_stops_nobody() -> None:
+    engine, talk = engine_for(model()), talks(count=3)
+
+    def more(nothing_else: bool) -> list[Request]:
+        requests = talk.more(nothing_else)
+        if talk.order and talk.order[-1] == (1, 1) and "bad" not in named:
+            named.append("bad")
+            talk.asked.insert(len(talk.asked) - len(requests), (9, 0, [], replace(talk.first[0], name="bad")))
+            return [Request([99], SamplingParams(), seed=1, name="bad"), *requests]
+        return requests
+
+    named: list[str] = []
+    with pytest.raises(RequestError, match=r"request 'bad': .*outside the vocabulary") as caught:
+        engine.generate([], on_finish=talk.on_finish, more=more)
+    assert len(talk.done) == 3 * TURNS
+    (place,) = caught.value.errors
+    assert talk.asked[place][3].name == "bad" and caught.value.completions[place] == []
+    assert idle(engine) and not engine.scheduler.kept
+
+
+@pytest.mark.parametrize("kind", ["windows", "all at once", "hf"])
+def test_who_fails_to_say_what_comes_next_breaks_off_the_call_and_nothing_else(kind: str) -> None:
+    engine, talk = ENGINES[kind](), talks()
+    params = SamplingParams(max_new_tokens=8)
+    kept = engine.generate([Request([4, 5, 6], params, seed=1, keep=True), Request([7], params, seed=2, keep=True)])
+    handle = kept[0][0].handle
+
+    def more(nothing_else: bool) -> list[Request]:
+        if len(talk.done) > 9:
+            raise ConnectionError("nobody knows")
+        return talk.more(nothing_else)
+
+    with pytest.raises(ConnectionError, match="nobody knows"):
+        engine.generate(
+            [Request([8], params, seed=3, continues=handle)],
+            on_finish=lambda request, sample, done: talk.on_finish(request - 1, sample, done) if request else None,
+            more=more,
+        )
+    held: Any = engine.scheduler.kept if isinstance(engine, NativeEngine) else getattr(engine, "kept", None)
+    assert set(held) == {kept[0][0].handle, kept[1][0].handle}  # as before the call
+    if isinstance(engine, NativeEngine):
+        assert idle(engine)
+    whole = Request([4, 5, 6, *kept[0][0].token_ids, 8], params, seed=3)
+    ours = engine.generate([Request([8], params, seed=3, continues=handle)])[0]
+    assert_same_draws(model(), whole, ours, engine_for(model()).generate([whole])[0])
+
+
+def test_newcomers_are_collected_while_many_others_run() -> None:
+    """64 rows: what comes alone waits for one more, since each entry costs a pass; with 31 it would not."""
+    for rows, entries in ((64, 2), (31, 1)):
+        engine = engine_for(model(), Mode(max_batch=rows + 8))
+        seen: list[int] = []
+        enter = engine.rows.enter
+
+        def note(samples: Sequence[Any], enter: Any = enter, seen: list[int] = seen) -> None:
+            seen.append(len(samples))
+            enter(samples)
+
+        engine.rows.enter = note  # type: ignore[method-assign]
+        long = SamplingParams(n=rows, max_new_tokens=12)
+        waves = [[Request([1], long, seed=0)], *([Request([i], SamplingParams(max_new_tokens=2), i)] for i in range(4))]
+
+        def more(nothing_else: bool, waves: list[list[Request]] = waves) -> list[Request]:
+            return waves.pop(0) if waves else []
+
+        engine.generate([], more=more)
+        assert seen[0] == rows and seen[1] == entries and sum(seen) == rows + 4

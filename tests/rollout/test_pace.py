@@ -1,0 +1,240 @@
+"""Episodes at their own pace: the same as in rounds, in fewer steps; nobody holds others up, nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from assay.engine import Request, RequestError, make_engine
+from assay.engine.base import SamplingParams
+from assay.envs import Env, make_env
+from assay.models import build_preset
+from assay.rewards import JudgePool
+from assay.rollout import Collector, Limits
+from assay.tasks import make_task
+from assay.text import Renderer, char_tokenizer, word_tokenizer
+from assay.types import Completion, Group, Rollout, Status
+
+PARAMS = SamplingParams(n=3, max_new_tokens=60)
+
+
+class Rounds:
+    """An engine that lets nobody go on before all have ended their turns."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.max_length, self.max_batch = engine, engine.max_length, engine.max_batch
+        self.release = engine.release
+
+    def generate(self, requests: Sequence[Request], *, on_finish: Any, more: Any) -> list[list[Completion]]:
+        groups: list[list[Completion]] = []
+        while asked := more(True):
+            found = self.engine.generate(asked)
+            for index, group in enumerate(found, len(groups)):
+                for sample, completion in enumerate(group):
+                    on_finish(index, sample, completion)
+            groups += found
+        return groups
+
+
+class Chatter(Env):
+    """Asks for more, whatever is said; every third letter of the vocabulary ends an action, so lengths differ much."""
+
+    name = "chatter"
+    max_steps = 6
+    stop = tuple("adgjmpsvy")
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.steps, self.seed = 0, seed or 0
+        return f"begin {seed}", {}
+
+    def step(self, action: str) -> Any:
+        self.steps += 1
+        return "go on", 0.1, self.steps > self.seed % 5, False, {}
+
+
+def collector(env: Env, limits: Limits = Limits(step_tokens=24), length: int = 320, **options: Any) -> Collector:  # noqa: B008
+    words = getattr(env, "words", None)
+    tokenizer = word_tokenizer(words()) if words else char_tokenizer()
+    policy = build_preset("nano", tokenizer.vocab_size, length, seed=3)
+    renderer = Renderer(tokenizer)
+    engine = make_engine(
+        "native", policy, device="cpu", dtype=torch.float32, max_length=length, decode=renderer.decode, **options
+    )
+    return Collector(engine, renderer, JudgePool(env.judge(), 0, 5.0), env=env, limits=limits)
+
+
+def rollouts(groups: Sequence[Group]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def assert_nothing_left(part: Collector) -> None:
+    engine: Any = part.engine
+    assert not (engine.scheduler.kept or engine.blocks.in_use or engine.scheduler.unfinished)
+
+
+def as_data(groups: Sequence[Group]) -> list[Any]:
+    return [
+        (r.token_ids, r.loss_mask, r.reward, r.verdict, r.cut_off, [turn.text for turn in r.turns])
+        for r in rollouts(groups)
+    ]
+
+
+def deferred(name: str, **args: Any) -> Env:
+    env: Any = make_env(name, task=make_task("abacus", max_value=15), **args)
+    env.deferred = True
+    return env
+
+
+ENVS = {
+    "guess": lambda: make_env("guess", high=6, tries=5),
+    "stepwise": lambda: deferred("stepwise", separator=";"),
+    "calculator": lambda: deferred("calculator"),
+    "chatter": Chatter,
+}
+
+
+@pytest.mark.parametrize("max_batch", [5, 64])
+@pytest.mark.parametrize("name", ENVS)
+def test_the_same_trajectories_as_in_rounds(name: str, max_batch: int) -> None:
+    env = ENVS[name]()
+    part = collector(env, max_batch=max_batch)
+    prompts = env.prompts("train")[:8]
+    ours = part.collect(prompts, PARAMS, (4, 2))
+    assert_nothing_left(part)
+    assert any(len(rollout.turns) > 1 for rollout in rollouts(ours))
+    engine: Any = part.engine
+    engine.forget()
+    part.engine = Rounds(engine)  # type: ignore[assignment]
+    assert as_data(part.collect(prompts, PARAMS, (4, 2))) == as_data(ours)
+
+
+@pytest.mark.parametrize("max_batch", [24, 96])
+def test_short_actions_do_not_wait_for_long_ones(max_batch: int) -> None:
+    """Counted in steps of the engine: 96 episodes of up to 5 actions, of up to 24 tokens each."""
+    part = collector(Chatter(), max_batch=max_batch)
+    engine: Any = part.engine
+    prompts, params = Chatter().prompts("train")[:32], replace(PARAMS, max_new_tokens=200)
+    found, steps = [], []
+    for served in (engine, Rounds(engine)):
+        part.engine = served
+        engine.forget()
+        engine.reset_stats()
+        found.append(as_data(part.collect(prompts, params, (1, 1))))
+        steps.append(engine.stats.decode_steps)
+    assert found[0] == found[1]
+    assert steps[0] < 0.8 * steps[1], steps
+
+
+def test_a_cache_that_holds_few_episodes_changes_nothing_and_leaks_nothing() -> None:
+    env = Chatter()
+    prompts = env.prompts("train")[:10]
+    found = []
+    for memory in (0.0, 2e-4):
+        part = collector(env, max_batch=16, memory=memory)
+        found.append(as_data(part.collect(prompts, PARAMS, (7, 1))))
+        assert_nothing_left(part)
+    engine: Any = part.engine
+    assert engine.blocks.total < 80 and found[0] == found[1]
+
+
+class Sleeper(Chatter):
+    """The first episode's step does not return before others have taken many."""
+
+    slow = True
+    max_steps = 4
+
+    def __init__(self) -> None:
+        self.others, self.enough, self.lock = [0], threading.Event(), threading.Lock()
+
+    def step(self, action: str) -> Any:
+        if self.seed == FIRST and not self.steps:
+            assert self.enough.wait(60), "the engine waits for this step"
+        elif self.seed != FIRST:
+            with self.lock:
+                self.others[0] += 1
+                if self.others[0] == 20:
+                    self.enough.set()
+        self.steps += 1
+        return "go on", 0.25, self.steps == 4, False, {"thread": threading.current_thread().name}
+
+
+FIRST = Chatter().prompts("train")[0].fields["episode_seed"]
+
+
+def test_the_engine_goes_on_while_a_slow_environment_thinks() -> None:
+    env = Sleeper()
+    prompts = [replace(p, id=f"p{i}") for i, p in enumerate(Chatter().prompts("train")[:10])]
+    part = collector(env, max_batch=12)
+    found = part.collect(prompts, PARAMS, (1, 1))
+    assert env.enough.is_set() and env.others[0] == 27 * 4
+    assert all(r.verdict and r.verdict.status is Status.OK and len(r.turns) == 4 for r in rollouts(found))
+    assert_nothing_left(part)
+    env.enough.set()
+    part.engine.forget()
+    part.engine = Rounds(part.engine)  # type: ignore[assignment]
+    assert as_data(part.collect(prompts, PARAMS, (1, 1))) == as_data(found)
+
+
+def test_a_failing_step_in_a_thread_ends_its_episode_alone() -> None:
+    class Fragile(Chatter):
+        slow = True
+
+        def step(self, action: str) -> Any:
+            if self.seed == FIRST:
+                raise KeyError("lost")
+            return super().step(action)
+
+    part = collector(Fragile(), max_batch=12)
+    prompts = [replace(p, id=f"p{i}") for i, p in enumerate(Chatter().prompts("train")[:5])]
+    first, *others = part.collect(prompts, PARAMS, (1, 1))
+    assert {r.verdict.status for r in first.rollouts if r.verdict} == {Status.ERROR}
+    assert all("KeyError" in r.verdict.detail for r in first.rollouts if r.verdict)
+    assert Status.ERROR not in {r.verdict.status for r in rollouts(others) if r.verdict}
+    assert_nothing_left(part)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_breaks_off_in_the_middle_leaves_nothing_behind(slow: bool) -> None:
+    class Stops(Chatter):
+        calls = 0
+
+        def step_all(self, episodes: Any, actions: Any) -> Any:
+            Stops.calls += 1
+            if Stops.calls > 6:
+                raise KeyboardInterrupt
+            return super().step_all(episodes, actions)
+
+    env = Stops()
+    env.slow = slow
+    part = collector(env, max_batch=12)
+    with pytest.raises(KeyboardInterrupt):
+        part.collect(env.prompts("train")[:8], PARAMS, (0, 0))
+    assert_nothing_left(part)
+
+
+def test_a_request_that_fails_is_named_when_the_others_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = collector(Chatter(), max_batch=12)
+    prompts = Chatter().prompts("train")[:8]
+    going = next(prompt for prompt in prompts if prompt.fields["episode_seed"] % 5)
+    next_turn = part.renderer.next_turn_ids
+    steps: list[str] = []
+    step = Chatter.step
+
+    def broken(prompt: Any, reply: Any, messages: Any) -> list[int]:
+        return [10**6] if prompt.id == going.id else next_turn(prompt, reply, messages)
+
+    def noted(env: Chatter, action: str) -> Any:
+        steps.append(f"{env.seed}")
+        return step(env, action)
+
+    monkeypatch.setattr(part.renderer, "next_turn_ids", broken)
+    monkeypatch.setattr(Chatter, "step", noted)
+    with pytest.raises(RequestError, match=f"request '{going.id}': .*outside the vocabulary.*more requests failed"):
+        part.collect(prompts, PARAMS, (0, 0))
+    assert len(set(steps)) > 4
+    assert_nothing_left(part)
