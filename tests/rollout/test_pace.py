@@ -13,6 +13,7 @@ import torch
 from assay.engine import Request, RequestError, make_engine
 from assay.engine.base import SamplingParams
 from assay.envs import Env, make_env
+from assay.mesh import Mesh
 from assay.models import build_preset
 from assay.rewards import JudgePool
 from assay.rollout import Collector, Limits
@@ -65,7 +66,9 @@ def collector(env: Env, limits: Limits = Limits(step_tokens=24), length: int = 3
     engine = make_engine(
         "native", policy, device="cpu", dtype=torch.float32, max_length=length, decode=renderer.decode, **options
     )
-    return Collector(engine, renderer, JudgePool(env.judge(), 0, 5.0), env=env, limits=limits)
+    # A GPU by name, on which slow environments are stepped in threads; the engine is on the CPU all the same.
+    mesh = Mesh(device=torch.device("cuda"))
+    return Collector(engine, renderer, JudgePool(env.judge(), 0, 5.0), mesh, env=env, limits=limits)
 
 
 def rollouts(groups: Sequence[Group]) -> list[Rollout]:
@@ -178,6 +181,20 @@ def test_the_engine_goes_on_while_a_slow_environment_thinks() -> None:
     part.engine.forget()
     part.engine = Rounds(part.engine)  # type: ignore[assignment]
     assert as_data(part.collect(prompts, PARAMS, (1, 1))) == as_data(found)
+
+
+def test_on_a_cpu_nothing_goes_by_the_clock() -> None:
+    class Named(Chatter):
+        slow = True
+
+        def step(self, action: str) -> Any:
+            assert threading.current_thread() is threading.main_thread()
+            return super().step(action)
+
+    part = collector(Named(), max_batch=12)
+    part.mesh = Mesh()
+    found = part.collect(Chatter().prompts("train")[:3], PARAMS, (1, 1))
+    assert Status.ERROR not in {r.verdict.status for r in rollouts(found) if r.verdict}
 
 
 def test_a_failing_step_in_a_thread_ends_its_episode_alone() -> None:

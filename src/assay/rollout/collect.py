@@ -112,7 +112,8 @@ class Collector:
     def _play(self, asked: Sequence[tuple[Prompt, Request]], env: Env) -> list[Group]:
         """Episodes in place of single answers; answers that the environment leaves to the judge are judged together."""
         started = time.perf_counter()
-        threads = STEP_THREADS if self.mesh.tp_size == 1 else 0  # ranks of one model must not go by their clocks
+        # By the clock only where nothing is promised to the last bit, and where no other rank must do the same.
+        threads = STEP_THREADS if self.mesh.device.type != "cpu" and self.mesh.tp_size == 1 else 0
         groups = Player(self.engine, self.renderer, env, self.limits, threads).play(asked)
         if self.mesh.tp_rank:
             return []
