@@ -59,7 +59,7 @@ class TaskConfig(Section):
     """What to solve. `task = "NAME"` is short for `task.name`; on the command line it drops a file's path and args."""
 
     name: str = ""
-    """gsm8k, math, countdown, abacus, jsonl, or your own as package.module:Thing or file.py:Thing"""
+    """gsm8k, math, countdown, abacus, jsonl, reasoning_gym:NAME, or your own as package.module:Thing, file.py:Thing"""
     path: str = ""
     """folder or JSONL file with the data, or a hub id; empty: the task's own default"""
     args: dict[str, Any] = Field(default_factory=dict)

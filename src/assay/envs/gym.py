@@ -17,7 +17,7 @@ def to_gymnasium(env: Env, max_length: int = MAX_TEXT) -> Any:
     try:
         import gymnasium
     except ImportError as error:
-        raise UserError("gymnasium is not installed: pip install gymnasium") from error
+        raise UserError('this needs the gymnasium extra: pip install "assay[gymnasium]"') from error
 
     def text(observation: Observation) -> str:
         messages = as_messages(observation, env.role)

@@ -15,6 +15,7 @@ from assay.envs.python_tool import PythonTool
 from assay.envs.stepwise import Stepwise
 from assay.rewards import load_object
 from assay.tasks import Task, make_task
+from assay.tasks.reasoning_gym import PREFIX
 from assay.tasks.registry import call, nearest, parameters
 from assay.types import UserError
 
@@ -27,10 +28,12 @@ def make_env(name: str, path: str | None = None, task: Task | None = None, **arg
     """The environment of this name, or what a dotted path such as "my_file.py:MyEnv" leads to.
 
     A dotted path names an Env class, a function that returns one, or anything with Gymnasium's `reset` and `step`.
-    `task` is what environments such as stepwise are about.
+    `task` is what environments such as stepwise are about. A data set of reasoning-gym is one step of its own.
     """
     if path is not None:
         args["path"] = str(path)
+    if name.startswith(PREFIX) and task is None:
+        return TaskEnv(make_task(name, **args))
     if name not in ENVS and ":" not in name:
         known = ", ".join(ENVS)
         raise UserError(f'unknown environment "{name}"{nearest(name, ENVS)}; known: {known}, or my_file.py:MyEnv')

@@ -16,6 +16,7 @@ from assay.tasks.countdown import Countdown
 from assay.tasks.gsm8k import GSM8K
 from assay.tasks.jsonl import Jsonl, Rows
 from assay.tasks.math import Math
+from assay.tasks.reasoning_gym import PREFIX, ReasoningGym
 from assay.types import UserError
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -28,7 +29,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def make_task(name: str, path: str | None = None, **args: Any) -> Task:
-    """The task of this name, or what a dotted path such as "my_file.py:MyTask" leads to.
+    """The task of this name, "reasoning_gym:chain_sum", or what a dotted path such as "my_file.py:MyTask" leads to.
 
     A dotted path may name a Task class, a function that returns a Task, or rows (dicts or Prompts; a list of them, a
     mapping from splits to lists, or a function returning either).
@@ -37,6 +38,8 @@ def make_task(name: str, path: str | None = None, **args: Any) -> Task:
         args["path"] = str(path)
     if name in TASKS:
         return call(TASKS[name], name, args)
+    if name.startswith(PREFIX):
+        return call(ReasoningGym, name, args, dataset_name=name.removeprefix(PREFIX))
     if ":" not in name:
         known = ", ".join(TASKS)
         raise UserError(f'unknown task "{name}"{nearest(name, TASKS)}; known: {known}, or my_file.py:MyTask')
