@@ -26,7 +26,7 @@ FULL: dict[str, tuple[str, int, int | None]] = {
     "the first model": (f"{SAVING}.save_model", 1, None),
     "a model": (f"{SAVING}.save_model", 3, 2),
     "the tokenizer": ("assay.text:Tokenizer.save", 3, 2),
-    "moments": (f"{SAVING}.save_file", 3, 2),
+    "moments": (f"{SAVING}.write_files", 3, 2),
     "the state": (f"{SAVING}.asdict", 3, 2),
     "the list of files": ("assay.runs.checkpoints.write_json", 2, 0),
     "the note of the best": ("assay.runs.checkpoints.write_json", 3, 2),
