@@ -30,7 +30,10 @@ ALLOWED: dict[str, set[str]] = {
         *("rollout", "evals", "runs"),
     },
     "api": {"types", "config", "settings", "engine", "rollout", "runs", "train"},
-    "bench": {"types", "config", "rewards", "text", "models", "algos", "engine", "rollout", "evals", "runs", "train"},
+    "bench": {
+        *("types", "config", "rewards", "envs", "text", "models", "algos", "engine", "rollout", "evals", "runs"),
+        "train",
+    },
 }
 NO_TORCH = ("types", "config", "settings", "rewards", "tasks", "envs", "text", "runs")
 

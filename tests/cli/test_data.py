@@ -59,6 +59,33 @@ def test_prepare_writes_fixed_files_that_read_back_the_same(tmp_path, source, ca
     capsys.readouterr()
 
 
+def test_prepared_gsm8k_keeps_its_wording_and_refuses_another(tmp_path, source, capsys):
+    out, again, alone = tmp_path / "out", tmp_path / "again", tmp_path / "alone.jsonl"
+    wording = {"solution_style": "hash", "instruction": "Go."}
+    sizes = ("--val-size", 10, "--eval-size", 20)
+    pairs = [word for name, value in wording.items() for word in ("--arg", f"{name}={value}")]
+    assert assay_data("prepare", "gsm8k", "--path", source, "--out", out, *sizes, *pairs) == 0
+    assert assay_data("prepare", "gsm8k", "--path", out, "--out", again, *sizes) == 0  # prepared files: as they are
+    for folder in (out, again):
+        plain, named = make_task("gsm8k", folder), make_task("gsm8k", folder, **wording)
+        first = plain.prompts("train")[0]
+        assert first.solution.endswith(f"\n#### {first.answer}") and plain.judge().extract == "hash"
+        assert list(named.prompts("train")) == list(plain.prompts("train"))
+        assert plain.bare_question(first) + "\nGo." == first.question
+        for other in ({"solution_style": "boxed"}, {"annotations": True}, {"instruction": ""}):
+            with pytest.raises(UserError, match=f"was prepared with {next(iter(other))} = .* or prepare it again"):
+                make_task("gsm8k", folder, **other)
+    assert make_task("gsm8k", out / "test20.jsonl", annotations=False).prompts("all")[0].solution.startswith("It is")
+    alone.write_bytes((out / "test20.jsonl").read_bytes())
+    assert len(make_task("gsm8k", alone).prompts("all")) == 20
+    with pytest.raises(UserError, match=r'without its manifest.json nobody knows with which "annotations"'):
+        make_task("gsm8k", alone, annotations=True).prompts("all")
+    assert assay_data("check", "gsm8k", "--path", out) == 0
+    with pytest.raises(UserError, match="leave annotations out, or prepare it again with --arg annotations=true"):
+        assay_data("show", "gsm8k", "--path", out, "--arg", "annotations=true")
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize("name", ["abacus", "countdown"])
 def test_prepared_files_of_generated_tasks_know_their_judge(tmp_path, name, capsys):
     out = tmp_path / name

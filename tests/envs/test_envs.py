@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from assay.envs import ENVS, Env, TaskEnv, make_env
 from assay.envs.base import SEED, safe_step
-from assay.envs.check import check_env
+from assay.envs.calculator import demonstration
+from assay.envs.check import check_env, play
 from assay.envs.python_tool import evaluate
 from assay.tasks import make_task
 from assay.types import Status, UserError
@@ -100,6 +102,29 @@ def test_a_line_may_hold_calls_of_the_calculator() -> None:
     words: Any = made("stepwise", task="abacus", separator=";", calculator=True)
     assert {"<<", ">>", "="} <= set(words.words())
     assert [finding for finding in check_env(words, episodes=6) if not finding.ok] == []
+
+
+def test_a_demonstration_has_the_results_of_the_calculator() -> None:
+    said = "8*18 = $<<8*18=144.00>>144.00, a third <<1/3=.33>>.33, <<560//10=56>>56 = 56, <<2+2= and << 1 >> x=y"
+    shown = "8*18 = $<<8*18=144>>144.00, a third <<1/3=1/3>>.33, <<560//10=error>>56 = 56, <<2+2=4>> and << 1 >> x=y"
+    assert demonstration(said, "<<", ">>") == shown
+    assert demonstration("[4 + 5 = 9 ] = 9", "[", "]", " ") == "[4 + 5 = 9 ] = 9"
+    assert demonstration(shown, "<<", ">>") == shown
+
+
+@pytest.mark.parametrize(("name", "args"), [("calculator", {}), ("stepwise", {"calculator": True})])
+@pytest.mark.parametrize(
+    ("split", "first", "changed"), [("test", 200, 8), pytest.param("train", None, 297, marks=pytest.mark.slow)]
+)
+def test_a_perfect_policy_solves_gsm8k_with_a_calculator(
+    name: str, args: dict[str, Any], split: str, first: int | None, changed: int, gsm8k_folder: Path
+) -> None:
+    task = make_task("gsm8k", gsm8k_folder, annotations=True, solution_style="hash", val_size=0)
+    env = make_env(name, task=task, **args)
+    prompts = env.prompts(split)[:first]
+    played = [play(env, prompt, lambda episode, _: episode.gold_action()) for prompt in prompts]
+    assert [prompt.id for prompt, steps in zip(prompts, played, strict=True) if steps[-1][1][1:3] != (1.0, True)] == []
+    assert sum(env.gold_completion(prompt) != prompt.solution for prompt in prompts) == changed  # 144.00 becomes 144
 
 
 def test_python_runs_apart_with_limits() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from assay.engine import Request, RequestError, make_engine
+from assay.bench import episodes as bench
+from assay.bench.episodes import Rounds
+from assay.engine import RequestError, make_engine
 from assay.engine.base import SamplingParams
 from assay.envs import Env, make_env
 from assay.mesh import Mesh
@@ -19,43 +21,15 @@ from assay.rewards import JudgePool
 from assay.rollout import Collector, Limits
 from assay.tasks import make_task
 from assay.text import Renderer, char_tokenizer, word_tokenizer
-from assay.types import Completion, Group, Rollout, Status
+from assay.types import Group, Rollout, Status
 
 PARAMS = SamplingParams(n=3, max_new_tokens=60)
 
 
-class Rounds:
-    """An engine that lets nobody go on before all have ended their turns."""
+class Chatter(bench.Chatter):
+    """Asks for more up to four times, whatever is said; actions of a random policy have many lengths."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine, self.max_length, self.max_batch = engine, engine.max_length, engine.max_batch
-        self.release = engine.release
-
-    def generate(self, requests: Sequence[Request], *, on_finish: Any, more: Any) -> list[list[Completion]]:
-        groups: list[list[Completion]] = []
-        while asked := more(True):
-            found = self.engine.generate(asked)
-            for index, group in enumerate(found, len(groups)):
-                for sample, completion in enumerate(group):
-                    on_finish(index, sample, completion)
-            groups += found
-        return groups
-
-
-class Chatter(Env):
-    """Asks for more, whatever is said; every third letter of the vocabulary ends an action, so lengths differ much."""
-
-    name = "chatter"
-    max_steps = 6
-    stop = tuple("adgjmpsvy")
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.steps, self.seed = 0, seed or 0
-        return f"begin {seed}", {}
-
-    def step(self, action: str) -> Any:
-        self.steps += 1
-        return "go on", 0.1, self.steps > self.seed % 5, False, {}
+    max_steps = 5
 
 
 def collector(env: Env, limits: Limits = Limits(step_tokens=24), length: int = 320, **options: Any) -> Collector:  # noqa: B008

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from processes import start
+from safetensors.torch import load_file
 from small_run import SmallRuns
 from torch import Tensor
 from train_parts import gradients_of, make_groups, tiny_decoder, weights_of
@@ -14,14 +17,19 @@ from assay.algos import make_algorithm
 from assay.algos.gae import gae
 from assay.algos.returns import token_rewards
 from assay.algos.reward_kl import log_ratios
-from assay.config import CriticConfig
+from assay.config import CriticConfig, TrainConfig
+from assay.mesh import Mesh, init_mesh
 from assay.models import Decoder
+from assay.models.collectives import whole
 from assay.runs.rollouts import read_rollouts
-from assay.train.critic import Critic, ValueModel
+from assay.train.critic import Critic, ValueModel, make_critic
 from assay.train.optim import make_adamw
 from assay.train.pack import Row, rows_of
+from assay.train.parallel import parallelise
 from assay.train.update import Updater
 from assay.types import Rollout
+
+TRUNKS = ("separate", "shared")
 
 
 def critic(token_budget: int = 10**6, policy: Decoder | None = None, **changes: object) -> Critic:
@@ -169,6 +177,70 @@ def test_a_shared_trunk_is_moved_by_the_policys_optimizer_alone() -> None:
     assert not weights_of(policy).equal(before[0])
 
 
+def trained_on(
+    mesh: Mesh, trunk: str, mode: str, folder: Path, source: Path
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Three steps of PPO: metrics, and weights of policy and critic.
+
+    After two the critic is saved in `folder`, and goes on as it lies in `source`.
+    """
+    policy, algo = tiny_decoder(), make_algorithm("ppo", updates=2)
+    cfg = TrainConfig.model_validate({"critic": {"trunk": trunk, "lr": 1e-2}, "train": {"token_budget": 40}})
+    cfg.parallel.mode = mode  # type: ignore[assignment]
+    own = make_critic(cfg, algo, policy, mesh, torch.float64)
+    assert own is not None
+    parallelise(policy, mesh, mode)
+    updater = Updater(policy, make_adamw(policy, 1e-2), critic=own if own.shared else None, token_budget=40, mesh=mesh)
+    own.start_from(policy)
+    found = []
+    for step in range(3):
+        groups = make_groups(tiny_decoder(), seed=step)
+        groups[2].rollouts[1].masked = True
+        algo.credit(groups)
+        found.append(own.credit(groups) | updater.update(groups, algo, 1e-2) | own.learn())
+        if step == 1:
+            own.save(folder)
+            own.optimizer.state.clear()
+            with torch.no_grad():
+                for weight in own.model.own_parameters().values():
+                    weight.zero_()
+            own.load(source)
+    weights = dict(policy.weights()) | {name: whole(weight) for name, weight in own.model.own_parameters().items()}
+    return found, {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def check_ranks(mesh: Mesh, folder: Path, layouts: Sequence[tuple[str, int]]) -> None:
+    for trunk in TRUNKS:
+        alone = folder / f"{trunk}-alone-{mesh.rank}"
+        alone.mkdir()
+        metrics, weights = trained_on(Mesh(), trunk, "ddp", alone, alone)
+        assert min(row["optim/grad_norm"] for row in metrics) > 0.1 and metrics[1] != metrics[2]
+        for mode, tp in layouts:
+            place = folder / f"{trunk}-{mode}-{tp}"
+            place.mkdir(exist_ok=True)
+            found, own = trained_on(init_mesh(tp), trunk, mode, place, alone)
+            for row, other in zip(found, metrics, strict=True):
+                assert row == pytest.approx(other, rel=0, abs=1e-9), (trunk, mode, tp)
+            assert largest_gap(own, weights) < 1e-9, (trunk, mode, tp)
+            mesh.barrier()
+            saved, expected = (load_file(where / "critic.safetensors") for where in (place, alone))
+            assert largest_gap(saved, expected) < 1e-9, (trunk, mode, tp)
+
+
+def largest_gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_two_ranks_are_one(tmp_path: Path) -> None:
+    start(2, check_ranks, tmp_path, [("ddp", 1), ("fsdp", 1)])
+
+
+@pytest.mark.slow
+def test_any_layout_is_one(tmp_path: Path) -> None:
+    start(4, check_ranks, tmp_path, [("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2)])
+
+
 def test_it_learns_what_answers_are_worth() -> None:
     own = critic(gae_lambda=1.0, clip=0.0, passes=1)
     groups = make_groups(tiny_decoder(), seed=2)
@@ -182,9 +254,6 @@ def test_it_learns_what_answers_are_worth() -> None:
 @pytest.fixture
 def small(tmp_path: Path, no_curves: None) -> SmallRuns:
     return SmallRuns(tmp_path)
-
-
-TRUNKS = ("separate", "shared")
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)

@@ -42,6 +42,11 @@ SEQUENCES = (  # ratios and corrections of whole answers, scores before the firs
     *("--algo.recipe", "gspo", "--algo.correction", "sequence_truncate", "--algo.updates", 2, "--algo.clip_low", 0.1),
     *("--algo.cov", "kl_cov", "--algo.cov_fraction", 0.1, "--train.token_budget", 40),
 )
+CRITIC = (
+    *("--algo.recipe", "ppo", "--critic.lr", 1e-3, "--algo.reward_kl_coef", 0.05, "--train.samples", 2),
+    *("--train.token_budget", 40, "--sft.steps", 1),
+)
+SHARED = (*CRITIC, "--critic.trunk", "shared")
 REWARD_KL = ("--algo.recipe", "reinforce_pp", "--algo.reward_kl_coef", 0.1, "--train.token_budget", 40)
 
 
@@ -60,9 +65,11 @@ def same_truth(small: SmallRuns, one: str, other: str) -> None:
         assert row == pytest.approx(own, rel=0, abs=1e-9)
     for step in range(1, STEPS + 1):
         assert tokens(small.runs / one, step) == tokens(small.runs / other, step)
-    first, second = (load_file(small.checkpoint(STEPS, name) / "model/model.safetensors") for name in (one, other))
-    assert first.keys() == second.keys()
-    assert all((first[key] - second[key]).abs().max() < 1e-9 for key in first)
+    for file in ("model/model.safetensors", "critic.safetensors"):
+        places = [small.checkpoint(STEPS, name) / file for name in (one, other)]
+        first, second = (load_file(place) if place.exists() else {} for place in places)
+        assert first.keys() == second.keys()
+        assert all((first[key] - second[key]).abs().max() < 1e-9 for key in first)
     clocks = ("run", "wall_s", "train_s", "sft")
     summaries = [{k: v for k, v in small.summary(name).items() if k not in clocks} for name in (one, other)]
     assert summaries[0] == summaries[1]
@@ -89,7 +96,10 @@ def test_a_grid_of_two_by_two_is_one_process(tmp_path: Path) -> None:
     assert len(list((small.checkpoint(STEPS, "grid") / "optimizer").iterdir())) == count
 
 
-KINDS = {"rich": RICH, "muon": MUON, "lora": LORA, "sequences": SEQUENCES, "reward-kl": REWARD_KL}
+KINDS = {
+    **{"rich": RICH, "muon": MUON, "lora": LORA, "sequences": SEQUENCES, "reward-kl": REWARD_KL},
+    **{"critic": CRITIC, "shared": SHARED},
+}
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +126,7 @@ def test_whole_runs_on_any_layout(rich: SmallRuns, layout: str) -> None:
     [
         *(("muon", "4 fsdp x tp"), ("muon", "2 ddp"), ("lora", "2 fsdp"), ("lora", "2 ddp")),
         *(("sequences", "2 fsdp"), ("sequences", "2 tp"), ("sequences", "4 fsdp x tp"), ("reward-kl", "2 fsdp")),
+        *((kind, layout) for kind in ("critic", "shared") for layout in ("2 ddp", "2 fsdp", "2 tp", "4 fsdp x tp")),
     ],
 )
 def test_other_kinds_of_runs(rich: SmallRuns, kind: str, layout: str) -> None:
@@ -135,11 +146,11 @@ def test_models_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rich", "lora"])
+@pytest.mark.parametrize("kind", ["rich", "lora", "critic"])
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(rich: SmallRuns, kind: str) -> None:
     """Saved on 4 (or 1), the newest checkpoint damaged: what step 3 left goes on as 2, as 1, and as 4 again."""
-    words = {"rich": RICH, "lora": LORA}[kind]
-    first = "4 fsdp x tp" if kind == "rich" else "4 fsdp"
+    words = KINDS[kind]
+    first = "4 fsdp" if kind == "lora" else "4 fsdp x tp"
     name = f"moving-{kind}"
     ended(rich.launch(LAYOUTS[first][0], "train", rich.config, *WORDS, *words, *LAYOUTS[first][1], "--name", name))
     for layout in ("2 ddp", "1", "4 fsdp"):

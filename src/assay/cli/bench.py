@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from assay.cli import bench_step
+from assay.cli import bench_episodes, bench_step
 from assay.cli.bench_rows import Job, add_output, measured, print_table, ratios_text
 from assay.runs.console import Console
 from assay.types import UserError
@@ -24,13 +24,15 @@ WITH_SETTINGS = ("recipes",)  # subcommands that `main` hands to a module of the
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="bench_command", required=True, metavar="engine|step|recipes")
+    commands = parser.add_subparsers(dest="bench_command", required=True, metavar="engine|step|episodes|recipes")
     engine = commands.add_parser("engine", help=HELP, description=HELP)
     add_workload(engine.add_argument_group("what is generated"))
     add_measurement(engine.add_argument_group("how it is measured"))
     output = add_output(engine, "JSON lines of another system's benchmark")
     output.add_argument("--first-token", action="store_true", help=argparse.SUPPRESS)
     bench_step.add_arguments(commands.add_parser("step", help=bench_step.HELP, description=bench_step.HELP))
+    episodes = commands.add_parser("episodes", help=bench_episodes.HELP, description=bench_episodes.HELP)
+    bench_episodes.add_arguments(episodes)
     commands.add_parser("recipes", help=RECIPES_HELP)
 
 
@@ -78,6 +80,8 @@ def add_measurement(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.bench_command == "step":
         return bench_step.run(args)
+    if args.bench_command == "episodes":
+        return bench_episodes.run(args)
     from assay.bench.engine import Options
 
     work = workload(args)

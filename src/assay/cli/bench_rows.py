@@ -17,9 +17,13 @@ Job = tuple[str, Callable[[], Rows]]  # what to say, and what to measure then
 
 def add_output(parser: argparse.ArgumentParser, peers: str) -> argparse._ArgumentGroup:
     output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="FILE", help="write the figures, or add them to those in FILE")
+    add_file(output)
     output.add_argument("--peer-rows", type=Path, metavar="FILE", help=peers)
     return output
+
+
+def add_file(output: argparse._ArgumentGroup) -> None:
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the figures, or add them to those in FILE")
 
 
 def measured(args: argparse.Namespace, peers: Rows, jobs: Sequence[Job], words: Sequence[str], smaller: str) -> Rows:
@@ -46,7 +50,7 @@ def measured(args: argparse.Namespace, peers: Rows, jobs: Sequence[Job], words: 
 
 
 def command(args: argparse.Namespace, words: Sequence[str]) -> str:
-    files = [("--peer-rows", args.peer_rows), ("--json", args.json)]
+    files = [("--peer-rows", getattr(args, "peer_rows", None)), ("--json", args.json)]
     named = [word for option, path in files if path is not None for word in (option, str(path))]
     return shlex.join(["assay", "bench", args.bench_command, *words, *named])
 

@@ -15,7 +15,7 @@ from assay.tasks import SPLITS, Task, make_task, overlap
 from assay.tasks.base import ALL, LazyPrompts, NoSuchSplit, is_gold, prompts_of, seeded_shuffle
 from assay.tasks.files import jsonl_text, write_atomically
 from assay.tasks.rows import prepared_row
-from assay.tasks.sources import MANIFEST
+from assay.tasks.sources import MANIFEST, manifest_of
 from assay.types import Prompt, UserError
 
 HELP = "prepare, show or check the problems of a task"
@@ -98,7 +98,7 @@ def run_prepare(args: argparse.Namespace) -> int:
         "task": task.name,
         "source": args.path or ("generated" if isinstance(task.prompts("train"), LazyPrompts) else "hub"),
         "seed": args.seed,
-        "args": task_arguments(args.arg),
+        "args": {**manifest_of(args.path).get("args", {}), **task_arguments(args.arg)},  # prepared again: those of both
         "judge": task.judge_kind,
         "extract": task.default_extract,
         "files": files,

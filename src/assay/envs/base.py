@@ -133,7 +133,7 @@ class TaskEnv(Env):
 
     def gold_action(self) -> str | None:
         """The rest of the worked solution, up to where an action ends."""
-        whole = self.task.gold_completion(self.prompt)
+        whole = self.gold_completion(self.prompt)
         return up_to_stop(whole.removeprefix(self.said), self.stop) if whole.startswith(self.said) else None
 
 

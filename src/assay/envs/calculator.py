@@ -6,7 +6,7 @@ from assay.envs.arithmetic import calculate, shown
 from assay.envs.base import Step, TaskEnv
 from assay.rewards import Unreadable
 from assay.tasks import Task
-from assay.types import UserError
+from assay.types import Prompt, UserError
 
 
 class Calculator(TaskEnv):
@@ -31,6 +31,9 @@ class Calculator(TaskEnv):
     def own_words(self) -> list[str]:
         return [self.before, self.after, "=", "error"]
 
+    def gold_completion(self, prompt: Prompt) -> str:
+        return demonstration(self.task.gold_completion(prompt), self.before, self.after, self.gap)
+
     def step(self, action: str) -> Step:
         self.said += action
         if self.stop[0] not in action:
@@ -50,6 +53,19 @@ def completed(said: str, before: str, after: str, gap: str = "") -> str:
     except Unreadable:
         result = "error"
     return f"{gap}{result}{gap}{after}"
+
+
+def demonstration(worked: str, before: str, after: str, gap: str = "") -> str:
+    """A worked solution with the results that the calculator gives: GSM8K's own says <<8*18=144.00>>, or rounds."""
+    said = ""
+    while "=" in worked:
+        written, _, worked = worked.partition("=")
+        said += f"{written}="
+        if result := completed(said, before, after, gap):
+            said += result
+            stated, closed, rest = worked.partition(after)
+            worked = rest if closed and before not in stated else worked
+    return said + worked
 
 
 def gap_of(task: Task) -> str:

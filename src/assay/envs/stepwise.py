@@ -7,10 +7,10 @@ from typing import Any
 
 from assay.envs.arithmetic import calculate
 from assay.envs.base import Info, Observation, Step, TaskEnv
-from assay.envs.calculator import completed, gap_of
+from assay.envs.calculator import completed, demonstration, gap_of
 from assay.rewards import Unreadable, extract
 from assay.tasks import Task
-from assay.types import UserError
+from assay.types import Prompt, UserError
 
 CALL = ("<<", "=", ">>")  # of the calculator: what opens a call, what asks for the result, what ends it
 TURNS = 8  # that a line with calls may take at most, on average: every "=" ends one
@@ -46,6 +46,10 @@ class Stepwise(TaskEnv):
 
     def own_words(self) -> list[str]:
         return [*CALL, "error"] if self.calculator else []
+
+    def gold_completion(self, prompt: Prompt) -> str:
+        worked = super().gold_completion(prompt)
+        return demonstration(worked, CALL[0], CALL[2], self.gap) if self.calculator else worked
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         self.lines, self.line = 0, ""

@@ -2,43 +2,62 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from assay.tasks.base import BOXED_INSTRUCTION, state_answer
-from assay.tasks.files import Row
-from assay.tasks.rows import RowTask, user_message
-from assay.tasks.sources import HubSource, open_source
+from assay.tasks.files import Row, listed
+from assay.tasks.rows import RowTask, is_prepared, user_message
+from assay.tasks.sources import MANIFEST, HubSource, manifest_of, open_source
 from assay.types import Prompt, UserError
 
 HUB_NAME = "openai/gsm8k"
 HUB = HubSource({split: (HUB_NAME, ("main",), split) for split in ("train", "test")})
 SOLUTION_STYLES = ("boxed", "hash")
+WORDING = {"instruction": BOXED_INSTRUCTION, "solution_style": "boxed", "annotations": False}  # unless others are given
 
 
 class GSM8K(RowTask):
-    """`path`: a folder with train.jsonl and test.jsonl, one JSONL file, or None for the Hugging Face hub."""
+    """`path`: a folder with train.jsonl and test.jsonl, one JSONL file, or None for the Hugging Face hub.
+
+    Prepared files have their wording already: what is None here is as it was when they were made.
+    """
 
     name = "gsm8k"
 
     def __init__(
         self,
         path: str | None = None,
-        instruction: str = BOXED_INSTRUCTION,
-        solution_style: str = "boxed",
-        annotations: bool = False,
+        instruction: str | None = None,
+        solution_style: str | None = None,
+        annotations: bool | None = None,
         val_size: int | None = None,
         seed: int = 0,
     ) -> None:
-        if solution_style not in SOLUTION_STYLES:
+        given = {"instruction": instruction, "solution_style": solution_style, "annotations": annotations}
+        self.given = {name: value for name, value in given.items() if value is not None}
+        if solution_style not in (None, *SOLUTION_STYLES):
             raise UserError(
                 f'gsm8k: solution_style must be one of {", ".join(SOLUTION_STYLES)}, not "{solution_style}"'
             )
         super().__init__(open_source(path, HUB, (HUB_NAME,)), val_size, seed)
-        self.instruction = instruction
-        self.annotations = annotations  # worked solutions keep GSM8K's <<48/2=24>>, which show how to call a calculator
-        self.default_extract = solution_style  # demonstrations and judge must agree on where the answer stands
+        self.manifest = manifest_of(path)
+        known = "extract" in self.manifest
+        wording = {**WORDING, **(prepared_wording(path, self.manifest, self.given) if known else self.given)}
+        self.instruction = wording["instruction"]
+        self.annotations = wording["annotations"]  # solutions keep GSM8K's <<48/2=24>>: how to call a calculator
+        self.default_extract = wording["solution_style"]  # demonstrations and judge must agree where the answer stands
+
+    def _convert(self, row: Row, origin: str) -> Prompt:
+        if self.given and not self.manifest and is_prepared(row):
+            raise UserError(
+                f"{row.where} was prepared, and without its {MANIFEST} nobody knows with which {listed(self.given)}: "
+                "put that file beside it, or leave these settings out"
+            )
+        return super()._convert(row, origin)
 
     def gold(self, row: Mapping[str, Any]) -> str:
         answer = str(row["answer"])
@@ -65,3 +84,16 @@ class GSM8K(RowTask):
             rationale = re.sub(r"<<[^<>]*>>", "", rationale)
         stated = state_answer(answer, self.default_extract)
         return f"{rationale}\n" + (stated if self.default_extract == "hash" else f"The final answer is {stated}.")
+
+
+def prepared_wording(path: str | None, manifest: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What prepared files were made with; asking for anything else is an error."""
+    made = {**WORDING, **manifest.get("args", {}), "solution_style": manifest["extract"]}
+    for name, value in given.items():
+        if value != made[name]:
+            again = f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+            raise UserError(
+                f"{path} was prepared with {name} = {made[name]!r}, not {value!r}: leave {name} out, "
+                f"or prepare it again with --arg {shlex.quote(again)}"
+            )
+    return {name: made[name] for name in WORDING}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from assay.rewards import FunctionJudge, Judge, load_object
 from assay.tasks.base import named_judge
-from assay.tasks.files import Row, parse_object, read_text
+from assay.tasks.files import Row
 from assay.tasks.rows import RowTask, prepared_row, read_messages, user_message
-from assay.tasks.sources import MANIFEST, ListSource, Source, open_source
+from assay.tasks.sources import ListSource, Source, manifest_of, open_source
 from assay.types import Prompt, UserError, Verdict
 
 QUESTION_COLUMNS = ("messages", "question", "prompt", "problem")
@@ -133,15 +132,3 @@ class Rows(OwnTask):
 
 def rows_of(rows: Iterable[Any]) -> list[Any]:
     return [prepared_row(row, row.question) if isinstance(row, Prompt) else row for row in rows]
-
-
-def manifest_of(path: str | None) -> dict[str, Any]:
-    """The manifest beside a prepared file or in a prepared folder; empty if there is none that names the file."""
-    if path is None:
-        return {}
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    if not (folder / MANIFEST).is_file():
-        return {}
-    manifest = parse_object(read_text(folder / MANIFEST), str(folder / MANIFEST))
-    prepared = folder == Path(path) or Path(path).name in manifest.get("files", {})
-    return manifest if prepared else {}

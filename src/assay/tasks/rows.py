@@ -40,7 +40,7 @@ class RowTask(Task):
         return self._cache[split]
 
     def _convert(self, row: Row, origin: str) -> Prompt:
-        return prepared_prompt(row) if "messages" in row.values and "id" in row.values else self.to_prompt(row, origin)
+        return prepared_prompt(row) if is_prepared(row) else self.to_prompt(row, origin)
 
     def _rows(self, split: str) -> list[tuple[Row, str]]:
         """Rows of a split with the name of the split that the source keeps them in, which their ids carry."""
@@ -83,6 +83,10 @@ class RowTask(Task):
                 f"{self.source.describe()} has no {split} split: add {split}.jsonl, or name one file as the path"
             )
         return rows
+
+
+def is_prepared(row: Row) -> bool:
+    return "messages" in row.values and "id" in row.values
 
 
 def prepared_prompt(row: Row) -> Prompt:

@@ -140,3 +140,15 @@ def open_source(path: str | None, hub: HubSource | None = None, hub_names: Seque
     raise UserError(
         f"there is no file or folder {path}: give a JSONL file, or a folder with train.jsonl and test.jsonl"
     )
+
+
+def manifest_of(path: str | None) -> dict[str, Any]:
+    """The manifest beside a prepared file or in a prepared folder; empty if there is none that names the file."""
+    if path is None:
+        return {}
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    if not (folder / MANIFEST).is_file():
+        return {}
+    manifest = parse_object(read_text(folder / MANIFEST), str(folder / MANIFEST))
+    prepared = folder == Path(path) or Path(path).name in manifest.get("files", {})
+    return manifest if prepared else {}

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from assay.algos import Algorithm
@@ -17,9 +18,13 @@ from assay.algos.returns import token_rewards
 from assay.config import CriticConfig, TrainConfig
 from assay.mesh import Mesh
 from assay.models import Decoder, PolicyModel
+from assay.models.collectives import gather_back, whole
 from assay.models.export import share
 from assay.models.logprobs import predictors
-from assay.train.pack import MicroBatch, Row, pack, split_rows
+from assay.train.optim import clip_gradients
+from assay.train.pack import MicroBatch, Row, pack, share_rows
+from assay.train.parallel import parallelise, sum_gradients
+from assay.train.shards import is_split, load_parts
 from assay.types import Group, Rollout, UserError
 
 FILE = "critic.safetensors"  # in a checkpoint: weights and moments
@@ -56,12 +61,16 @@ class Critic:
     cfg: CriticConfig
     token_budget: int
     dtype: torch.dtype = torch.float32
+    mesh: Mesh = field(default_factory=Mesh)  # every rank is handed all answers of a step, and takes its share
     lessons: list[tuple[Rollout, Row]] = field(default_factory=list)  # answers, and what they teach
 
     def __post_init__(self) -> None:
         fused = self.model.trunk.device.type in ("cuda", "cpu")
         own = self.model.own_parameters().values()
-        self.optimizer = torch.optim.AdamW(own, lr=self.cfg.lr, weight_decay=0.0, fused=fused)
+        # Weights in parts and whole ones cannot be moved in one go.
+        groups = [[p for p in own if hasattr(p, "to_local") is in_parts] for in_parts in (True, False)]
+        given = [{"params": group} for group in groups if group]
+        self.optimizer = torch.optim.AdamW(given, lr=self.cfg.lr, weight_decay=0.0, fused=fused)
 
     @property
     def shared(self) -> bool:
@@ -72,7 +81,9 @@ class Critic:
     def start_from(self, policy: PolicyModel) -> None:
         """The policy as reinforcement finds it."""
         if not self.shared:
-            self.model.trunk.load_state_dict(policy.state_dict())
+            gather_back(policy)
+            for own, weight in zip(self.model.trunk.parameters(), policy.parameters(), strict=True):
+                own.copy_(weight)
 
     def credit(self, groups: Sequence[Group], prices: Sequence[Sequence[float]] | None = None) -> dict[str, float]:
         """Advantages of tokens in place of those of answers, from rewards that have been set; whitened if so set.
@@ -102,15 +113,16 @@ class Critic:
         return {id(rollout): row for rollout, row in self.lessons}
 
     def values(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Of the state before each token that each row trains."""
+        """Of the state before each token that each row trains. Ranks share the work, and every one gets all of it."""
         places = {id(row): place for place, row in enumerate(rows)}
-        found: list[list[float]] = [[] for _ in rows]
+        found: dict[int, list[float]] = {}
         with torch.no_grad():
-            for part in split_rows(rows, self.token_budget, sharing=True):
+            for part in self._shares(rows):
                 split = self._values(self._packed(part)).cpu().split([row.count for row in part])
                 for row, values in zip(part, split, strict=True):
-                    found[places[id(row)]] = values.tolist()
-        return found
+                    found[places.get(id(row), -1)] = values.tolist()
+        every = {place: values for share in self.mesh.all_gather_objects(found) for place, values in share.items()}
+        return [every[place] for place in range(len(rows))]
 
     def loss(self, hidden: Tensor, part: MicroBatch) -> Tensor:
         """What it adds to the policy's loss of a micro-batch, weighted as that is; of the trunk's `hidden` states."""
@@ -119,9 +131,11 @@ class Critic:
         return self.cfg.coef * (part.weights * each).sum()
 
     def step(self, usable: bool = True) -> None:
-        """Move its own weights by their gradient, and forget that."""
-        if usable:
-            torch.nn.utils.clip_grad_norm_(self.model.own_parameters().values(), self.cfg.max_grad_norm)
+        """Move its own weights by their gradient, that of all ranks, and forget it."""
+        own = [weight for weight in self.model.own_parameters().values() if weight.grad is not None]
+        if usable and own:  # in a warm start nothing is asked of it
+            sum_gradients(own, self.mesh)
+            clip_gradients(own, self.cfg.max_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -133,34 +147,51 @@ class Critic:
         tokens = sum(row.count for row in rows)
         total = 0.0
         for _ in range(self.cfg.passes):
-            for part in map(self._packed, split_rows(rows, self.token_budget, sharing=True)):
+            for part in map(self._packed, self._shares(rows)):
                 assert part.values is not None and part.returns is not None
                 loss = value_loss(self._values(part), part.values, part.returns, self.cfg.clip).sum() / tokens
                 loss.backward()
                 total += float(loss.detach()) / self.cfg.passes
             self.step()
-        return {"critic/loss": total}
+        return {"critic/loss": sum(self.mesh.all_gather_objects(total)) / self.mesh.tp_size}
 
     def save(self, folder: Path) -> None:
-        save_file(dict(self._tensors()), folder / FILE)
-        share(folder / FILE)
+        """All ranks together: what lies in parts is gathered, and the main one writes it."""
+        gather_back(self.model)
+        gathered = ((name, whole(value.detach())) for name, value in self._tensors())
+        tensors = {name: value.cpu().contiguous() for name, value in gathered if self.mesh.is_main}
+        if self.mesh.is_main:
+            save_file(tensors, folder / FILE)
+            share(folder / FILE)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
+        """From whatever layout was saved."""
         if not (folder / FILE).exists():
             raise UserError(f"{folder} has no critic, for the run began without one: start a new run to use one")
-        saved = load_file(folder / FILE)
-        for name, weight in self.model.own_parameters().items():
-            weight.copy_(saved[name])
-            kinds = [key.partition("|")[2] for key in saved if key.startswith(f"{name}|")]
-            if kinds:
-                self.optimizer.state[weight] = {kind: saved[f"{name}|{kind}"].to(weight.device) for kind in kinds}
+        gather_back(self.model)
+        with safe_open(folder / FILE, "pt") as saved:
+            for name, weight in self.model.own_parameters().items():
+                kinds = [key.partition("|")[2] for key in saved.keys() if key.startswith(f"{name}|")]  # noqa: SIM118
+                if kinds:
+                    count = torch.zeros((), device=weight.device)  # of steps
+                    state = {kind: count.clone() if kind == "step" else torch.zeros_like(weight) for kind in kinds}
+                    self.optimizer.state[weight] = state
+            wanted = {name: value.detach() for name, value in self._tensors()}
+            if is_split(self.model):
+                load_parts(folder, wanted)
+                return
+            for name, value in wanted.items():
+                value.copy_(saved.get_tensor(name))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self.model.own_parameters().items():
-            yield name, weight.detach().contiguous()
+            yield name, weight
             for kind, value in self.optimizer.state.get(weight, {}).items():
-                yield f"{name}|{kind}", value.detach().contiguous()
+                yield f"{name}|{kind}", value
+
+    def _shares(self, rows: Sequence[Row]) -> list[list[Row]]:
+        return share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, sharing=True)
 
     def _packed(self, part: Sequence[Row]) -> MicroBatch:
         return pack(part, self.model.trunk.device, self.model.head.weight.dtype)
@@ -201,7 +232,6 @@ def make_critic(
         return None
     shared = cfg.critic.trunk == "shared"
     limits = {
-        f"{mesh.world} processes: start one": mesh.world > 1,
         "train.process = 'separate': leave it out": cfg.train.process == "separate",
         "adapters: set lora.rank = 0, or critic.trunk = 'shared'": policy.lora is not None and not shared,
         "models outside the Llama and Qwen families": not isinstance(policy, Decoder),
@@ -209,4 +239,7 @@ def make_critic(
     for limit in (limit for limit, there in limits.items() if there):
         raise UserError(f"a critic does not go with {limit}, or set algo.critic = false")
     assert isinstance(policy, Decoder)
-    return Critic(ValueModel(policy, shared), cfg.critic, cfg.train.token_budget, dtype)
+    model = ValueModel(policy, shared)
+    if not shared:
+        parallelise(model.trunk, mesh, cfg.parallel.mode, dtype)
+    return Critic(model, cfg.critic, cfg.train.token_budget, dtype, mesh)
