@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
+
+T = TypeVar("T")
 
 
 class UserError(ValueError):
@@ -110,17 +112,17 @@ class Rollout:
 
     @property
     def token_ids(self) -> list[int]:
-        return [t for turn in self.turns for t in (*turn.context_ids, *turn.completion.token_ids)]
+        return turn_by_turn((turn.context_ids, turn.completion.token_ids) for turn in self.turns)
 
     @property
     def loss_mask(self) -> list[int]:
         """1 for each token that the policy sampled, 0 for what it was given."""
-        return [m for turn in self.turns for m in ([0] * len(turn.context_ids) + [1] * len(turn.completion.token_ids))]
+        return turn_by_turn(([0] * len(turn.context_ids), [1] * len(turn.completion.token_ids)) for turn in self.turns)
 
     @property
     def engine_logprobs(self) -> list[float]:
         """Aligned with `token_ids`; 0 where the loss mask is 0."""
-        return [p for turn in self.turns for p in ([0.0] * len(turn.context_ids) + turn.completion.engine_logprobs)]
+        return turn_by_turn(([0.0] * len(turn.context_ids), turn.completion.engine_logprobs) for turn in self.turns)
 
     @property
     def length(self) -> int:
@@ -148,3 +150,12 @@ class Group:
     @property
     def rewards(self) -> list[float]:
         return [rollout.reward for rollout in self.rollouts]
+
+
+def turn_by_turn(turns: Iterable[tuple[list[T], list[T]]]) -> list[T]:
+    """What was given and what was written, turn after turn. Lists are copied whole: a step has 100,000s of tokens."""
+    found: list[T] = []
+    for given, written in turns:
+        found += given
+        found += written
+    return found

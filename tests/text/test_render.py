@@ -121,6 +121,18 @@ def test_bos_is_there_once_where_it_is_expected(form: str, adds_bos: bool) -> No
     assert 1 not in Renderer(tokenizer, style="raw", add_bos=False).prompt_ids(PROMPT)
 
 
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("form", ["llama3", "chatml"])
+def test_many_at_once_are_as_one_by_one(form: str, adds_bos: bool) -> None:
+    prompts = [PROMPT, Prompt("other", ({"role": "user", "content": "1 + 1?"},), answer="2")]
+    for style in ("chat", "raw"):
+        renderer = Renderer(tokenizer_for(form, adds_bos), style=style)
+        assert renderer.all_prompt_ids(prompts) == [*map(renderer.prompt_ids, prompts)]
+        end = renderer.stop_token_ids[0]
+        answers = [[*renderer.tokenizer.encode("5"), end, end], [end, *renderer.tokenizer.encode("6")], [], [end]]
+        assert renderer.decode_all(answers) == [*map(renderer.decode, answers)] == ["5", "6", "", ""]
+
+
 def test_system_prompts() -> None:
     tokenizer = FORMS["chatml"]
     assert "system\nBe brief.<|im_end|>" in Renderer(tokenizer).prompt_text(PROMPT)  # the template's default

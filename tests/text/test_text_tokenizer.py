@@ -63,6 +63,17 @@ def test_encoding_survives_lone_surrogates_but_not_other_types() -> None:
         tokenizer.encode(7)  # type: ignore[arg-type]
 
 
+def test_many_at_once_are_as_one_by_one() -> None:
+    tokenizer = Tokenizer(byte_level())
+    texts = ["1 €", "", "a<|im_end|>b", " do n't  stop , now ! "]
+    ids = [*map(tokenizer.encode, texts)]
+    assert tokenizer.encode_all(texts) == ids
+    assert tokenizer.encode_all([*texts, "\ud800"]) == [*ids, tokenizer.encode("\ud800")]
+    assert tokenizer.encode_all([]) == tokenizer.decode_all([]) == []
+    lists = [*ids, ids[0][:-1], [*ids[0], 0, tokenizer.vocab_size + 100]]
+    assert tokenizer.decode_all(lists) == [*map(tokenizer.decode, lists)]
+
+
 def test_truncation_and_padding_in_a_file_are_not_obeyed(tmp_path) -> None:
     hf = byte_level()
     hf.backend_tokenizer.enable_truncation(3)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from assay.rewards.limits import MAX_ANSWER_CHARS, MAX_DIGITS, MAX_EXPONENT, Unreadable
 
+REMEMBERED = 1024  # texts: all samples of a prompt have one gold answer, and few different answers
 _LOOKALIKES = str.maketrans(
     dict.fromkeys("\u2212\u2013\u2014\u2010\u2011\ufe63\uff0d", "-")
     | dict.fromkeys("\u00a0\u2007\u2009\u200a\u202f\u2002\u2003\u3000\t\n\r\f\v", " ")
@@ -117,6 +119,7 @@ class Quantity:
         return self.value == gold.value * 100 if self.percent else self.value * 100 == gold.value
 
 
+@lru_cache(REMEMBERED)
 def tidy(text: str) -> str:
     """The same answer without what only concerns its looks: delimiters, spacing commands, font wrappers, lookalikes."""
     text = text.translate(_LOOKALIKES)
@@ -147,6 +150,7 @@ def _unwrap(text: str) -> str:
     return text
 
 
+@lru_cache(REMEMBERED)
 def read_quantity(text: str) -> Quantity | None:
     """The number that a tidied text is, with its unit; None if it is something else; Unreadable if it is too much."""
     if len(text) > MAX_ANSWER_CHARS:

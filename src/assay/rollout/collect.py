@@ -16,7 +16,7 @@ from assay.rewards import JudgePool, check_verdicts
 from assay.rollout.episodes import Limits, Player, as_group
 from assay.rollout.seeding import request_seed
 from assay.text import Renderer
-from assay.types import Completion, Group, Prompt, Rollout, Turn, UserError
+from assay.types import Group, Prompt, Rollout, Turn, UserError
 
 T = TypeVar("T")
 STEP_THREADS = 8  # that slow environments are stepped in
@@ -62,7 +62,7 @@ class Collector:
             stop_token_ids=(*params.stop_token_ids, *self.renderer.stop_token_ids),
             stop=(*params.stop, *self.renderer.stop, *(self.env.stop if self.env else ())),
         )
-        contexts = [self.renderer.prompt_ids(prompt) for prompt in prompts]
+        contexts = self.renderer.all_prompt_ids(prompts)
         self.check_lengths(prompts, contexts)
         asked = []
         for prompt, ids in zip(prompts, contexts, strict=True):
@@ -100,10 +100,12 @@ class Collector:
         answers = self.engine.generate([request for _, request in asked], on_token)
         if self.mesh.tp_rank:
             return []  # the first rank of those that hold a model together speaks for it
+        texts = iter(self.renderer.decode_all([c.token_ids for completions in answers for c in completions]))
         groups = []
         for (prompt, request), completions in zip(asked, answers, strict=True):
             context = list(request.prompt_ids)
-            groups.append(Group(prompt, [self._rollout(prompt, i, context, c) for i, c in enumerate(completions)]))
+            turns = [Turn(context, completion, next(texts)) for completion in completions]
+            groups.append(Group(prompt, [Rollout(prompt, sample, [turn]) for sample, turn in enumerate(turns)]))
         generated = time.perf_counter()
         self._judge([rollout for group in groups for rollout in group.rollouts])
         self._count(started, generated)
@@ -129,10 +131,6 @@ class Collector:
     def _count(self, started: float, generated: float) -> None:
         for part, spent in (("generate", generated - started), ("judge", time.perf_counter() - generated)):
             self.seconds[part] = self.seconds.get(part, 0.0) + spent
-
-    def _rollout(self, prompt: Prompt, sample: int, context: list[int], completion: Completion) -> Rollout:
-        text = self.renderer.decode(completion.token_ids)
-        return Rollout(prompt, sample, [Turn(context, completion, text)])
 
     def _judge(self, rollouts: Sequence[Rollout]) -> None:
         verdicts = self.judge.judge([(r.text, r.prompt.answer, r.prompt.fields) for r in rollouts])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,42 +173,45 @@ def _turn_line(turn: Turn) -> dict[str, Any]:
 
 def _arrays(groups: Sequence[Group], trainer_logprobs: Sequence[Sequence[float]] | None) -> dict[str, np.ndarray]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
     lengths = [sum(len(turn.context_ids) + len(turn.completion.token_ids) for turn in r.turns) for r in rollouts]
+    parts = [part for turn in turns for part in (turn.context_ids, turn.completion.token_ids)]
+    mask = np.tile(np.array([0, 1], dtype=np.uint8), len(turns)).repeat(np.fromiter(map(len, parts), np.int64))
     arrays: dict[str, np.ndarray] = {
-        "token_ids": np.array([token for rollout in rollouts for token in rollout.token_ids], dtype=np.int32),
-        "loss_mask": np.array([flag for rollout in rollouts for flag in rollout.loss_mask], dtype=np.uint8),
-        "engine_logprobs": _floats([value for rollout in rollouts for value in rollout.engine_logprobs]),
-        "sampling_logprobs": _floats([value for rollout in rollouts for value in _sampling_logprobs(rollout)]),
+        "token_ids": np.fromiter(chain.from_iterable(parts), np.int32, len(mask)),
+        "loss_mask": mask,
+        "engine_logprobs": _of_written([turn.completion.engine_logprobs for turn in turns], mask),
+        "sampling_logprobs": _of_written([turn.completion.sampling_logprobs for turn in turns], mask),
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
         "advantages": _floats([rollout.advantage for rollout in rollouts]),
     }
     if any(rollout.token_advantages is not None for rollout in rollouts):
-        arrays["token_advantages"] = _floats([value for rollout in rollouts for value in _token_advantages(rollout)])
+        arrays["token_advantages"] = _of_written([_token_advantages(rollout) for rollout in rollouts], mask)
     if trainer_logprobs is not None:
         assert [len(values) for values in trainer_logprobs] == lengths, "one log-probability for each token"
-        arrays["trainer_logprobs"] = _floats([value for values in trainer_logprobs for value in values])
+        arrays["trainer_logprobs"] = _floats(chain.from_iterable(trainer_logprobs))
     return arrays
 
 
-def _floats(values: Sequence[float]) -> np.ndarray:
+def _of_written(values: Sequence[Sequence[float]], mask: np.ndarray) -> np.ndarray:
+    """Values of the tokens that the policy wrote, aligned with all token ids; 0 for what it was given."""
+    written = _floats(chain.from_iterable(values))
+    aligned = np.zeros(len(mask), written.dtype)
+    aligned[mask == 1] = written
+    return aligned
+
+
+def _floats(values: Iterable[float]) -> np.ndarray:
     """float32 where that loses nothing, as with what an engine gives; float64 for the rest."""
-    exact = np.array(values, dtype=np.float64)
+    exact = np.fromiter(values, np.float64)
     with np.errstate(over="ignore"):
         short = exact.astype(np.float32)
     return short if np.array_equal(short, exact, equal_nan=True) else exact
 
 
-def _sampling_logprobs(rollout: Rollout) -> list[float]:
-    """Aligned with the token ids; 0 for what the policy was given."""
-    return [
-        value for turn in rollout.turns for value in ([0.0] * len(turn.context_ids) + turn.completion.sampling_logprobs)
-    ]
-
-
 def _token_advantages(rollout: Rollout) -> list[float]:
-    """Aligned with the token ids; 0 for what the policy was given."""
-    own = iter(rollout.token_advantages or [rollout.advantage] * rollout.length)
-    return [next(own) if written else 0.0 for written in rollout.loss_mask]
+    own = rollout.token_advantages
+    return [rollout.advantage] * rollout.length if own is None else own
 
 
 def _read_prompt(line: dict[str, Any]) -> Prompt:

@@ -74,6 +74,11 @@ class Renderer:
         """What the model is asked, as token ids; the whole text is tokenised at once."""
         return self._with_bos(self.tokenizer.encode(self.prompt_text(prompt)))
 
+    def all_prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """`prompt_ids` of each, faster."""
+        texts = [self.prompt_text(prompt) for prompt in prompts]
+        return [self._with_bos(ids) for ids in self.tokenizer.encode_all(texts)]
+
     def example(self, prompt: Prompt, completion: str) -> tuple[list[int], list[int]]:
         """Ids and loss mask for supervised training: 0 on the prompt, 1 on the completion and its one end token.
 
@@ -130,6 +135,10 @@ class Renderer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a completion, without its end token and other special tokens."""
         return self.tokenizer.decode(self._without_end(ids))
+
+    def decode_all(self, completions: Sequence[Sequence[int]]) -> list[str]:
+        """`decode` of each, faster."""
+        return self.tokenizer.decode_all([self._without_end(ids) for ids in completions])
 
     def _conversation(self, prompt: Prompt) -> list[Message]:
         messages: list[Message] = list(prompt.messages)

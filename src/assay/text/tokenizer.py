@@ -48,9 +48,20 @@ class Tokenizer:
             readable = text.encode("utf-8", "replace").decode("utf-8")
             return list(self._backend.encode(readable, add_special_tokens=False).ids)
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each, in as many threads as there are cores."""
+        try:
+            return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        except TypeError:  # one of them is not UTF-8
+            return [self.encode(text) for text in texts]
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of some ids. Broken UTF-8 becomes U+FFFD; ids beyond the vocabulary (padding rows) are nothing."""
         return self._backend.decode([int(index) for index in ids], skip_special_tokens=skip_special)
+
+    def decode_all(self, lists: Sequence[Sequence[int]]) -> list[str]:
+        """`decode` of each, in as many threads as there are cores."""
+        return self._backend.decode_batch(lists, skip_special_tokens=True)
 
     def is_part_of(self, other: Tokenizer) -> bool:
         """Whether the other one knows each of its tokens, by the same id."""

@@ -29,7 +29,7 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), mesh, time.perf_counter())
     with parts.collector.judge as judge:
         prompts = parts.stream.next(min(cfg.train.prompts, 64))
-        lengths = [len(parts.collector.renderer.prompt_ids(prompt)) for prompt in prompts]
+        lengths = [*map(len, parts.collector.renderer.all_prompt_ids(prompts))]
         longest, limit = max(lengths), parts.collector.engine.max_length
         yield f"task {cfg.task.name}: {len(parts.stream.prompts):,} train problems; {parts.total_steps} steps"
         new = cfg.sampling.max_new_tokens

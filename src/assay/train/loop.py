@@ -6,11 +6,13 @@ import time
 from typing import Any
 
 from assay.train.adapt import remember
+from assay.train.garbage import seldom_collected
 from assay.train.learn import credit, learn, recall
 from assay.train.stages import Parts, begin, close, count_faults, describe, done, finish, sample
 from assay.train.stages import keep_rollouts as keep
 
 
+@seldom_collected()
 def train(parts: Parts) -> dict[str, Any]:
     """Warm start, before, the loop, after. Returns the summary that it wrote."""
     state = parts.state

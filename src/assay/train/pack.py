@@ -39,7 +39,7 @@ class Row:
     @cached_property
     def prompt(self) -> tuple[int, ...]:
         """The tokens before the first that is trained."""
-        return tuple(self.ids[: self.trained.index(1)]) if 1 in self.trained else tuple(self.ids)
+        return tuple(self.ids[: self.trained.index(1)] if self.count else self.ids)
 
     @cached_property
     def count(self) -> int:
@@ -58,9 +58,9 @@ class Row:
         return [logprob for logprob, trained in zip(self.behaviour_logprobs, self.trained, strict=True) if trained]
 
     @classmethod
-    def of(cls, rollout: Rollout) -> Row:
+    def of(cls, rollout: Rollout, weight: float = 0.0) -> Row:
         known = rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, rollout.advantage
-        return cls(*known, weight=0.0, advantages=rollout.token_advantages)
+        return cls(*known, weight, advantages=rollout.token_advantages)
 
 
 @dataclass
@@ -92,12 +92,12 @@ def rows_of(groups: Sequence[Group], algo: Algorithm, known: Mapping[int, Row] |
     known = known or {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([0 if rollout.masked else rollout.length for rollout in rollouts])
-    weights = algo.token_weights(lengths).tolist()
-    return [
-        replace(known.get(id(rollout)) or Row.of(rollout), weight=weight)
-        for rollout, weight in zip(rollouts, weights, strict=True)
-        if not rollout.masked and (rollout.learns or algo.needs_every_answer)
-    ]
+    rows = []
+    for rollout, weight in zip(rollouts, algo.token_weights(lengths).tolist(), strict=True):
+        if not rollout.masked and (rollout.learns or algo.needs_every_answer):
+            row = known.get(id(rollout))
+            rows.append(replace(row, weight=weight) if row else Row.of(rollout, weight))
+    return rows
 
 
 def split_rows(rows: Sequence[Row], token_budget: int, sharing: bool = False) -> Iterator[list[Row]]:
@@ -123,9 +123,8 @@ def split_rows(rows: Sequence[Row], token_budget: int, sharing: bool = False) ->
 def by_prompt(rows: Sequence[Row]) -> list[Row]:
     """Prompts in the order in which they come first, and the shortest answers to each first."""
     first: dict[tuple[int, ...], int] = {}
-    for row in rows:
-        first.setdefault(row.prompt, len(first))
-    return sorted(rows, key=lambda row: (first[row.prompt], len(row.ids)))
+    places = [(first.setdefault(row.prompt, len(first)), len(row.ids)) for row in rows]
+    return [row for _, row in sorted(zip(places, rows, strict=True), key=lambda placed: placed[0])]
 
 
 def share_rows(
@@ -179,7 +178,8 @@ def shared_tokens(rows: Sequence[Row]) -> list[int]:
 
 def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = torch.float32) -> MicroBatch:
     device = torch.device(device)
-    trained = torch.from_numpy(joined([row.trained for row in rows], np.int64)).bool()
+    marks = b"".join(bytes(row.trained) for row in rows)  # a third of the time that numbers take
+    trained = torch.from_numpy(np.frombuffer(marks, np.uint8).astype(bool))
     counts = torch.tensor([row.count for row in rows])
     behaviour = torch.from_numpy(joined([row.behaviour_logprobs for row in rows], np.float64))[trained]
 

@@ -195,6 +195,7 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
     statuses = Counter(str(r.verdict.status) for r in answers if r.verdict)
     mean = sum(r.reward for r in answers) / count
     written = [turn.completion for r in answers for turn in r.turns]
+    lengths = [r.length for r in answers]
     greedy = [group.baseline for group in groups if group.baseline is not None]
     return {
         "reward/mean": mean,
@@ -203,11 +204,11 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
         "groups/zero_variance": sum(len(set(group.rewards)) == 1 for group in every) / len(every),
         "groups/dropped": float(len(dropped)),
         "turns/mean": sum(len(r.turns) for r in answers) / count,
-        "length/mean": sum(r.length for r in answers) / count,
-        "length/max": float(max(r.length for r in answers)),
+        "length/mean": sum(lengths) / count,
+        "length/max": float(max(lengths)),
         "length/truncated": sum(r.truncated for r in answers) / count,
         "sampling/kept_mass": sum(c.kept_mass for c in written) / len(written),
-        "sampling/entropy": sum(c.entropy * len(c.token_ids) for c in written) / sum(len(c.token_ids) for c in written),
+        "sampling/entropy": sum(c.entropy * len(c.token_ids) for c in written) / sum(lengths),
         **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
         **({"reward/greedy": sum(greedy) / len(greedy)} if greedy else {}),
     }

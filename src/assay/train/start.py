@@ -198,7 +198,7 @@ def probe(judge: JudgePool, prompt: Prompt) -> Verdict:
 def check_room(collector: Collector, prompts: Sequence[Prompt]) -> None:
     """A prompt that fills the context is told now, not when it is drawn; of an endless split the first few are read."""
     some = prompts[: READ_FIRST if isinstance(prompts, LazyPrompts) else READ_AT_MOST]
-    collector.check_lengths(some, [collector.renderer.prompt_ids(prompt) for prompt in some])
+    collector.check_lengths(some, collector.renderer.all_prompt_ids(some))
 
 
 def total_steps(cfg: TrainConfig, prompts: int) -> int:
