@@ -29,6 +29,7 @@ from assay.train import checkpoint, setup
 from assay.train.apart import Apart, home_of_policy
 from assay.train.critic import make_critic
 from assay.train.data import PromptStream
+from assay.train.idle import idle_settings
 from assay.train.optim import make_optimizer
 from assay.train.parallel import parallelise
 from assay.train.reference import load_reference
@@ -108,6 +109,8 @@ def assemble(
     check_name(cfg.name or "run")
     home = home_of_policy(cfg, mesh)
     algo = setup.build_algorithm(cfg)
+    for warning in idle_settings(cfg, algo):
+        console.warn(warning)
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task = setup.build_problems(cfg.task, cfg.env)
     train = setup.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
