@@ -50,6 +50,7 @@ def new_run(cfg: TrainConfig, console: Console) -> Parts:
     parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), mesh, clock)
     if parts.algo.needs_reference:
         load_reference(parts.updater, cfg, parts.tokenizer)
+    inherit_replay(parts)
     mesh.barrier()  # a rank that cannot begin ends them all before there is a run
     if mesh.is_main:
         parts.run = Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg))
@@ -92,6 +93,8 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
         sync_weights(parts.updater.policy, parts.collector.engine, version=step)
         parts.stream.cursor = parts.state.cursor
         parts.clock -= parts.state.wall_s
+    else:
+        inherit_replay(parts)
     mesh.barrier()
     if mesh.is_main:
         run.cut_back(-1 if step is None else step)  # last: a resume that fails leaves the run as it was
@@ -99,6 +102,13 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
             checkpoints.set_best(run.path, **parts.state.best)
         parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, run)
     return parts
+
+
+def inherit_replay(parts: Parts) -> None:
+    """What a run that has no checkpoint yet begins with."""
+    if parts.replay is not None and parts.cfg.replay.load:
+        folder, vocab_size = parts.cfg.replay.load, parts.updater.policy.vocab_size
+        parts.replay.inherit(folder, vocab_size, parts.collector.renderer.decode)
 
 
 def assemble(
