@@ -73,6 +73,10 @@ class Env(Task, ABC):
         """Another one like this, to play an episode of its own. What was made once, by `__init__`, is shared."""
         return copy.copy(self)
 
+    def alone(self) -> Self:
+        """Another one like this, to be played without a run: it leaves no answer to a run's judge."""
+        return self.fresh()
+
     def start(self, prompt: Prompt) -> tuple[Observation, Info]:
         """Begin the episode of a prompt. What the policy reads is the prompt's: it must be what `reset` says again."""
         observation, info = safe_reset(self, prompt.fields.get(SEED), {"prompt": prompt})
@@ -119,6 +123,11 @@ class TaskEnv(Env):
 
     def gold_completion(self, prompt: Prompt) -> str:
         return self.task.gold_completion(prompt)
+
+    def alone(self) -> Self:
+        found = self.fresh()
+        found.deferred = False
+        return found
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         given = (options or {}).get("prompt")
