@@ -1,9 +1,4 @@
-"""A training loop of one's own: policy, replay buffer, and `train` as a textbook has it.
-
-A minute or two on one CPU core, from the root of the repository: python examples/own_loop.py
-"""
-
-from __future__ import annotations
+"""A loop of one's own, with replay. A minute or two, from the root of the repository: python examples/own_loop.py"""
 
 from assay.api import Algorithm
 
@@ -11,17 +6,12 @@ SETTINGS = {
     "model": "preset:nano",  # 0.25M weights, fresh
     "task": "examples/my_task.py:SortLetters",
     "algo.recipe": "dr_grpo",  # credit and loss; its ratio corrects for what an older policy has sampled
-    "sft.steps": 50,
-    "sft.batch": 32,
-    "sft.lr": 3e-3,
+    "sft": {"steps": 50, "batch": 32, "lr": 3e-3},
     "sampling.max_new_tokens": 8,
     "train.steps": 40,
-    "optim.lr": 5e-4,
-    "optim.warmup": 5,
-    "eval.samples": 4,
-    "eval.temperature": 1.0,
-    "replay.capacity": 64,
-    "replay.max_staleness": 4,
+    "optim": {"lr": 5e-4, "warmup": 5},
+    "eval": {"samples": 4, "temperature": 1.0},
+    "replay": {"capacity": 64, "max_staleness": 4},
 }
 
 
@@ -42,6 +32,7 @@ if __name__ == "__main__":
     algorithm = Replayed(settings=SETTINGS)
     summary = algorithm.run()
     print(algorithm.buffer.summary(algorithm.step))
+    algorithm.buffer.save("runs/own_loop_buffer")  # for ReplayBuffer.load, or replay.load of another run
     state = algorithm.states(1)[0]
     print(state.question, "->", algorithm.policy.get_action(state, greedy=True).text)
     print(f"accuracy {summary['before']['accuracy']:.3f} -> {summary['after']['accuracy']:.3f}")

@@ -120,4 +120,56 @@ def test_the_example_learns_and_replays(tmp_path: Path, monkeypatch: pytest.Monk
     summary = algorithm.run()
     assert summary["steps"] == 3 and summary["after"]["n"] == 20
     assert len(algorithm.buffer) == 48 and "version 2: 16 groups" in algorithm.buffer.summary(3)
-    assert len((ROOT / "examples" / "own_loop.py").read_text().splitlines()) < 50
+    assert len((ROOT / "examples" / "own_loop.py").read_text().splitlines()) <= 40
+
+
+def test_the_classic_loop_plays_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("assay.train.stages.draw_curves", lambda path: None)
+    example = runpy.run_path(str(ROOT / "examples" / "classic_loop.py"))
+    short = {"train.steps": 2, "eval.final_examples": 20, "eval.examples": 5, "runs_dir": str(tmp_path)}
+    algorithm = example["Classic"](settings={**example["SETTINGS"], **short}, quiet=True)
+    assert algorithm.run()["steps"] == 2
+    groups = read_rollouts(algorithm.parts.run.path, 1)
+    actions = [rollout for group in groups for rollout in group.rollouts]
+    assert 16 <= len(actions) <= 32 and {action.length for action in actions} == {1}  # one or two tries of a token
+    second = [action for action in actions if len(action.prompt.messages) == 3]
+    assert all(action.prompt.messages[1]["role"] == "assistant" for action in second) and second
+    assert {round(action.reward, 9) for action in actions} <= {0.0, 0.9, 1.0}
+    assert len((ROOT / "examples" / "classic_loop.py").read_text().splitlines()) <= 40
+
+
+class Lines(Algorithm):
+    def train(self) -> None:
+        pass
+
+
+def test_an_action_ends_where_the_environment_says(small: SmallRuns) -> None:
+    words = {"runs_dir": str(small.runs), "sampling.max_new_tokens": 60, "env.max_tokens": 9}
+    algorithm = Lines(small.config, {**words, "env": "stepwise", "env.args.separator": ";"}, quiet=True)
+    state = algorithm.states(1)[0]
+    texts = [algorithm.policy.get_action(state) for _ in range(60)]
+    assert max(action.length for action in texts) == 9
+    assert any(";" in action.text for action in texts)
+    assert all(";" not in action.text[:-1] for action in texts)
+    with pytest.raises(UserError, match="goes on within a reply"):
+        algorithm.env()
+    single = Lines(small.config, {**words, "env": "single", "name": "one"}, quiet=True).env()
+    single.start(state)
+    assert "verdict" in single.step("no idea")[4]  # it does not wait for a run's judge
+    with pytest.raises(UserError, match="has no environment"):
+        Lines(small.config, {"runs_dir": str(small.runs), "name": "two"}, quiet=True).env()
+
+
+def test_an_answer_without_a_verdict_gets_no_credit(small: SmallRuns) -> None:
+    algorithm = Lines(small.config, {"runs_dir": str(small.runs), "algo.recipe": "reinforce"}, quiet=True)
+    state = algorithm.states(1)[0]
+    groups = [Group(state, [algorithm.policy.get_action(state)]) for _ in range(2)]
+    with pytest.raises(UserError, match=r"call judge\(answers\), or reward"):
+        algorithm.credit(groups)
+    for group, value in zip(groups, (0.25, 0.75), strict=True):
+        algorithm.reward(group.rollouts[0], value)
+    algorithm.credit(groups)
+    assert [r.advantage for group in groups for r in group.rollouts] == [-0.25, 0.25]
+    groups[0].rollouts[0].turns[0].completion.version = 7  # of another run, further on than this one
+    with pytest.raises(UserError, match="cannot be replayed"):
+        algorithm.learn(groups)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from assay.algos.recipes import RECIPES
 from assay.cli.main import COMMANDS, Parser, find_module, main, split_words
 from assay.config import TrainConfig
 from assay.settings import load_settings, parse_overrides
@@ -102,6 +103,18 @@ def test_paths_exist(item: tuple[Path, str]) -> None:
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.toml")), ids=lambda file: file.name)
 def test_example_configs_load(file: Path) -> None:
     load_settings(TrainConfig, file, {})
+
+
+SECTIONS = {"dr_grpo": "Dr. GRPO", "ppo": "A critic (PPO)", "reinforce_pp": "REINFORCE++", "remax": "ReMax"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_recipe_has_a_section(recipe: str) -> None:
+    """What it starts from and where that comes from, when to use it, and which metrics to watch."""
+    parts = re.split(r"^##+ ", (ROOT / "docs" / "algorithms.md").read_text(), flags=re.MULTILINE)
+    heading = SECTIONS.get(recipe, recipe)
+    (section,) = [part for part in parts if part.splitlines()[0].lower() == heading.lower()]
+    assert all(f"**{word}**" in section for word in ("Defaults", "When", "Watch"))
 
 
 def test_the_row_mapping_gives_problems(

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
         *("types", "config", "settings", "mesh", "rewards", "tasks", "envs", "text", "models", "algos", "engine"),
         *("rollout", "evals", "runs"),
     },
-    "api": {"types", "config", "settings", "engine", "rollout", "runs", "train"},
+    "api": {"types", "config", "settings", "envs", "engine", "rollout", "runs", "train"},
     "bench": {
         *("types", "config", "rewards", "envs", "text", "models", "algos", "engine", "rollout", "evals", "runs"),
         "train",

@@ -17,6 +17,7 @@ from typing import Any
 
 from assay.config import TrainConfig
 from assay.engine.base import Request
+from assay.envs import Env
 from assay.rollout.collect import request_seed
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
@@ -26,8 +27,8 @@ from assay.settings import load_settings
 from assay.train import adapt, checkpoint, learn, stages
 from assay.train.replay import ReplayBuffer, version_of
 from assay.train.setup import check_replays
-from assay.train.start import new_run, resume_run
-from assay.types import Group, Message, Prompt, Rollout, Turn, UserError, Verdict
+from assay.train.start import inherit_replay, new_run, resume_run
+from assay.types import Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 __all__ = ["Algorithm", "Policy", "ReplayBuffer"]
 
@@ -48,19 +49,23 @@ class Policy:
         return self._parts.state.step
 
     def get_action(self, state: State, greedy: bool = False) -> Rollout:
-        """One answer, not judged: `text` is what it wrote. Asked again within a step, it draws another one."""
+        """One answer, not judged: `text` is what it wrote. Asked again within a step, it draws another one.
+
+        In an environment it ends where an action does: at `env.max_tokens`, or a stop string of the environment's.
+        """
         parts, prompt = self._parts, as_prompt(state)
         renderer, engine = parts.collector.renderer, parts.collector.engine
         if self._version != self.version:
             self._version, self._asked = self.version, Counter()
         key = f"{prompt.id}#action-{self._asked[prompt.id]}"
         self._asked[prompt.id] += 1
-        params = stages.sampling_params(parts.cfg, 1)
+        params, env = stages.sampling_params(parts.cfg, 1), parts.collector.env
         params = replace(
             params,
             temperature=0.0 if greedy else params.temperature,
+            max_new_tokens=min(parts.cfg.env.max_tokens or params.max_new_tokens, params.max_new_tokens),
             stop_token_ids=renderer.stop_token_ids,
-            stop=(*params.stop, *renderer.stop),
+            stop=(*params.stop, *renderer.stop, *(env.stop if env else ())),
         )
         ids = renderer.prompt_ids(prompt)
         parts.collector.check_lengths([prompt], [ids])
@@ -103,6 +108,8 @@ class Algorithm(ABC):
         if parts.replay is None:
             parts.replay = ReplayBuffer(cfg.capacity, cfg.max_staleness, cfg.with_replacement)
             checkpoint.load_replay(parts.run.path, parts.state.step, parts.replay)
+            if checkpoints.last(parts.run.path) is None:
+                inherit_replay(parts)
         return parts.replay
 
     @abstractmethod
@@ -153,6 +160,20 @@ class Algorithm(ABC):
         self._metrics["time/sample"] = time.perf_counter() - self._started
         return groups
 
+    def env(self) -> Env:
+        """One like the run's, to play by hand: `start` with one of `states` (or `reset`), `get_action`, `step`."""
+        found = self.parts.collector.env
+        if found is None:
+            raise UserError("the run has no environment: set env.name, e.g. guess")
+        if found.inline:
+            raise UserError(f"what {found.name} says goes on within a reply, which get_action cannot: use sample()")
+        return found.alone()
+
+    def reward(self, action: Rollout, value: float) -> None:
+        """What an action has earned, in place of a judge's verdict. From 1.0 up it counts as correct."""
+        action.verdict = Verdict(float(value), Status.OK if value >= 1.0 else Status.WRONG)
+        action.reward = action.verdict.reward
+
     def judge(self, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """By the task's judge, or the one of `reward.function`; sets each rollout's verdict and reward."""
         verdicts = self.parts.collector.judge.judge([(r.text, r.prompt.answer, r.prompt.fields) for r in rollouts])
@@ -162,11 +183,13 @@ class Algorithm(ABC):
 
     def credit(self, groups: list[Group]) -> None:
         """Verdicts become rewards and advantages, as the recipe has it."""
+        if any(rollout.verdict is None for group in groups for rollout in group.rollouts):
+            raise UserError("an answer has no verdict: call judge(answers), or reward(answer, value), before credit")
         self._metrics |= learn.credit(self.parts, groups)
 
     def learn(self, groups: list[Group]) -> dict[str, float]:
         """One step on groups that have credit, new or replayed; then the policy acts with what it has learnt."""
-        if any(version_of(group) < self.step for group in groups):
+        if any(version_of(group) != self.step for group in groups):  # or of another run, whatever its number
             check_replays(self.parts.algo)
         self._batch = groups
         return learn.learn(self.parts, groups)
@@ -180,6 +203,7 @@ class Algorithm(ABC):
         stages.keep_rollouts(self.parts, [*groups, *dropped])
         stages.count_faults(self.parts, self._batch)
         stages.close(self.parts, found, self._started)
+        self._started = time.perf_counter()
 
 
 def resumed(run: str | Path, settings: Mapping[str, Any], console: Console) -> stages.Parts:

@@ -54,6 +54,7 @@ def test_own_functions_are_accepted() -> None:
     ("recipe", "overrides", "message"),
     [
         ("gpro", {}, "unknown recipe 'gpro': did you mean 'grpo'"),
+        ("GRPO", {}, "did you mean 'grpo'"),
         ("zzz", {}, "There are reinforce, grpo"),
         ("grpo", {"clip_hihg": 0.3}, "unknown algorithm setting 'clip_hihg': did you mean 'clip_high'"),
         ("grpo", {"advantage": "group_nrom"}, "unknown advantage 'group_nrom': did you mean 'group_norm'"),
@@ -67,7 +68,7 @@ def test_own_functions_are_accepted() -> None:
         ("grpo", {"updates": 1.5}, "updates = 1.5 must be a whole number"),
         ("grpo", {"updates": True}, "updates = True must be a whole number"),
         ("dapo", {"resample": -1}, "resample = -1"),
-        ("dapo", {"drop_zero_variance": False}, "set drop_zero_variance = true"),
+        ("dapo", {"drop_zero_variance": False}, "set resample = 0, or drop_zero_variance = true"),
         ("dapo", {"soft_overlong_buffer": 4096}, "fraction of max_new_tokens"),
         ("simple", {"kl_coef": 0.1}, "needs an estimator"),
         ("gspo", {"ratio": "sequences"}, "unknown ratio 'sequences': did you mean 'sequence'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,12 @@ def test_a_step_that_fails_is_an_error_and_not_a_wrong_answer() -> None:
         ("guess", {"tries": "many"}, "tries"),
         ("assay.types:Prompt", {}, "needs the argument"),
         ("assay.text:char_tokenizer", {}, "reset and step"),
+        ("assay.envs:Env", {}, "write reset, step"),
+        ("reasoning_gym:chain_sum", {"task": "abacus"}, "leave task.name out"),
+        ("examples/my_env.py", {}, "name the class"),
+        (f"{__name__}:Failing", {}, "could not be made: RuntimeError: no screen"),
+        (f"{__name__}:Stopped", {}, "tuple of strings"),
+        (f"{__name__}:Stepless", {}, "max_steps"),
     ],
 )
 def test_what_cannot_be_made_is_said_in_one_line(name: str, args: dict[str, Any], message: str) -> None:
@@ -218,6 +225,19 @@ class Sound(Env):
 
     def gold_action(self) -> str | None:
         return "gold"
+
+
+class Failing(Sound):
+    def __init__(self) -> None:
+        raise RuntimeError("no screen")
+
+
+class Stopped(Sound):
+    stop = "</end>"  # type: ignore[assignment]
+
+
+class Stepless(Sound):
+    max_steps = 0
 
 
 class Unseeded(Sound):
@@ -251,6 +271,26 @@ class Misformed(Sound):
         return "x", 0.0, True
 
 
+class Mute(Sound):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return None, {}
+
+
+class Alone(Sound):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return f"seed {seed}"
+
+
+class Raising(Sound):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        raise KeyError("file")
+
+
+class Hanging(Sound):
+    def step(self, action: str) -> Any:
+        threading.Event().wait()
+
+
 class Repeating(Sound):
     inline = True
 
@@ -271,7 +311,51 @@ def test_a_sound_environment_passes() -> None:
         (Goldless, "gold_action"),
         (Misformed, "observation, reward, terminated, truncated, info"),
         (Repeating, "repeats the action"),
+        (Mute, "must be text, or messages with role and content, not None"),
+        (Alone, "reset must return (observation, info), not 'seed "),
+        (Raising, "failed: KeyError: 'file'"),
     ],
 )
 def test_the_check_finds_what_is_wrong(kind: type[Env], message: str) -> None:
     assert message in "; ".join(finding.problem for finding in check_env(kind()))
+
+
+def test_the_check_does_not_wait_for_ever() -> None:
+    (found,) = check_env(Hanging(), seconds=0.2)
+    assert "longer than 0.2 s" in found.problem
+
+
+def test_what_the_policy_reads_is_what_its_episode_is_about() -> None:
+    """Else it would be judged by another problem than the one it was given."""
+    with pytest.raises(UserError, match="another observation"):
+        Unseeded().start(Unseeded().prompts("train")[0])
+    with pytest.raises(UserError, match=r"failed: KeyError") as error:
+        Raising().prompts("train")[0]
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ((5, 0.0, False, False, {}), "must be text"),
+        (([{"role": "tool", "content": 5}], 0.0, False, False, {}), "must be text"),
+        (("", None, True, False, {}), "number as reward, not None"),
+        (("", 0.0, "no", False, {}), "true or false, not 'no'"),
+        (("", 0.0, True, False, {"verdict": "yes"}), "must be a Verdict, not 'yes'"),
+        (("", 0.0, True, False, {"answer": 5}), "must be a str, not 5"),
+    ],
+)
+def test_a_step_of_the_wrong_form_is_told_from_the_right_one(step: Any, message: str) -> None:
+    class Returning(Sound):
+        def step(self, action: str) -> Any:
+            return step
+
+    assert message in safe_step(Returning(), "")[4]["verdict"].detail
+
+
+def test_an_environment_that_leaves_the_program_ends_its_episode_only() -> None:
+    class Leaving(Sound):
+        def step(self, action: str) -> Any:
+            raise SystemExit(3)
+
+    assert safe_step(Leaving(), "")[4]["verdict"].status is Status.ERROR

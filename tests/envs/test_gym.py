@@ -25,6 +25,8 @@ class Parity:
         return "", float(right), True, False, {}
     def gold_action(self):
         return "odd" if self.number % 2 else "even"
+    def words(self):
+        return ["even", "odd"]
 """
 
 
@@ -46,3 +48,4 @@ def test_an_environment_with_gymnasiums_methods_is_taken_as_it_is(tmp_path: Path
     env = make_env(f"{tmp_path}/foreign.py:Parity")
     assert env.max_steps == 2 and len({prompt.question for prompt in env.prompts("train")[:20]}) > 5
     assert [finding for finding in check_env(env) if not finding.ok] == []
+    assert getattr(env, "words")() == ["even", "odd"]  # noqa: B009  # for models built from scratch

@@ -171,6 +171,23 @@ def test_on_a_cpu_nothing_goes_by_the_clock() -> None:
     assert Status.ERROR not in {r.verdict.status for r in rollouts(found) if r.verdict}
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # by name: with threads for slow environments, and without
+def test_a_step_that_hangs_is_given_up(device: str) -> None:
+    class Hanging(Chatter):
+        slow = True
+
+        def step(self, action: str) -> Any:
+            return threading.Event().wait() if self.seed == FIRST else super().step(action)
+
+    part = collector(Hanging(), Limits(step_tokens=24, seconds=1.0), max_batch=12)
+    part.mesh = Mesh(device=torch.device(device))
+    found = part.collect(Chatter().prompts("train")[:3], replace(PARAMS, n=1), (1, 1))
+    first, *others = [rollout.verdict for rollout in rollouts(found) if rollout.verdict]
+    assert first.status is Status.ERROR and "longer than 1 s" in first.detail
+    assert len(others) == 2 and Status.ERROR not in {verdict.status for verdict in others}
+    assert_nothing_left(part)
+
+
 def test_a_failing_step_in_a_thread_ends_its_episode_alone() -> None:
     class Fragile(Chatter):
         slow = True

@@ -103,6 +103,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         ("--algo.reference_ema", 0.9, "--algo.refresh_reference", 2, "--algo.kl_coef", 0.1),
         "keep one of them",
     ),
+    "untrained": (("--algo.reference", "preset:tiny", "--algo.kl_coef", 0.1), "would be untrained"),
     "an average that never moves": (("--algo.reference_ema", 1, "--algo.kl_coef", 0.1), "algo.reference_ema"),
 }
 

@@ -89,8 +89,8 @@ def test_it_comes_back_from_disk_as_it_was(tmp_path: Path, groups: list[Group]) 
     files = {file.suffix for file in (tmp_path / "deep").rglob("*") if file.is_file()}
     assert files == {".json", ".jsonl", ".npz"}
     empty = ReplayBuffer(capacity=2)
-    empty.save(tmp_path / "empty")
-    assert ReplayBuffer.load(tmp_path / "empty") == empty
+    empty.save(f"{tmp_path}/empty")
+    assert ReplayBuffer.load(f"{tmp_path}/empty") == empty
     with pytest.raises(UserError, match="is no replay buffer"):
         ReplayBuffer.load(tmp_path)
 
@@ -157,6 +157,27 @@ def test_a_run_replays_what_it_says(tmp_path: Path, no_curves: None) -> None:
     buffer = ReplayBuffer.load(small.checkpoint(5) / "replay")
     written = [group for step in (3, 4, 5) for group in read_rollouts(small.runs / "small", step)]
     assert list(buffer) == written[-7:]  # what was in the rollout files is what may come again
+
+
+def test_another_run_begins_with_what_was_saved(
+    tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = SmallRuns(tmp_path)
+    words = ("--replay.groups", 2, "--replay.max_staleness", 2, "--save.every", 1)
+    assert small.train(*words, "--name", "first") == 0
+    saved = small.checkpoint(2, "first") / "replay"
+    assert small.train(*words, "--train.steps", 3, "--replay.load", saved, "--name", "second") == 0
+    rows = [row for row in small.metrics("second") if "replay/size" in row]
+    assert [row["replay/size"] for row in rows] == [6, 9, 6]  # what came from elsewhere is two steps old, then too old
+    assert [row["replay/age"] for row in rows] == pytest.approx([1, (6 * 2 + 3) / 9, 1.5])
+    first, second = (list(ReplayBuffer.load(folder)) for folder in (saved, small.checkpoint(0, "second") / "replay"))
+    assert {version_of(group) for group in second} == {-1}
+    assert [[r.token_ids for r in g.rollouts] for g in first] == [[r.token_ids for r in g.rollouts] for g in second]
+    capsys.readouterr()
+    assert small.train(*words, "--replay.load", saved, "--model.tokenizer", "characters") == 2
+    assert small.train(*words, "--replay.load", tmp_path) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "another tokenizer" in said[0] and "no replay buffer" in said[1] and len(said) == 2
 
 
 @pytest.mark.parametrize(("recipe", "why"), [("reinforce", "'reinforce' does not ask"), ("gspo", "rescore forgets")])

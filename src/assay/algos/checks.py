@@ -32,7 +32,7 @@ def pick(kind: str, name: str, names: Iterable[str]) -> None:
     valid = list(names)
     if name in valid:
         return
-    nearest = difflib.get_close_matches(str(name), valid, n=3)
+    nearest = difflib.get_close_matches(str(name).lower(), valid, n=3)
     nearest.sort(key=lambda one: sorted(one) != sorted(str(name)))  # swapped letters are the likeliest slip
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     raise UserError(f"unknown {kind} {name!r}: {hint}There are {', '.join(valid)}.")
@@ -111,4 +111,6 @@ def check_together(algorithm: Algorithm) -> None:
     if algorithm.critic and (algorithm.step_credit or algorithm.discount != 1 or algorithm.greedy_baseline):
         raise UserError("a critic gives credit by itself: leave out step_credit, discount and greedy_baseline.")
     if algorithm.resample > 0 and not algorithm.drop_zero_variance:
-        raise UserError(f"resample = {algorithm.resample} refills dropped groups: set drop_zero_variance = true.")
+        raise UserError(
+            f"resample = {algorithm.resample} refills dropped groups: set resample = 0, or drop_zero_variance = true."
+        )

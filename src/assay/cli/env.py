@@ -7,15 +7,17 @@ import random
 
 from assay.cli.data import add_task_arguments, task_arguments
 from assay.envs import ENVS, Env, make_env
-from assay.envs.base import Observation, as_messages, checked
-from assay.envs.check import EPISODES, check_env
+from assay.envs.base import Observation, as_messages, safe_reset, safe_step
+from assay.envs.check import EPISODES, SECONDS, findings
 from assay.tasks import make_task
 from assay.types import UserError
 
 HELP = """Environments: check that one keeps its promises, or play the policy yourself.
 
-  assay env check examples/my_env.py:MyEnv
+  assay env check examples/my_env.py:Backwards
   assay env play guess --arg tries=4"""
+
+MAX_SECONDS = 86_400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--task-arg", action="append", default=[], metavar="NAME=VALUE", help="one of the task")
         if name == "check":
             command.add_argument("-n", type=int, default=EPISODES, help=f"episodes to play [{EPISODES}]")
+            command.add_argument("--seconds", type=float, default=SECONDS, help=f"limit of one check [{SECONDS:g}]")
         else:
             command.add_argument("--seed", type=int, help="of the first episode [random]")
 
@@ -36,18 +39,22 @@ def run(args: argparse.Namespace) -> int:
     task = make_task(args.task, **task_arguments(args.task_arg)) if args.task else None
     env = make_env(args.name, args.path, task, **task_arguments(args.arg))
     try:
-        return check(env, args.n) if args.env_command == "check" else play(env, args.seed)
+        return check(env, args.n, args.seconds) if args.env_command == "check" else play(env, args.seed)
     finally:
         env.close()
 
 
-def check(env: Env, episodes: int) -> int:
+def check(env: Env, episodes: int, seconds: float) -> int:
     if episodes < 2:
         raise UserError("-n must be at least 2")
-    findings = check_env(env, episodes)
-    for finding in findings:
-        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what}{'' if finding.ok else ': ' + finding.problem}")
-    return 0 if all(finding.ok for finding in findings) else 1
+    if not 0 < seconds <= MAX_SECONDS:
+        raise UserError(f"--seconds must be above 0, and at most {MAX_SECONDS:,}")
+    sound = True
+    for finding in findings(env, episodes, seconds):
+        sound &= finding.ok
+        told = "" if finding.ok else f": {finding.problem}"
+        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what}{told}", flush=True)
+    return 0 if sound else 1
 
 
 def play(env: Env, seed: int | None) -> int:
@@ -66,11 +73,11 @@ def play(env: Env, seed: int | None) -> int:
 
 
 def play_one(episode: Env, seed: int) -> float:
-    observation, _ = episode.reset(seed=seed)
+    observation, _ = safe_reset(episode, seed)
     show(episode, observation)
     total, terminated, truncated, steps = 0.0, False, False, 0
     while not (terminated or truncated) and steps < episode.max_steps:
-        observation, reward, terminated, truncated, info = checked(episode.step(ask(episode)))
+        observation, reward, terminated, truncated, info = safe_step(episode, ask(episode))
         total, steps = total + reward, steps + 1
         if observation:
             show(episode, observation)

@@ -103,6 +103,8 @@ class ReplayConfig(Section):
     """drop groups that a policy of more than so many steps ago has sampled; 0: never"""
     with_replacement: bool = False
     """a group may be drawn several times in one step"""
+    load: str = ""
+    """folder of a saved buffer that a new run begins with: ReplayBuffer.save, or replay/ of a run's checkpoint"""
 
 
 class CriticConfig(Section):

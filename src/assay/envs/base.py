@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -63,7 +63,7 @@ class Env(Task, ABC):
 
     def _seeded(self, split: str, index: int) -> Prompt:
         seed = stable_hash(f"{self.name}/{split}/{index}") >> 33  # 31 bits, which any generator takes
-        observation, _ = self.fresh().reset(seed=seed)
+        observation, _ = safe_reset(self.fresh(), seed)
         return Prompt(f"{self.name}/{split}/{index}", as_messages(observation, self.role), fields={SEED: seed})
 
     def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
@@ -73,9 +73,19 @@ class Env(Task, ABC):
         """Another one like this, to play an episode of its own. What was made once, by `__init__`, is shared."""
         return copy.copy(self)
 
+    def alone(self) -> Self:
+        """Another one like this, to be played without a run: it leaves no answer to a run's judge."""
+        return self.fresh()
+
     def start(self, prompt: Prompt) -> tuple[Observation, Info]:
-        """Begin the episode of a prompt."""
-        return self.reset(seed=prompt.fields.get(SEED), options={"prompt": prompt})
+        """Begin the episode of a prompt. What the policy reads is the prompt's: it must be what `reset` says again."""
+        observation, info = safe_reset(self, prompt.fields.get(SEED), {"prompt": prompt})
+        if as_messages(observation, self.role) != tuple(prompt.messages):
+            raise UserError(
+                f"{prompt.id}: reset gives another observation than the prompt's messages: "
+                "begin the same episode for the same seed"
+            )
+        return observation, info
 
     def step_all(self, episodes: Sequence[Env], actions: Sequence[str]) -> list[Step]:
         """A step of many episodes at once. A tool with processes of its own can do better than one after the other."""
@@ -114,6 +124,11 @@ class TaskEnv(Env):
     def gold_completion(self, prompt: Prompt) -> str:
         return self.task.gold_completion(prompt)
 
+    def alone(self) -> Self:
+        found = self.fresh()
+        found.deferred = False
+        return found
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         given = (options or {}).get("prompt")
         self.prompt: Prompt = given or self._train[(seed or 0) % len(self._train)]
@@ -143,21 +158,42 @@ def up_to_stop(text: str, stops: Sequence[str]) -> str:
     return text[: min(ends, default=len(text))]
 
 
-def as_messages(observation: Observation, role: str) -> tuple[Message, ...]:
+def as_messages(observation: Any, role: str) -> tuple[Message, ...]:
     if isinstance(observation, str):
         return ({"role": role, "content": observation},)
-    messages = tuple(observation)
-    if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
+    messages = tuple(observation) if isinstance(observation, Iterable) else ()
+    if not messages or not all(map(is_message, messages)):
         raise UserError(f"an observation must be text, or messages with role and content, not {observation!r:.80}")
     return messages
+
+
+def is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def safe_reset(episode: Env, seed: int | None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+    """An episode that cannot begin, or not as it has to, is a mistake that ends the run: there is nothing to judge."""
+    try:
+        found: Any = episode.reset(seed=seed, options=options)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{episode.name}: reset(seed={seed}) failed: {one_line(error)}") from error
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
+        raise UserError(f"{episode.name}: reset must return (observation, info), not {found!r:.80}")
+    return found
 
 
 def safe_step(episode: Env, action: str) -> Step:
     """A step that fails ends its episode with a verdict that says so: a broken environment is not a wrong answer."""
     try:
         return checked(episode.step(action))
-    except Exception as error:
-        return "", 0.0, True, False, {"verdict": Verdict(0.0, Status.ERROR, detail=one_line(error))}
+    except (Exception, SystemExit) as error:
+        return failed_step(error)
+
+
+def failed_step(error: BaseException) -> Step:
+    return "", 0.0, True, False, {"verdict": Verdict(0.0, Status.ERROR, detail=one_line(error))}
 
 
 def checked(step: Any) -> Step:
@@ -165,11 +201,31 @@ def checked(step: Any) -> Step:
     if not isinstance(step, tuple) or len(step) != 5:
         raise TypeError(f"step must return (observation, reward, terminated, truncated, info), not {step!r:.80}")
     observation, reward, terminated, truncated, info = step
-    reward = float(reward)
+    try:
+        reward = float(reward)
+    except (TypeError, ValueError):
+        raise TypeError(f"step must return a number as reward, not {reward!r:.80}") from None
     if not math.isfinite(reward):
         raise ValueError(f"step gave the reward {reward}, which is not finite")
+    if terminated not in (True, False) or truncated not in (True, False):
+        raise TypeError(f"terminated and truncated must be true or false, not {terminated!r:.40} and {truncated!r:.40}")
     if not isinstance(info, dict):
         raise TypeError(f"step must return a dict as info, not {info!r:.80}")
-    if not (terminated or truncated) and not isinstance(observation, str):
+    for key, kind in (("verdict", Verdict), ("answer", str)):
+        if not isinstance(info.get(key), kind | None):
+            raise TypeError(f"info[{key!r}] must be a {kind.__name__}, not {info[key]!r:.80}")
+    if not (terminated or truncated):
         as_messages(observation, "user")
     return observation, reward, bool(terminated), bool(truncated), info
+
+
+def check_attributes(env: Env) -> Env:
+    """The same, if what its class says of it can be meant."""
+    stop: Any = env.stop
+    if isinstance(stop, str) or not all(isinstance(end, str) and end for end in stop):
+        raise UserError(f'{env.name}: stop must be a tuple of strings, such as ("</tool>",), not {stop!r:.80}')
+    if isinstance(env.max_steps, bool) or not isinstance(env.max_steps, int) or env.max_steps < 1:
+        raise UserError(f"{env.name}: max_steps must be a whole number of at least 1, not {env.max_steps!r:.80}")
+    if not isinstance(env.role, str) or not isinstance(env.full, int | float) or not math.isfinite(env.full):
+        raise UserError(f"{env.name}: role must be text and full a number, not {env.role!r:.40} and {env.full!r:.40}")
+    return env

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from assay.envs.base import Env, Observation, Step, as_messages, checked
+from assay.envs.base import Env, Observation, Step, checked
+from assay.envs.deadline import within
+from assay.rewards.judge import one_line
 from assay.tasks.base import SPLITS, NoSuchSplit
 from assay.tasks.overlap import overlap
-from assay.types import Prompt
+from assay.types import Prompt, UserError
 
 NONSENSE = ("", "?", "banana 7 \n = \\boxed{} <answer> ####", "é 漢 " * 50)
 EPISODES = 20
+SECONDS = 60.0  # that one check may take
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,15 @@ class Finding:
         return not self.problem
 
 
-def check_env(env: Env, episodes: int = EPISODES) -> list[Finding]:
-    """All checks, on the first episodes of each split; a check that an author's code breaks off has failed."""
+def check_env(env: Env, episodes: int = EPISODES, seconds: float = SECONDS) -> list[Finding]:
+    return list(findings(env, episodes, seconds))
+
+
+def findings(env: Env, episodes: int = EPISODES, seconds: float = SECONDS) -> Iterator[Finding]:
+    """All checks, on the first episodes of each split; a check that an author's code breaks off has failed.
+
+    After one that takes longer than `seconds` the others are not tried: they would hang too.
+    """
     checks: dict[str, Callable[[Env, Sequence[Prompt]], str]] = {
         "reset and step return what they have to": _forms,
         "the same seed begins the same episode": _seeding,
@@ -35,15 +46,24 @@ def check_env(env: Env, episodes: int = EPISODES) -> list[Finding]:
         "a perfect policy scores full": _gold,
         "splits share no episode": _splits,
     }
-    prompts = env.prompts("train")[:episodes]
-    return [Finding(what, _guarded(check, env, prompts)) for what, check in checks.items()]
+    told: set[str] = set()
+    for what, check in checks.items():
+        try:
+            problem = within(seconds, partial(_guarded, check, env, episodes))
+            yield Finding(what, "as above" if problem in told else problem)
+            told |= {problem} - {""}
+        except TimeoutError as error:
+            yield Finding(what, f"{error}: does reset or step hang, or never end? The other checks were left out")
+            return
 
 
-def _guarded(check: Callable[[Env, Sequence[Prompt]], str], env: Env, prompts: Sequence[Prompt]) -> str:
+def _guarded(check: Callable[[Env, Sequence[Prompt]], str], env: Env, episodes: int) -> str:
     try:
-        return check(env, prompts)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return check(env, env.prompts("train")[:episodes])
+    except UserError as error:
+        return str(error)
+    except (Exception, SystemExit) as error:
+        return one_line(error)
 
 
 def play(env: Env, prompt: Prompt, policy: Callable[[Env, int], str | None]) -> list[tuple[str, Step]]:
@@ -64,13 +84,10 @@ def _nonsense(episode: Env, step: int) -> str:
 
 
 def _forms(env: Env, prompts: Sequence[Prompt]) -> str:
+    """`start` and `checked` complain by themselves."""
     for prompt in prompts:
-        found = env.fresh().start(prompt)
-        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
-            return f"reset must return (observation, info), not {found!r:.80}"
-        if as_messages(found[0], env.role) != tuple(prompt.messages):
-            return f"{prompt.id}: reset gives another observation than the prompt's messages"
-    play(env, prompts[0], _nonsense)
+        env.fresh().start(prompt)
+        play(env, prompt, _nonsense)
     return ""
 
 

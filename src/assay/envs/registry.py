@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from assay.envs.base import Env, TaskEnv
+from assay.envs.base import Env, TaskEnv, check_attributes
 from assay.envs.calculator import Calculator
 from assay.envs.countdown_tries import CountdownTries
 from assay.envs.guess import GuessNumber
@@ -14,6 +14,7 @@ from assay.envs.gym import FromGymnasium
 from assay.envs.python_tool import PythonTool
 from assay.envs.stepwise import Stepwise
 from assay.rewards import load_object
+from assay.rewards.judge import one_line
 from assay.tasks import Task, make_task
 from assay.tasks.reasoning_gym import PREFIX
 from assay.tasks.registry import call, nearest, parameters
@@ -34,12 +35,16 @@ def make_env(name: str, path: str | None = None, task: Task | None = None, **arg
         args["path"] = str(path)
     if name.startswith(PREFIX) and task is None:
         return TaskEnv(make_task(name, **args))
+    if name.startswith(PREFIX):
+        raise UserError(f"the environment {name} has problems of its own: leave task.name out, or name it as the task")
+    if name.endswith(".py"):
+        raise UserError(f"{name} is a file: name the class in it too, as {name}:MyEnv")
     if name not in ENVS and ":" not in name:
-        known = ", ".join(ENVS)
+        known = ", ".join([*ENVS, f"{PREFIX}NAME"])
         raise UserError(f'unknown environment "{name}"{nearest(name, ENVS)}; known: {known}, or my_file.py:MyEnv')
     make: Any = ENVS[name] if name in ENVS else load_object(name)
     if isinstance(make, Env):
-        return make
+        return check_attributes(make)
     if not callable(make):
         raise UserError(f"{name} must be an Env class, or a function that returns an environment; it is {make!r:.80}")
     fixed = {}
@@ -50,9 +55,21 @@ def make_env(name: str, path: str | None = None, task: Task | None = None, **arg
         fixed["task"] = task or make_task(default)
     elif task is not None:
         raise UserError(f"the environment {name} has problems of its own: leave task.name out")
-    made = call(make, name, args, **fixed)
+    made = call(make, name, args, **fixed) if name in ENVS else call_foreign(make, name, args, **fixed)
     if isinstance(made, Env):
-        return made
+        return check_attributes(made)
     if not (hasattr(made, "reset") and hasattr(made, "step")):
         raise UserError(f"{name} is no environment: it needs reset and step, see docs/environments.md")
-    return FromGymnasium(partial(call, make, name, args, **fixed), getattr(made, "name", name))
+    return check_attributes(FromGymnasium(partial(call, make, name, args, **fixed), getattr(made, "name", name)))
+
+
+def call_foreign(make: Callable[..., Any], name: str, args: Mapping[str, Any], **fixed: Any) -> Any:
+    """What an author's class or function gives; what it raises is told in one line."""
+    if missing := getattr(make, "__abstractmethods__", None):
+        raise UserError(f"{name} is not whole: write {', '.join(sorted(missing))}, see docs/environments.md")
+    try:
+        return call(make, name, args, **fixed)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{name} could not be made: {one_line(error)}") from error

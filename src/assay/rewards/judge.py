@@ -47,10 +47,12 @@ def failed(judge: Judge, status: Status, detail: str) -> Verdict:
     return shape(verdict, "") if shape is not None else verdict
 
 
-def check_verdicts(verdicts: Sequence[Verdict]) -> None:
+def check_verdicts(
+    verdicts: Sequence[Verdict], who: str = "the judge", what: str = "the reward function or the task's answers"
+) -> None:
     """Raise if the judge failed on every single answer: then the judge is broken, not the answers."""
     if verdicts and all(verdict.status is Status.ERROR for verdict in verdicts):
         raise UserError(
-            f"the judge failed on all {len(verdicts)} answers; the first failure: {verdicts[0].detail or 'no detail'}; "
-            "mend the reward function or the task's answers"
+            f"{who} failed on all {len(verdicts)} answers; the first failure: {verdicts[0].detail or 'no detail'}; "
+            f"mend {what}"
         )

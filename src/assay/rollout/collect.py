@@ -70,7 +70,8 @@ class Collector:
             asked.append((prompt, Request(ids, params, request_seed(*seed, prompt.id + again), name=prompt.id)))
             seen[prompt.id] += 1
         groups = self._shared(asked, on_token)
-        check_verdicts([r.verdict for group in groups for r in group.rollouts if r.verdict])
+        verdicts = [r.verdict for group in groups for r in group.rollouts if r.verdict]
+        check_verdicts(verdicts, *(("the environment, or its judge,", "the environment") if self.env else ()))
         return groups
 
     def _shared(self, asked: Sequence[tuple[Prompt, Request]], on_token: OnToken | None) -> list[Group]:

@@ -169,7 +169,7 @@ class Game:
 
     def __init__(self, player: Player, asked: Sequence[tuple[Prompt, Request]]) -> None:
         self.player, self.asked = player, deque(asked)
-        self.stepper: Stepper[Episode] = Stepper(player.env, player.threads)
+        self.stepper: Stepper[Episode] = Stepper(player.env, player.threads, player.limits.seconds)
         self.groups: list[list[Episode]] = []
         self.going = 0  # episodes that have begun and are not over
         self.writers: list[list[Episode]] = []  # of each request, by sample

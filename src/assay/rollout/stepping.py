@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Generic, Protocol, TypeVar
 
-from assay.envs.base import Env, Step
+from assay.envs.base import Env, Step, failed_step
+from assay.envs.deadline import within
+
+LEAST_SECONDS = 1.0  # that a step is given, however short an episode may be
 
 
 class HasEnv(Protocol):
@@ -20,11 +23,13 @@ class Stepper(Generic[E]):
     """Actions in, answers out. Without threads all actions are answered together, in order, when answers are asked for.
 
     With threads, and an environment that says it is slow, every action is answered by itself, and one that takes long
-    keeps nobody else waiting: who is answered when then depends on the clock.
+    keeps nobody else waiting: who is answered when then depends on the clock. With a limit, a step that takes longer
+    is given up, and ends its episode as one that failed.
     """
 
-    def __init__(self, env: Env, threads: int) -> None:
+    def __init__(self, env: Env, threads: int, seconds: float = 0.0) -> None:
         self.env = env
+        self.seconds = max(seconds, LEAST_SECONDS) if seconds else 0.0
         self.pool = ThreadPoolExecutor(threads, "assay-env") if threads and env.slow else None
         self.added: list[tuple[E, str]] = []
         self.under_way: list[tuple[E, Future[Sequence[Step]]]] = []
@@ -37,7 +42,7 @@ class Stepper(Generic[E]):
         if self.pool is None:
             self.added.append((episode, action))
         else:
-            self.under_way.append((episode, self.pool.submit(self.env.step_all, [episode.env], [action])))
+            self.under_way.append((episode, self.pool.submit(self._steps, [episode.env], [action])))
 
     def done(self, wait_for_one: bool) -> list[tuple[E, Step]]:
         """Answers that there are, in the order of their actions."""
@@ -45,7 +50,7 @@ class Stepper(Generic[E]):
             return []
         if self.pool is None:
             added, self.added = self.added, []
-            steps = self.env.step_all([episode.env for episode, _ in added], [action for _, action in added])
+            steps = self._steps([episode.env for episode, _ in added], [action for _, action in added])
             return [(episode, step) for (episode, _), step in zip(added, steps, strict=True)]
         if wait_for_one:
             wait([future for _, future in self.under_way], return_when=FIRST_COMPLETED)
@@ -56,6 +61,17 @@ class Stepper(Generic[E]):
             else:
                 self.under_way.append((episode, future))
         return found
+
+    def _steps(self, envs: Sequence[Env], actions: Sequence[str]) -> list[Step]:
+        if not self.seconds:
+            return self.env.step_all(envs, actions)
+        return [self._limited(env, action) for env, action in zip(envs, actions, strict=True)]
+
+    def _limited(self, env: Env, action: str) -> Step:
+        try:
+            return within(self.seconds, lambda: self.env.step_all([env], [action])[0])
+        except TimeoutError as error:
+            return failed_step(error)
 
     def close(self) -> None:
         """What is still under way ends by itself, and nobody hears of it."""

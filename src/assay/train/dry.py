@@ -31,7 +31,8 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         prompts = parts.stream.next(min(cfg.train.prompts, 64))
         lengths = [*map(len, parts.collector.renderer.all_prompt_ids(prompts))]
         longest, limit = max(lengths), parts.collector.engine.max_length
-        yield f"task {cfg.task.name}: {len(parts.stream.prompts):,} train problems; {parts.total_steps} steps"
+        what = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
+        yield f"task {what}: {len(parts.stream.prompts):,} train problems; {parts.total_steps} steps"
         new = cfg.sampling.max_new_tokens
         yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
         if longest + new > limit:

@@ -19,7 +19,7 @@ from assay.runs.resolve import resolve_model
 from assay.text import Tokenizer, load_tokenizer
 from assay.train.checkpoint import REFERENCE as KEPT
 from assay.train.parallel import parallelise
-from assay.train.setup import moves
+from assay.train.setup import PRESET, moves
 from assay.train.update import Updater
 from assay.types import UserError
 
@@ -37,6 +37,8 @@ def load_reference(
     saved = None if run_path is None else checkpoints.folder(run_path, step) / KEPT
     if saved is not None and moves(cfg.algo):
         place(updater, cfg, str(saved))
+    elif cfg.algo.reference.startswith(PRESET):
+        raise UserError(f"algo.reference = {cfg.algo.reference!r} would be untrained: name a folder, or run:NAME@last")
     elif cfg.algo.reference:
         source = resolve_model(cfg.algo.reference, Path(cfg.runs_dir))
         place(updater, cfg, source, same_tokens(source, tokenizer, cfg.algo.reference))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,20 +59,34 @@ class ReplayBuffer:
             return draw.choices(self.groups, k=count)
         return draw.sample(list(self.groups), k=min(count, len(self.groups)))
 
+    def inherit(self, folder: str | Path, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> None:
+        """Add what another run has saved. All of it counts as sampled one step before this run began."""
+        groups = list(ReplayBuffer.load(folder))
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        for rollout in rollouts:
+            first = rollout.turns[0]
+            if max(rollout.token_ids) >= vocab_size or decode(first.completion.token_ids) != first.text:
+                raise UserError(f"the tokens in {folder} are of another tokenizer: load a buffer of the same model")
+            for turn in rollout.turns:
+                turn.completion.version = -1
+        self.add(groups)
+
     def mean_age(self, version: int) -> float:
         """In versions of the policy."""
         return sum(version - version_of(group) for group in self.groups) / max(len(self.groups), 1)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: str | Path) -> None:
         """As JSON lines and arrays, like the rollouts of a run."""
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         settings = {name: getattr(self, name) for name in ("capacity", "max_staleness", "with_replacement")}
         write_rollouts(folder, 0, list(self.groups))
         write_json(folder / SETTINGS, settings)
 
     @classmethod
-    def load(cls, folder: Path) -> ReplayBuffer:
+    def load(cls, folder: str | Path) -> ReplayBuffer:
         """A saved buffer, equal to the one that was saved."""
+        folder = Path(folder)
         settings = read_json(folder / SETTINGS)
         if not settings or not rollout_path(folder, 0).exists():
             raise UserError(f"{folder} is no replay buffer: name a folder that ReplayBuffer.save has written")

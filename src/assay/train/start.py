@@ -29,6 +29,7 @@ from assay.train import checkpoint, setup
 from assay.train.apart import Apart, home_of_policy
 from assay.train.critic import make_critic
 from assay.train.data import PromptStream
+from assay.train.idle import idle_settings
 from assay.train.optim import make_optimizer
 from assay.train.parallel import parallelise
 from assay.train.reference import load_reference
@@ -49,6 +50,7 @@ def new_run(cfg: TrainConfig, console: Console) -> Parts:
     parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), mesh, clock)
     if parts.algo.needs_reference:
         load_reference(parts.updater, cfg, parts.tokenizer)
+    inherit_replay(parts)
     mesh.barrier()  # a rank that cannot begin ends them all before there is a run
     if mesh.is_main:
         parts.run = Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg))
@@ -91,6 +93,8 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
         sync_weights(parts.updater.policy, parts.collector.engine, version=step)
         parts.stream.cursor = parts.state.cursor
         parts.clock -= parts.state.wall_s
+    else:
+        inherit_replay(parts)
     mesh.barrier()
     if mesh.is_main:
         run.cut_back(-1 if step is None else step)  # last: a resume that fails leaves the run as it was
@@ -98,6 +102,13 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
             checkpoints.set_best(run.path, **parts.state.best)
         parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, run)
     return parts
+
+
+def inherit_replay(parts: Parts) -> None:
+    """What a run that has no checkpoint yet begins with."""
+    if parts.replay is not None and parts.cfg.replay.load:
+        folder, vocab_size = parts.cfg.replay.load, parts.updater.policy.vocab_size
+        parts.replay.inherit(folder, vocab_size, parts.collector.renderer.decode)
 
 
 def assemble(
@@ -108,6 +119,8 @@ def assemble(
     check_name(cfg.name or "run")
     home = home_of_policy(cfg, mesh)
     algo = setup.build_algorithm(cfg)
+    for warning in idle_settings(cfg, algo):
+        console.warn(warning)
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task = setup.build_problems(cfg.task, cfg.env)
     train = setup.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)

@@ -1,0 +1,40 @@
+"""The classic loop: start, get_action, step, one action at a time. Half a minute: python examples/classic_loop.py"""
+
+from assay.api import Algorithm
+from assay.types import Group
+
+SETTINGS = {
+    "model": "preset:nano",  # 0.25M weights, fresh
+    "env": {"name": "guess", "args": {"high": 4, "tries": 2}, "max_tokens": 1},
+    "algo.recipe": "reinforce",  # the mean return of a batch is its baseline
+    "train.steps": 80,
+    "optim.lr": 2e-3,
+    "eval": {"final_examples": 200, "temperature": 1.0},
+}
+
+
+class Classic(Algorithm):
+    def train(self) -> None:
+        env = self.env()
+        while self.step < self.steps:
+            groups = []
+            for state in self.states(16):
+                env.start(state)
+                talk, taken, over, total = list(state.messages), [], False, 0.0
+                while not over:
+                    action = self.policy.get_action(talk)
+                    observation, reward, terminated, truncated, _ = env.step(action.text)
+                    over = terminated or truncated
+                    taken.append((action, reward))
+                    talk += [{"role": "assistant", "content": action.text}, {"role": "user", "content": observation}]
+                for action, reward in reversed(taken):
+                    total = reward + 0.9 * total  # what came of it, and of what followed
+                    self.reward(action, total)
+                groups += [Group(action.prompt, [action]) for action, _ in taken]
+            self.credit(groups)
+            self.record(groups, self.learn(groups))
+
+
+if __name__ == "__main__":
+    summary = Classic(settings=SETTINGS).run()
+    print(f"accuracy {summary['before']['accuracy']:.3f} -> {summary['after']['accuracy']:.3f}")

@@ -1,0 +1,37 @@
+"""Settings that somebody has made and that change nothing, for want of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+
+from assay.algos import Algorithm
+from assay.config import CriticConfig, EnvConfig, TrainConfig
+from assay.settings import keys
+
+
+def idle_settings(cfg: TrainConfig, algo: Algorithm) -> Iterator[str]:
+    """A line for each, with what it waits for."""
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in keys(TrainConfig)}
+    for missing, there, names in conditions(cfg, algo):
+        for name in names:
+            if not there and attrgetter(name)(cfg) != defaults[name]:
+                yield f"{name} has no effect: {missing}"
+
+
+def conditions(cfg: TrainConfig, algo: Algorithm) -> list[tuple[str, bool, list[str]]]:
+    """What is missing, whether it is there, and which settings wait for it."""
+    of_env = [f"env.{name}" for name in EnvConfig.model_fields if name != "name"]
+    by_rate = algo.pass_rate_low > 0 or algo.pass_rate_high < 1
+    return [
+        ("no environment is set (env.name)", bool(cfg.env.name), [*of_env, "algo.discount", "algo.step_credit"]),
+        ("algo.kl_coef and algo.reward_kl_coef are 0", algo.needs_reference, ["algo.reference"]),
+        ("algo.reward_kl_coef is 0", algo.kl_in_reward, ["algo.reward_kl_per"]),
+        ("algo.correction is not set", bool(algo.correction), ["algo.correction_low", "algo.correction_high"]),
+        ("algo.cov is not set", bool(algo.cov), [f"algo.cov_{name}" for name in ("fraction", "coef", "low", "high")]),
+        ("algo.entropy_target is not set", algo.entropy_target is not None, ["algo.entropy_delta"]),
+        ("neither algo.pass_rate_low nor algo.pass_rate_high is set", by_rate, ["algo.pass_rate_retry"]),
+        ("algo.soft_overlong_buffer is 0", algo.soft_overlong_buffer > 0, ["algo.soft_overlong_weight"]),
+        ("algo.critic is off", algo.critic, [f"critic.{name}" for name in CriticConfig.model_fields]),
+        ("the critic gives credit (algo.critic)", not algo.critic, ["algo.advantage"]),
+    ]

@@ -1,0 +1,53 @@
+"""Settings without effect are named, and those that are shipped all have one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assay.config import TrainConfig
+from assay.settings import load_settings, to_toml
+from assay.train.idle import idle_settings
+from assay.train.setup import build_algorithm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def settings(file: Path | None = None, **changes: Any) -> TrainConfig:
+    return load_settings(TrainConfig, file, {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def idle(file: Path | None = None, **changes: Any) -> list[str]:
+    cfg = settings(file, **changes)
+    return list(idle_settings(cfg, build_algorithm(cfg)))
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda file: file.stem)
+def test_shipped_settings_have_an_effect(file: Path) -> None:
+    assert idle(file) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing", "then"),
+    [
+        ({"algo__reference": "big"}, "algo.kl_coef and algo.reward_kl_coef are 0", {"algo__kl_coef": 0.1}),
+        ({"algo__correction_high": 3.0}, "algo.correction is not set", {"algo__correction": "token_mask"}),
+        ({"algo__cov_fraction": 0.1}, "algo.cov is not set", {"algo__cov": "kl_cov"}),
+        ({"algo__entropy_delta": 0.1}, "algo.entropy_target is not set", {"algo__entropy_target": 0.5}),
+        ({"algo__pass_rate_retry": 5}, "neither algo.pass_rate_low", {"algo__pass_rate_low": 0.1}),
+        ({"critic__gae_lambda": 1.0}, "algo.critic is off", {"algo__recipe": "ppo"}),
+        ({"env__max_tokens": 5}, "no environment is set", {"env__name": "guess"}),
+        ({"algo__step_credit": True}, "no environment is set", {"env__name": "guess"}),
+        ({"algo__critic": True, "algo__advantage": "none"}, "the critic gives credit", {"algo__critic": False}),
+    ],
+)
+def test_what_waits_for_another_setting_is_named(changes: Any, missing: str, then: Any, tmp_path: Path) -> None:
+    (found,) = idle(**changes)
+    name = list(changes)[-1].replace("__", ".")
+    assert found.startswith(f"{name} has no effect: {missing}")
+    assert idle(**changes | then) == []
+    resolved = tmp_path / "config.toml"  # as a resumed run reads it, with every setting in it
+    resolved.write_text(to_toml(settings(**changes)))
+    assert idle(resolved) == [found]
