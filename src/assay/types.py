@@ -24,6 +24,9 @@ class Finish(StrEnum):
 
     STOP = "stop"  # a stop token or stop string
     LENGTH = "length"  # max_new_tokens, or the end of the context
+    ACTION = (
+        "action"  # the limit of one action in an environment (env.max_tokens), which ends it as a stop string would
+    )
 
 
 class Status(StrEnum):

@@ -14,6 +14,7 @@ from assay.algos import Algorithm, LossBatch, make_algorithm
 from assay.algos.advantages import ADVANTAGES
 from assay.algos.entropy import EntropyControl
 from assay.algos.importance import CORRECTIONS
+from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 pytestmark = pytest.mark.peer
 LENGTHS, LIMIT = [4, 7, 1, 5, 2, 6], 9
@@ -196,6 +197,70 @@ def test_advantages(advantage: str, scale: str) -> None:
     torch.testing.assert_close(
         found, prepared(rewards.tolist(), scale_rewards=scale)["advantages"].double(), atol=1e-5, rtol=0
     )
+
+
+def rloo_prepared(rewards: list[float], tokens: Tokens, beta: float) -> Tensor:
+    """Advantages as TRL's RLOOTrainer has them: groups of three, the KL of whole answers taken off their rewards."""
+    reference = object()
+    known: dict[str, Any] = {
+        "accelerator": SimpleNamespace(
+            device="cpu", process_index=0, gather=lambda x: x, reduce=lambda x, reduction: x
+        ),
+        "args": SimpleNamespace(per_device_train_batch_size=6, gradient_checkpointing_kwargs=None),
+        "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        "ref_model": reference,
+        **dict.fromkeys(("pad_to_multiple_of", "reward_clip_range")),
+        **dict.fromkeys(("mask_truncated_completions", "normalize_advantages"), False),
+        "_generate": lambda prompts: ([[1]] * 6, [[2] * n for n in LENGTHS], [""] * 6),
+        "_calculate_rewards": lambda *_: torch.tensor(rewards, dtype=torch.float64)[:, None],
+        "_get_per_token_logps_and_entropies": lambda model, *_, **__: (
+            tokens.reference if model is reference else tokens.behaviour,
+            None,
+            None,
+        ),
+        "_tokenizer": SimpleNamespace(pad_token_id=0, batch_decode=lambda ids, **_: [""] * len(ids)),
+        "num_generations": 3,
+        "beta": beta,
+        "reward_weights": torch.ones(1),
+        "reward_func_names": ["reward"],
+        "_metrics": {"train": defaultdict(list)},
+        "_logs": defaultdict(list, rewards=defaultdict(list)),
+        "_pending_extra_logs": {},
+        "_pending_metrics": {},
+    }
+    rloo = pytest.importorskip("trl").RLOOTrainer
+    return rloo._generate_and_score_completions(SimpleNamespace(**known), [{"prompt": "?"} for _ in rewards])[
+        "advantages"
+    ]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_rloo_with_its_price_on_divergence(beta: float) -> None:
+    tokens, rewards = Tokens(4), [1.0, 0.0, 0.25, 0.0, 1.0, 0.5]
+    wrote = [row[:n].tolist() for row, n in zip(tokens.behaviour, LENGTHS, strict=True)]
+    said = [row[:n].tolist() for row, n in zip(tokens.reference, LENGTHS, strict=True)]
+    prompt = Prompt("?", ())
+    turns = [[Turn([1], Completion([2] * len(own), own, own, Finish.STOP), "")] for own in wrote]
+    each = zip(turns, rewards, strict=True)
+    answers = [Rollout(prompt, i % 3, turn, Verdict(r, Status.OK)) for i, (turn, r) in enumerate(each)]
+    algo = make_algorithm("rloo", max_new_tokens=LIMIT, reward_kl_coef=beta)
+    algo.credit([Group(prompt, answers[:3]), Group(prompt, answers[3:])], said if beta else None)
+    found = torch.tensor([answer.advantage for answer in answers], dtype=torch.float64)
+    torch.testing.assert_close(found, rloo_prepared(rewards, tokens, beta).double(), atol=1e-5, rtol=0)
+
+
+def test_rloos_gradient_where_it_is_on_policy() -> None:
+    """Their ratio is of a whole answer; with one update a batch it is 1, and its gradient that of the sum. Ours has
+    the same up to the constant that we divide by."""
+    tokens = Tokens(5, spread=0.0)
+    logprobs = tokens.logprobs.clone().requires_grad_()
+    old = {"old_logps": (tokens.behaviour * tokens.mask).sum(1)}
+    rloo = pytest.importorskip("trl").RLOOTrainer
+    rloo._compute_loss(trainer(tokens, logprobs), None, tokens.padded() | old).backward()
+    assert logprobs.grad is not None
+    _, slope = ours(tokens, make_algorithm("rloo", max_new_tokens=LIMIT))
+    torch.testing.assert_close(slope * LIMIT, logprobs.grad, atol=1e-5, rtol=0)
+    assert slope.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("mode", CORRECTIONS)

@@ -177,6 +177,20 @@ def test_limits_cut_episodes_off(limits: Limits, tokens: int, length: int, reaso
     assert idle(part)
 
 
+def test_the_limit_of_an_action_ends_it_and_cuts_nothing_off() -> None:
+    part = collector(guess(tries=3), Limits(step_tokens=2))
+    found = rollouts(part.collect(guess(tries=3).prompts("train")[:8], replace(PARAMS, max_new_tokens=6), (0, 0)))
+    ended = [r for r in found if r.turns[-1].completion.finish is Finish.ACTION]
+    assert ended and all(r.verdict and not r.cut_off and not r.truncated for r in ended)
+    assert {r.turns[-1].completion.finish for r in found} <= {Finish.ACTION, Finish.STOP}
+    short = rollouts(part.collect(guess(tries=3).prompts("train")[:8], replace(PARAMS, max_new_tokens=5), (0, 0)))
+    cut = [r for r in short if len(r.turns) == 3 and r.length == 5 and r.turns[-1].completion.finish is Finish.LENGTH]
+    assert cut and all(r.truncated for r in cut)  # the episode's own limit has cut its last action short
+    line = collector(stepwise(), Limits(step_tokens=2))
+    lines = rollouts(line.collect(stepwise().prompts("train")[:4], PARAMS, (0, 0)))
+    assert any(r.truncated for r in lines)  # a reply without its end
+
+
 def test_an_environment_that_fails_on_everything_is_the_users_to_mend() -> None:
     class Broken(Endless):
         def step(self, action: str) -> Any:

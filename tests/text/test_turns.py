@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from assay.text import Renderer, Tokenizer, char_tokenizer
+from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer
 from assay.types import Message, Prompt, UserError
 
+MODELS = Path(os.environ.get("ASSAY_MODELS", Path(__file__).parents[2] / ".models"))
 QWEN = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Qwen.<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% if m['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m['content'] }}\n"
@@ -58,6 +62,24 @@ def test_many_turns_are_as_the_template_writes_the_whole(form: str, role: str) -
         messages += [{"role": "assistant", "content": reply}, {"role": role, "content": answer}]
         assert ids == tokens.encode(tokens.chat_text(messages, open_reply=True))
     assert ids.count(renderer.stop_token_ids[0]) >= 12
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("file", ["smollm2-135m-instruct.q4_1.gguf", "qwen2.5-coder-1.5b-instruct.q4_k_m.gguf"])
+def test_many_turns_with_the_tokenizers_of_real_models(file: str, role: str) -> None:
+    """Merges of a real tokenizer, line ends and blanks where texts meet, and the templates as they are."""
+    if not (MODELS / file).is_file():
+        pytest.skip(f"no {file} under {MODELS}")
+    tokens = load_tokenizer(str(MODELS / file))
+    renderer = Renderer(tokens)
+    messages, ids = list(PROMPT.messages), renderer.prompt_ids(PROMPT)
+    for turn in range(15):
+        reply, answer = f"I think it is {37 * turn}.\nMaybe <b>{turn}</b>", f"Higher than {turn}!\n\n  ok"
+        sampled = [*tokens.encode(reply), renderer.stop_token_ids[0]]
+        ids += sampled + renderer.next_turn_ids(PROMPT, sampled, [{"role": role, "content": answer}])
+        messages += [{"role": "assistant", "content": reply}, {"role": role, "content": answer}]
+        assert ids == tokens.encode(tokens.chat_text(messages, open_reply=True))
+    assert renderer.rewritten_history() == ""
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -17,7 +17,7 @@ from assay.envs.base import Env, Step, as_messages
 from assay.rollout.seeding import request_seed
 from assay.rollout.stepping import Stepper
 from assay.text import Renderer
-from assay.types import Completion, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
+from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,9 @@ class Player:
 
     def took(self, episode: Episode, completion: Completion) -> str:
         """Note what was written; its text is what it adds to the text of the reply."""
+        whole = len(completion.token_ids) == self.limits.step_tokens and not self.env.inline
+        if whole and completion.finish is Finish.LENGTH:
+            completion.finish = Finish.ACTION
         episode.reply += completion.token_ids
         text = self.renderer.decode(episode.reply)
         action = text.removeprefix(episode.shown)
