@@ -160,6 +160,18 @@ def test_an_action_ends_where_the_environment_says(small: SmallRuns) -> None:
         Lines(small.config, {"runs_dir": str(small.runs), "name": "two"}, quiet=True).env()
 
 
+def test_states_of_other_kinds_and_steps_without_answers_are_told(small: SmallRuns) -> None:
+    algorithm = Lines(small.config, {"runs_dir": str(small.runs)}, quiet=True)
+    for state in (5, [], [{"role": "user"}], {"role": "user", "content": "2 + 2 ="}):
+        with pytest.raises(UserError, match="a state is a question"):
+            algorithm.policy.get_action(state)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="no room in a context") as error:
+        algorithm.policy.get_action("has " * 900)
+    assert len(str(error.value)) < 500
+    with pytest.raises(UserError, match="given no groups"):
+        algorithm.record([], {})
+
+
 def test_an_answer_without_a_verdict_gets_no_credit(small: SmallRuns) -> None:
     algorithm = Lines(small.config, {"runs_dir": str(small.runs), "algo.recipe": "reinforce"}, quiet=True)
     state = algorithm.states(1)[0]

@@ -6,6 +6,7 @@ update, evaluation, logging, checkpoints and exact resume are those of the comma
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from typing import Any
 from assay.config import TrainConfig
 from assay.engine.base import Request
 from assay.envs import Env
+from assay.envs.base import is_message
 from assay.rollout.collect import request_seed
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
@@ -32,6 +34,7 @@ from assay.types import Group, Message, Prompt, Rollout, Status, Turn, UserError
 
 __all__ = ["Algorithm", "Policy", "ReplayBuffer"]
 
+ID_CHARS = 200  # of a question that becomes the id of a prompt
 State = str | Prompt | Sequence[Message]  # a question, a problem of a task, or a conversation
 
 
@@ -197,6 +200,8 @@ class Algorithm(ABC):
     def record(self, groups: list[Group], metrics: Mapping[str, float]) -> None:
         """The end of a step that has sampled these groups: files, metrics, and what is due of evaluations and saves."""
         dropped, self._dropped = self._dropped, []
+        if not groups and not dropped:
+            raise UserError("record was given no groups: hand it those that this step has sampled")
         found = {**metrics, **self._metrics, **stages.describe(groups, dropped)}
         found |= adapt.remember(self.parts.algo, self.parts.state, [*groups, *dropped], found)
         self._metrics = {}
@@ -215,7 +220,16 @@ def resumed(run: str | Path, settings: Mapping[str, Any], console: Console) -> s
 
 
 def as_prompt(state: State) -> Prompt:
+    """The same question has the same id, of a length that can be read."""
     if isinstance(state, Prompt):
         return state
-    messages = (Message(role="user", content=state),) if isinstance(state, str) else tuple(state)
-    return Prompt(id="\n".join(message["content"] for message in messages), messages=messages)
+    messages = (Message(role="user", content=state),) if isinstance(state, str) else state
+    if not isinstance(messages, Sequence) or not messages or not all(map(is_message, messages)):
+        raise UserError(f"a state is a question, a Prompt, or messages with role and content, not {state!r:.80}")
+    text = "\n".join(message["content"] for message in messages)
+    short = text if len(text) <= ID_CHARS else f"{text[:ID_CHARS]}... {digest(text)}"
+    return Prompt(id=short, messages=tuple(messages))
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]

@@ -63,6 +63,19 @@ def test_a_discount_prefers_the_sooner() -> None:
         make_algorithm("simple", discount=1.5)
 
 
+def test_a_group_is_dropped_only_if_nothing_that_is_compared_differs() -> None:
+    sooner = Group(PROMPT, [episode([1.0], 0), episode([0.0, 1.0], 1)])
+    steps = Group(PROMPT, [episode([0.5, 0.5], 0), episode([0.0, 1.0], 1)])
+    solved = Group(PROMPT, [episode([1.0], 0), episode([1.0], 1)])
+    expected = {(1.0, False): [], (0.9, False): [sooner, steps], (1.0, True): [steps], (0.9, True): [sooner, steps]}
+    for (discount, by_step), kept in expected.items():
+        algo = make_algorithm("simple", drop_zero_variance=True, discount=discount, step_credit=by_step)
+        assert algo.keep([sooner, steps, solved])[0] == kept
+        algo.credit([sooner, steps, solved])
+        learns = [any(rollout.learns for rollout in group.rollouts) for group in (sooner, steps, solved)]
+        assert learns == [group in kept for group in (sooner, steps, solved)]
+
+
 def test_credit_for_steps_and_a_penalty_on_tokens_do_not_go_together() -> None:
     for settings in ({"step_credit": True}, {"discount": 0.9}):
         with pytest.raises(UserError, match="leave out step_credit and discount"):

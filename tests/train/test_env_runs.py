@@ -99,7 +99,9 @@ def test_a_guessing_run_learns_from_its_steps_and_resumes_exactly(
     words = ("run:small@0", "run:small@last", "--eval.final_examples", 6, "--json", file)
     assert small("eval", *words) == 0  # its environment comes along
     found = json.loads(file.read_text())
-    assert found[0]["n"] == 6 and set(found[0]["statuses"]) <= {"ok", "wrong", "no_answer"}
+    assert (
+        found[0]["n"] == 6 and found[0]["task"] == "guess" and set(found[0]["statuses"]) <= {"ok", "wrong", "no_answer"}
+    )
     assert small.resume("small", "--env.max_tokens", 4) == 2
     assert "env.max_tokens" in capsys.readouterr().err
 

@@ -130,7 +130,9 @@ class Algorithm:
         self._shape_rewards(groups)
         if self.mask_overlong:
             filters.mask_overlong(groups)
-        return filters.drop_zero_variance(groups) if self.drop_zero_variance else (list(groups), [])
+        if not self.drop_zero_variance:
+            return list(groups), []
+        return filters.drop_zero_variance(groups, self.discount, self.step_credit)
 
     def take_baselines(self, groups: Sequence[Group], greedy: list[Group]) -> None:
         """`greedy` holds one greedy answer to the prompt of each group: its reward is that group's baseline."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from assay.algos.returns import returns, step_rewards
 from assay.types import Group, Rollout
 
 PassRates = Mapping[str, Sequence[float]]  # by prompt: (running pass rate, step at which it was last tried)
@@ -16,17 +17,28 @@ def verdict_reward(rollout: Rollout) -> float:
     return rollout.verdict.reward
 
 
-def drop_zero_variance(groups: list[Group]) -> tuple[list[Group], list[Group]]:
+def drop_zero_variance(
+    groups: list[Group], discount: float = 1.0, by_step: bool = False
+) -> tuple[list[Group], list[Group]]:
     """(kept, dropped): a group whose verdicts all give the same reward has no winner to learn from.
 
     It reads the verdicts, not the shaped rewards: as in DAPO, lengths alone must not rescue an all-right group.
+    Where later rewards count less, or steps have credit of their own, the returns that are compared have to differ.
     """
     kept: list[Group] = []
     dropped: list[Group] = []
     for group in groups:
-        distinct = {verdict_reward(rollout) for rollout in group.rollouts}
+        distinct = {value for rollout in group.rollouts for value in verdict_returns(rollout, discount, by_step)}
         (kept if len(distinct) > 1 else dropped).append(group)
     return kept, dropped
+
+
+def verdict_returns(rollout: Rollout, discount: float, by_step: bool) -> list[float]:
+    """What credit compares of an answer, before anything was shaped."""
+    whole = verdict_reward(rollout)
+    if not by_step and discount == 1.0:
+        return [whole]
+    return returns(step_rewards(rollout, whole), discount)[: None if by_step else 1]
 
 
 def mask_overlong(groups: list[Group]) -> int:

@@ -17,10 +17,10 @@ def returns(rewards: Sequence[float], discount: float = 1.0) -> list[float]:
     return found[::-1]
 
 
-def step_rewards(rollout: Rollout) -> list[float]:
+def step_rewards(rollout: Rollout, whole: float | None = None) -> list[float]:
     """Rewards of its turns; what the whole got beyond them (a verdict, a length punishment) came with the last one."""
     rewards = [turn.reward for turn in rollout.turns]
-    rewards[-1] += rollout.reward - sum(rewards)
+    rewards[-1] += (rollout.reward if whole is None else whole) - sum(rewards)
     return rewards
 
 

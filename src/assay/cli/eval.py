@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     first = reports[args.models[0]]
     found: list[dict[str, Any]] = []
     for model, report in reports.items():
-        entry = {"model": model, "task": cfg.task.name, "split": cfg.eval.final_split, **report.summary()}
+        what = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
+        entry = {"model": model, "task": what, "split": cfg.eval.final_split, **report.summary()}
         entry["settings"] = {"seed": cfg.seed, "path": cfg.task.path, **cfg.eval.model_dump(exclude=NOT_HERE)}
         if report is not first:
             paired = compare(first, report)

@@ -94,7 +94,8 @@ class PythonTool(TaskEnv):
         if found is None and self.stop[0] not in action:
             return self.answered(self.said)
         # A timeout, or a process that died for want of memory, is a result like any other.
-        result = "no expression" if found is None else found.parsed or found.detail or str(found.status)
+        failure = found and (found.detail or str(found.status)).removeprefix("judging ")  # it is no judge to the policy
+        result = "no expression" if found is None else found.parsed or failure
         shown = f"<result>{result}</result>"
         self.said += shown
         return shown, 0.0, False, False, {"result": result}
