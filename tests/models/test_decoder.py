@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from assay.models import Decoder, load_model, spec_from_hf, spec_to_hf
+from assay.models.lora import Lora, add_lora
 from assay.models.presets import build_preset, preset
+from assay.models.spec import ModelSpec
 
 CASES = {
     "llama": ("llama", None, {}),
@@ -89,3 +91,50 @@ def test_spec_survives_the_config(case, make_hf):
     spec = spec_from_hf(make_hf(family, scaling, **changes).config.to_dict())
     assert spec is not None
     assert spec_from_hf(spec_to_hf(spec)) == spec
+
+
+PIECES = {
+    "llama": {"family": "llama"},
+    "biases": {"family": "qwen2", "qkv_bias": True, "mlp_bias": True},
+    "head norms": {"family": "qwen3", "qk_norm": True},
+    "one layer": {"family": "llama", "layers": 1},
+}
+
+
+@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("piece", PIECES)
+def test_pieces_that_are_compiled_compute_the_same(piece, chained):
+    sizes = {"vocab_size": 50, "hidden": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 24}
+    model = Decoder(ModelSpec(**sizes | {"max_length": 32} | PIECES[piece])).double()
+    model.initialise(0)
+    names = list(model.state_dict())
+    expected = hidden_and_gradients(model)
+    model.compile_layers(chained)
+    with torch.compiler.set_stance("force_eager"):  # the pieces themselves: fusing them is torch's own business
+        found = hidden_and_gradients(model)
+    assert list(model.state_dict()) == names
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_adapters_are_seen_by_pieces_that_are_compiled():
+    model = build_preset("nano", vocab_size=50, max_length=32, seed=0).double()
+    add_lora(model, Lora(rank=2, alpha=4.0, targets=("k_proj",)))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.fill_(0.1)
+    expected = hidden_and_gradients(model)
+    model.compile_layers()
+    with torch.compiler.set_stance("force_eager"):
+        found = hidden_and_gradients(model)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def hidden_and_gradients(model):
+    ids = torch.arange(12) % model.vocab_size
+    hidden = model.hidden(ids, [5, 7])
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    mix = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
+    return [hidden.detach(), *torch.autograd.grad((hidden * mix).sum(), weights, allow_unused=True)]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from assay.models.device import upload
-from assay.models.varlen import has_varlen, tree_attention, varlen_attention
+from assay.models.varlen import has_varlen, packed_attention, tree_attention
 
 
 class PackedCausal:
@@ -48,7 +48,7 @@ class PackedCausal:
         if has_varlen(q.device, q.dtype):
             if self.branches is not None:
                 return tree_attention(q, k, v, self.starts, longest, self.branches)
-            return varlen_attention(q, k, v, self.starts, self.starts, (longest, longest))
+            return packed_attention(q, k, v, self.starts, longest)
         if self.branches is None:
             return self.segments.attend(q, k, v)
         return self.branches.attend(q, k, v)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +98,7 @@ class Decoder(PolicyModel):
     inv_freq: Tensor
     shares = True
     recompute = False  # keep only the inputs of layers for the backward pass: less memory, a third more time
+    between: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None  # see `chained`
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -121,15 +123,32 @@ class Decoder(PolicyModel):
         x = as_computed(self.model.embed_tokens(ids))
         angles = positions[:, None].float() * self.inv_freq.float()  # [N, d/2]
         cos, sin = angles.cos()[:, None].to(x.dtype), angles.sin()[:, None].to(x.dtype)  # [N, 1, d/2]
-        for layer in self.model.layers:
-            if self.recompute and torch.is_grad_enabled():
+        if self.recompute and torch.is_grad_enabled():
+            for layer in self.model.layers:
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
-            else:
+        elif self.between is not None:
+            x = self.chained(x, cos, sin, attend)
+        else:
+            for layer in self.model.layers:
                 x = layer(x, cos, sin, attend)
         return self.model.norm(x)
 
-    def compile_layers(self) -> None:
-        """Fuse the small operations around products and attention. All layers share what is compiled for the first."""
+    def chained(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """One layer after the other, with all that lies between two attentions as one call, which is compiled."""
+        assert self.between is not None
+        layers: list[Layer] = list(self.model.layers)  # type: ignore[arg-type]
+        q, k, v = Layer.before(layers[0], x, cos, sin)
+        for layer, following in pairwise(layers):
+            x, q, k, v = self.between(layer, following, x, attend(layer.self_attn.layer, q, k, v), cos, sin)
+        return Layer.after(layers[-1], x, attend(layers[-1].self_attn.layer, q, k, v))
+
+    def compile_layers(self, chained: bool = True) -> None:
+        """Fuse the small operations around products and attention. All layers share what is compiled for the first.
+
+        `chained`: the end of one layer and the start of the next are one piece, so that the host has half as many to
+        start; not where something hangs on the calls of whole layers.
+        """
+        self.between = torch.compile(between, dynamic=True) if chained else None
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
             layer.before = torch.compile(layer.before, dynamic=True)  # type: ignore[method-assign]
@@ -160,6 +179,14 @@ class Decoder(PolicyModel):
                 weight.zero_()
             else:
                 weight.fill_(1.0)
+
+
+def between(
+    layer: Layer, following: Layer, x: Tensor, attended: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From the attention of one layer to that of the next."""
+    x = Layer.after(layer, x, attended)
+    return x, *Layer.before(following, x, cos, sin)
 
 
 def as_computed(x: Tensor) -> Tensor:

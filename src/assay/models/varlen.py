@@ -51,6 +51,29 @@ def varlen_attention(
     return varlen.attend(q, keys, values, queries_at, keys_at, *most, **options)
 
 
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+    """Causal attention within segments that begin at `starts`; as above, but cheaper to call with gradients."""
+    return _PackedAttention.apply(q, k, v, starts, longest)
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Flash attention by its bare operators: torch's own wrapping takes the host longer than all of this."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+        out, sums, seed, unused = flash(q, k, v, starts, starts, (longest, longest), causal=True)
+        ctx.save_for_backward(q, k, v, out, sums, starts, seed, unused)
+        ctx.longest = longest
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums, starts, seed, unused = ctx.saved_tensors
+        most = (ctx.longest, ctx.longest)
+        found = flash_backward(grad.contiguous(), q, k, v, out, sums, starts, starts, most, seed, unused, causal=True)
+        return *found, None, None
+
+
 class Stems(Protocol):
     """What several sequences begin with, and what follows: see `attention.Branches`."""
 
