@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,11 +31,10 @@ class PackedCausal:
         tree = Segments.of(lengths, shared)
         self.device = torch.device(device)
         self.segments = Padded(tree.lengths, self.device)
-        starts = torch.tensor([0, *tree.lengths]).cumsum(0)
-        positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(torch.tensor(tree.lengths))
-        offsets = torch.tensor(tree.offsets).repeat_interleave(torch.tensor(tree.lengths))
-        self.positions = upload(positions + offsets, self.device)  # of the tokens that are computed
-        self.starts = upload(starts.int(), self.device)
+        starts = [0, *accumulate(tree.lengths)]
+        positions = counted(tree.lengths) + np.repeat(tree.offsets, tree.lengths)
+        self.positions = upload(torch.from_numpy(positions), self.device)  # of the tokens that are computed
+        self.starts = upload(torch.tensor(starts, dtype=torch.int32), self.device)
         # Of all tokens, those that are computed; and where among these each of all tokens is found.
         self.computed = self.places = None
         self.branches: Branches | None = None
@@ -91,27 +91,25 @@ class Segments:
         """Which of all tokens are computed, and where among these each of all tokens is found."""
         kept, places, begun, done = [], [], 0, 0
         for length, prefix, stem_start in self.sequences:
-            kept.append(torch.arange(begun + prefix, begun + length))
-            places += [torch.arange(stem_start, stem_start + prefix), torch.arange(done, done + length - prefix)]
+            kept.append(np.arange(begun + prefix, begun + length))
+            places += [np.arange(stem_start, stem_start + prefix), np.arange(done, done + length - prefix)]
             begun, done = begun + length, done + length - prefix
-        return torch.cat(kept), torch.cat(places)
+        return torch.from_numpy(np.concatenate(kept)), torch.from_numpy(np.concatenate(places))
 
 
 class Padded:
     """Segments as rows of a batch. Padding sits behind every real token, where causal attention never looks."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        sizes = torch.tensor(lengths)
-        self.batch, self.longest = len(lengths), int(sizes.max())
-        self.even = bool((sizes == self.longest).all())
-        row = torch.repeat_interleave(torch.arange(self.batch), sizes)
-        positions = torch.arange(len(row)) - (sizes.cumsum(0) - sizes)[row]
-        self._slots, self.device = row * self.longest + positions, device
+        self.lengths, self.device = lengths, device
+        self.batch, self.longest = len(lengths), max(lengths)
+        self.even = min(lengths) == self.longest
 
     @cached_property
     def slots(self) -> Tensor:
         """Where each token sits in the padded batch."""
-        return upload(self._slots, self.device)
+        rows = np.repeat(np.arange(self.batch), self.lengths)
+        return upload(torch.from_numpy(rows * self.longest + counted(self.lengths)), self.device)
 
     def pad(self, x: Tensor) -> Tensor:
         """[N, H, d] -> [B, H, T, d]"""
@@ -132,9 +130,9 @@ class Padded:
 class Branches:
     """Segments that follow stems, and the stems. Token numbers are those of computed tokens."""
 
-    def __init__(self, tree: Segments, starts: Tensor, device: torch.device) -> None:
+    def __init__(self, tree: Segments, starts: list[int], device: torch.device) -> None:
         self.tree, self.device = tree, device
-        self.spans = [torch.arange(a, b) for a, b in pairwise(starts.tolist())]
+        self.spans = [torch.arange(a, b) for a, b in pairwise(starts)]
         self.followers = [i for i, stem in enumerate(tree.stems) if stem >= 0]
         stems = sorted({tree.stems[i] for i in self.followers})
         in_tails = [sum(tree.lengths[i] for i in self.followers if tree.stems[i] == stem) for stem in stems]
@@ -172,6 +170,12 @@ class Branches:
             queries, keys, values, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
         )
         return torch.empty_like(q).index_copy(0, roots, first).index_copy(0, self.tails, tail_rows.unpad(rest))
+
+
+def counted(lengths: Sequence[int]) -> np.ndarray:
+    """0, 1, ... within each of the segments. By numpy, as all that is counted here: torch would wake its threads."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
 
 
 def visible(stems: list[Tensor], tails: list[Tensor]) -> tuple[Tensor, Tensor]:
