@@ -26,7 +26,8 @@ def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapp
     # Sections first: --task NAME drops the path of the file, never one that was given beside it.
     for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
         if value is True and key in fields and not is_flag(fields[key].annotation):
-            raise UserError(f"--{key} needs a value")
+            choices = [one for one in get_args(fields[key].annotation) if isinstance(one, str)]
+            raise UserError(f"--{key} needs a value" + f": one of {', '.join(choices)}" * bool(choices))
         set_dotted(tree, key, value, kind)
     try:
         return kind.model_validate(tree)

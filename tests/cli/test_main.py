@@ -99,6 +99,20 @@ def test_an_interrupt_is_not_an_error_of_ours(
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_a_gpu_without_memory_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def fails(words: list[str]) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.00 MiB.")
+
+    monkeypatch.setattr("assay.cli.main.dispatch", fails)
+    assert main(["x"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "no memory left" in said
+    with pytest.raises(torch.OutOfMemoryError):
+        main(["x", "--debug"])
+
+
 def words_of(text: str) -> tuple[list[str], dict[str, object]]:
     parser = Parser(prog="assay")
     parser.add_argument("models", nargs="+")

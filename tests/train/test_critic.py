@@ -11,7 +11,7 @@ from processes import start
 from safetensors.torch import load_file
 from small_run import SmallRuns
 from torch import Tensor
-from train_parts import gradients_of, make_groups, tiny_decoder, weights_of
+from train_parts import cramped, gradients_of, make_groups, tiny_decoder, weights_of
 
 from assay.algos import make_algorithm
 from assay.algos.gae import gae
@@ -108,6 +108,23 @@ def test_neither_the_split_changes_what_is_learnt_nor_a_stop_what_follows(tmp_pa
         one.learn()
     pairs = zip(own.model.parameters(), again.model.parameters(), strict=True)
     assert all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_out_of_memory_it_goes_on_with_smaller_parts() -> None:
+    groups = make_groups(tiny_decoder())
+    found = []
+    for room in (10**9, 60):
+        own = critic(4096)
+        own.model.trunk = cramped(room, seed=3)
+        own.__post_init__()
+        own.credit(groups)
+        if room == 60:
+            assert own.token_budget <= 60
+            own.token_budget = 4096  # the pass that learns has to find it out, too
+        loss = own.learn()["critic/loss"]
+        found.append((loss, torch.cat([p.detach().flatten() for p in own.model.parameters()])))
+    assert own.token_budget <= 60
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-12) and (found[0][1] - found[1][1]).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("budget", [10**6, 30])

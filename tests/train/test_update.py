@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import warnings
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from train_parts import SPEC, full_logprobs, gradients_of, make_groups, tiny_decoder, weights_of
+from train_parts import SPEC, cramped, full_logprobs, gradients_of, make_groups, tiny_decoder, weights_of
 
 from assay.algos import Algorithm, make_algorithm
 from assay.models.decoder import Decoder
@@ -20,7 +19,7 @@ from assay.models.logprobs import LOGITS_AT_ONCE
 from assay.train.optim import make_adamw
 from assay.train.pack import marked, rows_of
 from assay.train.update import Updater
-from assay.types import Group
+from assay.types import Group, UserError
 
 LIMIT = 16
 CHANGES: dict[str, dict[str, Any]] = {
@@ -365,24 +364,8 @@ def test_a_batch_with_nothing_to_learn_leaves_weights_and_moments_alone() -> Non
     assert torch.equal(before, weights_of(trained.policy)) and not trained.optimizer.state
 
 
-class Small(Decoder):
-    """A decoder with memory for `room` tokens."""
-
-    room = 10**9
-    error: type[RuntimeError] = torch.OutOfMemoryError
-
-    def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
-        found = super().hidden(ids, lengths, shared)
-        if len(ids) - sum(shared or ()) > self.room:
-            raise self.error("DefaultCPUAllocator: can't allocate memory")
-        return found
-
-
 def with_room(room: int, error: type[RuntimeError], token_budget: int) -> Updater:
-    policy = copy.deepcopy(tiny_decoder())
-    policy.__class__ = Small
-    assert isinstance(policy, Small)
-    policy.room, policy.error = room, error
+    policy = cramped(room, error)
     return Updater(policy, make_adamw(policy, 1e-2), token_budget=token_budget)
 
 
@@ -408,12 +391,23 @@ def test_out_of_memory_halves_the_budget_and_changes_nothing_else(error: type[Ru
     assert (weights_of(small.policy) - weights_of(large.policy)).abs().max() < 1e-12
 
 
+def test_scores_take_smaller_parts_too() -> None:
+    algo = GRPO["plain"]
+    rows = rows_of(credited(algo), algo)
+    small = with_room(max(len(row.ids) for row in rows) + 5, torch.OutOfMemoryError, token_budget=4096)
+    with pytest.warns(UserWarning, match="out of memory: going on"):
+        found = small.scores(rows, algo, "trainer")
+    expected = with_room(10**9, RuntimeError, token_budget=4096).scores(rows, algo, "trainer")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-12)
+
+
 def test_a_single_sequence_that_does_not_fit_is_an_error() -> None:
     algo = GRPO["plain"]
     rows = rows_of(credited(algo), algo)
     longest = max(len(row.ids) for row in rows)
     small = with_room(longest - 1, torch.OutOfMemoryError, token_budget=4096)
-    with pytest.warns(UserWarning, match="out of memory"), pytest.raises(torch.OutOfMemoryError):
+    with pytest.warns(UserWarning, match="out of memory"), pytest.raises(UserError, match="single sequence"):
         small.step(rows, algo, 1e-2)
 
 

@@ -101,3 +101,24 @@ def weights_of(model: PolicyModel) -> Tensor:
 def gradients_of(model: PolicyModel) -> Tensor:
     assert all(p.grad is not None for p in model.parameters())
     return flat(p.grad for p in model.parameters())
+
+
+class Cramped(Decoder):
+    """Has memory for `room` tokens."""
+
+    room = 10**9
+    error: type[RuntimeError] = torch.OutOfMemoryError
+
+    def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
+        found = super().hidden(ids, lengths, shared)
+        if len(ids) - sum(shared or ()) > self.room:
+            raise self.error("DefaultCPUAllocator: can't allocate memory")
+        return found
+
+
+def cramped(room: int, error: type[RuntimeError] = torch.OutOfMemoryError, seed: int = 0) -> Cramped:
+    model = tiny_decoder(seed)
+    model.__class__ = Cramped
+    assert isinstance(model, Cramped)
+    model.room, model.error = room, error
+    return model

@@ -31,6 +31,11 @@ COMMANDS = {
     "bench": "measure generation and training: tokens a second, seconds a step, memory; compare recipes",
 }
 
+OUT_OF_MEMORY = (
+    "the GPU has no memory left: see with nvidia-smi who else is on it, lower engine.memory or engine.max_batch, or "
+    "take a smaller model; --debug tells where it happened"
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
@@ -56,6 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         print(f"assay: the disk is full ({error.filename or error.strerror}): free some space first", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if debug or type(error).__name__ != "OutOfMemoryError":  # torch's, which may not be imported yet
+            raise
+        print(f"assay: {OUT_OF_MEMORY}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         if is_main():

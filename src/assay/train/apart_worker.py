@@ -26,10 +26,11 @@ from assay.rewards.fresh import take_pipes
 from assay.rewards.importing import load_object
 from assay.train.apart import MOMENTS, WEIGHTS, moments
 from assay.train.faults import Fault
+from assay.train.memory import out_of_memory
 from assay.train.pack import Row
 from assay.train.shelf import Shelf, Slot
 from assay.train.stopping import SIGNALS
-from assay.train.update import Scorer, out_of_memory
+from assay.train.update import Scorer
 from assay.types import UserError
 
 Result = tuple[tuple[Sums, float, bool], Sequence[Fault], int]

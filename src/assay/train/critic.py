@@ -21,6 +21,7 @@ from assay.models import Decoder, PolicyModel
 from assay.models.collectives import gather_back, whole
 from assay.models.export import share
 from assay.models.logprobs import predictors
+from assay.train.memory import fitted
 from assay.train.optim import clip_gradients
 from assay.train.pack import MicroBatch, Row, pack, share_rows
 from assay.train.parallel import parallelise, sum_gradients
@@ -115,13 +116,18 @@ class Critic:
     def values(self, rows: Sequence[Row]) -> list[list[float]]:
         """Of the state before each token that each row trains. Ranks share the work, and every one gets all of it."""
         places = {id(row): place for place, row in enumerate(rows)}
-        found: dict[int, list[float]] = {}
-        with torch.no_grad():
+
+        @torch.no_grad()
+        def own_share() -> dict[int, list[float]]:
+            found = {}
             for part in self._shares(rows):
                 split = self._values(self._packed(part)).cpu().split([row.count for row in part])
                 for row, values in zip(part, split, strict=True):
                     found[places.get(id(row), -1)] = values.tolist()
-        every = {place: values for share in self.mesh.all_gather_objects(found) for place, values in share.items()}
+            return found
+
+        shares = self.mesh.all_gather_objects(fitted(self, self.model.trunk, rows, own_share))
+        every = {place: values for share in shares for place, values in share.items()}
         return [every[place] for place in range(len(rows))]
 
     def loss(self, hidden: Tensor, part: MicroBatch) -> Tensor:
@@ -145,13 +151,20 @@ class Critic:
             return {}
         rows = [row for _, row in self.lessons]
         tokens = sum(row.count for row in rows)
-        total = 0.0
-        for _ in range(self.cfg.passes):
+
+        def accumulate() -> float:
+            self.step(usable=False)
+            total = 0.0
             for part in map(self._packed, self._shares(rows)):
                 assert part.values is not None and part.returns is not None
                 loss = value_loss(self._values(part), part.values, part.returns, self.cfg.clip).sum() / tokens
                 loss.backward()
-                total += float(loss.detach()) / self.cfg.passes
+                total += float(loss.detach())
+            return total
+
+        total = 0.0
+        for _ in range(self.cfg.passes):
+            total += fitted(self, self.model.trunk, rows, accumulate) / self.cfg.passes
             self.step()
         return {"critic/loss": sum(self.mesh.all_gather_objects(total)) / self.mesh.tp_size}
 

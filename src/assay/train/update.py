@@ -19,10 +19,11 @@ from assay.models.logprobs import token_logprobs, token_loss
 from assay.models.lora import adapters_off
 from assay.train.critic import Critic
 from assay.train.faults import Fault, examine
+from assay.train.memory import fitted
 from assay.train.optim import clip_gradients, set_rate
 from assay.train.pack import MicroBatch, Row, marked, pack, rows_of, share_rows
-from assay.train.parallel import in_lockstep, sum_gradients
-from assay.types import Group, UserError
+from assay.train.parallel import sum_gradients
+from assay.types import Group
 
 Scorer = Literal["trainer", "reference"]
 
@@ -78,18 +79,22 @@ class Updater:
         """Log-probabilities of the trained tokens of each row. Ranks share the work, and every one gets all of them."""
         logprobs = self._own_logprobs if by == "trainer" else self._ref_logprobs
         places = {id(row): place for place, row in enumerate(rows)}
-        found: dict[int, list[float]] = {}
-        for share in share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares):
-            part = pack(share, self.policy.device, self._loss_dtype)
-            for row, values in zip(share, logprobs(part).cpu().split(part.trained_lengths), strict=True):
-                found[places.get(id(row), -1)] = values.tolist()
-        every = {place: values for share in self.mesh.all_gather_objects(found) for place, values in share.items()}
+
+        def own_share() -> dict[int, list[float]]:
+            found = {}
+            for share in share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares):
+                part = pack(share, self.policy.device, self._loss_dtype)
+                for row, values in zip(share, logprobs(part).cpu().split(part.trained_lengths), strict=True):
+                    found[places.get(id(row), -1)] = values.tolist()
+            return found
+
+        shares = self.mesh.all_gather_objects(fitted(self, self.policy, rows, own_share))
+        every = {place: values for share in shares for place, values in share.items()}
         return [every[place] for place in range(len(rows))]
 
     def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
         """One optimizer step. The split into micro-batches, and over ranks, changes memory and time, not the result."""
-        while (sums := self._attempt(rows, algo)) is None:
-            continue
+        sums = fitted(self, self.policy, rows, lambda: self._accumulate(rows, algo))
         if self.mesh.dp_size > 1:
             sums = sums.all_reduce(self.mesh.dp_group)
             sum_gradients(self.policy.parameters(), self.mesh)
@@ -106,26 +111,6 @@ class Updater:
         if self.critic:
             self.critic.step(finite)
         return sums, norm, not finite
-
-    def _attempt(self, rows: Sequence[Row], algo: Algorithm) -> Sums | None:
-        """None where memory did not suffice, on this rank or another, and all of them go on with a smaller budget."""
-        failure = None
-        try:
-            sums = self._accumulate(rows, algo)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            if in_lockstep(self.policy, self.mesh):  # the others wait in the middle of a pass: there is no way back
-                raise UserError(
-                    f"rank {self.mesh.rank} ran out of memory: lower train.token_budget, now {self.token_budget}, "
-                    "or spread the model over more devices"
-                ) from error
-            failure = error.with_traceback(None)  # its frames would hold on to what did not fit
-        if not self.mesh.any(failure is not None):
-            return sums
-        if not self._shrink(rows):
-            raise failure or RuntimeError("another rank ran out of memory on a single sequence")
-        return None
 
     def _accumulate(self, rows: Sequence[Row], algo: Algorithm) -> Sums:
         self._forget()
@@ -218,19 +203,3 @@ class Updater:
     @property
     def _loss_dtype(self) -> torch.dtype:
         return torch.float64 if next(self.policy.parameters()).dtype == torch.float64 else torch.float32
-
-    def _shrink(self, rows: Sequence[Row]) -> bool:
-        """Halve the budget; False when a single sequence is already all there is in a micro-batch."""
-        longest = max(len(row.ids) for row in rows)
-        if self.token_budget <= longest:
-            return False
-        self.token_budget = max(min(self.token_budget, sum(len(row.ids) for row in rows)) // 2, longest)
-        self._forget()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        warnings.warn(f"out of memory: going on with train.token_budget = {self.token_budget}", stacklevel=2)
-        return True
-
-
-def out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
