@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from assay.engine.base import Engine, Request, SamplingParams
-from assay.envs.base import Env, Step, as_messages
+from assay.envs.base import Env, Step, as_messages, is_masked
 from assay.rollout.seeding import request_seed
 from assay.rollout.stepping import Stepper
 from assay.text import Renderer
@@ -110,7 +110,7 @@ class Player:
 
     def answered(self, episode: Episode, step: Step) -> None:
         observation, reward, terminated, truncated, info = step
-        episode.turns[-1].reward = reward
+        episode.turns[-1].reward, episode.turns[-1].masked = reward, is_masked(step)
         if terminated or truncated:
             episode.answer, episode.verdict = info.get("answer"), info.get("verdict")
             if episode.answer is None and episode.verdict is None:

@@ -92,7 +92,8 @@ class Critic:
         """
         every = [rollout for group in groups for rollout in group.rollouts]
         paid = [None] * len(every) if prices is None else prices
-        kept = [(one, token_rewards(one, price)) for one, price in zip(every, paid, strict=True) if not one.masked]
+        learns = [(one, price) for one, price in zip(every, paid, strict=True) if one.trained and not one.masked]
+        kept = [(one, token_rewards(one, price)) for one, price in learns]
         rollouts = [rollout for rollout, _ in kept]
         found = self.values([Row.of(rollout) for rollout in rollouts])
         returns = []

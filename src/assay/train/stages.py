@@ -196,6 +196,7 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
     mean = sum(r.reward for r in answers) / count
     written = [turn.completion for r in answers for turn in r.turns]
     lengths = [r.length for r in answers]
+    masked = sum(turn.masked for r in answers for turn in r.turns)
     greedy = [group.baseline for group in groups if group.baseline is not None]
     return {
         "reward/mean": mean,
@@ -211,6 +212,7 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
         "sampling/entropy": sum(c.entropy * len(c.token_ids) for c in written) / sum(lengths),
         **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
         **({"reward/greedy": sum(greedy) / len(greedy)} if greedy else {}),
+        **({"turns/masked": masked / len(written)} if masked else {}),
     }
 
 
