@@ -44,6 +44,7 @@ class Env(Task, ABC):
     max_steps = 16  # after which an episode is cut off, unless the settings say otherwise
     slow = False  # whether `step` may take long and can run in threads, of several episodes at a time
     full = 1.0  # what the rewards of a perfect episode add up to
+    judged = False  # whether it leaves answers to the run's judge, so that the settings of rewards have a say
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
@@ -101,6 +102,7 @@ class TaskEnv(Env):
 
     name = "single"
     max_steps = 1
+    judged = True
     default_task = ""  # what is solved if the user names no task
 
     def __init__(self, task: Task) -> None:

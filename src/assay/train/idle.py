@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from assay.algos import Algorithm
-from assay.config import CriticConfig, EnvConfig, TrainConfig
+from assay.config import CriticConfig, EnvConfig, RewardConfig, TrainConfig
+from assay.envs import Env
 from assay.settings import keys
+from assay.tasks import Task
 
 
-def idle_settings(cfg: TrainConfig, algo: Algorithm) -> Iterator[str]:
-    """A line for each, with what it waits for."""
+def idle_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None) -> Iterator[str]:
+    """A line for each, with what it waits for. `task`: that of the run, or its environment."""
     defaults = {key: field.get_default(call_default_factory=True) for key, field in keys(TrainConfig)}
-    for missing, there, names in conditions(cfg, algo):
+    for missing, there, names in (*conditions(cfg, algo), *of_rewards(task)):
         for name in names:
             if not there and attrgetter(name)(cfg) != defaults[name]:
                 yield f"{name} has no effect: {missing}"
@@ -35,3 +37,12 @@ def conditions(cfg: TrainConfig, algo: Algorithm) -> list[tuple[str, bool, list[
         ("algo.critic is off", algo.critic, [f"critic.{name}" for name in CriticConfig.model_fields]),
         ("the critic gives credit (algo.critic)", not algo.critic, ["algo.advantage"]),
     ]
+
+
+def of_rewards(task: Task | None) -> list[tuple[str, bool, list[str]]]:
+    """The same for an environment that gives all rewards itself."""
+    if not isinstance(task, Env):
+        return []
+    missing = f"all rewards come from {task.name} (one that leaves answers to the judge says so: judged = True)"
+    of_pool = ("workers", "timeout_s")
+    return [(missing, task.judged, [f"reward.{name}" for name in RewardConfig.model_fields if name not in of_pool])]

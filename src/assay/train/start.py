@@ -119,10 +119,10 @@ def assemble(
     check_name(cfg.name or "run")
     home = home_of_policy(cfg, mesh)
     algo = setup.build_algorithm(cfg)
-    for warning in idle_settings(cfg, algo):
-        console.warn(warning)
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task = setup.build_problems(cfg.task, cfg.env)
+    for warning in idle_settings(cfg, algo, task):
+        console.warn(warning)
     train = setup.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
     report_overlap(train, evaluations, console)
