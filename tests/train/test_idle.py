@@ -11,7 +11,7 @@ from assay.config import TrainConfig
 from assay.envs import make_env
 from assay.settings import load_settings, to_toml
 from assay.tasks import Task, make_task
-from assay.train.idle import idle_settings
+from assay.train.idle import idle_settings, risky_settings
 from assay.train.setup import build_algorithm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,3 +65,21 @@ def test_settings_of_rewards_have_a_say_where_a_judge_is_asked(name: str) -> Non
     )
     assert all(f"has no effect: all rewards come from {name} " in line for line in found)
     assert idle(task=make_task("abacus"), **changes) == [] == idle(task=env, env__name=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({"algo__recipe": "reinforce", "algo__updates": 3}, "all but the first of 3 updates"),
+        ({"algo__recipe": "rloo", "train__passes": 2}, "all but the first of 2 updates"),
+        ({"algo__recipe": "simple", "algo__updates": 2, "algo__correction": "token_mask"}, "all but the first of 2"),
+        ({"algo__recipe": "reinforce"}, ""),
+        ({"algo__recipe": "grpo", "algo__updates": 4, "train__passes": 2}, ""),
+        ({"algo__recipe": "reinforce", "algo__policy_loss": "ppo_clip", "algo__updates": 4}, ""),
+        ({"sampling__top_k": 5}, "sampling is truncated"),
+    ],
+)
+def test_updates_without_a_ratio_and_truncated_sampling_are_warned_of(changes: Any, warned: str) -> None:
+    cfg = settings(**changes)
+    found = list(risky_settings(cfg, build_algorithm(cfg)))
+    assert len(found) == bool(warned) and all(warned in line and "\n" not in line for line in found)

@@ -1,4 +1,4 @@
-"""Settings that somebody has made and that change nothing, for want of another one."""
+"""Settings that a run can be made with, but that somebody should know of: those that change nothing, or do harm."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from assay.algos import Algorithm
+from assay.algos.losses import ON_POLICY
 from assay.config import CriticConfig, EnvConfig, RewardConfig, TrainConfig
 from assay.envs import Env
 from assay.settings import keys
@@ -46,3 +47,19 @@ def of_rewards(task: Task | None) -> list[tuple[str, bool, list[str]]]:
     missing = f"all rewards come from {task.name} (one that leaves answers to the judge says so: judged = True)"
     of_pool = ("workers", "timeout_s")
     return [(missing, task.judged, [f"reward.{name}" for name in RewardConfig.model_fields if name not in of_pool])]
+
+
+def risky_settings(cfg: TrainConfig, algo: Algorithm) -> Iterator[str]:
+    """A line for what learning suffers from, with what to do about it."""
+    if cfg.sampling.top_k or cfg.sampling.top_p < 1 or cfg.sampling.min_p or cfg.sampling.min_new_tokens:
+        yield (
+            "sampling is truncated (top_k, top_p, min_p or min_new_tokens): importance ratios are inexact; "
+            "see sampling/kept_mass"
+        )
+    updates = algo.updates * cfg.train.passes
+    if updates > 1 and algo.policy_loss in ON_POLICY:
+        yield (
+            f"algo.policy_loss = {algo.policy_loss!r} has no ratio: all but the first of {updates} updates a step "
+            "learn from answers of an earlier policy, uncorrected; set algo.updates = 1 and train.passes = 1, or "
+            "algo.policy_loss = 'ppo_clip'"
+        )
