@@ -37,7 +37,7 @@ class Status(StrEnum):
     NO_ANSWER = "no_answer"  # nothing that looks like a final answer
     UNPARSABLE = "unparsable"  # there is an answer, but it cannot be read
     TIMEOUT = "timeout"  # the judge ran past its time limit
-    ERROR = "error"  # the judge itself failed; `detail` says how
+    ERROR = "error"  # the judge itself failed, or the environment; `detail` says how
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,3 +134,33 @@ def test_mistakes_are_told_before_a_run(
     assert small.train(*words) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and not small.runs.exists()
+
+
+SHAKY = """
+from assay.envs.guess import GuessNumber
+
+class Shaky(GuessNumber):
+    def step(self, action):
+        found = super().step(action)
+        if self.secret % 2:
+            raise OSError("the line is down")
+        return found
+"""
+
+
+def test_a_warning_says_who_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = runs(tmp_path, GUESS)
+    (tmp_path / "shaky.py").write_text(SHAKY)
+    few = ("--train.steps", 1, "--train.prompts", 8)
+    assert small.train("--env.name", tmp_path / "shaky.py:Shaky", *few) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: the environment failed on some steps (status/error)" in said and "judge" not in said
+    (tmp_path / "reward.py").write_text(
+        "def reward(completion, answer):\n    return 1 / ((1 + sum(map(ord, completion))) % 3)\n"
+    )
+    words = ("--env.name", "single", "--task", "abacus", "--env.args", "{}", "--env.max_tokens", 0)
+    own = ("--reward.function", tmp_path / "reward.py:reward", "--algo.step_credit", "false", "--algo.discount", 1.0)
+    assert small.train(*words, *own, *few, "--name", "judged") == 0
+    assert "warning: the environment, or its judge, failed on" in " ".join(capsys.readouterr().out.split())
+    assert small.train("--env.name", "", *words[2:], *own, *few, "--name", "plain") == 0
+    assert "warning: the judge failed on some answers" in " ".join(capsys.readouterr().out.split())

@@ -59,7 +59,7 @@ class Parts:
     resumed: bool = False
     replay: ReplayBuffer | None = None
     critic: Critic | None = None
-    warned: bool = False  # of a judge that fails now and then
+    warned: bool = False  # of a judge, or an environment, that fails now and then
     trackers: list[Tracker] = field(default_factory=list)
 
     @property
@@ -296,7 +296,8 @@ def log(parts: Parts, metrics: dict[str, float]) -> None:
     parts.console.step(parts.state.step, metrics)
     if metrics.get("status/error") and not parts.warned:
         parts.warned = True
-        parts.console.warn("the judge failed on some answers (status/error): they count as reward 0; see the rollouts")
+        who, what = parts.collector.giver, "answers" if parts.collector.env is None else "steps"
+        parts.console.warn(f"{who} failed on some {what} (status/error), which count as 0: see the rollouts")
     for tracker in parts.trackers:
         tracker.log(parts.state.step, metrics)
 
