@@ -114,6 +114,7 @@ class Rollout:
     token_advantages: list[float] | None = None  # of each token in the loss, where steps or tokens differ in credit
     masked: bool = False  # a filter took it out of the loss (e.g. cut off at the length limit)
     cut_off: bool = False  # an environment's limit (steps, tokens, time, context) ended it
+    following: list[int] | None = field(default=None, compare=False)  # tokens that this kept from it; in no file
 
     @property
     def text(self) -> str:

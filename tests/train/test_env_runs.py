@@ -164,3 +164,17 @@ def test_a_warning_says_who_has_failed(tmp_path: Path, capsys: pytest.CaptureFix
     assert "warning: the environment, or its judge, failed on" in " ".join(capsys.readouterr().out.split())
     assert small.train("--env.name", "", *words[2:], *own, *few, "--name", "plain") == 0
     assert "warning: the judge failed on some answers" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_critic_may_say_what_a_cut_off_episode_was_worth(tmp_path: Path) -> None:
+    small = runs(tmp_path, GUESS)
+    words = ("--env.max_steps", 1, "--algo.recipe", "ppo", "--algo.step_credit", "false", "--algo.discount", 1.0)
+    for name, bootstrap in (("over", "false"), ("goes-on", "true")):
+        own = ("--critic.bootstrap", bootstrap, "--critic.lr", 1e-2, "--critic.normalise", "false", "--name", name)
+        assert small.train(*words, *own) == 0
+    credit = [[r for g in read_rollouts(small.runs / name, 2) for r in g.rollouts] for name in ("over", "goes-on")]
+    cut = [index for index, rollout in enumerate(credit[0]) if rollout.cut_off]
+    assert cut and len(cut) < len(credit[0])  # the first step of both runs is the same: all values are 0 in it
+    assert [r.token_ids for r in credit[0]] == [r.token_ids for r in credit[1]]
+    both = zip(*([r.token_advantages or [] for r in own] for own in credit), strict=True)
+    assert [index for index, (one, other) in enumerate(both) if one != pytest.approx(other, abs=1e-5)] == cut

@@ -219,7 +219,7 @@ def checked(step: Any) -> Step:
             raise TypeError(f"info[{key!r}] must be a {kind.__name__}, not {info[key]!r:.80}")
     if info.get("masked", False) not in (True, False):
         raise TypeError(f"info['masked'] must be true or false, not {info['masked']!r:.40}")
-    if not (terminated or truncated):
+    if not (terminated or (truncated and not observation)):
         as_messages(observation, "user")
     return observation, reward, bool(terminated), bool(truncated), info
 

@@ -12,6 +12,8 @@ from assay.envs import Env
 from assay.settings import keys
 from assay.tasks import Task
 
+OF_EPISODES = ("algo.discount", "algo.step_credit", "critic.bootstrap")
+
 
 def idle_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None) -> Iterator[str]:
     """A line for each, with what it waits for. `task`: that of the run, or its environment."""
@@ -27,7 +29,7 @@ def conditions(cfg: TrainConfig, algo: Algorithm) -> list[tuple[str, bool, list[
     of_env = [f"env.{name}" for name in EnvConfig.model_fields if name != "name"]
     by_rate = algo.pass_rate_low > 0 or algo.pass_rate_high < 1
     return [
-        ("no environment is set (env.name)", bool(cfg.env.name), [*of_env, "algo.discount", "algo.step_credit"]),
+        ("no environment is set (env.name)", bool(cfg.env.name), [*of_env, *OF_EPISODES]),
         ("algo.kl_coef and algo.reward_kl_coef are 0", algo.needs_reference, ["algo.reference"]),
         ("algo.reward_kl_coef is 0", algo.kl_in_reward, ["algo.reward_kl_per"]),
         ("algo.correction is not set", bool(algo.correction), ["algo.correction_low", "algo.correction_high"]),
