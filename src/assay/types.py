@@ -37,7 +37,7 @@ class Status(StrEnum):
     NO_ANSWER = "no_answer"  # nothing that looks like a final answer
     UNPARSABLE = "unparsable"  # there is an answer, but it cannot be read
     TIMEOUT = "timeout"  # the judge ran past its time limit
-    ERROR = "error"  # the judge itself failed; `detail` says how
+    ERROR = "error"  # the judge itself failed, or the environment; `detail` says how
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,12 @@ class Turn:
     completion: Completion
     text: str  # the completion, decoded, without special tokens
     reward: float = 0.0  # of this step of an environment, before any shaping; 0 where only the whole is judged
+    masked: bool = False  # its environment wants it as context only: nothing is learnt from what was written in it
+
+    @property
+    def trained(self) -> int:
+        """Tokens of it that are in the loss."""
+        return 0 if self.masked else len(self.completion.token_ids)
 
 
 @dataclass(slots=True)
@@ -105,9 +111,10 @@ class Rollout:
     verdict: Verdict | None = None
     reward: float = 0.0  # what the algorithm learns from: the verdict's reward after shaping
     advantage: float = 0.0
-    token_advantages: list[float] | None = None  # of each token it wrote, where steps or tokens differ in credit
+    token_advantages: list[float] | None = None  # of each token in the loss, where steps or tokens differ in credit
     masked: bool = False  # a filter took it out of the loss (e.g. cut off at the length limit)
     cut_off: bool = False  # an environment's limit (steps, tokens, time, context) ended it
+    following: list[int] | None = field(default=None, compare=False)  # tokens that this kept from it; in no file
 
     @property
     def text(self) -> str:
@@ -119,12 +126,15 @@ class Rollout:
 
     @property
     def loss_mask(self) -> list[int]:
-        """1 for each token that the policy sampled, 0 for what it was given."""
-        return turn_by_turn(([0] * len(turn.context_ids), [1] * len(turn.completion.token_ids)) for turn in self.turns)
+        """1 for each token that the policy sampled, 0 for what it was given and for turns that are masked."""
+        marks = [(turn, 0 if turn.masked else 1) for turn in self.turns]
+        return turn_by_turn(
+            ([0] * len(turn.context_ids), [mark] * len(turn.completion.token_ids)) for turn, mark in marks
+        )
 
     @property
     def engine_logprobs(self) -> list[float]:
-        """Aligned with `token_ids`; 0 where the loss mask is 0."""
+        """Aligned with `token_ids`; 0 for what the policy was given."""
         return turn_by_turn(([0.0] * len(turn.context_ids), turn.completion.engine_logprobs) for turn in self.turns)
 
     @property
@@ -133,13 +143,18 @@ class Rollout:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     @property
+    def trained(self) -> int:
+        """Those of them that are in the loss, unless a filter takes out the whole."""
+        return sum(turn.trained for turn in self.turns)
+
+    @property
     def truncated(self) -> bool:
         return self.cut_off or self.turns[-1].completion.finish is Finish.LENGTH
 
     @property
     def learns(self) -> bool:
-        """Whether any of its tokens has an advantage."""
-        return any([self.advantage] if self.token_advantages is None else self.token_advantages)
+        """Whether any of its tokens in the loss has an advantage."""
+        return any([self.advantage and self.trained] if self.token_advantages is None else self.token_advantages)
 
 
 @dataclass(slots=True)

@@ -14,14 +14,16 @@ def test_it_is_the_discounted_sum_of_surprises(gamma: float, lam: float) -> None
     draw = random.Random(0)
     for length in (1, 2, 7, 30):
         values, rewards = ([draw.gauss(0, 1) for _ in range(length)] for _ in range(2))
-        found = gae(values, rewards, gamma, lam)
-        ahead = [*values, 0.0]
-        for place in range(length):
-            expected = 0.0
-            for step in range(place, length):
-                surprise = rewards[step] + gamma * ahead[step + 1] - ahead[step]
-                expected += (gamma * lam) ** (step - place) * surprise
-            assert found[place] == pytest.approx(expected, abs=1e-12)
+        for after in (0.0, 1.3):
+            found = gae(values, rewards, gamma, lam, after)
+            ahead = [*values, after]
+            for place in range(length):
+                expected = 0.0
+                for step in range(place, length):
+                    surprise = rewards[step] + gamma * ahead[step + 1] - ahead[step]
+                    expected += (gamma * lam) ** (step - place) * surprise
+                assert found[place] == pytest.approx(expected, abs=1e-12)
+        assert gae(values, rewards, gamma, lam) == gae(values, rewards, gamma, lam, 0.0)
 
 
 def test_closed_forms() -> None:
@@ -32,6 +34,9 @@ def test_closed_forms() -> None:
     assert gae([0.0] * 4, [0, 0, 0, 1], 1.0, 0.5) == pytest.approx([0.125, 0.25, 0.5, 1.0])
     assert gae([1.0] * 4, [0, 0, 0, 1], 1.0, 0.3) == pytest.approx([0.0] * 4)  # a perfect critic is never surprised
     assert gae([], [], 1.0, 0.9) == []
+    endless = 2.0 / (1 - 0.9)  # 2 a token for ever: a perfect critic is not surprised by a cut, if it may say so
+    assert gae([endless] * 3, [2.0] * 3, 0.9, 0.5, endless) == pytest.approx([0.0] * 3)
+    assert gae([endless] * 3, [2.0] * 3, 0.9, 0.5)[-1] == pytest.approx(-0.9 * endless)
 
 
 def test_a_value_that_went_too_far_has_no_gradient() -> None:

@@ -55,6 +55,20 @@ def test_rewards_come_with_the_last_tokens_of_steps() -> None:
     assert token_rewards(rollout, prices) == pytest.approx([e - p for e, p in zip(expected, prices, strict=True)])
 
 
+def test_masked_steps_are_none_to_compare_but_what_they_brought_is_kept() -> None:
+    group = Group(PROMPT, [episode([0.25, 0.5, 1.0], 0), episode([0.0, 0.5], 1)])
+    first, second = group.rollouts
+    first.turns[1].masked = second.turns[0].masked = True
+    assert credited_returns(group, 0.5) == [0.75, 0.25]
+    assert credited_returns(group, 0.5, by_step=True) == [0.75, 1.0, 0.5]
+    assert token_rewards(first) == [0.0, 0.75, 0.0, 1.0]  # what follows a masked step came of those before it
+    assert token_rewards(second) == [0.0, 0.5]
+    second.turns[0].reward, second.reward, second.verdict = 0.25, 0.75, Verdict(0.75, Status.WRONG)
+    assert token_rewards(second) == [0.0, 0.5]  # no token in the loss has earned the rest
+    make_algorithm("simple", step_credit=True, discount=0.5).credit([group])
+    assert second.token_advantages == pytest.approx([-0.25] * 2) and second.advantage == pytest.approx(-0.25)
+
+
 def test_a_discount_prefers_the_sooner() -> None:
     group = Group(PROMPT, [episode([1.0], 0), episode([0.0, 1.0], 1)])
     make_algorithm("simple", discount=0.9).credit([group])

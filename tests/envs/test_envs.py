@@ -298,6 +298,12 @@ class Repeating(Sound):
         return f"{action} and more", 0.0, False, False, {}
 
 
+class Masking(Sound):
+    def step(self, action: str) -> Any:
+        *what, info = super().step(action)
+        return (*what, info | {"masked": True})
+
+
 def test_a_sound_environment_passes() -> None:
     assert [finding for finding in check_env(Sound()) if not finding.ok] == []
 
@@ -311,6 +317,7 @@ def test_a_sound_environment_passes() -> None:
         (Goldless, "gold_action"),
         (Misformed, "observation, reward, terminated, truncated, info"),
         (Repeating, "repeats the action"),
+        (Masking, "every action of the gold policy out of the loss"),
         (Mute, "must be text, or messages with role and content, not None"),
         (Alone, "reset must return (observation, info), not 'seed "),
         (Raising, "failed: KeyError: 'file'"),
@@ -342,6 +349,7 @@ def test_what_the_policy_reads_is_what_its_episode_is_about() -> None:
         (("", None, True, False, {}), "number as reward, not None"),
         (("", 0.0, "no", False, {}), "true or false, not 'no'"),
         (("", 0.0, True, False, {"verdict": "yes"}), "must be a Verdict, not 'yes'"),
+        (("", 0.0, True, False, {"masked": "first"}), "info['masked'] must be true or false, not 'first'"),
         (("", 0.0, True, False, {"answer": 5}), "must be a str, not 5"),
     ],
 )

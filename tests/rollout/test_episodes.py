@@ -174,7 +174,25 @@ def test_limits_cut_episodes_off(limits: Limits, tokens: int, length: int, reaso
         assert rollout.reward == 0.5 * len(rollout.turns) == sum(turn.reward for turn in rollout.turns)
         assert rollout.length <= tokens and len(rollout.token_ids) <= length
         assert all(len(turn.completion.token_ids) <= limits.step_tokens for turn in rollout.turns)
+        said: Any = [{"role": "user", "content": "more"}]
+        written = rollout.turns[-1].completion.token_ids
+        assert rollout.following == part.renderer.next_turn_ids(rollout.prompt, written, said)
     assert idle(part)
+
+
+@pytest.mark.parametrize(("over", "following"), [("terminated", False), ("truncated", True), ("silently", False)])
+def test_what_an_episode_missed_is_known_if_it_was_cut_off(over: str, following: bool) -> None:
+    class Ending(Endless):
+        def step(self, action: str) -> Any:
+            said = "" if over == "silently" else "good bye"
+            return said, 0.5, over == "terminated", over != "terminated", {}
+
+    part = collector(Ending(), words=False)
+    said: Any = [{"role": "user", "content": "good bye"}]
+    for rollout in rollouts(part.collect(Ending().prompts("train")[:2], PARAMS, (0, 0))):
+        written = rollout.turns[-1].completion.token_ids
+        expected = part.renderer.next_turn_ids(rollout.prompt, written, said) if following else None
+        assert rollout.cut_off == (over != "terminated") and rollout.following == expected
 
 
 def test_the_limit_of_an_action_ends_it_and_cuts_nothing_off() -> None:

@@ -73,7 +73,7 @@ def turns(draw: st.DrawFn) -> Turn:
         kept_mass=draw(st.floats(0, 1)),
     )
     context = draw(st.lists(token_ids, max_size=5))
-    return Turn(context, completion, draw(texts), reward=draw(real))
+    return Turn(context, completion, draw(texts), reward=draw(real), masked=draw(st.booleans()))
 
 
 @st.composite
@@ -93,7 +93,7 @@ def groups(draw: st.DrawFn) -> Group:
     drawn = draw(st.lists(rollouts, min_size=1, max_size=3))
     for rollout in drawn:
         if draw(st.booleans()):
-            rollout.token_advantages = draw(st.lists(real, min_size=rollout.length, max_size=rollout.length))
+            rollout.token_advantages = draw(st.lists(real, min_size=rollout.trained, max_size=rollout.trained))
     return Group(prompt, drawn)
 
 

@@ -23,6 +23,24 @@ class Mine(Task):
         ask = lambda n: ({"role": "user", "content": f"{split} {n}"},)
         return [Prompt(f"mine/{split}/{n}", ask(n), str(n)) for n in range(self.size)]
 
+class Broken(Mine):
+    def __init__(self):
+        raise FileNotFoundError("problems.json\\nis gone")
+
+class Leaving(Mine):
+    def __init__(self):
+        raise SystemExit(3)
+
+class Half(Task):
+    name = "half"
+
+def fails():
+    return {}["key"]
+
+def breaks_off():
+    yield {"question": "1?", "answer": 1}
+    raise ConnectionError("too late")
+
 class NotATask:
     pass
 
@@ -85,12 +103,18 @@ def test_own_rows(own):
         ("OWN:rows", {"extrakt": "hash"}, r"did you mean extract"),
         ("OWN:NUMBER", {}, "must be a Task, or rows"),
         ("OWN:Missing", {}, "has no 'Missing'"),
+        ("OWN:Broken", {}, r"own.py:Broken could not be made: FileNotFoundError: problems.json is gone$"),
+        ("OWN:Leaving", {}, "own.py:Leaving could not be made: SystemExit: 3"),
+        ("OWN:Half", {}, "own.py:Half is not whole: write prompts, see docs/tasks.md"),
+        ("OWN:fails", {}, "own.py:fails could not be made: KeyError: 'key'"),
+        ("OWN:breaks_off", {}, "own.py:breaks_off could not be made: ConnectionError: too late"),
         ("no_such_module_here:Thing", {}, "there is no module"),
     ],
 )
 def test_bad_names_and_arguments(own, name, args, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as error:
         make_task(name.replace("OWN:", own), **args)
+    assert "\n" not in str(error.value)
 
 
 def test_bad_rows(own):

@@ -66,6 +66,32 @@ def test_values_and_advantages_are_those_of_a_plain_pass(budget: int) -> None:
     assert len(own.lessons) == len(rollouts) - 1 and max(returns) > min(returns)
 
 
+@pytest.mark.parametrize("budget", [10**6, 30])
+def test_an_episode_that_was_cut_off_is_worth_what_would_have_followed(budget: int) -> None:
+    """Against the values of a plain pass over the tokens and what was to come after them."""
+    groups = make_groups(tiny_decoder())
+    rollouts = [r for group in groups for r in group.rollouts]
+    cut = {3: [7, 8, 9], 5: [], 6: [1] * 60}  # within a reply nothing may come between; and a context that is full
+    for place, following in cut.items():
+        rollouts[place].cut_off, rollouts[place].following = True, following
+    for bootstrap in (True, False):
+        own = critic(budget, bootstrap=bootstrap, normalise=False, gamma=0.9, gae_lambda=0.8)
+        own.credit(groups)
+        for place, rollout in enumerate(rollouts):
+            after = 0.0
+            if bootstrap and place in (3, 5):
+                ids = torch.tensor(rollout.token_ids + cut[place])
+                with torch.no_grad():
+                    last = own.model.trunk.hidden(ids, [len(ids)])[-1]
+                    after = float(last @ own.model.head.weight[0] + own.model.head.bias)
+                assert abs(after) > 0.01
+            values = plain_values(own, Row.of(rollout))
+            expected = gae(values, token_rewards(rollout), 0.9, 0.8, after)
+            assert rollout.token_advantages == pytest.approx(expected, abs=1e-10)
+            row = own.rows()[id(rollout)]
+            assert row.values == pytest.approx(values) and len(row.returns or ()) == row.count == rollout.trained
+
+
 def test_tokens_pay_one_by_one_for_their_divergence() -> None:
     own = critic(normalise=False, gae_lambda=0.5)
     algo = make_algorithm("rloo", reward_kl_coef=0.3, reward_kl_per="token")

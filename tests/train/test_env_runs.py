@@ -134,3 +134,47 @@ def test_mistakes_are_told_before_a_run(
     assert small.train(*words) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and not small.runs.exists()
+
+
+SHAKY = """
+from assay.envs.guess import GuessNumber
+
+class Shaky(GuessNumber):
+    def step(self, action):
+        found = super().step(action)
+        if self.secret % 2:
+            raise OSError("the line is down")
+        return found
+"""
+
+
+def test_a_warning_says_who_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = runs(tmp_path, GUESS)
+    (tmp_path / "shaky.py").write_text(SHAKY)
+    few = ("--train.steps", 1, "--train.prompts", 8)
+    assert small.train("--env.name", tmp_path / "shaky.py:Shaky", *few) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: the environment failed on some steps (status/error)" in said and "judge" not in said
+    (tmp_path / "reward.py").write_text(
+        "def reward(completion, answer):\n    return 1 / ((1 + sum(map(ord, completion))) % 3)\n"
+    )
+    words = ("--env.name", "single", "--task", "abacus", "--env.args", "{}", "--env.max_tokens", 0)
+    own = ("--reward.function", tmp_path / "reward.py:reward", "--algo.step_credit", "false", "--algo.discount", 1.0)
+    assert small.train(*words, *own, *few, "--name", "judged") == 0
+    assert "warning: the environment, or its judge, failed on" in " ".join(capsys.readouterr().out.split())
+    assert small.train("--env.name", "", *words[2:], *own, *few, "--name", "plain") == 0
+    assert "warning: the judge failed on some answers" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_critic_may_say_what_a_cut_off_episode_was_worth(tmp_path: Path) -> None:
+    small = runs(tmp_path, GUESS)
+    words = ("--env.max_steps", 1, "--algo.recipe", "ppo", "--algo.step_credit", "false", "--algo.discount", 1.0)
+    for name, bootstrap in (("over", "false"), ("goes-on", "true")):
+        own = ("--critic.bootstrap", bootstrap, "--critic.lr", 1e-2, "--critic.normalise", "false", "--name", name)
+        assert small.train(*words, *own) == 0
+    credit = [[r for g in read_rollouts(small.runs / name, 2) for r in g.rollouts] for name in ("over", "goes-on")]
+    cut = [index for index, rollout in enumerate(credit[0]) if rollout.cut_off]
+    assert cut and len(cut) < len(credit[0])  # the first step of both runs is the same: all values are 0 in it
+    assert [r.token_ids for r in credit[0]] == [r.token_ids for r in credit[1]]
+    both = zip(*([r.token_advantages or [] for r in own] for own in credit), strict=True)
+    assert [index for index, (one, other) in enumerate(both) if one != pytest.approx(other, abs=1e-5)] == cut

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from assay.config import TrainConfig
+from assay.envs import make_env
 from assay.settings import load_settings, to_toml
-from assay.train.idle import idle_settings
+from assay.tasks import Task, make_task
+from assay.train.idle import idle_settings, risky_settings
 from assay.train.setup import build_algorithm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,9 +21,9 @@ def settings(file: Path | None = None, **changes: Any) -> TrainConfig:
     return load_settings(TrainConfig, file, {key.replace("__", "."): value for key, value in changes.items()})
 
 
-def idle(file: Path | None = None, **changes: Any) -> list[str]:
+def idle(file: Path | None = None, task: Task | None = None, **changes: Any) -> list[str]:
     cfg = settings(file, **changes)
-    return list(idle_settings(cfg, build_algorithm(cfg)))
+    return list(idle_settings(cfg, build_algorithm(cfg), task))
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda file: file.stem)
@@ -51,3 +53,33 @@ def test_what_waits_for_another_setting_is_named(changes: Any, missing: str, the
     resolved = tmp_path / "config.toml"  # as a resumed run reads it, with every setting in it
     resolved.write_text(to_toml(settings(**changes)))
     assert idle(resolved) == [found]
+
+
+@pytest.mark.parametrize("name", ["guess", "countdown_tries", "single"])
+def test_settings_of_rewards_have_a_say_where_a_judge_is_asked(name: str) -> None:
+    changes = {"reward__correct": 2.0, "reward__extract": "hash", "reward__function": "f.py:f", "reward__workers": 0}
+    env = make_env(name, task=make_task("abacus") if name == "single" else None)
+    found = idle(task=env, env__name=name, **changes)
+    assert [line.split()[0] for line in found] == (
+        [] if name == "single" else ["reward.extract", "reward.correct", "reward.function"]
+    )
+    assert all(f"has no effect: all rewards come from {name} " in line for line in found)
+    assert idle(task=make_task("abacus"), **changes) == [] == idle(task=env, env__name=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({"algo__recipe": "reinforce", "algo__updates": 3}, "all but the first of 3 updates"),
+        ({"algo__recipe": "rloo", "train__passes": 2}, "all but the first of 2 updates"),
+        ({"algo__recipe": "simple", "algo__updates": 2, "algo__correction": "token_mask"}, "all but the first of 2"),
+        ({"algo__recipe": "reinforce"}, ""),
+        ({"algo__recipe": "grpo", "algo__updates": 4, "train__passes": 2}, ""),
+        ({"algo__recipe": "reinforce", "algo__policy_loss": "ppo_clip", "algo__updates": 4}, ""),
+        ({"sampling__top_k": 5}, "sampling is truncated"),
+    ],
+)
+def test_updates_without_a_ratio_and_truncated_sampling_are_warned_of(changes: Any, warned: str) -> None:
+    cfg = settings(**changes)
+    found = list(risky_settings(cfg, build_algorithm(cfg)))
+    assert len(found) == bool(warned) and all(warned in line and "\n" not in line for line in found)

@@ -35,8 +35,8 @@ def leave_one_out(rewards: list[Tensor]) -> list[Tensor]:
 
 def batch_mean(rewards: list[Tensor]) -> list[Tensor]:
     """Reward minus the mean reward of the whole batch: the classic baseline; one sample a prompt is enough."""
-    if not rewards:
-        return []
+    if not any(map(len, rewards)):  # there may be groups with nothing but masked tokens
+        return list(rewards)
     baseline = torch.cat(rewards)
     if len(baseline) == 1:
         raise UserError('advantage="batch_mean" needs at least two rollouts in a batch: raise prompts or samples.')
@@ -45,8 +45,8 @@ def batch_mean(rewards: list[Tensor]) -> list[Tensor]:
 
 def batch_norm(rewards: list[Tensor]) -> list[Tensor]:
     """(reward - mean) / (std + 1e-4) over the whole batch (REINFORCE++): one scale for all prompts, easy or hard."""
-    if not rewards:
-        return []
+    if not any(map(len, rewards)):  # there may be groups with nothing but masked tokens
+        return list(rewards)
     every = torch.cat(rewards)
     if len(every) == 1:
         raise UserError('advantage="batch_norm" needs at least two rollouts in a batch: raise prompts or samples.')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from assay.algos.entropy import MARKS
 from assay.algos.importance import correction, importance_ratio, sequence_logprobs
 from assay.algos.kl import KL, k3
 from assay.algos.losses import LOSSES, ON_POLICY, PolicyLoss
-from assay.algos.returns import credited_returns, give_advantages
+from assay.algos.returns import any_masked, credited_returns, give_advantages
 from assay.types import Group, UserError
 
 T = TypeVar("T")
@@ -143,7 +144,7 @@ class Algorithm:
     def credit(self, groups: list[Group], ref_logprobs: Sequence[Sequence[float]] | None = None) -> None:
         """Set every rollout's reward (its verdict's, shaped) and advantage, compared over all these groups.
 
-        `ref_logprobs`: for each rollout in order, the reference's of each token it wrote, where `kl_in_reward`.
+        `ref_logprobs`: for each rollout in order, the reference's of its tokens in the loss, where `kl_in_reward`.
         With a critic, rewards are all: see `train.critic` for what it makes of them.
         """
         self._shape_rewards(groups)
@@ -168,18 +169,26 @@ class Algorithm:
             torch.tensor(values, dtype=torch.float64) - (group.baseline or 0.0)
             for group, values in zip(groups, credited, strict=True)
         ]
-        advantages = _function(self.advantage, ADVANTAGES)(rewards)
-        if len(advantages) != len(rewards):
-            raise UserError(
-                f"the advantage function gave {len(advantages)} groups for {len(rewards)}: give one for each."
-            )
-        for group, rewards_G, advantages_G in zip(groups, rewards, advantages, strict=True):
+        for group, rewards_G, advantages_G in zip(groups, rewards, self._compared(groups, rewards), strict=True):
             if advantages_G.shape != rewards_G.shape or not advantages_G.isfinite().all():
                 raise UserError(
                     f"the advantage function gave {advantages_G.tolist()} for the rewards {rewards_G.tolist()} of "
                     f"{group.prompt.id}: give one finite number for each."
                 )
             give_advantages(group, advantages_G.tolist(), self.step_credit)
+
+    def _compared(self, groups: list[Group], rewards: list[Tensor]) -> list[Tensor]:
+        """Advantages of each group: 0 where masked steps have left nothing to be compared with."""
+        function = _function(self.advantage, ADVANTAGES)
+        least = 2 if function in GROUP_BASELINES else 1
+        masked = [self.step_credit and any_masked(group) for group in groups]
+        told = [len(values) >= least or not left_out for values, left_out in zip(rewards, masked, strict=True)]
+        given = list(compress(rewards, told))
+        found = function(given) if given or not groups else []
+        if len(found) != len(given):
+            raise UserError(f"the advantage function gave {len(found)} groups for {len(given)}: give one for each.")
+        coming = iter(found)
+        return [next(coming) if known else values * 0 for values, known in zip(rewards, told, strict=True)]
 
     def _credit_tokens(self, groups: list[Group], ratios: Sequence[Sequence[float]]) -> None:
         """Tokens of all answers are compared, each by what comes to it: the reward, less the price from it on."""

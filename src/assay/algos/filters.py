@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from assay.algos.returns import returns, step_rewards
+from assay.algos.returns import compared_returns
 from assay.types import Group, Rollout
 
 PassRates = Mapping[str, Sequence[float]]  # by prompt: (running pass rate, step at which it was last tried)
@@ -28,17 +28,10 @@ def drop_zero_variance(
     kept: list[Group] = []
     dropped: list[Group] = []
     for group in groups:
-        distinct = {value for rollout in group.rollouts for value in verdict_returns(rollout, discount, by_step)}
+        judged = [(rollout, verdict_reward(rollout)) for rollout in group.rollouts]
+        distinct = {value for one, whole in judged for value in compared_returns(one, whole, discount, by_step)}
         (kept if len(distinct) > 1 else dropped).append(group)
     return kept, dropped
-
-
-def verdict_returns(rollout: Rollout, discount: float, by_step: bool) -> list[float]:
-    """What credit compares of an answer, before anything was shaped."""
-    whole = verdict_reward(rollout)
-    if not by_step and discount == 1.0:
-        return [whole]
-    return returns(step_rewards(rollout, whole), discount)[: None if by_step else 1]
 
 
 def mask_overlong(groups: list[Group]) -> int:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 
-def gae(values: Sequence[float], rewards: Sequence[float], gamma: float, lam: float) -> list[float]:
-    """The advantage of each token of an answer, after the last of which nothing is worth anything.
+def gae(values: Sequence[float], rewards: Sequence[float], gamma: float, lam: float, after: float = 0.0) -> list[float]:
+    """The advantage of each token of an answer.
 
-    `values`: of the state before each token; `rewards`: what comes with it.
+    `values`: of the state before each token; `rewards`: what comes with it. `after`: what the state after the last one
+    is worth, nothing unless an episode was cut off there.
     """
     advantages = [0.0] * len(values)
-    following, later = 0.0, 0.0  # value of the next state, advantage of the next token
+    following, later = after, 0.0  # value of the next state, advantage of the next token
     for place in reversed(range(len(values))):
         surprise = rewards[place] + gamma * following - values[place]
         later = surprise + gamma * lam * later

@@ -15,9 +15,10 @@ PER = ("sequence", "token")
 
 
 def log_ratios(groups: Sequence[Group], ref_logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
-    """For each rollout, log(policy / reference) of each token it wrote; the policy is the one that wrote it."""
+    """For each rollout, log(policy / reference) of each of its tokens in the loss; the policy is who wrote them."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    written = [[p for turn in rollout.turns for p in turn.completion.engine_logprobs] for rollout in rollouts]
+    turns = [[turn.completion for turn in rollout.turns if not turn.masked] for rollout in rollouts]
+    written = [[logprob for completion in own for logprob in completion.engine_logprobs] for own in turns]
     return [
         [own - reference for own, reference in zip(logprobs, ref, strict=True)]
         for logprobs, ref in zip(written, ref_logprobs, strict=True)

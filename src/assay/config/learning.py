@@ -124,6 +124,8 @@ class CriticConfig(Section):
     """how far a value may go from the one that gave credit before it stops paying; 0: any distance"""
     passes: Positive = 4
     """separate: optimizer steps on each batch; shared: as many as the policy makes"""
+    bootstrap: bool = False
+    """episodes that a limit cut off count as worth what it expects of them; false: as over, with what they have got"""
     normalise: bool = True
     """advantages of a batch get mean 0 and standard deviation 1"""
     max_grad_norm: Above0 = 1.0

@@ -33,7 +33,8 @@ class Env(Task, ABC):
     """One episode at a time, begun by `reset`. All that an episode changes is set there: copies play side by side.
 
     `info` of a step may hold `verdict` (of the whole episode; without one it is right if its rewards add up to `full`)
-    or `answer` (a text for the run's judge, whose reward is added to the step's).
+    or `answer` (a text for the run's judge, whose reward is added to the step's); and `masked`: true if the action just
+    made is context only, which stays in the episode but out of the loss.
     """
 
     name = "env"
@@ -43,6 +44,7 @@ class Env(Task, ABC):
     max_steps = 16  # after which an episode is cut off, unless the settings say otherwise
     slow = False  # whether `step` may take long and can run in threads, of several episodes at a time
     full = 1.0  # what the rewards of a perfect episode add up to
+    judged = False  # whether it leaves answers to the run's judge, so that the settings of rewards have a say
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
@@ -100,6 +102,7 @@ class TaskEnv(Env):
 
     name = "single"
     max_steps = 1
+    judged = True
     default_task = ""  # what is solved if the user names no task
 
     def __init__(self, task: Task) -> None:
@@ -214,9 +217,16 @@ def checked(step: Any) -> Step:
     for key, kind in (("verdict", Verdict), ("answer", str)):
         if not isinstance(info.get(key), kind | None):
             raise TypeError(f"info[{key!r}] must be a {kind.__name__}, not {info[key]!r:.80}")
-    if not (terminated or truncated):
+    if info.get("masked", False) not in (True, False):
+        raise TypeError(f"info['masked'] must be true or false, not {info['masked']!r:.40}")
+    if not (terminated or (truncated and not observation)):
         as_messages(observation, "user")
     return observation, reward, bool(terminated), bool(truncated), info
+
+
+def is_masked(step: Step) -> bool:
+    """Whether the action that it answers is to be left out of the loss."""
+    return bool(step[4].get("masked"))
 
 
 def check_attributes(env: Env) -> Env:

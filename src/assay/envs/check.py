@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from assay.envs.base import Env, Observation, Step, checked
+from assay.envs.base import Env, Observation, Step, checked, is_masked
 from assay.envs.deadline import within
 from assay.rewards.judge import one_line
 from assay.tasks.base import SPLITS, NoSuchSplit
@@ -128,11 +128,16 @@ def _termination(env: Env, prompts: Sequence[Prompt]) -> str:
 
 
 def _mask(env: Env, prompts: Sequence[Prompt]) -> str:
-    """Within a reply, an observation is new text: what the policy wrote must not come again as if it were given."""
-    if not env.inline:
-        return ""
-    for prompt in prompts:
-        for action, (observation, _, terminated, truncated, _) in play(env, prompt, lambda e, _: e.gold_action()):
+    """Within a reply, an observation is new text: what the policy wrote must not come again as if it were given.
+
+    Actions may be left out of the loss, but not all of them.
+    """
+    played = [play(env, prompt, lambda episode, _: episode.gold_action()) for prompt in prompts]
+    answers = [step for steps in played for _, step in steps]
+    if answers and all(map(is_masked, answers)):
+        return "info['masked'] leaves every action of the gold policy out of the loss: nothing would be learnt"
+    for prompt, steps in zip(prompts, played if env.inline else (), strict=False):
+        for action, (observation, _, terminated, truncated, _) in steps:
             if not isinstance(observation, str):
                 return f"{prompt.id}: an inline environment answers with text, not messages"
             if action.strip() and action in observation and not (terminated or truncated):
@@ -166,5 +171,5 @@ def _splits(env: Env, prompts: Sequence[Prompt]) -> str:
     return ""
 
 
-def _readable(steps: Sequence[tuple[str, Step]]) -> list[tuple[Observation, float, bool, bool]]:
-    return [(step[0], step[1], step[2], step[3]) for _, step in steps]
+def _readable(steps: Sequence[tuple[str, Step]]) -> list[tuple[Observation, float, bool, bool, bool]]:
+    return [(*step[:4], is_masked(step)) for _, step in steps]

@@ -13,6 +13,7 @@ class CountdownTries(TaskEnv):
     """Each reply is judged at once. A solution in try number k is worth decay ** (k - 1)."""
 
     name = "countdown_tries"
+    judged = False  # by itself, for later tries depend on it
     default_task = "countdown"
 
     def __init__(self, task: Task, tries: int = 3, decay: float = 1.0) -> None:

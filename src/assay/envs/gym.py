@@ -55,7 +55,7 @@ class FromGymnasium(Env):
         self.make, self.name = make, name
         self.inner = make()
         self.max_steps = getattr(getattr(self.inner, "spec", None), "max_episode_steps", None) or Env.max_steps
-        for option in ("role", "inline", "stop", "max_steps", "slow", "full", "words"):
+        for option in ("role", "inline", "stop", "max_steps", "slow", "full", "judged", "words"):
             if hasattr(self.inner, option):
                 setattr(self, option, getattr(self.inner, option))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,9 @@ from assay.envs.gym import FromGymnasium
 from assay.envs.python_tool import PythonTool
 from assay.envs.stepwise import Stepwise
 from assay.rewards import load_object
-from assay.rewards.judge import one_line
 from assay.tasks import Task, make_task
 from assay.tasks.reasoning_gym import PREFIX
-from assay.tasks.registry import call, nearest, parameters
+from assay.tasks.registry import call, call_own, nearest, parameters
 from assay.types import UserError
 
 ENVS: dict[str, Callable[..., Env]] = {
@@ -55,21 +54,9 @@ def make_env(name: str, path: str | None = None, task: Task | None = None, **arg
         fixed["task"] = task or make_task(default)
     elif task is not None:
         raise UserError(f"the environment {name} has problems of its own: leave task.name out")
-    made = call(make, name, args, **fixed) if name in ENVS else call_foreign(make, name, args, **fixed)
+    made = call(make, name, args, **fixed) if name in ENVS else call_own(make, name, args, **fixed)
     if isinstance(made, Env):
         return check_attributes(made)
     if not (hasattr(made, "reset") and hasattr(made, "step")):
         raise UserError(f"{name} is no environment: it needs reset and step, see docs/environments.md")
-    return check_attributes(FromGymnasium(partial(call, make, name, args, **fixed), getattr(made, "name", name)))
-
-
-def call_foreign(make: Callable[..., Any], name: str, args: Mapping[str, Any], **fixed: Any) -> Any:
-    """What an author's class or function gives; what it raises is told in one line."""
-    if missing := getattr(make, "__abstractmethods__", None):
-        raise UserError(f"{name} is not whole: write {', '.join(sorted(missing))}, see docs/environments.md")
-    try:
-        return call(make, name, args, **fixed)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{name} could not be made: {one_line(error)}") from error
+    return check_attributes(FromGymnasium(partial(call_own, make, name, args, **fixed), getattr(made, "name", name)))

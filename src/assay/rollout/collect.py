@@ -71,8 +71,15 @@ class Collector:
             seen[prompt.id] += 1
         groups = self._shared(asked, on_token)
         verdicts = [r.verdict for group in groups for r in group.rollouts if r.verdict]
-        check_verdicts(verdicts, *(("the environment, or its judge,", "the environment") if self.env else ()))
+        check_verdicts(verdicts, self.giver, *(("the environment",) if self.env else ()))
         return groups
+
+    @property
+    def giver(self) -> str:
+        """Who gives the rewards, in words."""
+        if self.env is None:
+            return "the judge"
+        return "the environment, or its judge," if self.env.judged else "the environment"
 
     def _shared(self, asked: Sequence[tuple[Prompt, Request]], on_token: OnToken | None) -> list[Group]:
         """Groups in the order of the prompts. What goes wrong on one rank goes wrong on all of them."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from assay.engine.base import Engine, Request, SamplingParams
-from assay.envs.base import Env, Step, as_messages
+from assay.envs.base import Env, Observation, Step, as_messages, is_masked
 from assay.rollout.seeding import request_seed
 from assay.rollout.stepping import Stepper
 from assay.text import Renderer
@@ -42,6 +42,7 @@ class Episode:
     answer: str | None = None  # left to the run's judge
     verdict: Verdict | None = None
     cut_off: str = ""  # by which limit
+    following: list[int] | None = None  # what the limit kept from it
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -110,7 +111,7 @@ class Player:
 
     def answered(self, episode: Episode, step: Step) -> None:
         observation, reward, terminated, truncated, info = step
-        episode.turns[-1].reward = reward
+        episode.turns[-1].reward, episode.turns[-1].masked = reward, is_masked(step)
         if terminated or truncated:
             episode.answer, episode.verdict = info.get("answer"), info.get("verdict")
             if episode.answer is None and episode.verdict is None:
@@ -119,23 +120,30 @@ class Player:
                 episode.verdict = Verdict(total, Status.OK if right else Status.WRONG)
             if truncated:
                 episode.cut_off = "the environment cut it off"
+            if truncated and not terminated and observation:
+                episode.following = self._given(episode, observation)
             return
+        episode.coming = self._given(episode, observation)
         if self.env.inline:
-            text = observation if isinstance(observation, str) else "".join(m["content"] for m in observation)
-            episode.coming = self.renderer.inline_ids(text)
             episode.reply += episode.coming
             episode.shown = self.renderer.decode(episode.reply)
         else:
-            messages: Sequence[Message] = as_messages(observation, self.env.role)
-            episode.coming = self.renderer.next_turn_ids(episode.prompt, episode.reply, messages)
             episode.reply, episode.shown = [], ""
-        episode.cut_off = self._limit(episode)
+        last = episode.turns[-1].completion.token_ids[-1]
+        if self.env.inline and last in self.renderer.stop_token_ids:
+            episode.cut_off = "the reply has ended"  # which is the policy's doing
+        elif limit := self._limit(episode):
+            episode.cut_off, episode.following = limit, episode.coming
+
+    def _given(self, episode: Episode, observation: Observation) -> list[int]:
+        """An observation as tokens, with what stands before the policy's next words."""
+        messages: Sequence[Message] = as_messages(observation, self.env.role)
+        if self.env.inline:
+            return self.renderer.inline_ids("".join(message["content"] for message in messages))
+        return self.renderer.next_turn_ids(episode.prompt, episode.reply, messages)
 
     def _limit(self, episode: Episode) -> str:
         """What keeps an episode from going on, in words."""
-        last = episode.turns[-1].completion.token_ids[-1]
-        if self.env.inline and last in self.renderer.stop_token_ids:
-            return "the reply has ended"
         if not self._goes_on(len(episode.turns)):
             return f"cut off after {len(episode.turns)} steps"
         if episode.written >= episode.first.params.max_new_tokens:
@@ -236,7 +244,9 @@ def _rollout(prompt: Prompt, episode: Episode) -> Rollout:
     verdict = replace(verdict, reward=sum(turn.reward for turn in episode.turns))
     for turn in episode.turns:
         turn.completion.handle = None  # of no use to anybody from now on, and not the same in a run that is resumed
-    return Rollout(prompt, episode.sample, episode.turns, verdict, verdict.reward, cut_off=bool(episode.cut_off))
+    rollout = Rollout(prompt, episode.sample, episode.turns, verdict, verdict.reward)
+    rollout.cut_off, rollout.following = bool(episode.cut_off), episode.following
+    return rollout
 
 
 def check_history(renderer: Renderer, env: Env, prompt: Prompt) -> str:

@@ -168,6 +168,7 @@ def _turn_line(turn: Turn) -> dict[str, Any]:
         "kept_mass": completion.kept_mass,
         "entropy": completion.entropy,
         "reward": turn.reward,
+        "masked": turn.masked,
     }
 
 
@@ -176,28 +177,30 @@ def _arrays(groups: Sequence[Group], trainer_logprobs: Sequence[Sequence[float]]
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     lengths = [sum(len(turn.context_ids) + len(turn.completion.token_ids) for turn in r.turns) for r in rollouts]
     parts = [part for turn in turns for part in (turn.context_ids, turn.completion.token_ids)]
-    mask = np.tile(np.array([0, 1], dtype=np.uint8), len(turns)).repeat(np.fromiter(map(len, parts), np.int64))
+    sizes = np.fromiter(map(len, parts), np.int64)
+    written = np.tile(np.array([0, 1], dtype=np.uint8), len(turns)).repeat(sizes)
+    mask = np.array([mark for turn in turns for mark in (0, not turn.masked)], dtype=np.uint8).repeat(sizes)
     arrays: dict[str, np.ndarray] = {
         "token_ids": np.fromiter(chain.from_iterable(parts), np.int32, len(mask)),
         "loss_mask": mask,
-        "engine_logprobs": _of_written([turn.completion.engine_logprobs for turn in turns], mask),
-        "sampling_logprobs": _of_written([turn.completion.sampling_logprobs for turn in turns], mask),
+        "engine_logprobs": _aligned([turn.completion.engine_logprobs for turn in turns], written),
+        "sampling_logprobs": _aligned([turn.completion.sampling_logprobs for turn in turns], written),
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
         "advantages": _floats([rollout.advantage for rollout in rollouts]),
     }
     if any(rollout.token_advantages is not None for rollout in rollouts):
-        arrays["token_advantages"] = _of_written([_token_advantages(rollout) for rollout in rollouts], mask)
+        arrays["token_advantages"] = _aligned([_token_advantages(rollout) for rollout in rollouts], mask)
     if trainer_logprobs is not None:
         assert [len(values) for values in trainer_logprobs] == lengths, "one log-probability for each token"
         arrays["trainer_logprobs"] = _floats(chain.from_iterable(trainer_logprobs))
     return arrays
 
 
-def _of_written(values: Sequence[Sequence[float]], mask: np.ndarray) -> np.ndarray:
-    """Values of the tokens that the policy wrote, aligned with all token ids; 0 for what it was given."""
-    written = _floats(chain.from_iterable(values))
-    aligned = np.zeros(len(mask), written.dtype)
-    aligned[mask == 1] = written
+def _aligned(values: Sequence[Sequence[float]], mask: np.ndarray) -> np.ndarray:
+    """Values of the tokens in the mask, aligned with all token ids; 0 for the others."""
+    own = _floats(chain.from_iterable(values))
+    aligned = np.zeros(len(mask), own.dtype)
+    aligned[mask == 1] = own
     return aligned
 
 
@@ -211,7 +214,7 @@ def _floats(values: Iterable[float]) -> np.ndarray:
 
 def _token_advantages(rollout: Rollout) -> list[float]:
     own = rollout.token_advantages
-    return [rollout.advantage] * rollout.length if own is None else own
+    return [rollout.advantage] * rollout.trained if own is None else own
 
 
 def _read_prompt(line: dict[str, Any]) -> Prompt:
@@ -239,9 +242,9 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
             kept_mass=number(turn["kept_mass"]),
             entropy=number(turn.get("entropy", 0.0)),
         )
-        reward = number(turn.get("reward", 0.0))
-        turns.append(Turn(flat["token_ids"][start:written], completion, turn["text"], reward))
-        own += flat.get("token_advantages", [])[written:end]
+        reward, masked = number(turn.get("reward", 0.0)), turn.get("masked", False)
+        turns.append(Turn(flat["token_ids"][start:written], completion, turn["text"], reward, masked))
+        own += [] if masked else flat.get("token_advantages", [])[written:end]
         start = end
     return Rollout(
         prompt=prompt,

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from assay.rewards import load_object
+from assay.rewards.judge import one_line
 from assay.tasks.abacus import Abacus
 from assay.tasks.base import Task
 from assay.tasks.countdown import Countdown
@@ -50,12 +51,12 @@ def _from_object(thing: Any, name: str, args: dict[str, Any]) -> Task:
     if isinstance(thing, type):
         if not issubclass(thing, Task):
             raise UserError(f"{name} is a class, but not a Task: derive it from assay.tasks.Task")
-        return call(thing, name, args)
+        return call_own(thing, name, args)
     rows_args = args
     if callable(thing) and not isinstance(thing, Task):
         own = {key: value for key, value in args.items() if key in parameters(thing)}
         rows_args = {key: value for key, value in args.items() if key not in own}
-        thing = call(thing, name, own)
+        thing = call_own(thing, name, own)
     if isinstance(thing, Task):
         if rows_args:
             raise UserError(f'{name} takes no argument "{next(iter(rows_args))}"')
@@ -64,7 +65,7 @@ def _from_object(thing: Any, name: str, args: dict[str, Any]) -> Task:
         raise UserError(
             f"{name} must be a Task, or rows (dicts or Prompts), or a function giving one; it is {thing!r:.80}"
         )
-    return call(Rows, name, rows_args, rows=thing, name=name)
+    return call_own(Rows, name, rows_args, rows=thing, name=name)  # rows may be made as they are read
 
 
 def call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:
@@ -85,6 +86,19 @@ def call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **fi
         raise UserError(f"{owner} needs the argument {', '.join(missing)}")
     hints = _hints(function)
     return function(**{key: _typed(value, hints.get(key), key, owner) for key, value in args.items()}, **fixed)
+
+
+def call_own(make: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:
+    """The same with what a user has written: what it lacks or raises is told in one line, with where it stands."""
+    if missing := getattr(make, "__abstractmethods__", None):
+        page = "environments" if hasattr(make, "step") else "tasks"
+        raise UserError(f"{owner} is not whole: write {', '.join(sorted(missing))}, see docs/{page}.md")
+    try:
+        return call(make, owner, args, **fixed)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{owner} could not be made: {one_line(error)}") from error
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, bool]:

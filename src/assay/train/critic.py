@@ -93,12 +93,14 @@ class Critic:
         """
         every = [rollout for group in groups for rollout in group.rollouts]
         paid = [None] * len(every) if prices is None else prices
-        kept = [(one, token_rewards(one, price)) for one, price in zip(every, paid, strict=True) if not one.masked]
+        learns = [(one, price) for one, price in zip(every, paid, strict=True) if one.trained and not one.masked]
+        kept = [(one, token_rewards(one, price)) for one, price in learns]
         rollouts = [rollout for rollout, _ in kept]
-        found = self.values([Row.of(rollout) for rollout in rollouts])
+        found = self.values([self._read(rollout) for rollout in rollouts])
         returns = []
         for (rollout, rewards), values in zip(kept, found, strict=True):
-            rollout.token_advantages = gae(values, rewards, self.cfg.gamma, self.cfg.gae_lambda)
+            after = values.pop() if len(values) > rollout.trained else 0.0
+            rollout.token_advantages = gae(values, rewards, self.cfg.gamma, self.cfg.gae_lambda, after)
             returns.append([value + more for value, more in zip(values, rollout.token_advantages, strict=True)])
         if self.cfg.normalise:
             whiten(rollouts)
@@ -108,6 +110,17 @@ class Critic:
         learnt = zip(rollouts, found, returns, strict=True)
         self.lessons = [(r, replace(Row.of(r), values=given, returns=wanted)) for r, given, wanted in learnt]
         return quality([row for _, row in self.lessons])
+
+    def _read(self, rollout: Rollout) -> Row:
+        """What it values; with `bootstrap`, where a limit cut an episode off, also the state that would have followed.
+
+        That is the one before a token which stands for any that could have come next. A full context has no next state.
+        """
+        row, given = Row.of(rollout), rollout.following
+        if not self.cfg.bootstrap or given is None or len(row.ids) + len(given) >= self.model.trunk.max_length:
+            return row
+        ids, trained = [*row.ids, *given, row.ids[0]], [*row.trained, *[0] * len(given), 1]
+        return Row(ids, trained, [0.0] * len(ids), 0.0, 0.0)
 
     def rows(self) -> dict[int, Row]:
         """What each answer of the last `credit` teaches, by the identity of its rollout."""

@@ -37,8 +37,9 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
         if longest + new > limit:
             yield f"warning: a prompt and its answer can pass the context of {limit} tokens and are cut off there"
-        verdict = probe(judge, prompts[0])
-        yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
+        verdict, env = probe(judge, prompts[0]), parts.collector.env
+        if env is None or env.judged:
+            yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
     if cfg.sft.steps:
         shown = parts.demonstrations[: cfg.sft.batch]
         rows = solution_rows(shown, parts.collector.renderer, parts.updater.policy.max_length)

@@ -1,4 +1,4 @@
-"""Settings that somebody has made and that change nothing, for want of another one."""
+"""Settings that a run can be made with, but that somebody should know of: those that change nothing, or do harm."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from assay.algos import Algorithm
-from assay.config import CriticConfig, EnvConfig, TrainConfig
+from assay.algos.losses import ON_POLICY
+from assay.config import CriticConfig, EnvConfig, RewardConfig, TrainConfig
+from assay.envs import Env
 from assay.settings import keys
+from assay.tasks import Task
+
+OF_EPISODES = ("algo.discount", "algo.step_credit", "critic.bootstrap")
 
 
-def idle_settings(cfg: TrainConfig, algo: Algorithm) -> Iterator[str]:
-    """A line for each, with what it waits for."""
+def idle_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None) -> Iterator[str]:
+    """A line for each, with what it waits for. `task`: that of the run, or its environment."""
     defaults = {key: field.get_default(call_default_factory=True) for key, field in keys(TrainConfig)}
-    for missing, there, names in conditions(cfg, algo):
+    for missing, there, names in (*conditions(cfg, algo), *of_rewards(task)):
         for name in names:
             if not there and attrgetter(name)(cfg) != defaults[name]:
                 yield f"{name} has no effect: {missing}"
@@ -24,7 +29,7 @@ def conditions(cfg: TrainConfig, algo: Algorithm) -> list[tuple[str, bool, list[
     of_env = [f"env.{name}" for name in EnvConfig.model_fields if name != "name"]
     by_rate = algo.pass_rate_low > 0 or algo.pass_rate_high < 1
     return [
-        ("no environment is set (env.name)", bool(cfg.env.name), [*of_env, "algo.discount", "algo.step_credit"]),
+        ("no environment is set (env.name)", bool(cfg.env.name), [*of_env, *OF_EPISODES]),
         ("algo.kl_coef and algo.reward_kl_coef are 0", algo.needs_reference, ["algo.reference"]),
         ("algo.reward_kl_coef is 0", algo.kl_in_reward, ["algo.reward_kl_per"]),
         ("algo.correction is not set", bool(algo.correction), ["algo.correction_low", "algo.correction_high"]),
@@ -35,3 +40,28 @@ def conditions(cfg: TrainConfig, algo: Algorithm) -> list[tuple[str, bool, list[
         ("algo.critic is off", algo.critic, [f"critic.{name}" for name in CriticConfig.model_fields]),
         ("the critic gives credit (algo.critic)", not algo.critic, ["algo.advantage"]),
     ]
+
+
+def of_rewards(task: Task | None) -> list[tuple[str, bool, list[str]]]:
+    """The same for an environment that gives all rewards itself."""
+    if not isinstance(task, Env):
+        return []
+    missing = f"all rewards come from {task.name} (one that leaves answers to the judge says so: judged = True)"
+    of_pool = ("workers", "timeout_s")
+    return [(missing, task.judged, [f"reward.{name}" for name in RewardConfig.model_fields if name not in of_pool])]
+
+
+def risky_settings(cfg: TrainConfig, algo: Algorithm) -> Iterator[str]:
+    """A line for what learning suffers from, with what to do about it."""
+    if cfg.sampling.top_k or cfg.sampling.top_p < 1 or cfg.sampling.min_p or cfg.sampling.min_new_tokens:
+        yield (
+            "sampling is truncated (top_k, top_p, min_p or min_new_tokens): importance ratios are inexact; "
+            "see sampling/kept_mass"
+        )
+    updates = algo.updates * cfg.train.passes
+    if updates > 1 and algo.policy_loss in ON_POLICY:
+        yield (
+            f"algo.policy_loss = {algo.policy_loss!r} has no ratio: all but the first of {updates} updates a step "
+            "learn from answers of an earlier policy, uncorrected; set algo.updates = 1 and train.passes = 1, or "
+            "algo.policy_loss = 'ppo_clip'"
+        )

@@ -84,17 +84,17 @@ class MicroBatch:
 def rows_of(groups: Sequence[Group], algo: Algorithm, known: Mapping[int, Row] | None = None) -> list[Row]:
     """One row for each rollout that has a gradient, weighted over all of them.
 
-    Masked rollouts have none, and neither have those with advantage 0 where the loss is made of advantages alone (ours
-    are, a user's own may not be): leaving them out changes nothing but the time. In a step where half the groups are
-    solved by all or by none, that is half of it.
+    Masked rollouts, and those with nothing but masked turns, have none. Neither have those with advantage 0 where the
+    loss is made of advantages alone (ours are, a user's own may not be): leaving them out changes nothing but the time.
+    In a step where half the groups are solved by all or by none, that is half of it.
     `known`: rows that are there already, by the identity of their rollouts.
     """
     known = known or {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = torch.tensor([0 if rollout.masked else rollout.length for rollout in rollouts])
+    lengths = torch.tensor([0 if rollout.masked else rollout.trained for rollout in rollouts])
     rows = []
-    for rollout, weight in zip(rollouts, algo.token_weights(lengths).tolist(), strict=True):
-        if not rollout.masked and (rollout.learns or algo.needs_every_answer):
+    for rollout, length, weight in zip(rollouts, lengths.tolist(), algo.token_weights(lengths).tolist(), strict=True):
+        if length and (rollout.learns or algo.needs_every_answer):
             row = known.get(id(rollout))
             rows.append(replace(row, weight=weight) if row else Row.of(rollout, weight))
     return rows

@@ -59,7 +59,7 @@ class Parts:
     resumed: bool = False
     replay: ReplayBuffer | None = None
     critic: Critic | None = None
-    warned: bool = False  # of a judge that fails now and then
+    warned: bool = False  # of a judge, or an environment, that fails now and then
     trackers: list[Tracker] = field(default_factory=list)
 
     @property
@@ -196,6 +196,7 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
     mean = sum(r.reward for r in answers) / count
     written = [turn.completion for r in answers for turn in r.turns]
     lengths = [r.length for r in answers]
+    masked = sum(turn.masked for r in answers for turn in r.turns)
     greedy = [group.baseline for group in groups if group.baseline is not None]
     return {
         "reward/mean": mean,
@@ -211,6 +212,7 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
         "sampling/entropy": sum(c.entropy * len(c.token_ids) for c in written) / sum(lengths),
         **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
         **({"reward/greedy": sum(greedy) / len(greedy)} if greedy else {}),
+        **({"turns/masked": masked / len(written)} if masked else {}),
     }
 
 
@@ -294,7 +296,8 @@ def log(parts: Parts, metrics: dict[str, float]) -> None:
     parts.console.step(parts.state.step, metrics)
     if metrics.get("status/error") and not parts.warned:
         parts.warned = True
-        parts.console.warn("the judge failed on some answers (status/error): they count as reward 0; see the rollouts")
+        who, what = parts.collector.giver, "answers" if parts.collector.env is None else "steps"
+        parts.console.warn(f"{who} failed on some {what} (status/error), which count as 0: see the rollouts")
     for tracker in parts.trackers:
         tracker.log(parts.state.step, metrics)
 

@@ -29,7 +29,7 @@ from assay.train import checkpoint, setup
 from assay.train.apart import Apart, home_of_policy
 from assay.train.critic import make_critic
 from assay.train.data import PromptStream
-from assay.train.idle import idle_settings
+from assay.train.idle import idle_settings, risky_settings
 from assay.train.optim import make_optimizer
 from assay.train.parallel import parallelise
 from assay.train.reference import load_reference
@@ -119,10 +119,10 @@ def assemble(
     check_name(cfg.name or "run")
     home = home_of_policy(cfg, mesh)
     algo = setup.build_algorithm(cfg)
-    for warning in idle_settings(cfg, algo):
-        console.warn(warning)
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task = setup.build_problems(cfg.task, cfg.env)
+    for warning in (*idle_settings(cfg, algo, task), *risky_settings(cfg, algo)):
+        console.warn(warning)
     train = setup.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
     report_overlap(train, evaluations, console)
@@ -151,11 +151,6 @@ def assemble(
         console.warn(warning)
     for prompts in (train, *evaluations.values()):
         check_room(collector, prompts)
-    if cfg.sampling.top_k or cfg.sampling.top_p < 1 or cfg.sampling.min_p or cfg.sampling.min_new_tokens:
-        console.warn(
-            "sampling is truncated (top_k, top_p, min_p or min_new_tokens): importance ratios are inexact; "
-            "see sampling/kept_mass"
-        )
     return Parts(
         cfg=cfg,
         run=Run(Path()),

@@ -71,7 +71,7 @@ class Updater:
         return [replace(row, trainer_logprobs=values) for row, values in zip(rows, found, strict=True)]
 
     def ref_logprobs(self, groups: Sequence[Group], algo: Algorithm) -> list[list[float]]:
-        """What the reference says of each token that each rollout wrote."""
+        """What the reference says of each token of each rollout that is in the loss."""
         with self.working(reference=True):
             return self.scores([Row.of(rollout) for group in groups for rollout in group.rollouts], algo, "reference")
 

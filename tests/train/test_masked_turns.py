@@ -1,0 +1,356 @@
+"""Turns that an environment leaves out of the loss: their tokens are context, and nothing else, wherever they go."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import start
+from safetensors.torch import load_file
+from small_run import SmallRuns
+from test_critic import critic
+from test_update import CHANGES, algorithm, updater
+from torch import Tensor
+from train_parts import give_logprobs, gradients_of, make_turn, tiny_decoder, tokens, weights_of
+
+from assay.algos import Algorithm, make_algorithm
+from assay.cli.main import main
+from assay.mesh import Mesh
+from assay.runs.rollouts import read_arrays, read_rollouts
+from assay.train.pack import rows_of
+from assay.train.replay import ReplayBuffer
+from assay.types import Group, Prompt, Rollout, Status, Turn, Verdict
+
+LIMIT = 16
+SOME = ((0, 1), (1, 0), (0, 0, 1), (0, 1, 0), (0,), (0, 0), (1, 0, 1))  # turns of the samples of each group, in turn
+MASKS = (*SOME, (1, 1))
+
+
+def episodes(
+    masks_of: Sequence[Sequence[int]] = MASKS, groups: int = 4, samples: int = 4, seed: int = 0
+) -> list[Group]:
+    """With rewards for steps, and turns left out of the loss as `masks_of` says."""
+    draw, model, found = random.Random(seed), tiny_decoder(), []
+    for number in range(groups):
+        prompt, context = Prompt(f"p/{number}", ()), tokens(draw, 3, 6)
+        rollouts = []
+        for sample in range(samples):
+            masks = masks_of[(number * samples + sample) % len(masks_of)]
+            turns = [make_turn(draw, tokens(draw, 1, 3) if place else context) for place in range(len(masks))]
+            for turn, mask in zip(turns, masks, strict=True):
+                turn.masked, turn.reward = bool(mask), draw.choice([0.0, 0.125, 0.25])
+            total = sum(turn.reward for turn in turns)
+            rollout = Rollout(prompt, sample, turns, Verdict(total, Status.WRONG), total)
+            give_logprobs(model, rollout, draw, 0.4)
+            rollouts.append(rollout)
+        found.append(Group(prompt, rollouts))
+    return found
+
+
+def every(groups: list[Group]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def trained_places(rollout: Rollout) -> list[tuple[int, int]]:
+    """Places of tokens in the loss, each with the number of its turn."""
+    places, place = [], 0
+    for number, turn in enumerate(rollout.turns):
+        place += len(turn.context_ids)
+        for _ in turn.completion.token_ids:
+            if not turn.masked:
+                places.append((place, number))
+            place += 1
+    return places
+
+
+def plain_advantages(group: Group, by_step: bool, discount: float) -> list[list[float]]:
+    """For each turn of each rollout, GRPO's: among returns of all steps in the loss, or of whole episodes."""
+    returns = [
+        [sum(discount**k * turn.reward for k, turn in enumerate(r.turns[first:])) for first in range(len(r.turns))]
+        for r in group.rollouts
+    ]
+    if by_step:
+        compared = [
+            value
+            for own, r in zip(returns, group.rollouts, strict=True)
+            for value, turn in zip(own, r.turns, strict=True)
+            if not turn.masked
+        ]
+    else:
+        returns = [[own[0]] * len(own) for own in returns]
+        compared = [own[0] for own in returns]
+    mean = sum(compared) / len(compared)
+    spread = (sum((value - mean) ** 2 for value in compared) / (len(compared) - 1)) ** 0.5
+    return [[(value - mean) / (spread + 1e-4) for value in own] for own in returns]
+
+
+def plain_loss(groups: list[Group], by_step: bool, discount: float, aggregate: str) -> tuple[Tensor, Any]:
+    """PPO's clip, 0.3 * k3 to a reference and 0.02 of entropy, token by token over single sequences."""
+    model, reference = tiny_decoder(), tiny_decoder(seed=9).requires_grad_(False)
+    answers: list[list[Tensor]] = []
+    for group in groups:
+        for rollout, advantages in zip(group.rollouts, plain_advantages(group, by_step, discount), strict=True):
+            ids, terms = torch.tensor(rollout.token_ids), []
+            logprobs, ref = (torch.log_softmax(m.unembed(m.hidden(ids, [len(ids)])), -1) for m in (model, reference))
+            for place, turn in trained_places(rollout):
+                row, token, advantage = logprobs[place - 1], ids[place], advantages[turn]
+                ratio = torch.exp(row[token] - rollout.engine_logprobs[place])
+                gap = ref[place - 1][token] - row[token]
+                gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                terms.append(-gain + 0.3 * (gap.exp() - gap - 1) + 0.02 * (row.exp() * row).sum())
+            answers.append(terms)
+    total = torch.stack([term for terms in answers for term in terms])
+    if aggregate == "token":
+        return total.mean(), model
+    if aggregate == "constant":
+        return total.sum() / (len(answers) * LIMIT), model
+    return torch.stack([torch.stack(terms).mean() for terms in answers if terms]).mean(), model
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+@pytest.mark.parametrize(("by_step", "discount"), [(False, 1.0), (False, 0.9), (True, 0.9)])
+def test_the_gradient_is_that_of_the_other_tokens_alone(aggregate: str, by_step: bool, discount: float) -> None:
+    settings = {"aggregate": aggregate, "step_credit": by_step, "discount": discount, "max_new_tokens": LIMIT}
+    algo = make_algorithm("grpo", kl_coef=0.3, entropy_coef=0.02, **settings)
+    groups = episodes()
+    assert any(r.turns[0].masked and r.trained for r in every(groups)) and not all(r.trained for r in every(groups))
+    algo.credit(groups)
+    trained = updater(algo, token_budget=50)
+    sums = trained._accumulate(rows_of(groups, algo), algo)
+    loss, model = plain_loss(groups, by_step, discount, aggregate)
+    loss.backward()
+    assert float(sums.losses["loss/total"]) == pytest.approx(float(loss.detach()), abs=1e-12)
+    assert gradients_of(model).norm() > 1e-3
+    assert (gradients_of(trained.policy) - gradients_of(model)).abs().max() < 1e-10
+    assert int(sums.tokens) == sum(len(trained_places(r)) for r in every(groups)) < sum(r.length for r in every(groups))
+
+
+def as_context(rollout: Rollout) -> Rollout:
+    """The same with masked turns as part of the next one's context."""
+    turns: list[Turn] = []
+    given: list[int] = []
+    for turn in rollout.turns:
+        given = [*given, *turn.context_ids]
+        if turn.masked:
+            given += turn.completion.token_ids
+        else:
+            turns.append(replace(turn, context_ids=given))
+            given = []
+    return replace(rollout, turns=turns)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_algorithm_takes_them_for_context(name: str) -> None:
+    algo = replace(algorithm(name), soft_overlong_buffer=0.0)  # the limit of lengths is one of all that was written
+    groups = episodes(SOME, seed=1)
+    plain = [replace(group, rollouts=[as_context(rollout) for rollout in group.rollouts]) for group in groups]
+    found = []
+    for batch in (groups, plain):
+        trained = updater(algo, token_budget=60)
+        algo.credit(batch, trained.ref_logprobs(batch, algo) if algo.kl_in_reward else None)
+        found.append((trained.update(batch, algo, 1e-2), weights_of(trained.policy)))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-12)
+    assert found[0][0]["optim/grad_norm"] > 1e-4 and (found[0][1] - found[1][1]).abs().max() < 1e-12
+
+
+def test_the_critic_learns_nothing_of_them() -> None:
+    """Values, returns and advantages by double sums over the tokens in the loss, whitened among these."""
+    own, groups = critic(gamma=0.9, gae_lambda=0.8), episodes()
+    for rollout in every(groups):
+        if rollout.turns[0].masked:
+            rollout.reward -= rollout.turns[0].reward  # what came before any token in the loss
+            rollout.turns[0].reward = 0.0
+    own.credit(groups)
+    lessons, advantages = own.rows(), {}
+    for rollout in every(groups):
+        places, ids = trained_places(rollout), torch.tensor(rollout.token_ids)
+        if not places:
+            assert id(rollout) not in lessons and rollout.token_advantages is None
+            continue
+        with torch.no_grad():
+            hidden = own.model.trunk.hidden(ids, [len(ids)]) @ own.model.head.weight[0] + own.model.head.bias
+        values = [float(hidden[place - 1]) for place, _ in places] + [0.0]
+        rewards = [0.0] * len(places)
+        for number, turn in enumerate(rollout.turns):
+            rewards[max(i for i, (_, of) in enumerate(places) if of <= number or i == 0)] += turn.reward
+        surprises = [r + 0.9 * values[i + 1] - values[i] for i, r in enumerate(rewards)]
+        gained = [sum(0.72**k * s for k, s in enumerate(surprises[first:])) for first in range(len(places))]
+        advantages[id(rollout)] = gained
+        assert lessons[id(rollout)].values == pytest.approx(values[:-1], abs=1e-10)
+        assert lessons[id(rollout)].returns == pytest.approx([v + g for v, g in zip(values, gained, strict=False)])
+    pooled = torch.tensor([value for gained in advantages.values() for value in gained], dtype=torch.float64)
+    for rollout in (one for one in every(groups) if one.trained):
+        expected = (torch.tensor(advantages[id(rollout)], dtype=torch.float64) - pooled.mean()) / pooled.std()
+        assert rollout.token_advantages == pytest.approx(expected.tolist(), abs=1e-6)
+    assert own.learn()["critic/loss"] > 0
+
+
+NOTHING: dict[str, dict[str, Any]] = {
+    "grpo": {"kl_coef": 0.3, "entropy_coef": 0.01},
+    "reinforce_pp": {"reward_kl_coef": 0.3},
+    "reinforce": {"step_credit": True},
+    "rloo": {"step_credit": True, "discount": 0.9},
+    "gspo": {"cov": "kl_cov", "cov_fraction": 0.1},
+    "dapo": {"step_credit": True},
+    "ppo": {"reward_kl_coef": 0.1},
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("recipe", NOTHING)
+def test_where_nothing_is_left_nothing_is_learnt(recipe: str) -> None:
+    algo = make_algorithm(recipe, max_new_tokens=LIMIT, **NOTHING[recipe])
+    groups, _ = replace(algo, drop_zero_variance=False, resample=0).keep(episodes([(1,), (1, 1)]))
+    trained, before = updater(algo), weights_of(tiny_decoder())
+    algo.credit(groups, trained.ref_logprobs(groups, algo) if algo.kl_in_reward else None)
+    own = critic()
+    learnt = own.credit(groups) | own.learn() if algo.critic else {}
+    found = trained.update(groups, algo, 1e-2, passes=2)
+    assert found == {"optim/lr": 1e-2, "optim/skipped": 1.0, "optim/non_finite": 0.0} and learnt == {}
+    assert weights_of(trained.policy).equal(before)
+    assert all(not rollout.learns and not rollout.token_advantages for rollout in every(groups))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_step_without_others_in_its_group_has_no_advantage() -> None:
+    groups = [*episodes([(1, 0), (1,)], groups=1, samples=2), *episodes(SOME, groups=1)]
+    algo = make_algorithm("grpo", step_credit=True)
+    algo.credit(groups)
+    alone, other = groups[0].rollouts
+    assert alone.token_advantages == [0.0] * alone.turns[1].trained and other.token_advantages == []
+    assert any(rollout.learns for rollout in groups[1].rollouts)
+    make_algorithm("reinforce", advantage="none", step_credit=True).credit(groups)
+    assert alone.token_advantages == [alone.turns[1].reward] * alone.turns[1].trained
+
+
+def test_a_replay_buffer_keeps_them_apart(tmp_path: Path) -> None:
+    algo = make_algorithm("grpo", step_credit=True)
+    groups = episodes()
+    algo.credit(groups)
+    buffer = ReplayBuffer(9)
+    buffer.add(groups)
+    buffer.save(tmp_path)
+    again = list(ReplayBuffer.load(tmp_path))
+    assert again == groups and any(turn.masked for r in every(again) for turn in r.turns)
+    assert read_arrays(tmp_path, 0)["loss_mask"].tolist() == [mark for r in every(groups) for mark in r.loss_mask]
+    assert rows_of(again, algo) == rows_of(groups, algo)
+
+
+def learnt(mesh: Mesh, algo: Algorithm) -> tuple[list[dict[str, float]], Tensor]:
+    reference = tiny_decoder(seed=9).requires_grad_(False)
+    trained = updater(algo, token_budget=40, mesh=mesh)
+    trained.reference = reference
+    own = replace(critic(40), mesh=mesh) if algo.critic else None
+    found = []
+    for step in range(2):
+        groups = episodes(seed=step)
+        algo.credit(groups, trained.ref_logprobs(groups, algo))
+        told = own.credit(groups) if own else {}
+        found.append(told | trained.update(groups, algo, 1e-2) | (own.learn() if own else {}))
+    return found, weights_of(trained.policy)
+
+
+def check_ranks(mesh: Mesh) -> None:
+    for recipe, settings in (("grpo", {"step_credit": True, "kl_coef": 0.2}), ("ppo", {"updates": 2})):
+        algo = make_algorithm(recipe, reward_kl_coef=0.1, **settings)
+        (metrics, weights), (alone, expected) = learnt(mesh, algo), learnt(Mesh(), algo)
+        for row, other in zip(metrics, alone, strict=True):
+            assert row == pytest.approx(other, rel=0, abs=1e-9) and row["optim/grad_norm"] > 0.01
+        assert (weights - expected).abs().max() < 1e-9
+
+
+def test_two_ranks_are_one() -> None:
+    start(2, check_ranks)
+
+
+ENV = """
+from assay.envs.guess import GuessNumber
+
+class Warmup(GuessNumber):
+    name = "warmup"
+
+    def __init__(self, masked: int = 1, tries: int = 3):
+        super().__init__(1, 4, tries)
+        self.masked = masked
+
+    def step(self, action):
+        first = self.tries - self.left < self.masked
+        *what, info = super().step(action)
+        return (*what, info | {"masked": first})
+"""
+CONFIG = """
+model = "preset:nano"
+device = "cpu"
+[env]
+name = "{folder}/warmup.py:Warmup"
+max_tokens = 3
+[sampling]
+max_new_tokens = 9
+[train]
+steps = 3
+prompts = 3
+samples = 4
+[optim]
+lr = 1e-3
+weight_decay = 0.1
+[eval]
+final_examples = 4
+examples = 2
+[reward]
+workers = 0
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, no_curves: None, one_thread: None) -> SmallRuns:
+    runs = SmallRuns(tmp_path)
+    (tmp_path / "warmup.py").write_text(ENV)
+    runs.config.write_text(CONFIG.format(folder=tmp_path))
+    return runs
+
+
+def test_an_environment_says_which_actions_are_context(small: SmallRuns) -> None:
+    assert small.train("--algo.step_credit", "true", "--replay.groups", 2) == 0
+    found = [r for step in (1, 2, 3) for r in every(read_rollouts(small.runs / "small", step))]
+    assert all([turn.masked for turn in r.turns] == [place == 0 for place in range(len(r.turns))] for r in found)
+    assert all(r.loss_mask.count(1) == r.length - len(r.turns[0].completion.token_ids) for r in found)
+    rows = [row for row in small.metrics() if "turns/masked" in row]
+    assert len(rows) == 3 and all(row["turns/masked"] == pytest.approx(1 / row["turns/mean"]) for row in rows)
+    assert sum(row.get("optim/grad_norm", 0) > 0 for row in rows) > 1
+    apart = [row["mismatch/logprob_abs_diff_max"] for row in rows if "mismatch/logprob_abs_diff_max" in row]
+    assert apart[0] < 1e-4  # later steps have replayed groups in them
+    assert main(["env", "check", f"{small.folder}/warmup.py:Warmup", "--arg", "tries=3"]) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--algo.recipe", "dapo", "--algo.step_credit", "true"), ("--algo.recipe", "ppo", "--algo.reward_kl_coef", 0.1)],
+    ids=["steps", "critic"],
+)
+def test_a_run_of_nothing_but_context_leaves_the_model_as_it_was(small: SmallRuns, words: tuple[object, ...]) -> None:
+    assert small.train("--env.args.masked", 9, "--algo.resample", 0, *words) == 0
+    first, last = (load_file(small.checkpoint(step) / "model/model.safetensors") for step in (0, 3))
+    assert all(first[name].equal(last[name]) for name in first)
+    rows = [row for row in small.metrics() if "reward/mean" in row]
+    assert len(rows) == 3 and all(row["optim/skipped"] == 1.0 == row["turns/masked"] for row in rows)
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+
+
+@pytest.mark.slow
+def test_a_run_on_two_processes_masks_the_same(small: SmallRuns) -> None:
+    exact = ("--dtype", "float64", "--engine.dtype", "float64", "--algo.step_credit", "true")
+    process = small.launch(2, "train", small.config, *exact, "--name", "two")
+    assert small.train(*exact) == 0
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    one, two = (load_file(small.checkpoint(3, name) / "model/model.safetensors") for name in ("small", "two"))
+    assert all((one[key] - two[key]).abs().max() < 1e-9 for key in one)
+    for step in (1, 2, 3):
+        masks = [[r.loss_mask for r in every(read_rollouts(small.runs / name, step))] for name in ("small", "two")]
+        assert masks[0] == masks[1]
