@@ -25,6 +25,7 @@ from native_parts import (
 )
 
 from assay.engine import Engine, NativeEngine, Request, RequestError, SamplingParams, make_engine
+from assay.engine.scheduler import PATIENCE
 from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel
 from assay.types import Completion
@@ -139,7 +140,7 @@ def test_nobody_waits_for_the_longest_of_a_round() -> None:
         play(engine, talk)
         assert len(talk.done) == 9 * 7
         steps.append(engine.stats.decode_steps)
-    assert steps[1] < 0.6 * steps[0], steps
+    assert steps[1] < 0.75 * steps[0], steps
 
 
 def test_a_bad_request_that_comes_later_is_named_and_stops_nobody() -> None:
@@ -147,7 +148,7 @@ def test_a_bad_request_that_comes_later_is_named_and_stops_nobody() -> None:
 
     def more(nothing_else: bool) -> list[Request]:
         requests = talk.more(nothing_else)
-        if talk.order and talk.order[-1] == (1, 1) and "bad" not in named:
+        if (1, 1) in talk.order and "bad" not in named:
             named.append("bad")
             talk.asked.insert(len(talk.asked) - len(requests), (9, 0, [], replace(talk.first[0], name="bad")))
             return [Request([99], SamplingParams(), seed=1, name="bad"), *requests]
@@ -189,23 +190,20 @@ def test_who_fails_to_say_what_comes_next_breaks_off_the_call_and_nothing_else(k
     assert_same_draws(model(), whole, ours, engine_for(model()).generate([whole])[0])
 
 
-def test_newcomers_are_collected_while_many_others_run() -> None:
-    """64 rows: what comes alone waits for one more, since each entry costs a pass; with 31 it would not."""
-    for rows, entries in ((64, 2), (31, 1)):
-        engine = engine_for(model(), Mode(max_batch=rows + 8))
-        seen: list[int] = []
-        enter = engine.rows.enter
+@pytest.mark.parametrize("running", [40, 4])
+def test_newcomers_are_collected_while_others_run(running: int) -> None:
+    """One comes after each step: they enter together, since each entry costs a pass; alone only where nobody runs."""
+    engine = engine_for(model(), Mode(max_batch=64))
+    seen: list[int] = []
+    enter = engine.rows.enter
 
-        def note(samples: Sequence[Any], enter: Any = enter, seen: list[int] = seen) -> None:
-            seen.append(len(samples))
-            enter(samples)
+    def note(samples: Sequence[Any]) -> None:
+        seen.append(len(samples))
+        enter(samples)
 
-        engine.rows.enter = note  # type: ignore[method-assign]
-        long = SamplingParams(n=rows, max_new_tokens=12)
-        waves = [[Request([1], long, seed=0)], *([Request([i], SamplingParams(max_new_tokens=2), i)] for i in range(4))]
-
-        def more(nothing_else: bool, waves: list[list[Request]] = waves) -> list[Request]:
-            return waves.pop(0) if waves else []
-
-        engine.generate([], more=more)
-        assert seen[0] == rows and seen[1] == entries and sum(seen) == rows + 4
+    engine.rows.enter = note  # type: ignore[method-assign]
+    long = SamplingParams(n=running, max_new_tokens=12)
+    short = SamplingParams(max_new_tokens=2)
+    waves = [[Request([1], long, seed=0)], *([Request([i], short, i)] for i in range(PATIENCE + 3))]
+    engine.generate([], more=lambda nothing_else: waves.pop(0) if waves else [])
+    assert seen == [running, PATIENCE, 3]

@@ -104,7 +104,7 @@ def test_short_actions_do_not_wait_for_long_ones(max_batch: int) -> None:
         found.append(as_data(part.collect(prompts, params, (1, 1))))
         steps.append(engine.stats.decode_steps)
     assert found[0] == found[1]
-    assert steps[0] < 0.8 * steps[1], steps
+    assert steps[0] < 0.9 * steps[1], steps
 
 
 def test_a_cache_that_holds_few_episodes_changes_nothing_and_leaks_nothing() -> None:

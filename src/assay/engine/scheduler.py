@@ -15,6 +15,7 @@ from assay.engine.blocks import Blocks
 from assay.engine.sequence import NEVER, Kept, Prefix, Sample
 
 FEW, MORE = 64, 32  # the parts of the batch that are collected before anybody is let in
+PATIENCE = 8  # steps that a turn waits for others to enter with it: about what a pass costs on a GPU
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class Scheduler:
         self.kept: OrderedDict[int, Kept] = OrderedDict()
         self.pending = 0  # samples that wait
         self.open = False  # whether others may come while these run
+        self.waited = 0  # steps, while there was room and others were still writing
         self.step = 0
         self.preemptions = 0
         self.next_handle = 1
@@ -95,8 +97,10 @@ class Scheduler:
                 sample.dry += size
                 if sample.dry >= sample.last:
                     sample.dry = NEVER
-        if self._worth_it():
+        if self._worth_it(steps):
             self._admit(plan, steps)
+            # Whose prompt was too long for one pass has waited enough.
+            self.waited = PATIENCE if self.pending and len(self.running) < self.max_batch else 0
         return plan
 
     def _admit(self, plan: Plan, steps: int) -> None:
@@ -182,12 +186,14 @@ class Scheduler:
         self.pending -= 1
         plan.entering.append(sample)
 
-    def _worth_it(self) -> bool:
+    def _worth_it(self, steps: int) -> bool:
         # A newcomer costs a pass of its own, so that a few free rows are collected first: more of them where a prompt
-        # has to be computed. As many as wait are enough, unless others come as those who run end their turns.
-        if self.open and self.pending < len(self.running) // MORE:
-            return False
+        # has to be computed. As many as wait are enough, unless others come as those who run end their turns: then
+        # they are collected for a few steps.
         room = self.max_batch - len(self.running)
+        if self.open and self.running:
+            self.waited += steps if room and self.pending else 0
+            return self.waited >= PATIENCE
         few, more = (min(self.pending, max(1, self.max_batch // share)) for share in (FEW, MORE))
         return room >= more or (room >= few and self._is_computed(self.waiting[0]))
 
