@@ -140,7 +140,7 @@ def test_nobody_waits_for_the_longest_of_a_round() -> None:
         play(engine, talk)
         assert len(talk.done) == 9 * 7
         steps.append(engine.stats.decode_steps)
-    assert steps[1] < 0.75 * steps[0], steps
+    assert steps[1] < 0.7 * steps[0], steps
 
 
 def test_a_bad_request_that_comes_later_is_named_and_stops_nobody() -> None:
@@ -190,9 +190,9 @@ def test_who_fails_to_say_what_comes_next_breaks_off_the_call_and_nothing_else(k
     assert_same_draws(model(), whole, ours, engine_for(model()).generate([whole])[0])
 
 
-@pytest.mark.parametrize("running", [40, 4])
-def test_newcomers_are_collected_while_others_run(running: int) -> None:
-    """One comes after each step: they enter together, since each entry costs a pass; alone only where nobody runs."""
+@pytest.mark.parametrize(("running", "first"), [(40, PATIENCE), (4, 6)])  # 1 + 2 + ... + 6 is more than 4 x 4
+def test_newcomers_are_collected_while_others_run(running: int, first: int) -> None:
+    """One comes after each step: they enter together, since each entry costs a pass."""
     engine = engine_for(model(), Mode(max_batch=64))
     seen: list[int] = []
     enter = engine.rows.enter
@@ -206,4 +206,4 @@ def test_newcomers_are_collected_while_others_run(running: int) -> None:
     short = SamplingParams(max_new_tokens=2)
     waves = [[Request([1], long, seed=0)], *([Request([i], short, i)] for i in range(PATIENCE + 3))]
     engine.generate([], more=lambda nothing_else: waves.pop(0) if waves else [])
-    assert seen == [running, PATIENCE, 3]
+    assert seen == [running, first, PATIENCE + 3 - first]

@@ -15,7 +15,7 @@ from assay.engine.blocks import Blocks
 from assay.engine.sequence import NEVER, Kept, Prefix, Sample
 
 FEW, MORE = 64, 32  # the parts of the batch that are collected before anybody is let in
-PATIENCE = 8  # steps that a turn waits for others to enter with it: about what a pass costs on a GPU
+PASS, PATIENCE = 4, 8  # what letting somebody in costs, in steps of those who run; the most steps that anybody waits
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Scheduler:
         self.kept: OrderedDict[int, Kept] = OrderedDict()
         self.pending = 0  # samples that wait
         self.open = False  # whether others may come while these run
-        self.waited = 0  # steps, while there was room and others were still writing
+        self.waited = self.missed = 0  # steps since somebody could have entered; those of all such rows together
         self.step = 0
         self.preemptions = 0
         self.next_handle = 1
@@ -101,6 +101,7 @@ class Scheduler:
             self._admit(plan, steps)
             # Whose prompt was too long for one pass has waited enough.
             self.waited = PATIENCE if self.pending and len(self.running) < self.max_batch else 0
+            self.missed = 0
         return plan
 
     def _admit(self, plan: Plan, steps: int) -> None:
@@ -189,11 +190,12 @@ class Scheduler:
     def _worth_it(self, steps: int) -> bool:
         # A newcomer costs a pass of its own, so that a few free rows are collected first: more of them where a prompt
         # has to be computed. As many as wait are enough, unless others come as those who run end their turns: then
-        # they are collected for a few steps.
+        # they are collected for some steps, until what they miss is worth a pass.
         room = self.max_batch - len(self.running)
         if self.open and self.running:
-            self.waited += steps if room and self.pending else 0
-            return self.waited >= PATIENCE
+            idle = min(room, self.pending)
+            self.missed, self.waited = self.missed + idle * steps, self.waited + steps * bool(idle)
+            return self.missed >= PASS * len(self.running) or self.waited >= PATIENCE
         few, more = (min(self.pending, max(1, self.max_batch // share)) for share in (FEW, MORE))
         return room >= more or (room >= few and self._is_computed(self.waiting[0]))
 
