@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from assay.bench import episodes
 from assay.bench.episodes import Chatter, EpisodeOptions, Episodes, measure_episodes
 from assay.types import UserError
 
-SMALL = Episodes(episodes=12, samples=3, step_tokens=10, max_batch=8)
+SMALL = Episodes(episodes=12, samples=3, step_tokens=40, max_batch=8)
 OPTIONS = EpisodeOptions(device="cpu", dtype="float32", repeat=2)
 
 
@@ -24,10 +26,10 @@ def test_a_row_for_each_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("actions", "action_tokens_median", "action_tokens_max", "decoded_tokens"):
         assert own[name] == rounds[name]
     expected = sum(1 + prompt.fields["episode_seed"] % 8 for prompt in Chatter().prompts("train")[:4]) * 3
-    assert own["actions"] == expected and 1 <= own["action_tokens_median"] <= own["action_tokens_max"] <= 10
+    assert own["actions"] == expected and 1 <= own["action_tokens_median"] <= own["action_tokens_max"] <= 40
     assert (own["system"], own["device"], own["dtype"], own["episodes"]) == ("assay", "cpu", "float32", 12)
     assert rounds["id"].endswith("-rounds") and own["id"].endswith("-own-pace")
-    words = "--episodes 12 --samples 3 --step-tokens 10 --max-batch 8 --device cpu --dtype float32 --repeat 2"
+    words = "--episodes 12 --samples 3 --step-tokens 40 --max-batch 8 --device cpu --dtype float32 --repeat 2"
     assert own["command"] == rounds["command"] == f"assay bench episodes {words}"
 
 
@@ -46,14 +48,23 @@ def test_other_trajectories_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     assert own["same_as_in_rounds"] == 11
 
 
+def test_other_shapes() -> None:
+    rounds, own = measure_episodes(replace(SMALL, shape="tiny"), OPTIONS)
+    assert own["shape"] == "tiny" and own["same_as_in_rounds"] == 12
+    assert "--shape tiny" in own["command"] and own["id"].startswith("episodes-tiny-12")
+    assert own["decode_steps"] < rounds["decode_steps"]
+
+
 def test_names_tell_workloads_apart() -> None:
     assert Episodes().id == "episodes-2048"
-    assert SMALL.id == "episodes-12-samples3-step_tokens10-max_batch8"
+    assert Episodes(shape="0.5b", seed=3).id == "episodes-0.5b-2048"
+    assert SMALL.id == "episodes-12-samples3-step_tokens40-max_batch8"
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
+        ({"shape": "9b"}, "unknown shape '9b': choose one of nano, 0.5b, "),
         ({"episodes": 0}, "--episodes must be at least 1"),
         ({"step_tokens": 0}, "--step-tokens must be at least 1"),
         ({"episodes": 10}, "--episodes 10 must be a multiple of --samples 8"),

@@ -25,7 +25,7 @@ def test_figures_are_printed_written_and_added_to(tmp_path: Path, capsys: pytest
     file = tmp_path / "figures.json"
     assert main(["bench", "episodes", *SMALL, "--json", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "12 episodes, 256 at once, actions of up to 8 tokens" in said and "12 of 12" in said
+    assert "nano: 12 episodes, 256 at once, actions of up to 8 tokens" in said and "12 of 12" in said
     assert main(["bench", "episodes", *SMALL, "--max-batch", "5", "--json", str(file)]) == 0
     content = json.loads(file.read_text())
     assert {"machine", "versions", "command", "rows"} == content.keys()

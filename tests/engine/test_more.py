@@ -190,7 +190,7 @@ def test_who_fails_to_say_what_comes_next_breaks_off_the_call_and_nothing_else(k
     assert_same_draws(model(), whole, ours, engine_for(model()).generate([whole])[0])
 
 
-@pytest.mark.parametrize(("running", "first"), [(40, PATIENCE), (4, 6)])  # 1 + 2 + ... + 6 is more than 4 x 4
+@pytest.mark.parametrize(("running", "first"), [(40, PATIENCE), (4, 8)])  # 1 + 2 + ... + 8 is more than 4 x PASS
 def test_newcomers_are_collected_while_others_run(running: int, first: int) -> None:
     """One comes after each step: they enter together, since each entry costs a pass."""
     engine = engine_for(model(), Mode(max_batch=64))
@@ -202,8 +202,8 @@ def test_newcomers_are_collected_while_others_run(running: int, first: int) -> N
         enter(samples)
 
     engine.rows.enter = note  # type: ignore[method-assign]
-    long = SamplingParams(n=running, max_new_tokens=12)
+    long = SamplingParams(n=running, max_new_tokens=2 * PATIENCE)
     short = SamplingParams(max_new_tokens=2)
-    waves = [[Request([1], long, seed=0)], *([Request([i], short, i)] for i in range(PATIENCE + 3))]
+    waves = [[Request([1], long, seed=0)], *([Request([i], short, i)] for i in range(first + 3))]
     engine.generate([], more=lambda nothing_else: waves.pop(0) if waves else [])
-    assert seen == [running, first, PATIENCE + 3 - first]
+    assert seen == [running, first, 3]

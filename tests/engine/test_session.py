@@ -31,6 +31,7 @@ from assay.engine.rows import Look
 from assay.engine.scheduler import close_gaps, seat
 from assay.engine.sequence import Job, Sample
 from assay.engine.session import Session
+from assay.engine.stopping import StopStrings
 from assay.models.decoder import Decoder
 from assay.types import Completion, Finish
 
@@ -197,7 +198,7 @@ def new_session(requests: int = 3) -> Session:
         return len(kept)
 
     kept: list[list[int]] = []
-    session = Session(4, 6, words, keep, None, None)
+    session = Session(4, 6, StopStrings(words), keep, None, None)
     session.numbered([Request([1], SamplingParams(), seed=0)] * requests)
     return session
 

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE, WordPiece
+from tokenizers.pre_tokenizers import ByteLevel
 
-from assay.engine.stopping import completes_stop
+from assay.engine.stopping import BROKEN, Decode, StopStrings, completes_stop, may_complete
 
 PIECES = ["", "a", "b", "ab", "ba\n", "</", "x>", "é", "", "bbbb"]
 
@@ -25,3 +31,74 @@ def test_found_at_the_token_that_completes_it(ids: list[int], stops: list[str]) 
         assert found == any(stop in decode(ids[:end]) for stop in stops)
         if found:
             break
+
+
+# -- which tokens can do so
+
+
+@cache
+def tokenizers() -> dict[str, tuple[int, Decode]]:
+    """Tokens of all kinds by decoders of all kinds: how many, and how they become text."""
+    signs = sorted(ByteLevel.alphabet())
+    every = [*signs, *(a + b for a in signs[::9] for b in signs[::7]), "Ġa", "aĠ", "Ċ", "ab", "</", "x>Ċ", "Ã©"]
+    levels = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(dict.fromkeys(every))}, merges=[]))
+    levels.decoder = decoders.ByteLevel()
+    pieces = ["<unk>", "▁", "▁a", "a", "b", "▁ab", "</", "x>", "\n", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
+    fallback = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    fallback.decoder = decoders.Sequence(steps)
+    words = ["[UNK]", "a", "##a", "b", "##b", "ab", "##ab", "<", "/", "x", ">", "é", ".", "'", "s", "##x"]
+    wordpiece = Tokenizer(WordPiece(vocab={piece: i for i, piece in enumerate(words)}, unk_token="[UNK]"))
+    wordpiece.decoder = decoders.WordPiece()
+    found: dict[str, tuple[int, Decode]] = {"plain": (len(PIECES), decode)}
+    for name, one in (("bytes", levels), ("fallback", fallback), ("words", wordpiece)):
+        found[name] = one.get_vocab_size(), lambda ids, one=one: one.decode([int(i) for i in ids])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "bytes", "fallback", "words"])
+@settings(max_examples=200, deadline=None)
+@given(
+    draws=st.lists(st.integers(0, 1 << 20), min_size=1, max_size=40),
+    stops=st.lists(st.text("ab\n</x>é .s", min_size=1, max_size=5), min_size=1, max_size=3),
+    copied=st.integers(0, 39),
+)
+def test_no_token_that_completes_one_is_passed_over(kind: str, draws: list[int], stops: list[str], copied: int) -> None:
+    size, decoded = tokenizers()[kind]
+    ids = [draw % size for draw in draws]
+    if (text := decoded(ids[copied : copied + 3])) and BROKEN not in text:  # one that does occur, more often than not
+        stops = [*stops, text]
+    stopping, names = StopStrings(decoded), tuple(stops)
+    suspects = stopping.suspects(np.array(ids), names)
+    for end in range(1, len(ids) + 1):
+        if any(stop in decoded(ids[:end]) for stop in stops):
+            assert suspects[end - 1]
+            assert stopping.completed(ids[:end], stops)
+            return
+
+
+def test_few_tokens_are_looked_at_closely() -> None:
+    size, decoded = tokenizers()["bytes"]
+    kinds = {decoded([i]): may_complete(i, ["</x>\n"], decoded) for i in range(size) if BROKEN not in decoded([i])}
+    assert [text for text, may in kinds.items() if may and "\n" not in text and ">" not in text] == []
+    assert kinds["x>\n"] and kinds["\n"] and not kinds["</"] and not kinds["x"] and not kinds["ab"]
+    assert not kinds[">"]  # the string goes on behind it
+
+
+def test_a_token_is_decoded_once_for_the_same_strings() -> None:
+    calls: list[Sequence[int]] = []
+
+    def counted(ids: Sequence[int]) -> str:
+        calls.append(ids)
+        return decode(ids)
+
+    stopping = StopStrings(counted)
+    tokens = np.array([[1, 3, 1], [4, 1, 3]])
+    first = stopping.suspects(tokens, ("b",))
+    assert first.tolist() == [[False, True, False], [True, False, True]]
+    before = len(calls)
+    assert stopping.suspects(tokens[:, ::-1], ("b",)).tolist() == first[:, ::-1].tolist()
+    assert len(calls) == before
+    assert stopping.suspects(tokens, ("a",)).tolist() == [[True, True, True], [True, True, True]]
+    assert len(calls) > before
+    assert stopping.suspects(np.zeros((0, 3), dtype=np.int32), ("a",)).shape == (0, 3)

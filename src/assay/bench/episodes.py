@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any
 
 import torch
 
 from assay.bench.engine import Options, dtype_name, named
+from assay.bench.shapes import SHAPES, random_model
 from assay.bench.step import now
 from assay.bench.workload import words_of
 from assay.engine import Request, SamplingParams, make_engine
 from assay.envs import Env
-from assay.models import build_preset
+from assay.models import PolicyModel, build_preset
 from assay.models.device import pick_device, pick_dtype
 from assay.rewards import JudgePool
 from assay.rollout import Collector, Limits
@@ -23,6 +24,7 @@ from assay.text import Renderer, char_tokenizer
 from assay.types import Completion, Rollout, UserError
 
 PACES = ("rounds", "own-pace")
+NANO = "nano"  # a preset, as small as a policy can be: what is left are the costs of the host
 MAX_LENGTH = 1024  # tokens of an episode
 WEIGHTS_SEED = 3
 
@@ -63,6 +65,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Episodes:
+    shape: str = NANO
     episodes: int = 2048
     samples: int = 8  # episodes that begin alike
     step_tokens: int = 64  # the longest action
@@ -70,6 +73,8 @@ class Episodes:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.shape not in (known := (NANO, *SHAPES)):
+            raise UserError(f"unknown shape '{self.shape}': choose one of {', '.join(known)}")
         for name in ("episodes", "samples", "step_tokens", "max_batch"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
@@ -81,7 +86,8 @@ class Episodes:
         names = ("samples", "step_tokens", "max_batch")
         standard = {field.name: field.default for field in fields(self)}
         others = [f"-{name}{value}" for name in names if (value := getattr(self, name)) != standard[name]]
-        return f"episodes-{self.episodes}{''.join(others)}"
+        shape = "" if self.shape == NANO else f"{self.shape}-"
+        return f"episodes-{shape}{self.episodes}{''.join(others)}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def measure_episodes(work: Episodes, options: EpisodeOptions) -> list[dict[str, 
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
     renderer = Renderer(char_tokenizer())
-    policy = build_preset("nano", renderer.tokenizer.vocab_size, MAX_LENGTH, WEIGHTS_SEED)
+    policy = policy_for(work.shape, renderer.tokenizer.vocab_size, device)
     engine: Any = make_engine(
         "native", policy, device=device, dtype=dtype, max_batch=work.max_batch, decode=renderer.decode
     )
@@ -131,6 +137,12 @@ def measure_episodes(work: Episodes, options: EpisodeOptions) -> list[dict[str, 
         }
         for pace in PACES
     ]
+
+
+def policy_for(shape: str, vocabulary: int, device: torch.device) -> PolicyModel:
+    if shape == NANO:
+        return build_preset(shape, vocabulary, MAX_LENGTH, WEIGHTS_SEED)
+    return random_model(replace(SHAPES[shape], vocab_size=vocabulary, max_length=MAX_LENGTH), device, WEIGHTS_SEED)
 
 
 def played(work: Episodes, engine: Any, renderer: Renderer) -> list[Rollout]:

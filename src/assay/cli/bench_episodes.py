@@ -14,7 +14,8 @@ HELP = "measure episodes: steps of the engine when each goes on at its own pace,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is played: one to eight actions each, of a small random policy")
+    group = parser.add_argument_group("what is played: one to eight actions each, of a random policy")
+    group.add_argument("--shape", default="nano", help="nano, or 0.5b, 1.5b... with a letter for a token [nano]")
     group.add_argument("--episodes", type=int, default=2048, help="[2048]")
     group.add_argument("--samples", type=int, default=8, help="episodes that begin alike [8]")
     group.add_argument("--step-tokens", type=int, default=64, help="the longest action [64]")
@@ -33,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
 
     work = Episodes(**{field.name: getattr(args, field.name) for field in fields(Episodes)})
     options = EpisodeOptions(**{field.name: getattr(args, field.name) for field in fields(EpisodeOptions)})
-    note = f"{work.episodes} episodes, {work.max_batch} at once, actions of up to {work.step_tokens} tokens"
+    played = f"{work.episodes} episodes, {work.max_batch} at once, actions of up to {work.step_tokens} tokens"
     words = words_of(work) + words_of(options)
-    rows = measured(args, [], [(note, partial(measure_episodes, work, options))], words, "--max-batch")
+    rows = measured(args, [], [(f"{work.shape}: {played}", partial(measure_episodes, work, options))], words, "--max-batch")
     print_table([cells_of(row) for row in rows], Console())
     return 0
 

@@ -22,7 +22,7 @@ from assay.engine.rows import Rows
 from assay.engine.scheduler import close_gaps, seat
 from assay.engine.sequence import Job, Sample, job_for, nothing_kept
 from assay.engine.session import Session
-from assay.engine.stopping import Decode
+from assay.engine.stopping import Decode, StopStrings
 from assay.engine.weights import copy_weights
 from assay.models.base import PolicyModel
 from assay.models.fingerprint import fingerprint
@@ -52,7 +52,7 @@ class HFEngine:
         self.dtype = dtype or next(model.parameters()).dtype
         self.version = 0
         self.max_length = min(model.max_length, max_length or model.max_length)
-        self.max_batch, self.decode = max_batch, decode
+        self.max_batch, self.stopping = max_batch, StopStrings(decode) if decode else None
         accepted = inspect.signature(self.hf.forward).parameters
         self.takes_positions = "position_ids" in accepted
         self.extra = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
@@ -85,7 +85,7 @@ class HFEngine:
         more: More | None = None,
     ) -> list[list[Completion]]:
         """`more` is asked between waves, which run until their last sample has finished."""
-        session = Session(self.max_batch, self.version, self.decode, self._keep, on_token, on_finish)
+        session = Session(self.max_batch, self.version, self.stopping, self._keep, on_token, on_finish)
         before = dict(self.kept)
         try:
             waiting = deque(self._samples(requests, session))
@@ -129,7 +129,7 @@ class HFEngine:
             before,
             max_length=self.max_length,
             vocabulary=self.model.vocab_size,
-            can_decode=self.decode is not None,
+            can_decode=self.stopping is not None,
         )
 
     def _keep(self, sample: Sample, tokens: list[int]) -> int:

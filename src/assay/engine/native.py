@@ -23,7 +23,7 @@ from assay.engine.scheduler import Plan, Scheduler
 from assay.engine.sequence import Job, Kept, Sample, job_for, nothing_kept
 from assay.engine.session import Session
 from assay.engine.stats import Stats
-from assay.engine.stopping import Decode
+from assay.engine.stopping import Decode, StopStrings
 from assay.engine.undisturbed import without_collection
 from assay.engine.weights import copy_weights
 from assay.models.device import uses_triton
@@ -59,7 +59,7 @@ class NativeEngine:
             raise UserError(f"max_batch must be at least 1, not {max_batch}")
         self.version = -1  # no weights yet
         self.max_length = min(spec.max_length, max_length or spec.max_length)
-        self.max_batch, self.decode = max_batch, decode
+        self.max_batch, self.stopping = max_batch, StopStrings(decode) if decode else None
         self.device, self.dtype = torch.device(device), dtype
         self.group = group if group is not None and group.size() > 1 else None
         self.network = FusedDecoder(spec, self.max_length, self.device, dtype, self.group)
@@ -117,7 +117,7 @@ class NativeEngine:
             raise UserError("the engine has no weights yet: call load_weights first")
         if self.lent is not None:
             self.lent.map()
-        callbacks = self.decode, self._keep, on_token, on_finish
+        callbacks = self.stopping, self._keep, on_token, on_finish
         session = Session(self.rows.size, self.version, *callbacks, self.rows.float_type)
         session.history.first = self.scheduler.step
         before = dict(self.scheduler.kept)
@@ -183,7 +183,7 @@ class NativeEngine:
             kept.tokens if kept else [],
             max_length=self.max_length,
             vocabulary=self.network.spec.vocab_size,
-            can_decode=self.decode is not None,
+            can_decode=self.stopping is not None,
             cache_tokens=self.blocks.total * BLOCK_SIZE,
         )
 

@@ -15,7 +15,7 @@ from assay.engine.blocks import Blocks
 from assay.engine.sequence import NEVER, Kept, Prefix, Sample
 
 FEW, MORE = 64, 32  # the parts of the batch that are collected before anybody is let in
-PASS, PATIENCE = 4, 8  # what letting somebody in costs, in steps of those who run; the most steps that anybody waits
+PASS, PATIENCE = 8, 16  # what letting somebody in costs, in steps of those who run; the most steps that anybody waits
 
 
 @dataclass(slots=True)

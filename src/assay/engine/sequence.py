@@ -43,7 +43,6 @@ class Sample:
     last: int = 0  # `end` and
     dry: int = 0  # `lasts_until`, as of when it last entered or grew: they are asked for often
     spans: list[tuple[int, int]] = field(default_factory=list)  # (row, first step there) since it last entered
-    watched: list[int] = field(default_factory=list)  # its tokens, where somebody looks at them one by one
     scores: list[np.ndarray] = field(default_factory=list)  # of `drawn`, one [4, tokens] for each stay
     done: bool = False
 

@@ -12,10 +12,11 @@ from assay.engine.columns import State
 from assay.engine.history import History
 from assay.engine.rows import Look
 from assay.engine.sequence import Job, Sample
-from assay.engine.stopping import Decode, completes_stop
+from assay.engine.stopping import StopStrings
 from assay.types import Completion, Finish
 
 Keep = Callable[[Sample, list[int]], int]  # keeps a finished sequence, all of its tokens given; returns its handle
+Ended = dict[Sample, tuple[int, State]]  # with how many tokens, and how
 
 
 class Session:
@@ -23,19 +24,19 @@ class Session:
         self,
         rows: int,
         version: int,
-        decode: Decode | None,
+        stopping: StopStrings | None,
         keep: Keep,
         on_token: OnToken | None,
         on_finish: OnFinish | None,
         float_type: type[np.floating] = np.float32,
     ) -> None:
         """`float_type` is that of scores."""
-        self.version, self.decode, self.keep = version, decode, keep
+        self.version, self.stopping, self.keep = version, stopping, keep
         self.on_token, self.on_finish = on_token, on_finish
         self.history = History(rows, float_type)
         self.results: list[dict[int, Completion]] = []
         self.errors: dict[int, str] = {}
-        self.watching = on_token is not None  # whether any tokens are looked at one by one
+        self.stops: set[tuple[str, ...]] = set()  # of all requests
         self.tokens = 0  # of finished samples
 
     def numbered(self, requests: Sequence[Request]) -> list[tuple[int, Request]]:
@@ -55,51 +56,60 @@ class Session:
 
     def expect(self, job: Job) -> None:
         """Samples of this job will come."""
-        self.watching = self.watching or bool(job.request.params.stop)
-
-    def watches(self, job: Job) -> bool:
-        """Whether somebody looks at its tokens one by one."""
-        return self.on_token is not None or bool(job.request.params.stop)
+        if job.request.params.stop:
+            self.stops.add(job.request.params.stop)
 
     def take(self, look: Look, running: Sequence[Sample]) -> list[tuple[Sample, State]]:
         """Write down what was drawn; returns the samples that have ended, and how."""
         look.wait()
         self.history.write(look, running)
         counts, states = look.after.numpy()
-        ended: dict[Sample, tuple[int, State]] = {}
+        ended: Ended = {}
         for row in np.flatnonzero(states != State.RUNNING):
             if not look.samples[row].done:
                 ended[look.samples[row]] = int(counts[row]), State(int(states[row]))
-        self._watch(look, counts, states, ended)
+        self._stop(look, counts, states, ended)
+        if self.on_token is not None:
+            self._stream(look, counts, states, ended, self.on_token)
         self._finish(ended)
         return [(sample, state) for sample, (_, state) in ended.items()]
 
     def drawn(self, sample: Sample, count: int) -> list[int]:
         """All tokens of a sample that has drawn `count`; scores of what is new are put aside with it."""
-        tokens, scores = self.history.read([sample], count - len(sample.drawn))
+        _, scores = self.history.read([sample], count - len(sample.drawn))
         sample.scores.append(scores[:, 0].copy())
+        return self._written(sample, count)
+
+    def _written(self, sample: Sample, count: int) -> list[int]:
+        tokens, _ = self.history.read([sample], count - len(sample.drawn))
         return [*sample.drawn, *tokens[0].tolist()]
 
-    def _watch(
-        self, look: Look, counts: np.ndarray, states: np.ndarray, ended: dict[Sample, tuple[int, State]]
-    ) -> None:
-        """Stream tokens and look for stop strings: the only work for each token, and only where it is asked for."""
-        if not self.watching:
-            return
-        for row, sample in enumerate(look.samples):
-            if sample.done or not self.watches(sample.job):
-                continue
-            new = int(counts[row]) - len(sample.watched) - (states[row] == State.BROKEN)
-            stops = sample.job.request.params.stop
-            for token in look.tokens[:new, row].tolist():
-                sample.watched.append(token)
-                if self.on_token is not None:
-                    self.on_token(sample.job.index, sample.index, token)
-                if stops and self.decode is not None and completes_stop(sample.watched, stops, self.decode):
-                    ended[sample] = len(sample.watched), State.STOP
-                    break
+    def _stop(self, look: Look, counts: np.ndarray, states: np.ndarray, ended: Ended) -> None:
+        """Look for stop strings, which the device does not know of: it may have gone on."""
+        for stops in self.stops:
+            assert self.stopping is not None, "a job with stop strings was taken without a way to decode"
+            tokens = look.tokens.numpy()
+            suspects = self.stopping.suspects(tokens, stops)
+            for row in np.flatnonzero(suspects.any(0)).tolist():
+                sample = look.samples[row]
+                if sample.done or sample.job.request.params.stop != stops:
+                    continue
+                count = int(counts[row]) - (states[row] == State.BROKEN)
+                written = self._written(sample, count)
+                for place in (earlier(sample, look) + np.flatnonzero(suspects[:, row])).tolist():
+                    if place < count and self.stopping.completed(written[: place + 1], stops):
+                        ended[sample] = place + 1, State.STOP
+                        break
 
-    def _finish(self, ended: dict[Sample, tuple[int, State]]) -> None:
+    def _stream(self, look: Look, counts: np.ndarray, states: np.ndarray, ended: Ended, on_token: OnToken) -> None:
+        for row, sample in enumerate(look.samples):
+            if not sample.done:
+                count, state = ended.get(sample, (int(counts[row]), states[row]))
+                new = count - earlier(sample, look) - (state == State.BROKEN)
+                for token in look.tokens[:new, row].tolist():
+                    on_token(sample.job.index, sample.index, token)
+
+    def _finish(self, ended: Ended) -> None:
         alike: dict[tuple[int, int], list[Sample]] = defaultdict(list)  # read together: most end together or alone
         for sample, (count, state) in ended.items():
             sample.done = True
@@ -128,6 +138,11 @@ class Session:
         self.tokens += len(completion.token_ids)
         if self.on_finish is not None:
             self.on_finish(sample.job.index, sample.index, completion)
+
+
+def earlier(sample: Sample, look: Look) -> int:
+    """Tokens that it had drawn before these steps."""
+    return len(sample.drawn) + look.first - sample.entered
 
 
 def with_earlier(completion: Completion, sample: Sample) -> None:

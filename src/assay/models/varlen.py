@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 
-class Varlen(NamedTuple):
-    attend: Callable[..., Any]
-    causal: dict[str, Any]  # how that is asked for, which has changed between versions of torch
-    groups: bool  # whether several heads may share keys
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _has_flash(device)
 
 
 @cache
-def find_varlen() -> Varlen | None:
-    """Where the build of torch has it. Looked for when it is needed: importing it takes seconds."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return Varlen(varlen_attn, causal, "enable_gqa" in known)
-
-
-def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and find_varlen() is not None
+def _has_flash(device: torch.device) -> bool:
+    """Some builds of torch lack it, and some devices are too old for it."""
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def varlen_attention(
@@ -40,24 +26,16 @@ def varlen_attention(
 
     q [N, H, d], keys and values [M, K, d]; `most`: queries and keys that a sequence has.
     """
-    varlen = find_varlen()
-    assert varlen is not None
-    options = dict(varlen.causal)
-    if q.shape[1] != keys.shape[1]:
-        if varlen.groups:
-            options["enable_gqa"] = True
-        else:
-            keys, values = (x.repeat_interleave(q.shape[1] // keys.shape[1], dim=1) for x in (keys, values))
-    return varlen.attend(q, keys, values, queries_at, keys_at, *most, **options)
+    return flash(q, keys, values, queries_at, keys_at, most, causal=True)[0]
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
-    """Causal attention within segments that begin at `starts`; as above, but cheaper to call with gradients."""
+    """Causal attention within segments that begin at `starts`; as above, with gradients."""
     return _PackedAttention.apply(q, k, v, starts, longest)
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Flash attention by its bare operators: torch's own wrapping takes the host longer than all of this."""
+    """Flash attention by its bare operators: what torch wraps them in takes the host longer than all of this."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
