@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     work = Episodes(**{field.name: getattr(args, field.name) for field in fields(Episodes)})
     options = EpisodeOptions(**{field.name: getattr(args, field.name) for field in fields(EpisodeOptions)})
     played = f"{work.episodes} episodes, {work.max_batch} at once, actions of up to {work.step_tokens} tokens"
-    words = words_of(work) + words_of(options)
-    rows = measured(args, [], [(f"{work.shape}: {played}", partial(measure_episodes, work, options))], words, "--max-batch")
+    parts = [(f"{work.shape}: {played}", partial(measure_episodes, work, options))]
+    rows = measured(args, [], parts, words_of(work) + words_of(options), "--max-batch")
     print_table([cells_of(row) for row in rows], Console())
     return 0
 
