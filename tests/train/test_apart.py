@@ -298,6 +298,26 @@ def test_a_process_that_nobody_needs_any_more_goes() -> None:
     trainer.close()
 
 
+def test_the_next_process_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    algo, apart = make_algorithm("grpo"), updaters()[1]
+    asked: list[TrainingProcess] = []
+    ask = TrainingProcess.ask
+    monkeypatch.setattr(TrainingProcess, "ask", lambda self, *words: asked.append(self) or ask(self, *words))
+    apart.update(credited(algo), algo, 1e-2)
+    (spare,) = apart.spares
+    asked.clear()
+    apart.update(credited(algo), algo, 1e-2)
+    assert set(asked) == {spare} and gone(spare.process.pid)
+    (after,) = apart.spares
+    after.process.kill()  # as a system without memory would
+    after.process.wait()
+    apart.update(credited(algo), algo, 1e-2)
+    (last,) = apart.spares
+    assert last is not after and after not in asked
+    del apart
+    wait_for(lambda: gone(last.process.pid))
+
+
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "compiling": (("--train.compile", "on"), "would compile anew in every step"),
     "another word": (("--train.process", "apart"), "train.process"),

@@ -1,4 +1,4 @@
-"""Training in a process of its own, started for each update: when it ends, every byte that it had on the GPU is free.
+"""Training in a process of its own, a new one for each update: when it ends, every byte that it had on the GPU is free.
 
 Between updates weights, moments and the reference wait in main memory, on shelves that both processes see. The training
 process takes copies to the device, makes its steps as any `Updater` does, and puts weights and moments back. So the
@@ -12,6 +12,7 @@ import pickle
 import signal
 import subprocess
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -57,9 +58,11 @@ class Apart(Updater):
     own: Mapping[str, str] = field(default_factory=dict)  # functions of the user's in the algorithm, and their paths
     shelves: dict[str, Shelf] = field(init=False)
     trainer: TrainingProcess | None = field(init=False, default=None)
+    spares: list[TrainingProcess] = field(init=False, default_factory=list)  # the next one, if it was started
 
     def __post_init__(self) -> None:
         self.shelves = {name: Shelf() for name in (WEIGHTS, MOMENTS, REFERENCE)}
+        weakref.finalize(self, close_all, self.spares)
 
     @classmethod
     def of(cls, updater: Updater, own: Mapping[str, str] | None = None) -> Apart:
@@ -67,11 +70,15 @@ class Apart(Updater):
 
     @contextmanager
     def working(self, reference: bool = False) -> Iterator[None]:
-        """From the first step within it to its end there is a training process."""
+        """From the first step within it to its end there is a training process.
+
+        Then the next one is started: what it imports, which takes longest, it imports while others have the device.
+        """
         try:
             yield
             if self.trainer is not None:
                 self._take_back(self.trainer.ask("end"))
+                self.spares.append(TrainingProcess(self._files()))
         finally:
             if self.trainer is not None:
                 self.trainer.close()
@@ -93,13 +100,23 @@ class Apart(Updater):
             torch.cuda.empty_cache()  # what torch keeps here for later, another process could not use
         described = self._described(algo, self.reference if with_reference else None)
         shelves = {name: (shelf.file.fileno(), shelf.slots) for name, shelf in self.shelves.items()}
-        trainer = TrainingProcess([descriptor for descriptor, _ in shelves.values()])
+        trainer = self._process()
         try:
             trainer.ask("begin", described, shelves, self.mesh.device, torch.get_num_threads())
         except BaseException:
             trainer.close()
             raise
         return trainer
+
+    def _process(self) -> TrainingProcess:
+        """The one that was started ahead, if it is still there."""
+        if self.spares and self.spares[-1].process.poll() is None:
+            return self.spares.pop()
+        close_all(self.spares)
+        return TrainingProcess(self._files())
+
+    def _files(self) -> list[int]:
+        return [shelf.file.fileno() for shelf in self.shelves.values()]
 
     def _described(self, algo: Algorithm, reference: PolicyModel | None) -> bytes:
         """A plain updater with the algorithm, in which every tensor is named by its place on a shelf."""
@@ -168,6 +185,11 @@ class TrainingProcess:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def close_all(processes: list[TrainingProcess]) -> None:
+    while processes:
+        processes.pop().close()
 
 
 def died(code: int) -> UserError:
