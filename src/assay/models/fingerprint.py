@@ -8,39 +8,53 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 # Eight bytes are seen as two words: products below wrap at 64 bits, where the top bit of a 64-bit word could get lost.
 INTEGER_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-CHUNK = 1 << 20  # words; small enough for the caches, and one table of multipliers serves every chunk
+CHUNK = 1 << 20  # words that have a sum of their own; small enough for a CPU's caches
+AT_ONCE = 16  # chunks, where starting an operation costs more than its intermediate results
 
 
 def fingerprint(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
     """The fingerprint of named weights, as they are or as they would be after a cast to `dtype`."""
-    found: dict[str, str] = {}  # one weight at a time: whole ones may be gathered from many ranks just for this
-    for name, weight in weights:
+    headings: dict[str, str] = {}
+    sums: dict[str, Tensor] = {}
+    for name, weight in weights:  # one at a time: whole ones may be gathered from many ranks just for this
         value = weight.detach()
         if dtype is not None:
             value = value.to(dtype)
-        found[name] = f"{name}:{tuple(value.shape)}:{value.dtype}:{tensor_sum(value)};"
-    text = "".join(found[name] for name in sorted(found))
+        headings[name] = f"{name}:{tuple(value.shape)}:{value.dtype}"
+        sums[name] = chunk_sums(value, 1 if value.device.type == "cpu" else AT_ONCE)
+    names = sorted(headings)
+    found = iter(torch.cat([sums[name] for name in names]).tolist() if names else [])  # waits for the device once
+    text = "".join(f"{headings[name]}:{combined(islice(found, len(sums[name])))};" for name in names)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def tensor_sum(value: Tensor) -> int:
-    """Sum of the raw bits, each multiplied by an odd number that depends on its place, modulo 2**64."""
+def chunk_sums(value: Tensor, at_once: int) -> Tensor:
+    """For each chunk the sum of the raw bits, each multiplied by an odd number that depends on its place."""
     bits = value.contiguous().flatten().view(INTEGER_VIEWS[value.element_size()])
-    factors = multipliers(min(CHUNK, bits.numel()), bits.device)
-    sums = [(part.to(torch.int64) * factors[: part.numel()]).sum() for part in bits.split(CHUNK)]
+    factors = multipliers(bits.device)
+    whole = bits.numel() // CHUNK * CHUNK
+    parts = list(bits[:whole].view(-1, CHUNK).split(at_once))
+    if whole < bits.numel() or not whole:
+        parts.append(bits[whole:][None])
+    return torch.cat([(part.to(torch.int64) * factors[: part.shape[1]]).sum(1) for part in parts])
+
+
+def combined(sums: Iterable[int]) -> int:
+    """Of the chunks of one weight, modulo 2**64."""
     total = 0
-    for part_sum in torch.stack(sums).tolist() if sums else []:
-        total = (total * 0x5851F42D4C957F2D + part_sum + 0x14057B7EF767814F) % 2**64
+    for one in sums:
+        total = (total * 0x5851F42D4C957F2D + one + 0x14057B7EF767814F) % 2**64
     return total
 
 
 @lru_cache(maxsize=8)
-def multipliers(count: int, device: torch.device) -> Tensor:
-    place = torch.arange(1, count + 1, device=device) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01
+def multipliers(device: torch.device) -> Tensor:
+    place = torch.arange(1, CHUNK + 1, device=device) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01
     return (place ^ (place >> 29)) | 1
