@@ -101,6 +101,14 @@ def test_bytes_that_are_decoded_together_or_not_at_all(stop: str) -> None:
     assert [completes_stop(ids[:end], [stop], decoded) for end in range(1, len(ids) + 1)] == [False] * 12 + [True]
 
 
+def test_the_beginning_of_a_tail_is_not_taken_for_that_of_a_text() -> None:
+    """Where some tokens look otherwise."""
+    _, decoded = tokenizers()["words"]
+    ids = [1, 2, 1, 2, 2, 2, 2, 2, 2]
+    assert decoded(ids) == "aa aaaaaaa" and decoded(ids[-6:]) == "##aaaaaa"
+    assert not any(completes_stop(ids[:end], ["##"], decoded) for end in range(1, len(ids) + 1))
+
+
 def test_few_tokens_are_looked_at_closely() -> None:
     size, decoded = tokenizers()["bytes"]
     added = {i: added_by(i, decoded) for i in range(size) if BROKEN not in decoded([i])}

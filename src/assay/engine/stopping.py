@@ -75,15 +75,17 @@ def ends_in(stop: str, text: str) -> bool:
 
 
 def completes_stop(token_ids: Sequence[int], stops: Sequence[str], decode: Decode) -> bool:
-    """Whether the last token completes one of the stop strings."""
+    """Whether the last token completes one of the stop strings; none was there before it."""
     longest = max(len(stop) for stop in stops)
     window = longest + MARGIN
     while True:
         text = decode(token_ids[-window:])
+        before = decode(token_ids[-window:-1]).rstrip(BROKEN)  # a character may have become whole
+        start = len(before) + 1 - longest if text.startswith(before) else 0  # of the first that this token can complete
         # Tokens that decode to nothing can make a tail too short to hold the string and what the last token added. One
         # that begins within a character may be unreadable up to its end: bytes are decoded all together, or not at all.
-        added = len(text) - len(decode(token_ids[-window:-1]))
-        enough = len(text) >= longest + max(added, 0) + MARGIN and not text.startswith(BROKEN)
-        if enough or window >= len(token_ids):
+        if window >= len(token_ids):
             return any(stop in text for stop in stops)
+        if start >= MARGIN and not text.startswith(BROKEN):
+            return any(stop in text[start:] for stop in stops)
         window *= 2
