@@ -259,3 +259,23 @@ def test_what_was_drawn_before_a_preemption_comes_first_and_counts_by_its_length
     assert completion.kept_mass == pytest.approx(np.mean([0, 0.01, 0.02, 0.6]))
     assert completion.entropy == pytest.approx(np.mean([0, 0.1, 0.2, 6.0]))
     assert session.tokens == 4
+
+
+def test_stop_strings_are_looked_for_where_they_were_asked_for() -> None:
+    session = new_session()
+    running: list[Sample] = []
+    stops = [(words([7]),), (), (words([8]),)]
+    for index, stop in enumerate(stops):
+        job = Job(index, Request([1], SamplingParams(stop=stop), seed=0), [1], 9)
+        session.expect(job)
+        seat(Sample(job, 0), running, 0)
+    samples = list(running)
+    tokens = [[8, 10, 12], [9, 7, 8], [7, 8, 13]]
+    assert session.take(a_look(samples, 0, tokens, [(3, State.RUNNING)] * 3), running) == [
+        (samples[0], State.STOP),
+        (samples[2], State.STOP),
+    ]
+    assert [found[0].token_ids if found else [] for found in session.results] == [[8, 9, 7], [], [12, 8]]
+    assert session.stopping is not None
+    known = {stop: np.flatnonzero(kinds).tolist() for stop, kinds in session.stopping.kinds.items()}
+    assert known == {stops[0]: [7, 8, 9], stops[2]: [8, 12, 13]}  # no others were decoded for them

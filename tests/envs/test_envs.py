@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from assay.envs import ENVS, Env, TaskEnv, make_env
-from assay.envs.base import SEED, safe_step
+from assay.envs.base import SEED, as_messages, safe_step
 from assay.envs.calculator import demonstration
 from assay.envs.check import check_env, play
 from assay.envs.python_tool import evaluate
@@ -147,6 +147,25 @@ def test_python_runs_apart_with_limits() -> None:
         assert expected in observation and observation.endswith("</result>") and not terminated, call
     last = episodes[0].step(f"\\boxed{{{episodes[0].prompt.answer}}}")
     assert last[1] == 1.0 and "<result>14</result>" in episodes[0].said
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("rest", "shown"),
+    [
+        (".", "<result>4</result>"),
+        ("\n\n", "<result>4</result>"),
+        ("<", "result>4</result>"),
+        ("<x", "<result>4</result>"),
+    ],
+)
+def test_the_token_that_ends_a_call_may_hold_more(rest: str, shown: str) -> None:
+    """Tokenizers have tokens such as >. and ><, and write </python><result> with them."""
+    env: Any = make_env("python", task=make_task("abacus", style="plain"))
+    env.reset(seed=0)
+    action = f"so <python>1</python> <python>2+2</python>{rest}"
+    assert env.step(action)[0] == shown
+    assert env.said == action + shown
     env.close()
 
 
@@ -359,6 +378,16 @@ def test_a_step_of_the_wrong_form_is_told_from_the_right_one(step: Any, message:
             return step
 
     assert message in safe_step(Returning(), "")[4]["verdict"].detail
+
+
+def test_messages_may_come_one_by_one() -> None:
+    class Yielding(Sound):
+        def step(self, action: str) -> Any:
+            return (({"role": "tool", "content": word}) for word in "ab"), 0.0, False, False, {}
+
+    observation = safe_step(Yielding(), "")[0]
+    for _ in range(2):
+        assert [message["content"] for message in as_messages(observation, "user")] == ["a", "b"]
 
 
 def test_an_environment_that_leaves_the_program_ends_its_episode_only() -> None:

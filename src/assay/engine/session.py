@@ -36,7 +36,7 @@ class Session:
         self.history = History(rows, float_type)
         self.results: list[dict[int, Completion]] = []
         self.errors: dict[int, str] = {}
-        self.stops: set[tuple[str, ...]] = set()  # of all requests
+        self.stops = False  # whether any request has stop strings
         self.tokens = 0  # of finished samples
 
     def numbered(self, requests: Sequence[Request]) -> list[tuple[int, Request]]:
@@ -56,8 +56,7 @@ class Session:
 
     def expect(self, job: Job) -> None:
         """Samples of this job will come."""
-        if job.request.params.stop:
-            self.stops.add(job.request.params.stop)
+        self.stops = self.stops or bool(job.request.params.stop)
 
     def take(self, look: Look, running: Sequence[Sample]) -> list[tuple[Sample, State]]:
         """Write down what was drawn; returns the samples that have ended, and how."""
@@ -86,17 +85,18 @@ class Session:
 
     def _stop(self, look: Look, counts: np.ndarray, states: np.ndarray, ended: Ended) -> None:
         """Look for stop strings, which the device does not know of: it may have gone on."""
-        for stops in self.stops:
+        rows: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for row, sample in enumerate(look.samples if self.stops else ()):
+            if (stops := sample.job.request.params.stop) and not sample.done:
+                rows[stops].append(row)
+        for stops, theirs in rows.items():
             assert self.stopping is not None, "a job with stop strings was taken without a way to decode"
-            tokens = look.tokens.numpy()
-            suspects = self.stopping.suspects(tokens, stops)
-            for row in np.flatnonzero(suspects.any(0)).tolist():
-                sample = look.samples[row]
-                if sample.done or sample.job.request.params.stop != stops:
-                    continue
-                count = int(counts[row]) - (states[row] == State.BROKEN)
+            suspects = self.stopping.suspects(look.tokens.numpy()[:, theirs], stops)
+            for column in np.flatnonzero(suspects.any(0)).tolist():
+                row = theirs[column]
+                sample, count = look.samples[row], int(counts[row]) - (states[row] == State.BROKEN)
                 written = self._written(sample, count)
-                for place in (earlier(sample, look) + np.flatnonzero(suspects[:, row])).tolist():
+                for place in (earlier(sample, look) + np.flatnonzero(suspects[:, column])).tolist():
                     if place < count and self.stopping.completed(written[: place + 1], stops):
                         ended[sample] = place + 1, State.STOP
                         break

@@ -10,6 +10,7 @@ import numpy as np
 Decode = Callable[[Sequence[int]], str]
 MARGIN = 4  # tokens before the tail, since decoding may treat the first ones differently (spaces, parts of a character)
 BROKEN = "\ufffd"  # what a part of a character decodes to
+TABLES = 64  # sets of stop strings whose tokens are remembered: a byte for each token of the vocabulary
 
 
 class Kind(IntEnum):
@@ -21,42 +22,70 @@ class StopStrings:
 
     def __init__(self, decode: Decode) -> None:
         self.decode = decode
+        self.added: dict[int, tuple[str, ...]] = {}  # by each token, whatever is looked for
         self.kinds: dict[tuple[str, ...], np.ndarray] = {}  # by token
 
     def suspects(self, tokens: np.ndarray, stops: tuple[str, ...]) -> np.ndarray:
         """Which of these tokens can complete one of the stop strings, whatever stands before them."""
         kinds = self.kinds.get(stops, np.zeros(0, dtype=np.int8))
         if (size := int(tokens.max(initial=0)) + 1) > len(kinds):
-            kinds = self.kinds[stops] = np.pad(kinds, (0, 2 * size - len(kinds)))
+            kinds = self._grown(kinds, 2 * size, stops)
         found = kinds[tokens]
         if not found.all():
             for token in np.unique(tokens[found == Kind.UNKNOWN]).tolist():
-                kinds[token] = Kind.MAY if may_complete(token, stops, self.decode) else Kind.CANNOT
+                kinds[token] = Kind.MAY if self._may_complete(token, stops) else Kind.CANNOT
             found = kinds[tokens]
         return found == Kind.MAY
+
+    def _grown(self, kinds: np.ndarray, size: int, stops: tuple[str, ...]) -> np.ndarray:
+        if stops not in self.kinds and len(self.kinds) == TABLES:
+            del self.kinds[next(iter(self.kinds))]
+        table = self.kinds[stops] = np.zeros(size, dtype=np.int8)
+        table[: len(kinds)] = kinds
+        return table
+
+    def _may_complete(self, token: int, stops: Sequence[str]) -> bool:
+        if token not in self.added:
+            self.added[token] = added_by(token, self.decode)
+        return may_complete(self.added[token], stops)
 
     def completed(self, token_ids: Sequence[int], stops: Sequence[str]) -> bool:
         return completes_stop(token_ids, stops, self.decode)
 
 
-def may_complete(token: int, stops: Sequence[str], decode: Decode) -> bool:
-    """Whether one of the stop strings can end within what this token adds to a text."""
-    before, text = decode([token]), decode([token, token])  # the second shows what it adds: the first may lose a space
-    if BROKEN in text or not text.startswith(before):
-        return True  # it depends on its neighbours
-    added = text[len(before) :]
-    heads = [added[:end] for end in range(1, len(added) + 1)]
-    return any(stop.endswith(head) or head.endswith(stop) for stop in stops for head in heads)
+def added_by(token: int, decode: Decode) -> tuple[str, ...]:
+    """What a token can add to a text: as its first one, which may lose a space, and after others.
+
+    `BROKEN` if that depends on its neighbours.
+    """
+    first, both = decode([token]), decode([token, token])
+    if BROKEN in both or not both.startswith(first):
+        return (BROKEN,)
+    return tuple({first, both[len(first) :]})
+
+
+def may_complete(added: Sequence[str], stops: Sequence[str]) -> bool:
+    """Whether one of the stop strings can end within what a token adds."""
+    return BROKEN in added or any(ends_in(stop, text) for stop in stops for text in added)
+
+
+def ends_in(stop: str, text: str) -> bool:
+    """Whether the stop string can end within this text, having begun in it or before."""
+    return stop in text or any(stop.endswith(text[:end]) for end in range(1, min(len(text), len(stop)) + 1))
 
 
 def completes_stop(token_ids: Sequence[int], stops: Sequence[str], decode: Decode) -> bool:
-    """Whether the last token completes one of the stop strings."""
+    """Whether the last token completes one of the stop strings; none was there before it."""
     longest = max(len(stop) for stop in stops)
     window = longest + MARGIN
     while True:
         text = decode(token_ids[-window:])
-        # Tokens that decode to nothing can make a tail too short to hold the string and what the last token added.
-        added = len(text) - len(decode(token_ids[-window:-1]))
-        if window >= len(token_ids) or len(text) >= longest + max(added, 0) + MARGIN:
+        before = decode(token_ids[-window:-1]).rstrip(BROKEN)  # a character may have become whole
+        start = len(before) + 1 - longest if text.startswith(before) else 0  # of the first that this token can complete
+        # Tokens that decode to nothing can make a tail too short to hold the string and what the last token added. One
+        # that begins within a character may be unreadable up to its end: bytes are decoded all together, or not at all.
+        if window >= len(token_ids):
             return any(stop in text for stop in stops)
+        if start >= MARGIN and not text.startswith(BROKEN):
+            return any(stop in text[start:] for stop in stops)
         window *= 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -219,6 +219,8 @@ def checked(step: Any) -> Step:
             raise TypeError(f"info[{key!r}] must be a {kind.__name__}, not {info[key]!r:.80}")
     if info.get("masked", False) not in (True, False):
         raise TypeError(f"info['masked'] must be true or false, not {info['masked']!r:.40}")
+    if isinstance(observation, Iterator):
+        observation = tuple(observation)  # it is read more than once
     if not (terminated or (truncated and not observation)):
         as_messages(observation, "user")
     return observation, reward, bool(terminated), bool(truncated), info

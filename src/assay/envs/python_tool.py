@@ -60,12 +60,15 @@ def evaluate(text: str) -> Any:
 
 
 class PythonTool(TaskEnv):
-    """The policy writes <python>sum(range(10))</python>; <result>45</result> is put in, not trained on."""
+    """The policy writes <python>sum(range(10))</python>; <result>45</result> is put in, not trained on.
+
+    The token that ends a call may hold more than its end. With "><" the policy has begun the result: it is completed.
+    """
 
     name = "python"
     inline = True
     stop = ("</python>",)
-    _call = re.compile(r"<python>((?:(?!<python>).)*)</python>\s*\Z", re.DOTALL)
+    _call = re.compile(r"<python>((?:(?!</?python>).)*)</python>(?:(?!</?python>).)*\Z", re.DOTALL)
 
     def __init__(
         self, task: Task, max_steps: int = 8, timeout_s: float = 2.0, memory_gb: float = 1.0, slow: bool = True
@@ -96,7 +99,7 @@ class PythonTool(TaskEnv):
         # A timeout, or a process that died for want of memory, is a result like any other.
         failure = found and (found.detail or str(found.status)).removeprefix("judging ")  # it is no judge to the policy
         result = "no expression" if found is None else found.parsed or failure
-        shown = f"<result>{result}</result>"
+        shown = f"<result>{result}</result>".removeprefix(action.rpartition(self.stop[0])[2])
         self.said += shown
         return shown, 0.0, False, False, {"result": result}
 
