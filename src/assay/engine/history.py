@@ -40,6 +40,13 @@ class History:
         tokens = np.stack([self.tokens[place] for place in places])
         return tokens, np.stack([self.scores[:, rows, steps] for rows, steps in places], axis=1)
 
+    def tokens_of(self, sample: Sample, count: int) -> np.ndarray:
+        """Tokens since it last entered; not to be changed."""
+        start = sample.entered - self.first
+        if len(sample.spans) == 1:
+            return self.tokens[sample.spans[0][0], start : start + count]
+        return self.tokens[rows_of(sample, count), np.arange(start, start + count)]
+
     def _make_room(self, first: int, steps: int, running: Sequence[Sample]) -> None:
         """Drop what nobody running can need; if that is not half of it, grow."""
         oldest = min([first, *(sample.entered for sample in running)])  # all may have come after this look's steps

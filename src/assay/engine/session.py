@@ -77,11 +77,11 @@ class Session:
         """All tokens of a sample that has drawn `count`; scores of what is new are put aside with it."""
         _, scores = self.history.read([sample], count - len(sample.drawn))
         sample.scores.append(scores[:, 0].copy())
-        return self._written(sample, count)
+        return self._written(sample, count).tolist()
 
-    def _written(self, sample: Sample, count: int) -> list[int]:
-        tokens, _ = self.history.read([sample], count - len(sample.drawn))
-        return [*sample.drawn, *tokens[0].tolist()]
+    def _written(self, sample: Sample, count: int) -> np.ndarray:
+        new = self.history.tokens_of(sample, count - len(sample.drawn))
+        return np.concatenate((sample.drawn, new), dtype=np.int32) if sample.drawn else new
 
     def _stop(self, look: Look, counts: np.ndarray, states: np.ndarray, ended: Ended) -> None:
         """Look for stop strings, which the device does not know of: it may have gone on."""

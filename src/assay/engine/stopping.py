@@ -49,7 +49,7 @@ class StopStrings:
             self.added[token] = added_by(token, self.decode)
         return may_complete(self.added[token], stops)
 
-    def completed(self, token_ids: Sequence[int], stops: Sequence[str]) -> bool:
+    def completed(self, token_ids: Sequence[int] | np.ndarray, stops: Sequence[str]) -> bool:
         return completes_stop(token_ids, stops, self.decode)
 
 
@@ -74,13 +74,14 @@ def ends_in(stop: str, text: str) -> bool:
     return stop in text or any(stop.endswith(text[:end]) for end in range(1, min(len(text), len(stop)) + 1))
 
 
-def completes_stop(token_ids: Sequence[int], stops: Sequence[str], decode: Decode) -> bool:
+def completes_stop(token_ids: Sequence[int] | np.ndarray, stops: Sequence[str], decode: Decode) -> bool:
     """Whether the last token completes one of the stop strings; none was there before it."""
     longest = max(len(stop) for stop in stops)
     window = longest + MARGIN
     while True:
-        text = decode(token_ids[-window:])
-        before = decode(token_ids[-window:-1]).rstrip(BROKEN)  # a character may have become whole
+        tail = np.asarray(token_ids[-window:]).tolist()  # of what may be long: nothing else is made a list of
+        text = decode(tail)
+        before = decode(tail[:-1]).rstrip(BROKEN)  # a character may have become whole
         start = len(before) + 1 - longest if text.startswith(before) else 0  # of the first that this token can complete
         # Tokens that decode to nothing can make a tail too short to hold the string and what the last token added. One
         # that begins within a character may be unreadable up to its end: bytes are decoded all together, or not at all.
