@@ -298,6 +298,10 @@ def test_a_process_that_nobody_needs_any_more_goes() -> None:
     trainer.close()
 
 
+def refuse(*_: Any) -> None:
+    raise BlockingIOError("no more processes")
+
+
 def test_the_next_process_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     algo, apart = make_algorithm("grpo"), updaters()[1]
     asked: list[TrainingProcess] = []
@@ -314,6 +318,15 @@ def test_the_next_process_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> N
     apart.update(credited(algo), algo, 1e-2)
     (last,) = apart.spares
     assert last is not after and after not in asked
+    started = TrainingProcess.__init__
+    monkeypatch.setattr(TrainingProcess, "__init__", refuse)  # the next one finds no memory
+    asked.clear()
+    before = weights_of(apart.policy)
+    apart.update(credited(algo), algo, 1e-2)
+    assert set(asked) == {last} and not apart.spares and not weights_of(apart.policy).equal(before)
+    monkeypatch.setattr(TrainingProcess, "__init__", started)
+    apart.update(credited(algo), algo, 1e-2)
+    (last,) = apart.spares
     del apart
     wait_for(lambda: gone(last.process.pid))
 

@@ -14,7 +14,7 @@ import subprocess
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -78,7 +78,8 @@ class Apart(Updater):
             yield
             if self.trainer is not None:
                 self._take_back(self.trainer.ask("end"))
-                self.spares.append(TrainingProcess(self._files()))
+                with suppress(OSError):  # there may be no memory for it now: then it is started when it is needed
+                    self.spares.append(TrainingProcess(self._files()))
         finally:
             if self.trainer is not None:
                 self.trainer.close()
