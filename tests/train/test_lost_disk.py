@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,40 @@ def test_a_disk_that_is_really_full(whole: SmallRuns) -> None:
     assert checkpoints.last_sound(whole.runs / "full") == (2, [])
     assert whole.resume("full") == 0
     whole.same_run("small", "full", STEPS)
+
+
+@contextmanager
+def files_below(size: int) -> Iterator[None]:
+    """As under `ulimit -f`."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+@pytest.mark.parametrize("process", ["same", "separate"])
+def test_files_that_may_not_grow_that_large(whole: SmallRuns, capsys: pytest.CaptureFixture[str], process: str) -> None:
+    name = f"limited-{process}"
+    moments = (whole.checkpoint(STEPS) / "optimizer.safetensors").stat().st_size
+    with files_below(moments - 1):
+        assert whole.train(*WORDS, "--save.keep", 9, "--name", name, "--train.process", process) == 2
+    said = capsys.readouterr().err
+    assert "ulimit -f" in said and said.count("\n") == 1 and "resume" in said
+    assert checkpoints.last_sound(whole.runs / name) == (0, [])
+    assert whole.resume(name, "--train.process", "same") == 0
+    whole.same_run("small", name, STEPS)
+
+
+def test_a_model_that_cannot_be_exported_is_told_in_one_line(
+    whole: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with files_below(1000):
+        assert whole("export", "run:small@last", whole.folder / "exported") == 2
+    said = capsys.readouterr().err
+    assert "ulimit -f" in said and said.count("\n") == 1
+    assert not (whole.folder / "exported").exists()
 
 
 FILES = ("model/model.safetensors", "model/config.json", "optimizer.safetensors", "state.json", "complete.json")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from assay.runs.files import read_json, remove_temporaries, sync_folder, write_json
+from assay.runs.files import read_json, remove_temporaries, sync_folder, trouble, write_json
 from assay.types import UserError
 
 MARKER = "complete.json"
@@ -53,19 +52,12 @@ def saving(run_path: Path, step: int) -> Iterator[Path]:
     except BaseException as error:
         if target.exists() or not is_complete(temporary):  # else it is the only one, and `recover` gives it its name
             shutil.rmtree(temporary, ignore_errors=True)  # frees the space that ran out, among other things
-        if disk_is_full(error):
+        if found := trouble(error):
+            what, remedy = found
             raise UserError(
-                f"the disk is full: no checkpoint of step {step} in {target.parent}, earlier ones are intact; "
-                "free some space and resume"
+                f"{what}: no checkpoint of step {step} in {target.parent}, earlier ones are intact; {remedy} and resume"
             ) from error
         raise
-
-
-def disk_is_full(error: BaseException) -> bool:
-    """Libraries that write by themselves wrap the system's error in their own."""
-    known = (errno.ENOSPC, errno.EDQUOT)
-    said = any(f"{name} {code}" in str(error) for code in known for name in ("os error", "[Errno"))
-    return getattr(error, "errno", None) in known or said
 
 
 def steps(run_path: Path) -> list[int]:
