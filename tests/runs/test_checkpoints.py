@@ -103,6 +103,23 @@ def test_flipped_bits_are_found_by_checksum(tmp_path: Path) -> None:
     assert checkpoints.last_sound(tmp_path) == (1, [f"{file} is damaged"])
 
 
+def test_so_are_those_in_the_list_of_files_itself(tmp_path: Path) -> None:
+    """Flipped there, a bit may spoil a name, a checksum, or how long the metrics were."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    marker = checkpoints.folder(tmp_path, 2) / "complete.json"
+    content = marker.read_bytes()
+    said = json.loads(content)
+    for place in range(len(content)):
+        marker.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        step, complaints = checkpoints.last_sound(tmp_path)
+        if step == 2:  # the name of its own checksum: all else is as it was
+            assert checkpoints.metrics_bytes(tmp_path, 2) == said["metrics_bytes"] and checkpoints.last(tmp_path) == 2
+        else:
+            assert step == 1 and len(complaints) == 1 and "complete.json" in complaints[0]
+            assert checkpoints.steps(tmp_path) == [1]
+
+
 def test_saving_again_replaces(tmp_path: Path) -> None:
     save(tmp_path, 5, "first")
     save(tmp_path, 5, "second")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from assay.runs.files import read_json, remove_temporaries, sync_folder, trouble
 from assay.types import UserError
 
 MARKER = "complete.json"
+OWN = "sha256"  # in the marker: the checksum of all else in it
 _STEP_NAME = re.compile(r"step-(\d+)")
 
 
@@ -80,7 +82,7 @@ def problems(checkpoint: Path) -> list[str]:
     """What is wrong with a checkpoint's files, by checksum: one line each, none for a sound one."""
     files = _listed(checkpoint)
     if not files:
-        return [f"{checkpoint} was never completed"]
+        return [f"{checkpoint} was never completed, or its {MARKER} is damaged"]
     there = [name for name in files if _size(checkpoint / name) is not None]
     sums = dict(zip(there, _sha256_of([checkpoint / name for name in there]), strict=True))
     complaints = {name: "missing" if name not in sums else "damaged" for name in files}
@@ -104,7 +106,7 @@ def last_sound(run_path: Path) -> tuple[int | None, list[str]]:
 
 def metrics_bytes(run_path: Path, step: int) -> int | None:
     """How long metrics.jsonl was when the step was saved; None without that checkpoint."""
-    return read_json(folder(run_path, step) / MARKER).get("metrics_bytes")
+    return _marker(folder(run_path, step)).get("metrics_bytes")
 
 
 def set_best(run_path: Path, step: int, value: float) -> None:
@@ -173,7 +175,8 @@ def _seal(checkpoint: Path, step: int, metrics_bytes: int) -> None:
         path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum}
         for path, checksum in zip(paths, _sha256_of(paths), strict=True)
     }
-    write_json(checkpoint / MARKER, {"step": step, "metrics_bytes": metrics_bytes, "files": files})
+    facts = {"step": step, "metrics_bytes": metrics_bytes, "files": files}
+    write_json(checkpoint / MARKER, {**facts, OWN: _digest(facts)})
     for path in (*(path for path in checkpoint.rglob("*") if path.is_dir()), checkpoint):
         sync_folder(path)
 
@@ -188,7 +191,18 @@ def _discard(checkpoint: Path) -> None:
 
 def _listed(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """The files that the marker promises; none without a marker."""
-    return read_json(checkpoint / MARKER).get("files", {})
+    return _marker(checkpoint).get("files", {})
+
+
+def _marker(checkpoint: Path) -> dict[str, Any]:
+    """What the marker says; nothing where it is missing or damaged. (Early ones have no checksum of their own.)"""
+    facts = read_json(checkpoint / MARKER)
+    own = facts.pop(OWN, None)
+    return facts if own in (None, _digest(facts)) else {}
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _size(path: Path) -> int | None:
