@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -36,6 +37,27 @@ def test_layout_and_marker(tmp_path: Path) -> None:
     entry = marker["files"]["model/model.safetensors"]
     assert entry == {"bytes": 10, "sha256": hashlib.sha256(b"weights 12").hexdigest()}
     assert names(tmp_path) == {"step-000012"}
+
+
+def test_what_a_checkpoint_counts_on_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut takes what was not: then the metrics would be shorter than the checkpoint says."""
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1}\n')
+    on_disk: list[int] = []
+    fsync, rename = os.fsync, os.rename
+
+    def named(old: Path, new: Path) -> None:
+        files = {path.stat().st_ino for path in (metrics, *old.rglob("*"), old)}
+        assert files <= set(on_disk)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", lambda file: (on_disk.append(os.fstat(file).st_ino), fsync(file)))
+    monkeypatch.setattr(os, "rename", named)
+    save(tmp_path, 1)
+    assert checkpoints.metrics_bytes(tmp_path, 1) == metrics.stat().st_size
+    assert {tmp_path.stat().st_ino, (tmp_path / "checkpoints").stat().st_ino} <= set(on_disk)
 
 
 def test_nothing_saved_yet(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from assay.runs.files import read_json, remove_temporaries, sync_folder, trouble, write_json
+from assay.runs.files import read_json, remove_temporaries, sync, trouble, write_json
 from assay.types import UserError
 
 MARKER = "complete.json"
@@ -46,11 +46,12 @@ def saving(run_path: Path, step: int) -> Iterator[Path]:
         recover(run_path)
         temporary.mkdir(parents=True)
         yield temporary
-        _seal(temporary, step, metrics_bytes=_size(run_path / "metrics.jsonl") or 0)
+        _seal(temporary, step, metrics_bytes=_on_disk(run_path / "metrics.jsonl"))
         if target.exists():  # damaged, or saved twice; `recover` mends a crash between the two renames
             _discard(target)
         os.rename(temporary, target)
-        sync_folder(target.parent)
+        for place in (target.parent, run_path):
+            sync(place)
     except BaseException as error:
         if target.exists() or not is_complete(temporary):  # else it is the only one, and `recover` gives it its name
             shutil.rmtree(temporary, ignore_errors=True)  # frees the space that ran out, among other things
@@ -169,8 +170,7 @@ def _seal(checkpoint: Path, step: int, metrics_bytes: int) -> None:
     paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     assert paths, "an empty checkpoint"
     for path in paths:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
     files = {
         path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum}
         for path, checksum in zip(paths, _sha256_of(paths), strict=True)
@@ -178,7 +178,7 @@ def _seal(checkpoint: Path, step: int, metrics_bytes: int) -> None:
     facts = {"step": step, "metrics_bytes": metrics_bytes, "files": files}
     write_json(checkpoint / MARKER, {**facts, OWN: _digest(facts)})
     for path in (*(path for path in checkpoint.rglob("*") if path.is_dir()), checkpoint):
-        sync_folder(path)
+        sync(path)
 
 
 def _discard(checkpoint: Path) -> None:
@@ -203,6 +203,14 @@ def _marker(checkpoint: Path) -> dict[str, Any]:
 
 def _digest(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _on_disk(path: Path) -> int:
+    """How much of a file there is, all of which would survive a power cut; 0 where there is none."""
+    if not path.is_file():
+        return 0
+    sync(path)
+    return path.stat().st_size
 
 
 def _size(path: Path) -> int | None:

@@ -102,9 +102,9 @@ def trouble(error: BaseException) -> tuple[str, str] | None:
     return None
 
 
-def sync_folder(folder: Path) -> None:
-    """Put a folder's own entries (names, renames) on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Put a file's content on disk, or a folder's own entries (names, renames)."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
