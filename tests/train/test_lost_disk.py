@@ -157,6 +157,21 @@ def test_and_the_run_goes_on_from_the_one_before(
     whole.same_run("small", name, STEPS)
 
 
+def test_a_damaged_reference_is_refused_and_the_start_stands_in_for_it(
+    whole: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert whole.train(*WORDS, "--algo.kl_coef", 0.1, "--name", "kl") == 0
+    run = whole.runs / "kl-damaged"
+    shutil.copytree(whole.runs / "kl", run)
+    shutil.rmtree(checkpoints.folder(run, STEPS))
+    flip(run / "reference" / "model.safetensors")
+    assert whole.resume(run.name) == 2
+    said, start = capsys.readouterr().err, f"run:{run}@0"
+    assert "reference/model.safetensors is damaged" in said and said.count("\n") == 1
+    assert f"--algo.reference {start}" in said and whole.resume(run.name, "--algo.reference", start) == 0
+    whole.same_run("kl", run.name, STEPS)
+
+
 def test_a_run_without_any_sound_checkpoint_is_not_begun_again_unasked(
     whole: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:

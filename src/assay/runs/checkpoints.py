@@ -46,7 +46,7 @@ def saving(run_path: Path, step: int) -> Iterator[Path]:
         recover(run_path)
         temporary.mkdir(parents=True)
         yield temporary
-        _seal(temporary, step, metrics_bytes=_on_disk(run_path / "metrics.jsonl"))
+        seal(temporary, step=step, metrics_bytes=_on_disk(run_path / "metrics.jsonl"))
         if target.exists():  # damaged, or saved twice; `recover` mends a crash between the two renames
             _discard(target)
         os.rename(temporary, target)
@@ -165,9 +165,9 @@ def _all_steps(run_path: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def _seal(checkpoint: Path, step: int, metrics_bytes: int) -> None:
+def seal(checkpoint: Path, **facts: Any) -> None:
     """Put every file on disk and list them; the list comes last."""
-    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint / MARKER)
     assert paths, "an empty checkpoint"
     for path in paths:
         sync(path)
@@ -175,7 +175,7 @@ def _seal(checkpoint: Path, step: int, metrics_bytes: int) -> None:
         path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum}
         for path, checksum in zip(paths, _sha256_of(paths), strict=True)
     }
-    facts = {"step": step, "metrics_bytes": metrics_bytes, "files": files}
+    facts["files"] = files
     write_json(checkpoint / MARKER, {**facts, OWN: _digest(facts)})
     for path in (*(path for path in checkpoint.rglob("*") if path.is_dir()), checkpoint):
         sync(path)
