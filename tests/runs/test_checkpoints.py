@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -36,6 +37,27 @@ def test_layout_and_marker(tmp_path: Path) -> None:
     entry = marker["files"]["model/model.safetensors"]
     assert entry == {"bytes": 10, "sha256": hashlib.sha256(b"weights 12").hexdigest()}
     assert names(tmp_path) == {"step-000012"}
+
+
+def test_what_a_checkpoint_counts_on_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut takes what was not: then the metrics would be shorter than the checkpoint says."""
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1}\n')
+    on_disk: list[int] = []
+    fsync, rename = os.fsync, os.rename
+
+    def named(old: Path, new: Path) -> None:
+        files = {path.stat().st_ino for path in (metrics, *old.rglob("*"), old)}
+        assert files <= set(on_disk)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", lambda file: (on_disk.append(os.fstat(file).st_ino), fsync(file)))
+    monkeypatch.setattr(os, "rename", named)
+    save(tmp_path, 1)
+    assert checkpoints.metrics_bytes(tmp_path, 1) == metrics.stat().st_size
+    assert {tmp_path.stat().st_ino, (tmp_path / "checkpoints").stat().st_ino} <= set(on_disk)
 
 
 def test_nothing_saved_yet(tmp_path: Path) -> None:
@@ -101,6 +123,23 @@ def test_flipped_bits_are_found_by_checksum(tmp_path: Path) -> None:
     assert checkpoints.problems(checkpoints.folder(tmp_path, 2)) == [f"{file} is damaged"]
     assert checkpoints.problems(checkpoints.folder(tmp_path, 1)) == []
     assert checkpoints.last_sound(tmp_path) == (1, [f"{file} is damaged"])
+
+
+def test_so_are_those_in_the_list_of_files_itself(tmp_path: Path) -> None:
+    """Flipped there, a bit may spoil a name, a checksum, or how long the metrics were."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    marker = checkpoints.folder(tmp_path, 2) / "complete.json"
+    content = marker.read_bytes()
+    said = json.loads(content)
+    for place in range(len(content)):
+        marker.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        step, complaints = checkpoints.last_sound(tmp_path)
+        if step == 2:  # the name of its own checksum: all else is as it was
+            assert checkpoints.metrics_bytes(tmp_path, 2) == said["metrics_bytes"] and checkpoints.last(tmp_path) == 2
+        else:
+            assert step == 1 and len(complaints) == 1 and "complete.json" in complaints[0]
+            assert checkpoints.steps(tmp_path) == [1]
 
 
 def test_saving_again_replaces(tmp_path: Path) -> None:

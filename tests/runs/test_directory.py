@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -79,6 +80,18 @@ def test_unwritable_place(tmp_path: Path) -> None:
         Run.create(tmp_path / "file" / "runs", "demo", "")
 
 
+def test_a_full_disk_takes_no_name(tmp_path: Path) -> None:
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, most))
+    try:
+        with pytest.raises(UserError, match="cannot make a run in"):
+            Run.create(tmp_path, "demo", "seed = 1\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert list_runs(tmp_path) == []
+    assert Run.create(tmp_path, "demo", "seed = 1\n").name == "demo"
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
 def test_read_only_file_system() -> None:
     with pytest.raises(UserError, match="cannot make a run in /proc"):
@@ -148,6 +161,19 @@ def test_cut_back_forgets_what_is_later(run: Run) -> None:
     assert run.read_summary() == {}
     run.log(5, {"reward/mean": 0.5})  # the open file must be the new one
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]
+
+
+def test_metrics_that_cannot_be_cut_back_leave_all_else_as_it_was(run: Run) -> None:
+    for step in (1, 2):
+        run.log(step, {"reward/mean": 0.5})
+        with checkpoints.saving(run.path, step) as folder:
+            (folder / "state.json").write_text("{}")
+    run.write_summary({"steps": 2})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write("not a line of metrics\n")
+    with pytest.raises(UserError, match="line 3"):
+        run.cut_back(1)
+    assert checkpoints.steps(run.path) == [1, 2] and run.read_summary() == {"steps": 2}
 
 
 def test_cut_back_to_a_checkpoint_drops_what_its_step_logged_later(run: Run) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import SmallRuns, gpt2_folder
+from small_run import SmallRuns, gpt2_folder, strike_at
 from train_parts import make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
 from assay.models import Lora, PolicyModel, add_lora, fingerprint, load_adapter, load_model
 from assay.train.optim import make_adamw
 from assay.train.pack import rows_of
+from assay.train.stopping import Stopped
 from assay.train.update import Updater
 
 pytestmark = pytest.mark.usefixtures("no_curves")
@@ -56,6 +59,35 @@ def test_adapters_stay_what_they_are_on_resuming(
 ) -> None:
     assert finished.resume("small", "--train.steps", 3, *words) == 2
     assert f"another {str(words[0]).removeprefix('--')}" in capsys.readouterr().err
+
+
+def test_the_reference_stays_what_it_is_on_resuming(tmp_path: Path) -> None:
+    """It was set aside after a warm start, which is over: whether there is one now does not matter."""
+    small = SmallRuns(tmp_path)
+    words = (*LORA, "--sft.steps", 2, "--sft.batch", 4, "--save.every", 1)
+    assert small.train(*words) == 0
+    shutil.copytree(small.runs / "small", small.runs / "other")
+    shutil.rmtree(small.checkpoint(2, "other"))
+    assert small.resume("other", "--sft.steps", 0) == 0
+    small.same_run("small", "other", 2)
+
+
+def test_a_base_that_a_checkpoint_counts_on_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was stopped while it was measured goes on from a checkpoint: killed in rewriting, that were lost."""
+    small = SmallRuns(tmp_path)
+    with monkeypatch.context() as patch:
+        strike_at(patch, "assay.train.stages.measure", 1, stop)
+        assert small.train(*LORA) == 130
+    weights = small.runs / "small" / "base" / "model.safetensors"
+    before = weights.stat()
+    assert small.checkpoint(0).is_dir() and small.resume("small") == 0
+    assert weights.stat().st_mtime_ns == before.st_mtime_ns and weights.stat().st_ino == before.st_ino
+
+
+def stop() -> None:
+    raise Stopped(signal.SIGINT)
 
 
 def test_another_base_is_noticed_on_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

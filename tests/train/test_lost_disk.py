@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,40 @@ def test_a_disk_that_is_really_full(whole: SmallRuns) -> None:
     whole.same_run("small", "full", STEPS)
 
 
+@contextmanager
+def files_below(size: int) -> Iterator[None]:
+    """As under `ulimit -f`."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+@pytest.mark.parametrize("process", ["same", "separate"])
+def test_files_that_may_not_grow_that_large(whole: SmallRuns, capsys: pytest.CaptureFixture[str], process: str) -> None:
+    name = f"limited-{process}"
+    moments = (whole.checkpoint(STEPS) / "optimizer.safetensors").stat().st_size
+    with files_below(moments - 1):
+        assert whole.train(*WORDS, "--save.keep", 9, "--name", name, "--train.process", process) == 2
+    said = capsys.readouterr().err
+    assert "ulimit -f" in said and said.count("\n") == 1 and "resume" in said
+    assert checkpoints.last_sound(whole.runs / name) == (0, [])
+    assert whole.resume(name, "--train.process", "same") == 0
+    whole.same_run("small", name, STEPS)
+
+
+def test_a_model_that_cannot_be_exported_is_told_in_one_line(
+    whole: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with files_below(1000):
+        assert whole("export", "run:small@last", whole.folder / "exported") == 2
+    said = capsys.readouterr().err
+    assert "ulimit -f" in said and said.count("\n") == 1
+    assert not (whole.folder / "exported").exists()
+
+
 FILES = ("model/model.safetensors", "model/config.json", "optimizer.safetensors", "state.json", "complete.json")
 
 
@@ -118,6 +155,21 @@ def test_and_the_run_goes_on_from_the_one_before(
     said = capsys.readouterr().out
     assert f"step-000005/{file} is" in said and "going on from an earlier checkpoint" in said and "from step 4" in said
     whole.same_run("small", name, STEPS)
+
+
+def test_a_damaged_reference_is_refused_and_the_start_stands_in_for_it(
+    whole: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert whole.train(*WORDS, "--algo.kl_coef", 0.1, "--name", "kl") == 0
+    run = whole.runs / "kl-damaged"
+    shutil.copytree(whole.runs / "kl", run)
+    shutil.rmtree(checkpoints.folder(run, STEPS))
+    flip(run / "reference" / "model.safetensors")
+    assert whole.resume(run.name) == 2
+    said, start = capsys.readouterr().err, f"run:{run}@0"
+    assert "reference/model.safetensors is damaged" in said and said.count("\n") == 1
+    assert f"--algo.reference {start}" in said and whole.resume(run.name, "--algo.reference", start) == 0
+    whole.same_run("kl", run.name, STEPS)
 
 
 def test_a_run_without_any_sound_checkpoint_is_not_begun_again_unasked(

@@ -15,6 +15,7 @@ from assay.algos import make_algorithm
 from assay.config import OptimConfig
 from assay.mesh import Mesh, init_mesh
 from assay.runs import checkpoints
+from assay.runs.files import trouble
 from assay.text import char_tokenizer
 from assay.train import checkpoint
 from assay.train.optim import make_optimizer
@@ -109,7 +110,7 @@ def fill_disk(mesh: Mesh, folder: Path) -> None:
     kind, said = (UserError, "the disk is full") if mesh.is_main else (RuntimeError, "No space left")
     with pytest.raises(kind, match=said) as caught:
         checkpoint.save(folder, checkpoint.State(step=2), saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
-    assert mesh.is_main or checkpoints.disk_is_full(caught.value)
+    assert mesh.is_main or trouble(caught.value)
     mesh.barrier()
     assert checkpoints.last_sound(folder) == (1, []) and not checkpoints.unfinished(folder, 2).exists()
 

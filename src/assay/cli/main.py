@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import io
 import os
@@ -57,20 +56,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # e.g. `assay runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        line = None if debug else explained(error)
+        if line is None:
             raise
-        print(f"assay: the disk is full ({error.filename or error.strerror}): free some space first", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if debug or type(error).__name__ != "OutOfMemoryError":  # torch's, which may not be imported yet
-            raise
-        print(f"assay: {OUT_OF_MEMORY}", file=sys.stderr)
+        print(f"assay: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         if is_main():
             print("assay: stopped", file=sys.stderr)
         return 128 + getattr(stop, "signum", signal.SIGINT)  # as a shell says it of what a signal ended
+
+
+def explained(error: Exception) -> str | None:
+    """One line on what the machine has run out of; None for everything else."""
+    from assay.runs.files import trouble
+
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be imported yet
+        return OUT_OF_MEMORY
+    if found := trouble(error):
+        what, remedy = found
+        return f"{what} ({getattr(error, 'filename', None) or error}): {remedy} first"
+    return None
 
 
 def dispatch(words: list[str]) -> int:

@@ -95,6 +95,7 @@ def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
 
 def go(parts: Any, console: Console) -> int:
     from assay.runs import checkpoints
+    from assay.runs.files import trouble
     from assay.train.loop import train
     from assay.train.stages import stoppable
 
@@ -118,10 +119,11 @@ def go(parts: Any, console: Console) -> int:
                 f"rank {os.environ['RANK']} lost another process, which has ended or hangs ({str(error)[:200]}): "
                 f"see what that one said; go on with: assay train --resume {path}"
             ) from error
-        if isinstance(error, UserError) or not checkpoints.disk_is_full(error):
+        if isinstance(error, UserError) or (found := trouble(error)) is None:
             raise
+        what, remedy = found
         raise UserError(
-            f"the disk is full: free some space and go on with: assay train --resume {path} (checkpoints are intact)"
+            f"{what}: {remedy} and go on with: assay train --resume {path} (checkpoints are intact)"
         ) from error
     finally:
         console.stop()

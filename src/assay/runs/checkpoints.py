@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from assay.runs.files import read_json, remove_temporaries, sync_folder, write_json
+from assay.runs.files import read_json, remove_temporaries, sync, trouble, write_json
 from assay.types import UserError
 
 MARKER = "complete.json"
+OWN = "sha256"  # in the marker: the checksum of all else in it
 _STEP_NAME = re.compile(r"step-(\d+)")
 
 
@@ -45,27 +46,21 @@ def saving(run_path: Path, step: int) -> Iterator[Path]:
         recover(run_path)
         temporary.mkdir(parents=True)
         yield temporary
-        _seal(temporary, step, metrics_bytes=_size(run_path / "metrics.jsonl") or 0)
+        seal(temporary, step=step, metrics_bytes=_on_disk(run_path / "metrics.jsonl"))
         if target.exists():  # damaged, or saved twice; `recover` mends a crash between the two renames
             _discard(target)
         os.rename(temporary, target)
-        sync_folder(target.parent)
+        for place in (target.parent, run_path):
+            sync(place)
     except BaseException as error:
         if target.exists() or not is_complete(temporary):  # else it is the only one, and `recover` gives it its name
             shutil.rmtree(temporary, ignore_errors=True)  # frees the space that ran out, among other things
-        if disk_is_full(error):
+        if found := trouble(error):
+            what, remedy = found
             raise UserError(
-                f"the disk is full: no checkpoint of step {step} in {target.parent}, earlier ones are intact; "
-                "free some space and resume"
+                f"{what}: no checkpoint of step {step} in {target.parent}, earlier ones are intact; {remedy} and resume"
             ) from error
         raise
-
-
-def disk_is_full(error: BaseException) -> bool:
-    """Libraries that write by themselves wrap the system's error in their own."""
-    known = (errno.ENOSPC, errno.EDQUOT)
-    said = any(f"{name} {code}" in str(error) for code in known for name in ("os error", "[Errno"))
-    return getattr(error, "errno", None) in known or said
 
 
 def steps(run_path: Path) -> list[int]:
@@ -88,7 +83,7 @@ def problems(checkpoint: Path) -> list[str]:
     """What is wrong with a checkpoint's files, by checksum: one line each, none for a sound one."""
     files = _listed(checkpoint)
     if not files:
-        return [f"{checkpoint} was never completed"]
+        return [f"{checkpoint} was never completed, or its {MARKER} is damaged"]
     there = [name for name in files if _size(checkpoint / name) is not None]
     sums = dict(zip(there, _sha256_of([checkpoint / name for name in there]), strict=True))
     complaints = {name: "missing" if name not in sums else "damaged" for name in files}
@@ -112,7 +107,7 @@ def last_sound(run_path: Path) -> tuple[int | None, list[str]]:
 
 def metrics_bytes(run_path: Path, step: int) -> int | None:
     """How long metrics.jsonl was when the step was saved; None without that checkpoint."""
-    return read_json(folder(run_path, step) / MARKER).get("metrics_bytes")
+    return _marker(folder(run_path, step)).get("metrics_bytes")
 
 
 def set_best(run_path: Path, step: int, value: float) -> None:
@@ -170,20 +165,20 @@ def _all_steps(run_path: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def _seal(checkpoint: Path, step: int, metrics_bytes: int) -> None:
+def seal(checkpoint: Path, **facts: Any) -> None:
     """Put every file on disk and list them; the list comes last."""
-    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint / MARKER)
     assert paths, "an empty checkpoint"
     for path in paths:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
     files = {
         path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum}
         for path, checksum in zip(paths, _sha256_of(paths), strict=True)
     }
-    write_json(checkpoint / MARKER, {"step": step, "metrics_bytes": metrics_bytes, "files": files})
+    facts["files"] = files
+    write_json(checkpoint / MARKER, {**facts, OWN: _digest(facts)})
     for path in (*(path for path in checkpoint.rglob("*") if path.is_dir()), checkpoint):
-        sync_folder(path)
+        sync(path)
 
 
 def _discard(checkpoint: Path) -> None:
@@ -196,7 +191,26 @@ def _discard(checkpoint: Path) -> None:
 
 def _listed(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """The files that the marker promises; none without a marker."""
-    return read_json(checkpoint / MARKER).get("files", {})
+    return _marker(checkpoint).get("files", {})
+
+
+def _marker(checkpoint: Path) -> dict[str, Any]:
+    """What the marker says; nothing where it is missing or damaged. (Early ones have no checksum of their own.)"""
+    facts = read_json(checkpoint / MARKER)
+    own = facts.pop(OWN, None)
+    return facts if own in (None, _digest(facts)) else {}
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _on_disk(path: Path) -> int:
+    """How much of a file there is, all of which would survive a power cut; 0 where there is none."""
+    if not path.is_file():
+        return 0
+    sync(path)
+    return path.stat().st_size
 
 
 def _size(path: Path) -> int | None:

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from assay.runs import checkpoints, lock, rollouts
 from assay.runs.environment import describe_environment
-from assay.runs.files import json_line, number, read_json, replacing, write_json
+from assay.runs.files import json_line, number, read_json, replacing, sync, write_json
 from assay.types import UserError
 
 _NAME = re.compile(r"\w[\w.+=-]{0,199}")
@@ -109,11 +109,11 @@ class Run:
 
         Safe to repeat after a crash. Without that checkpoint, whatever belongs to a later step goes.
         """
+        text = b"".join(line + b"\n" for line, row in _metrics_lines(self.path) if row["step"] <= step)
         checkpoints.cut_back(self.path, step)  # first: a checkpoint must never be newer than the metrics
         rollouts.cut_back(self.path, step)
         if self.read_summary().get("steps", step) > step:
             (self.path / "summary.json").unlink()
-        text = b"".join(line + b"\n" for line, row in _metrics_lines(self.path) if row["step"] <= step)
         self._close_metrics()
         with replacing(self.path / "metrics.jsonl") as file:
             # What was logged of this very step after its checkpoint, such as a final evaluation, is made again.
@@ -179,6 +179,10 @@ def _claim(path: Path, config_toml: str) -> bool:
             file.write(config_toml)
     except FileExistsError:
         return False
+    except OSError:  # a full disk: whoever tries again should find the folder empty
+        (path / "config.toml").unlink(missing_ok=True)
+        raise
+    sync(path / "config.toml")
     return True
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,12 @@ from typing import IO, Any
 # The spelling that both Python's float() and JavaScript's Number() read back.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _ENCODER = json.JSONEncoder(allow_nan=False)
+_TROUBLES = {  # why nothing more can be written, and what to do about it
+    errno.ENOSPC: ("the disk is full", "free some space"),
+    errno.EDQUOT: ("the disk is full", "free some space"),
+    errno.EFBIG: ("a file would be larger than this shell or disk allows (see ulimit -f)", "raise that limit"),
+    errno.EROFS: ("the disk can only be read", "make it writable"),
+}
 
 
 def plain(value: Any) -> Any:
@@ -85,9 +93,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def sync_folder(folder: Path) -> None:
-    """Put a folder's own entries (names, renames) on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def trouble(error: BaseException) -> tuple[str, str] | None:
+    """What keeps the disk from being written to, and the remedy; None for errors that have nothing to do with it."""
+    for code, found in _TROUBLES.items():
+        # Libraries that write by themselves wrap the system's error in their own.
+        if getattr(error, "errno", None) == code or re.search(rf"(os error |\[Errno ){code}\b", str(error)):
+            return found
+    return None
+
+
+def sync(path: Path) -> None:
+    """Put a file's content on disk, or a folder's own entries (names, renames)."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 
 from assay.config import AlgoConfig, TrainConfig
+from assay.mesh import Mesh
 from assay.models import load_model, save_model
 from assay.models.collectives import gather_back
 from assay.models.lora import is_untrained, merged_parts
 from assay.runs import checkpoints
 from assay.runs.resolve import resolve_model
 from assay.text import Tokenizer, load_tokenizer
+from assay.train.checkpoint import FILE_BYTES
 from assay.train.checkpoint import REFERENCE as KEPT
 from assay.train.parallel import parallelise
 from assay.train.setup import PRESET, moves
@@ -42,14 +44,22 @@ def load_reference(
     elif cfg.algo.reference:
         source = resolve_model(cfg.algo.reference, Path(cfg.runs_dir))
         place(updater, cfg, source, same_tokens(source, tokenizer, cfg.algo.reference))
+    elif run_path is not None and (run_path / KEPT).exists():
+        check_kept(run_path, updater.mesh)
+        place(updater, cfg, str(run_path / KEPT))
     elif run_path is not None and updater.policy.lora is not None and not cfg.sft.steps:
         updater.reference = updater.policy
-    elif run_path is not None and not (run_path / KEPT).exists():
+    elif run_path is not None:
         raise UserError(
             f"{run_path} kept no reference model, for it began without a KL term: name one as algo.reference"
         )
-    elif run_path is not None:
-        place(updater, cfg, str(run_path / KEPT))
+
+
+def check_kept(run_path: Path, mesh: Mesh) -> None:
+    """Refuse a reference whose files have changed since. (Early runs have no checksums of it.)"""
+    sealed = mesh.is_main and (run_path / KEPT / checkpoints.MARKER).exists()
+    if found := mesh.broadcast_object(checkpoints.problems(run_path / KEPT) if sealed else []):
+        raise UserError(f"{found[0]}: resume with --algo.reference run:{run_path}@0, which is the same model")
 
 
 def freeze_reference(updater: Updater, cfg: TrainConfig, run_path: Path) -> None:
@@ -61,7 +71,9 @@ def freeze_reference(updater: Updater, cfg: TrainConfig, run_path: Path) -> None
     if updater.reference is None and is_untrained(updater.policy) and not moves(cfg.algo):
         updater.reference = updater.policy
     elif updater.reference is None:
-        save_model(updater.policy, run_path / KEPT, writes=updater.mesh.is_main)
+        save_model(updater.policy, run_path / KEPT, shard_bytes=FILE_BYTES, writes=updater.mesh.is_main)
+        if updater.mesh.is_main:
+            checkpoints.seal(run_path / KEPT)
         updater.mesh.barrier()
         place(updater, cfg, str(run_path / KEPT))
 

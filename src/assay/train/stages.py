@@ -92,7 +92,7 @@ def begin(parts: Parts) -> None:
     measured before it alone.
     """
     cfg, state = parts.cfg, parts.state
-    if parts.updater.policy.lora is not None:
+    if parts.updater.policy.lora is not None and state.unmeasured is None:  # else a checkpoint counts on it already
         checkpoint.save_base(parts.run.path, parts.updater.policy, parts.tokenizer, parts.mesh.is_main)
     if parts.total_steps and cfg.sft.steps and "sft" not in state.facts:  # it is, where the measurement was left
         if "start:" + cfg.eval.final_split in parts.evaluations:
