@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -353,6 +354,23 @@ def test_own_functions_run_and_are_checked() -> None:
         make_algorithm("simple", advantage=lambda rewards: []).credit(groups)
     with pytest.raises(UserError, match="shape"):
         make_algorithm("simple", policy_loss=lambda *_: (torch.zeros(()), {})).loss(LossBatch(one, one, one, one))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda losses: losses, "give losses and statistics"),
+        (lambda losses: (losses, None), "give losses and statistics"),
+        (lambda losses: (losses, {"weight": losses.mean()}), "statistic 'weight'"),
+        (lambda losses: (losses, {"weight": 0.5}), "statistic 'weight'"),
+    ],
+)
+def test_what_a_loss_of_ones_own_gives_is_checked(given: Callable[[Tensor], object], said: str) -> None:
+    """A mean in place of a statistic of each token would be divided by their number once more."""
+    three = torch.ones(3)
+    algorithm = make_algorithm("simple", policy_loss=lambda *_: given(three))
+    with pytest.raises(UserError, match=said):
+        algorithm.loss(LossBatch(three, three, three, three))
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "dapo", "rloo", "simple", "gspo", "cispo", "gpg", "bnpo"])

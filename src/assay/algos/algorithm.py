@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -235,11 +235,10 @@ class Algorithm:
         if self.ratio == "sequence":
             assert batch.lengths is not None, "ratios of sequences have to know them"
             logprobs = sequence_logprobs(logprobs, behaviour, batch.lengths)
-        losses_N, stats = _function(self.policy_loss, LOSSES)(
+        found = _function(self.policy_loss, LOSSES)(
             logprobs, behaviour, batch.advantages, self.clip_low, self.clip_high
         )
-        if losses_N.shape != batch.logprobs.shape:
-            raise UserError(f"the loss function gave shape {tuple(losses_N.shape)} for {len(batch.logprobs)} tokens.")
+        losses_N, stats = _by_token(found, len(batch.logprobs))
         per_token = {f"policy/{name}": values for name, values in stats.items()}
         if self.correction is not None:
             assert batch.engine_logprobs is not None, "a correction needs the engine's log-probabilities"
@@ -271,6 +270,21 @@ class Algorithm:
                 raise UserError("the soft overlong punishment counts back from max_new_tokens: set it.")
             buffer = max(round(self.soft_overlong_buffer * self.max_new_tokens), 1)
             filters.soft_overlong(groups, self.max_new_tokens, buffer, self.soft_overlong_weight)
+
+
+def _by_token(found: Any, tokens: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Losses and statistics as a loss function gave them, which may be the user's."""
+    if not (isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)):
+        raise UserError(f"the loss function gave {type(found).__name__}: give losses and statistics ({{}} for none).")
+    losses, stats = found
+    for name, values in {"": losses, **stats}.items():
+        shape = tuple(getattr(values, "shape", ()))
+        if shape != (tokens,):
+            what = f"for its statistic {name!r}, " if name else ""
+            raise UserError(
+                f"the loss function gave shape {shape} for {tokens} tokens: {what}give one number for each."
+            )
+    return losses, stats
 
 
 def _function(choice: str | T, named: Mapping[str, T]) -> T:
