@@ -46,6 +46,12 @@ def test_eta_of_a_resumed_run_counts_its_own_steps(monkeypatch: pytest.MonkeyPat
     assert out.getvalue().splitlines() == ["demo: 40 steps, from step 200", "step 201/240  eta 6m30s"]
 
 
+def test_a_run_that_has_made_more_steps_than_it_is_asked_for() -> None:
+    out = io.StringIO()
+    Console(out).start(2, "demo", done=4)
+    assert out.getvalue() == "demo: 0 steps, from step 4\n"
+
+
 def test_a_resumed_run_that_does_not_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0, 10)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))

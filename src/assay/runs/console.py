@@ -49,7 +49,7 @@ class Console:
             self._progress.add_task(escape(name), total=total, completed=done, facts=f"step {done}/{total}")
             self._progress.start()
         else:
-            self._say(f"{name}: {total - done} steps" + (f", from step {done}" if done else ""))
+            self._say(f"{name}: {max(total - done, 0)} steps" + (f", from step {done}" if done else ""))
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is done."""
