@@ -21,6 +21,8 @@ HELP = "Write a batch script for Slurm that trains as a config file says, on one
 SETTINGS = TrainConfig
 PASSED_ON = ("partition", "account", "time", "cpus_per_task", "mem")  # to sbatch as they are
 TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", re.IGNORECASE)
+MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
+LONGEST = 65535  # seconds before the limit that Slurm can warn
 EARLY = 60  # seconds that Slurm may be early with its warning
 LEFT = 30  # seconds before the limit at which a run that has not saved goes back to the queue all the same
 
@@ -72,7 +74,11 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--{option.replace('_', '-')} {value}: give at least 1")
     if args.grace < 60:
         raise UserError(f"--grace {args.grace}: Slurm looks at the time about once a minute, so give at least 60")
-    if args.time and not TIME.fullmatch(args.time):
+    if args.grace > LONGEST:
+        raise UserError(f"--grace {args.grace}: Slurm gives a warning of at most {LONGEST} seconds")
+    if args.mem is not None and not MEMORY.fullmatch(args.mem):
+        raise UserError(f"--mem {args.mem}: give megabytes, or a whole number with K, M, G or T, e.g. 200G")
+    if args.time is not None and not TIME.fullmatch(args.time):
         raise UserError(f"--time {args.time}: give minutes, hours:minutes:seconds or days-hours, e.g. 4:00:00")
     if args.time and seconds(args.time) <= args.grace + EARLY:
         raise UserError(
