@@ -324,6 +324,8 @@ def test_the_next_process_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> N
     before = weights_of(apart.policy)
     apart.update(credited(algo), algo, 1e-2)
     assert set(asked) == {last} and not apart.spares and not weights_of(apart.policy).equal(before)
+    with pytest.raises(UserError, match="no training process can be started"):
+        apart.update(credited(algo), algo, 1e-2)
     monkeypatch.setattr(TrainingProcess, "__init__", started)
     apart.update(credited(algo), algo, 1e-2)
     (last,) = apart.spares

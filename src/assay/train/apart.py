@@ -114,7 +114,13 @@ class Apart(Updater):
         if self.spares and self.spares[-1].process.poll() is None:
             return self.spares.pop()
         close_all(self.spares)
-        return TrainingProcess(self._files())
+        try:
+            return TrainingProcess(self._files())
+        except OSError as error:
+            raise UserError(
+                f"no training process can be started ({error.strerror or error}): see how many processes and how much "
+                "memory you may have (ulimit -u, free), or set train.process = 'same', and resume the run"
+            ) from error
 
     def _files(self) -> list[int]:
         return [shelf.file.fileno() for shelf in self.shelves.values()]
