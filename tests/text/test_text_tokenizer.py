@@ -174,6 +174,27 @@ def test_smollm2_specials_and_template(smollm2: Tokenizer, tmp_path) -> None:
     assert load_tokenizer(str(tmp_path)).encode(text) == smollm2.encode(text)
 
 
+def saved_files(tokenizer: Tokenizer, folder: Path) -> dict[str, bytes]:
+    tokenizer.save(folder)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("source", ["characters", "folder", "gguf", "llama3 gguf"])
+def test_saving_a_loaded_tokenizer_writes_identical_files(tmp_path: Path, source: str) -> None:
+    """A resumed run loads its tokenizer from a checkpoint: later checkpoints must not differ for that."""
+    if source == "characters":
+        tokenizer = char_tokenizer()
+    elif source == "folder":
+        byte_level(model_max_length=64, add_bos_token=True).save_pretrained(tmp_path / "source")
+        tokenizer = load_tokenizer(str(tmp_path / "source"))
+    else:
+        write_gguf(tmp_path / "tiny.gguf", "smollm" if source == "gguf" else "llama-bpe")
+        tokenizer = load_tokenizer(str(tmp_path / "tiny.gguf"))
+    first = saved_files(tokenizer, tmp_path / "first")
+    assert saved_files(load_tokenizer(str(tmp_path / "first")), tmp_path / "second") == first
+    assert {"is_local", "local_files_only"}.isdisjoint(json.loads(first["tokenizer_config.json"]))
+
+
 def test_wrapping_something_slow_is_refused() -> None:
     class Slow:
         is_fast = False

@@ -14,6 +14,8 @@ from assay.types import UserError
 
 # Tokens that end an assistant's turn in one chat format or another. Not <|end|>: some formats end a section with it.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>")
+# How a tokenizer was loaded, which transformers keeps among its settings and would save with them.
+LOADING_OPTIONS = ("is_local", "local_files_only")
 
 
 class Tokenizer:
@@ -28,6 +30,8 @@ class Tokenizer:
         # A tokenizer.json may ask for truncation or padding, which would cut or pad prompts unseen.
         self._backend.no_truncation()
         self._backend.no_padding()
+        for name in LOADING_OPTIONS:  # saved files must not depend on whether the run was resumed
+            hf.init_kwargs.pop(name, None)
         special = {token.content: index for index, token in hf.added_tokens_decoder.items() if token.special}
         found = [hf.eos_token_id, *(special.get(name) for name in TURN_ENDS), *end_ids]
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(index for index in found if index is not None))
