@@ -46,7 +46,7 @@ def test_what_a_checkpoint_counts_on_is_on_disk_before_it_has_its_name(
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n')
     on_disk: list[int] = []
-    fsync, rename = os.fsync, os.rename
+    fsync, rename = os.fsync, checkpoints.rename
 
     def named(old: Path, new: Path) -> None:
         files = {path.stat().st_ino for path in (metrics, *old.rglob("*"), old)}
@@ -54,7 +54,7 @@ def test_what_a_checkpoint_counts_on_is_on_disk_before_it_has_its_name(
         rename(old, new)
 
     monkeypatch.setattr(os, "fsync", lambda file: (on_disk.append(os.fstat(file).st_ino), fsync(file)))
-    monkeypatch.setattr(os, "rename", named)
+    monkeypatch.setattr(checkpoints, "rename", named)
     save(tmp_path, 1)
     assert checkpoints.metrics_bytes(tmp_path, 1) == metrics.stat().st_size
     assert {tmp_path.stat().st_ino, (tmp_path / "checkpoints").stat().st_ino} <= set(on_disk)
@@ -193,13 +193,13 @@ def save(step, text):
         if place == "body" and text == "new": die()
 save(1, "old")
 if place == "seal": checkpoints.write_json = die
-if place == "rename": os.rename = die
+if place == "rename": checkpoints.rename = die
 if place == "between renames":
-    rename = os.rename
+    rename = checkpoints.rename
     def once(source, target):
         rename(source, target)
         die()
-    os.rename = once
+    checkpoints.rename = once
 save(second, "new")
 """
 
@@ -271,7 +271,7 @@ def test_an_interrupt_between_the_two_renames_of_a_replacement_loses_neither(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1, "first")
-    rename = checkpoints.os.rename
+    rename = checkpoints.rename
 
     def interrupted(source: Path, target: Path) -> None:
         if source.name.startswith(".saving-"):
@@ -279,7 +279,7 @@ def test_an_interrupt_between_the_two_renames_of_a_replacement_loses_neither(
         rename(source, target)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoints.os, "rename", interrupted)
+        patch.setattr(checkpoints, "rename", interrupted)
         save(tmp_path, 1, "second")
     checkpoints.recover(tmp_path)
     assert checkpoints.last_sound(tmp_path) == (1, [])

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -252,3 +253,45 @@ def test_list_runs_oldest_first(tmp_path: Path) -> None:
     (tmp_path / "not-a-run").mkdir()
     assert [run.name for run in list_runs(tmp_path)] == ["c", "a", "b"]
     assert list_runs(tmp_path / "nowhere") == []
+
+
+def test_resuming_deletes_what_dead_writers_left_and_nothing_of_the_user(run: Run) -> None:
+    run.close()
+    leftovers = [".summary.json.tmp-12", ".config.toml.tmp-12", ".curves.png.tmp-4", "checkpoints/.best.json.tmp-12"]
+    folders = [".saving-reference", ".deleting-base", "checkpoints/.saving-step-000004"]
+    kept = ["notes.txt", ".notes.tmp", ".summary.json.tmp-mine", "summary.json.tmp-12"]
+    for name in (*leftovers, *kept, *(f"{folder}/model.safetensors" for folder in folders)):
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text("x")
+    before = {path for path in run.path.rglob("*") if path.is_file()}
+    with Run.open(run.path, write=True):
+        gone = before - set(run.path.rglob("*"))
+    assert {path.relative_to(run.path).as_posix() for path in gone} == {
+        *leftovers,
+        *(f"{folder}/model.safetensors" for folder in folders),
+    }
+    assert not any((run.path / folder).exists() for folder in folders)
+
+
+_DYING_CREATOR = """
+import os, signal, sys
+from pathlib import Path
+from assay.runs import Run
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+Run.create(Path(sys.argv[1]), "demo", "seed = 1\\n")
+"""
+
+
+def test_a_crash_before_the_config_is_written_leaves_the_name_free(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _DYING_CREATOR, str(tmp_path)], check=False)
+    assert done.returncode == -9 and len(list((tmp_path / "demo").iterdir())) == 2  # the lock and a temporary file
+    run = Run.create(tmp_path, "demo", "seed = 2\n")
+    assert run.name == "demo" and run.config_toml == "seed = 2\n"
+    assert {path.name for path in run.path.iterdir()} == {".lock", "config.toml", "environment.json"}
+
+
+def test_threads_of_one_process_get_a_folder_each(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        runs = list(threads.map(lambda number: Run.create(tmp_path, "race", f"n = {number}\n"), range(4)))
+    assert {run.name for run in runs} == {"race", "race-2", "race-3", "race-4"}
+    assert sorted(run.config_toml for run in runs) == [f"n = {number}\n" for number in range(4)]

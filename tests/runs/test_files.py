@@ -2,12 +2,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from assay.runs.files import json_line, number, plain, read_json, replacing, write_json
+from assay.runs.files import (
+    json_line,
+    make_folder,
+    number,
+    plain,
+    read_json,
+    remove_temporaries,
+    rename,
+    replacing,
+    write_json,
+)
 from assay.types import Status
 
 
@@ -50,3 +61,28 @@ def test_unreadable_json_reads_as_nothing(tmp_path: Path, content: str | None) -
     if content is not None:
         path.write_text(content)
     assert read_json(path) == {}
+
+
+def test_the_new_name_is_on_disk_when_a_file_has_been_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut may undo a rename whose folder was not synchronised."""
+    calls: list[str] = []
+    replace, fsync = os.replace, os.fsync
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
+    monkeypatch.setattr(os, "fsync", lambda file: (calls.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    write_json(tmp_path / "summary.json", {})
+    assert calls == [f"{tmp_path}/.summary.json.tmp-{os.getpid()}", "rename", str(tmp_path)]
+    calls.clear()
+    (tmp_path / "new").mkdir()
+    rename(tmp_path / "new", tmp_path / "runs")
+    make_folder(tmp_path / "runs" / "a" / "b")
+    make_folder(tmp_path / "runs" / "a" / "b")
+    assert calls == ["rename", str(tmp_path), f"{tmp_path}/runs", f"{tmp_path}/runs/a"]
+
+
+def test_only_our_own_temporary_files_are_deleted(tmp_path: Path) -> None:
+    kept = ["summary.json", ".notes.tmp-old", "results.tmp-12", ".tmp-12", ".a.tmp-12.txt", ".lock"]
+    for name in (*kept, ".summary.json.tmp-12", ".step-000001.npz.tmp-4194304"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".folder.tmp-7").mkdir()
+    remove_temporaries(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, ".folder.tmp-7"}

@@ -33,7 +33,7 @@ FULL: dict[str, tuple[str, int, int | None]] = {
     "the state": (f"{SAVING}.asdict", 3, 2),
     "the list of files": ("assay.runs.checkpoints.write_json", 2, 0),
     "the note of the best": ("assay.runs.checkpoints.write_json", 3, 2),
-    "the rename": ("assay.runs.checkpoints:os.rename", 3, 2),
+    "the rename": ("assay.runs.checkpoints.rename", 3, 2),
     "the summary": ("assay.runs.directory:Run.write_summary", 1, STEPS),
 }
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from assay.runs.files import write_text
 from assay.types import UserError
 
 OURS = "assay"
@@ -142,11 +142,7 @@ def figures(path: Path, names: set[str], value: str) -> Iterator[Row]:
 
 def write(path: Path, content: Facts) -> None:
     """Either the whole file appears under its name, or nothing changes."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from assay.rewards import JudgePool
+from assay.runs.files import write_text
 from assay.tasks import SPLITS, Task, make_task, overlap
 from assay.tasks.base import ALL, LazyPrompts, NoSuchSplit, is_gold, prompts_of, seeded_shuffle
-from assay.tasks.files import jsonl_text, write_atomically
+from assay.tasks.files import jsonl_text
 from assay.tasks.rows import prepared_row
 from assay.tasks.sources import MANIFEST, manifest_of
 from assay.types import Prompt, UserError
@@ -104,9 +105,12 @@ def run_prepare(args: argparse.Namespace) -> int:
         "files": files,
     }
     make_folder(out)
+    texts[MANIFEST] = json.dumps(manifest, indent=2) + "\n"  # last: it vouches for the others
     for name, text in texts.items():
-        write_atomically(out / name, text)
-    write_atomically(out / MANIFEST, json.dumps(manifest, indent=2) + "\n")  # last: it vouches for the others
+        try:
+            write_text(out / name, text)
+        except OSError as error:
+            raise UserError(f"cannot write {out / name}: {error.strerror}") from None
     print(json.dumps({"out": str(out), **manifest}, indent=2))
     return 0
 

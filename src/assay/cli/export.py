@@ -6,6 +6,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+from assay.runs.files import rename, sync_tree
 from assay.runs.resolve import resolve_model
 from assay.types import UserError
 
@@ -36,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         convert(source, unfinished, args.dtype)
-        unfinished.replace(args.dest)  # onto an empty folder at most: anything else makes it fail
+        sync_tree(unfinished)
+        rename(unfinished, args.dest)  # onto an empty folder at most: anything else makes it fail
     except OSError as error:
         raise UserError(f"cannot write {args.dest} ({error.strerror or error}): choose another folder") from error
     finally:

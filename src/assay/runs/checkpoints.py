@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,12 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from assay.runs.files import read_json, remove_temporaries, sync, trouble, write_json
+from assay.runs.files import make_folder, read_json, remove_temporaries, rename, sync, sync_tree, trouble, write_json
 from assay.types import UserError
 
 MARKER = "complete.json"
 OWN = "sha256"  # in the marker: the checksum of all else in it
 _STEP_NAME = re.compile(r"step-(\d+)")
+_SAVING, _DELETING = ".saving-", ".deleting-"  # before the name of a folder that is being filled or deleted
 
 
 def folder(run_path: Path, step: int) -> Path:
@@ -31,8 +31,7 @@ def folder(run_path: Path, step: int) -> Path:
 
 def unfinished(run_path: Path, step: int) -> Path:
     """Where the checkpoint of a step is filled."""
-    target = folder(run_path, step)
-    return target.with_name(f".saving-{target.name}")
+    return _unfinished(folder(run_path, step))
 
 
 @contextmanager
@@ -41,25 +40,36 @@ def saving(run_path: Path, step: int) -> Iterator[Path]:
 
     One at a time. Processes that save parts together find the folder by its fixed name, `unfinished`.
     """
-    target, temporary = folder(run_path, step), unfinished(run_path, step)
+    target = folder(run_path, step)
     try:
         recover(run_path)
-        temporary.mkdir(parents=True)
-        yield temporary
-        seal(temporary, step=step, metrics_bytes=_on_disk(run_path / "metrics.jsonl"))
-        if target.exists():  # damaged, or saved twice; `recover` mends a crash between the two renames
-            _discard(target)
-        os.rename(temporary, target)
-        for place in (target.parent, run_path):
-            sync(place)
+        with filling(target, step=step, metrics_bytes=_on_disk(run_path / "metrics.jsonl")) as temporary:
+            yield temporary
     except BaseException as error:
-        if target.exists() or not is_complete(temporary):  # else it is the only one, and `recover` gives it its name
-            shutil.rmtree(temporary, ignore_errors=True)  # frees the space that ran out, among other things
         if found := trouble(error):
             what, remedy = found
             raise UserError(
                 f"{what}: no checkpoint of step {step} in {target.parent}, earlier ones are intact; {remedy} and resume"
             ) from error
+        raise
+
+
+@contextmanager
+def filling(target: Path, **facts: Any) -> Iterator[Path]:
+    """A folder to fill, which is sealed with `facts` and named `target` when the block ends well, else deleted."""
+    temporary = _unfinished(target)
+    try:
+        make_folder(target.parent)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        yield temporary
+        seal(temporary, **facts)
+        if target.exists():  # damaged, or saved twice; `recover` mends a crash between the two renames
+            _discard(target)
+        rename(temporary, target)
+    except BaseException:
+        if target.exists() or not is_complete(temporary):  # else it is the only one, and `recover` gives it its name
+            shutil.rmtree(temporary, ignore_errors=True)  # frees the space that ran out, among other things
         raise
 
 
@@ -145,19 +155,26 @@ def cut_back(run_path: Path, step: int) -> None:
     best = run_path / "checkpoints" / "best.json"
     if read_json(best).get("step", step) > step:
         best.unlink()
+        sync(best.parent)
     recover(run_path)
 
 
 def recover(run_path: Path) -> None:
     """Clean up after savers and deleters that died. A run has one writer, so none of them is alive."""
     checkpoints = run_path / "checkpoints"
-    for saved in checkpoints.glob(".saving-step-*"):
-        target = saved.with_name(saved.name.removeprefix(".saving-"))
+    for saved in checkpoints.glob(f"{_SAVING}step-*"):
+        target = saved.with_name(saved.name.removeprefix(_SAVING))
         if is_complete(saved) and not target.exists():
-            os.rename(saved, target)  # it died within a hair of the goal
-    for leftover in (*checkpoints.glob(".saving-*"), *checkpoints.glob(".deleting-*")):
-        shutil.rmtree(leftover, ignore_errors=True)
-    remove_temporaries(checkpoints)
+            sync(saved)
+            rename(saved, target)  # only its name was missing
+    for place in (checkpoints, run_path):
+        for leftover in (*place.glob(f"{_SAVING}*"), *place.glob(f"{_DELETING}*")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        remove_temporaries(place)
+
+
+def _unfinished(target: Path) -> Path:
+    return target.with_name(f"{_SAVING}{target.name}")
 
 
 def _all_steps(run_path: Path) -> list[int]:
@@ -169,23 +186,20 @@ def seal(checkpoint: Path, **facts: Any) -> None:
     """Put every file on disk and list them; the list comes last."""
     paths = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint / MARKER)
     assert paths, "an empty checkpoint"
-    for path in paths:
-        sync(path)
+    sync_tree(checkpoint)
     files = {
         path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum}
         for path, checksum in zip(paths, _sha256_of(paths), strict=True)
     }
     facts["files"] = files
     write_json(checkpoint / MARKER, {**facts, OWN: _digest(facts)})
-    for path in (*(path for path in checkpoint.rglob("*") if path.is_dir()), checkpoint):
-        sync(path)
 
 
 def _discard(checkpoint: Path) -> None:
     """Rename first: a folder that is half deleted must not look like a checkpoint."""
-    dying = checkpoint.with_name(f".deleting-{checkpoint.name}")
+    dying = checkpoint.with_name(f"{_DELETING}{checkpoint.name}")
     shutil.rmtree(dying, ignore_errors=True)
-    os.rename(checkpoint, dying)
+    rename(checkpoint, dying)
     shutil.rmtree(dying, ignore_errors=True)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.runs.directory import read_metrics
-from assay.runs.files import read_json
+from assay.runs.files import read_json, replacing
 from assay.runs.names import find
 
 if TYPE_CHECKING:
@@ -74,9 +74,8 @@ def draw_curves(run_path: Path) -> Path | None:
         span = max(row["step"] for row in shown)
         axes.set_xlim(-0.02 * span, 1.02 * span) if span else None
     path = run_path / "curves.png"
-    temporary = run_path / ".curves.tmp.png"
-    figure.savefig(temporary)
-    temporary.replace(path)
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
     return path
 
 

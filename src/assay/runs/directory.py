@@ -11,7 +11,18 @@ from typing import IO, Any
 
 from assay.runs import checkpoints, lock, rollouts
 from assay.runs.environment import describe_environment
-from assay.runs.files import json_line, number, read_json, replacing, sync, write_json
+from assay.runs.files import (
+    is_temporary,
+    json_line,
+    make_folder,
+    number,
+    read_json,
+    remove_temporaries,
+    replacing,
+    sync,
+    write_json,
+    write_text,
+)
 from assay.types import UserError
 
 _NAME = re.compile(r"\w[\w.+=-]{0,199}")
@@ -43,10 +54,9 @@ class Run:
         """Make runs_dir/name, or name-2, name-3, ... where that is taken, and write down how it was started."""
         check_name(name)
         try:
-            runs_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(runs_dir)
             path = next(path for path in _candidates(runs_dir, name) if _claim(path, config_toml))
             run = cls(path)
-            lock.acquire(path)
             run.write_environment()
         except OSError as error:
             raise UserError(
@@ -169,21 +179,29 @@ def _candidates(runs_dir: Path, name: str) -> Iterator[Path]:
 
 
 def _claim(path: Path, config_toml: str) -> bool:
-    """Take a new or empty folder. Only one of several racing processes can create its config.toml."""
-    with suppress(FileExistsError):  # an empty folder can still be had
-        path.mkdir()
-    if not path.is_dir() or any(path.iterdir()):
+    """Become the writer of a new or empty folder, and give it its config.toml; False where it belongs to another run.
+
+    Of several racing processes one gets the lock. A crash before there is a config.toml leaves the folder free.
+    """
+    with suppress(FileExistsError):
+        make_folder(path)
+    if not path.is_dir() or not _is_free(path) or not lock.try_acquire(path):
         return False
+    if not _is_free(path):  # another process was quicker, and has ended already
+        lock.release(path)
+        return False
+    remove_temporaries(path)
     try:
-        with (path / "config.toml").open("x", encoding="utf-8") as file:
-            file.write(config_toml)
-    except FileExistsError:
-        return False
-    except OSError:  # a full disk: whoever tries again should find the folder empty
-        (path / "config.toml").unlink(missing_ok=True)
+        write_text(path / "config.toml", config_toml)
+    except OSError:
+        lock.release(path)
         raise
-    sync(path / "config.toml")
     return True
+
+
+def _is_free(path: Path) -> bool:
+    """Whether nothing is in the folder but traces of an attempt to start a run."""
+    return all(file.name == lock.NAME or is_temporary(file) for file in path.iterdir())
 
 
 def _open_for_append(path: Path) -> IO[str]:
@@ -194,4 +212,5 @@ def _open_for_append(path: Path) -> IO[str]:
         whole = text.rfind(b"\n") + 1
         if whole < len(text):
             file.truncate(whole)
+    sync(path.parent)  # the file may be new
     return path.open("a", encoding="utf-8")

@@ -15,6 +15,7 @@ from typing import IO, Any
 # The spelling that both Python's float() and JavaScript's Number() read back.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _ENCODER = json.JSONEncoder(allow_nan=False)
+_TEMPORARY = re.compile(r"\..+\.tmp-\d+")  # what `replacing` calls its files
 _TROUBLES = {  # why nothing more can be written, and what to do about it
     errno.ENOSPC: ("the disk is full", "free some space"),
     errno.EDQUOT: ("the disk is full", "free some space"),
@@ -70,7 +71,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -111,7 +112,37 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(top: Path) -> None:
+    """Put a folder and everything below it on disk."""
+    for path in (*top.rglob("*"), top):
+        sync(path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file or folder its name, replacing a file or empty folder of that name, and put the new name on disk.
+
+    All renames go through here: without the second half, a power cut may undo them after the fact.
+    """
+    os.replace(source, target)
+    for folder in {source.parent, target.parent}:
+        sync(folder)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder with its parents, where missing, and put their names on disk."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether `replacing` writes, or wrote, this file."""
+    return _TEMPORARY.fullmatch(path.name) is not None and path.is_file()
+
+
 def remove_temporaries(folder: Path) -> None:
-    """Delete what dead writers left behind."""
-    for leftover in folder.glob(".*.tmp-*"):
-        leftover.unlink(missing_ok=True)
+    """Delete the temporary files of dead writers, and nothing else."""
+    for path in folder.glob(".*.tmp-*"):
+        if is_temporary(path):
+            path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from assay.types import UserError
 # Record locks belong to the process: closing any other handle on the file would drop ours, so never probe a held one.
 # (flock would be inherited by forked workers that may outlive the run.)
 _held: dict[Path, IO[str]] = {}
+_one_at_a_time = threading.Lock()
+NAME = ".lock"
 
 
 @atexit.register
@@ -40,6 +43,18 @@ def acquire(run_path: Path) -> None:
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     _held[path] = file
+
+
+def try_acquire(run_path: Path) -> bool:
+    """Become the run's writer, unless it has one already, in this process or another."""
+    with _one_at_a_time:
+        if _lock_path(run_path) in _held:
+            return False
+        try:
+            acquire(run_path)
+        except UserError:
+            return False
+        return True
 
 
 def release(run_path: Path) -> None:
@@ -78,4 +93,4 @@ def _patience() -> Iterator[int]:
 
 
 def _lock_path(run_path: Path) -> Path:
-    return run_path.resolve() / ".lock"
+    return run_path.resolve() / NAME

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from assay.runs.files import json_line, number, remove_temporaries, replacing
+from assay.runs.files import json_line, make_folder, number, remove_temporaries, replacing
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 Kind = Literal["train", "eval", "skipped"]
@@ -40,7 +40,7 @@ def write_rollouts(
 ) -> Path:
     """Write a step's groups. `trainer_logprobs`: for each rollout in order, one for each of its tokens."""
     path = rollout_path(run_path, step, kind, split)
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     if kind != "eval":
         with replacing(path.with_suffix(".npz")) as file:
             np.savez(file, **_arrays(groups, trainer_logprobs))  # type: ignore[arg-type]  # its allow_pickle is a bool

@@ -1,9 +1,8 @@
-"""Reading and writing JSONL: one clear sentence for whatever is wrong with a file."""
+"""Reading JSONL: one clear sentence for whatever is wrong with a file."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,18 +68,6 @@ def read_jsonl(path: str | Path) -> list[Row]:
     if not rows:
         raise UserError(f"{path} is empty: it needs at least one JSON object, one a line")
     return rows
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Either the whole file appears under its name, or nothing changes."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def jsonl_text(rows: Sequence[Mapping[str, Any]]) -> str:

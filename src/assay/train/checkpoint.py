@@ -109,11 +109,12 @@ def saving_together(run_path: Path, step: int, mesh: Mesh) -> Iterator[Path]:
 def save_base(run_path: Path, policy: PolicyModel, tokenizer: Tokenizer, writes: bool = True) -> None:
     """Set aside what adapters are trained on: from merged weights it could not be told to the last bit."""
     write = partial(save_model, shard_bytes=FILE_BYTES, writes=writes)
-    with adapters_off(policy):
-        write(policy, run_path / BASE, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
-    if writes:
-        tokenizer.save(run_path / BASE)
-        checkpoints.seal(run_path / BASE)  # on disk before there is a checkpoint; adapters know its fingerprint
+    target = run_path / BASE  # on disk before there is a checkpoint; adapters know its fingerprint
+    with checkpoints.filling(target) if writes else nullcontext(target) as folder:
+        with adapters_off(policy):
+            write(policy, folder, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
+        if writes:
+            tokenizer.save(folder)
 
 
 def load_state(run_path: Path, step: int) -> State:

@@ -6,6 +6,7 @@ little after each (an exponential moving average).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -71,9 +72,9 @@ def freeze_reference(updater: Updater, cfg: TrainConfig, run_path: Path) -> None
     if updater.reference is None and is_untrained(updater.policy) and not moves(cfg.algo):
         updater.reference = updater.policy
     elif updater.reference is None:
-        save_model(updater.policy, run_path / KEPT, shard_bytes=FILE_BYTES, writes=updater.mesh.is_main)
-        if updater.mesh.is_main:
-            checkpoints.seal(run_path / KEPT)
+        target, is_main = run_path / KEPT, updater.mesh.is_main
+        with checkpoints.filling(target) if is_main else nullcontext(target) as folder:
+            save_model(updater.policy, folder, shard_bytes=FILE_BYTES, writes=is_main)
         updater.mesh.barrier()
         place(updater, cfg, str(run_path / KEPT))
 
