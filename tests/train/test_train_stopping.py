@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
+import subprocess
+import sys
+import termios
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -159,10 +166,7 @@ def test_a_real_process_ends_with_the_code_of_its_signal(whole: SmallRuns) -> No
     """And judging processes, which get the signal too where it goes to the whole group, do not answer for it."""
     words = (*WORDS, "--name", "process", "--train.steps", 200, "--reward.workers", 1)
     process = whole.process("train", whole.config, *words)
-    metrics = whole.runs / "process" / "metrics.jsonl"
-    while not (metrics.exists() and '"step": 4' in metrics.read_text()):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
+    wait_for_metrics(whole, "process", process)
     for pid in children(process.pid):
         os.kill(pid, signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
@@ -174,19 +178,73 @@ def test_a_real_process_ends_with_the_code_of_its_signal(whole: SmallRuns) -> No
     assert not any("status/error" in row for row in rows)
 
 
+def wait_for_metrics(
+    small: SmallRuns, name: str, process: subprocess.Popen[str], meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    metrics = small.runs / name / "metrics.jsonl"
+    while not (metrics.exists() and '"step": 4' in metrics.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        meanwhile()
+        time.sleep(0.01)
+
+
+def test_a_closed_terminal_saves_a_checkpoint_and_stops(whole: SmallRuns) -> None:
+    """SIGHUP, after which nothing can be written to the terminal any more."""
+    terminal, end = pty.openpty()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = (*WORDS, "--name", "terminal", "--train.steps", 500, "--runs_dir", whole.runs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "assay", "train", *map(str, (whole.config, *words))],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), end),
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(end)
+    os.set_blocking(terminal, False)
+
+    def read_terminal() -> None:
+        with suppress(BlockingIOError):
+            os.read(terminal, 1 << 16)
+
+    wait_for_metrics(whole, "terminal", process, read_terminal)
+    os.close(terminal)
+    assert process.wait(timeout=120) == 128 + signal.SIGHUP
+    rows = [row for row in whole.metrics("terminal") if "reward/mean" in row]
+    assert checkpoints.last_sound(whole.runs / "terminal") == (rows[-1]["step"], [])
+
+
+def test_under_nohup_sighup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stopping = Stopping(30.0)
+        with stopping.watching():
+            signal.raise_signal(signal.SIGHUP)
+            stopping.check()
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.4)
+            with pytest.raises(Stopped, match="SIGINT"):
+                signal.raise_signal(signal.SIGINT)  # stops at once; SIGHUP must not become deadly for that
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_handlers_are_put_back() -> None:
-    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)]
+    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)
+    before = [signal.getsignal(s) for s in watched]
     stopping = Stopping(30.0)
     with stopping.watching():
         stopping.check()
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(Stopped):
             stopping.check()
-    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)] == before
+    assert [signal.getsignal(s) for s in watched] == before
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from types import ModuleType
 
 from assay import __version__
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"assay: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
     except BrokenPipeError:  # e.g. `assay runs | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_closed_streams()
         return 141
     except Exception as error:
         line = None if debug else explained(error)
@@ -63,9 +64,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"assay: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
-        if is_main():
-            print("assay: stopped", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be closed
+            if is_main():
+                print("assay: stopped", file=sys.stderr)
+        silence_closed_streams()
         return 128 + getattr(stop, "signum", signal.SIGINT)  # as a shell says it of what a signal ended
+
+
+def silence_closed_streams() -> None:
+    """What cannot be written any more is dropped, or Python would fail once more at its end and change the exit code."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have neither
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def explained(error: Exception) -> str | None:

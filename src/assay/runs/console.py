@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
@@ -20,14 +20,37 @@ _WINDOW = 20  # steps that the estimate of the remaining time looks back on
 _PAUSE = 0.5  # seconds between plain lines: the short steps of a warm start would flood a log
 
 
+class LenientStream:
+    """A text stream that goes silent when it fails: a closed terminal or a full disk for logs must not end a run."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        try:
+            return self._file.write(text)
+        except OSError:
+            self._file = nowhere()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError:
+            self._file = nowhere()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 class Console:
     """Progress, notes and tables of one run. Plain lines go through the same calls when nobody watches a terminal."""
 
     def __init__(self, file: IO[str] | None = None, *, quiet: bool = False) -> None:
-        self._file = file or sys.stdout or nowhere()  # a daemon may have no output at all
+        self._file = LenientStream(file or sys.stdout or nowhere())  # a daemon may have no output at all
         self._live = self._file.isatty() and not quiet
         self._quiet = quiet
-        self._rich = RichConsole(file=self._file, highlight=False)
+        self._rich = RichConsole(file=cast(IO[str], self._file), highlight=False)
         self._progress: Progress | None = None
         self._total = 0
         self._accuracy: float | None = None
@@ -107,10 +130,7 @@ class Console:
         if self._live:
             self._rich.print(escape(text))
         else:
-            try:
-                print(text, file=self._file, flush=True)
-            except OSError:  # whoever was listening has gone, or the log's disk is full: that must not end a run
-                self._file = nowhere()
+            print(text, file=self._file, flush=True)
 
     def _facts(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         facts = [f"step {step}/{self._total}" if self._total else f"step {step}"]

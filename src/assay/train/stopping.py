@@ -1,8 +1,8 @@
-"""Ctrl-C and a scheduler's SIGTERM: the run is asked to stop, and does so where nothing is lost.
+"""Ctrl-C, a scheduler's SIGTERM, a closed terminal (SIGHUP): the run is asked to stop, and does so without loss.
 
 The first signal lets the step be finished. When that takes longer than the grace time, whatever changes no weights
 (sampling, an evaluation) is left in the middle. A second Ctrl-C stops at once, a third ends the process; a second
-SIGTERM changes nothing, since schedulers repeat it before they kill, and a checkpoint may be half written.
+SIGTERM or SIGHUP changes nothing, since schedulers repeat it before they kill, and a checkpoint may be half written.
 On many ranks it is enough that one of them was asked: they agree on it between two steps.
 """
 
@@ -21,7 +21,7 @@ from assay.mesh import Mesh
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ECHO_S = 0.3  # launchers pass a signal on that the terminal has sent to us as well: one wish, not two
 
 
@@ -41,6 +41,7 @@ class Stopping:
         self.signum: int | None = None
         self._asked_at = 0.0
         self._leavable = False
+        self._watched: tuple[signal.Signals, ...] = ()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -48,7 +49,9 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {signum: signal.signal(signum, self._asked) for signum in SIGNALS}
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._watched = tuple(signum for signum in SIGNALS if not (nohup and signum == signal.SIGHUP))
+        before = {signum: signal.signal(signum, self._asked) for signum in self._watched}
         before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._grace_over)
         try:
             yield
@@ -89,8 +92,8 @@ class Stopping:
                 if self.mesh.is_main:
                     os.write(2, b"\nassay: finishing the step, then saving; another Ctrl-C stops at once\n")
         elif signum == signal.SIGINT and time.monotonic() - self._asked_at > ECHO_S:
-            for known in SIGNALS:
-                signal.signal(known, signal.SIG_DFL)
+            for watched in self._watched:
+                signal.signal(watched, signal.SIG_DFL)
             raise Stopped(signum, at_once=True)
 
     def _grace_over(self, signum: int, frame: FrameType | None) -> None:
