@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def silence_closed_streams() -> None:
-    """What cannot be written any more is dropped, or Python would fail once more at its end and change the exit code."""
+    """Drop what cannot be written any more: Python would fail on it at its end, and change the exit code."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have neither
         try:
             stream.flush()
