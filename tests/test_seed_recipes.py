@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from assay.algos import LossBatch
 from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.models import build_preset, save_model
@@ -24,7 +26,7 @@ from assay.text import char_tokenizer
 from assay.train.apart import Apart, TrainingProcess
 from assay.train.replay import ReplayBuffer
 from assay.train.setup import build_algorithm, build_judge, build_problems, build_renderer
-from assay.types import Rollout, Status
+from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = ("tapes", "single_file", "dr_grpo", "gym_reinforce", "simple")
@@ -149,6 +151,37 @@ def test_tapes_keeps_its_rollouts_and_trains_apart_against_a_larger_reference(
     assert [json.loads(line)["verdict"]["reward"] for line in out.read_text().splitlines()] == [-1.0] * 16
 
 
+def test_tapes_with_reinforce_keeps_group_normalised_advantages_and_limits_the_kl() -> None:
+    algo = build_algorithm(settings("tapes", **{"algo.recipe": "reinforce"}))
+    assert (algo.policy_loss, algo.advantage, algo.aggregate) == ("reinforce", "group_norm", "token")
+    group = Group(Prompt("p", ()), [rollout(reward) for reward in (1.0, 0.0, -1.0, 0.0)])
+    algo.credit([group])
+    spread = (2 / 3) ** 0.5 + 1e-4  # of 1, 0, -1, 0
+    assert [r.advantage for r in group.rollouts] == pytest.approx([1 / spread, 0, -1 / spread, 0])
+    logprobs = torch.tensor([-1.0, -30.0, -15.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-2.0, -1.0, -8.0], dtype=torch.float64)
+    behaviour, nothing = logprobs.detach(), torch.zeros(3, dtype=torch.float64)
+    out = algo.loss(LossBatch(logprobs, behaviour, nothing, torch.ones_like(nothing), ref_logprobs=reference))
+    limited = [-1.0, 10.0, 7.0]  # log(reference / policy), the second one being 29
+    assert float(out.total.detach()) == pytest.approx(0.01 * sum(math.expm1(gap) - gap for gap in limited))
+    out.total.backward()
+    assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+
+
+def rollout(reward: float) -> Rollout:
+    completion = Completion([1, 2], [-1.0, -1.0], [-1.0, -1.0], Finish.STOP)
+    return Rollout(Prompt("p", ()), 0, [Turn([0], completion, "")], Verdict(reward, Status.WRONG))
+
+
+def test_gym_reinforce_keeps_the_size_of_a_mini_batch_and_not_the_number_of_updates() -> None:
+    """About 32 lines per optimizer step at five lines a solution, however many episodes there are to learn from."""
+    cfg = settings("gym_reinforce")
+    algo = build_algorithm(cfg)
+    for episodes in (cfg.train.prompts, cfg.train.prompts + cfg.replay.groups):
+        assert 25 <= 5 * episodes / algo.update_count(episodes) <= 32
+    assert algo.update_count(cfg.train.prompts + cfg.replay.groups) == 134 and cfg.train.passes == 1
+
+
 def test_single_file_judges_numbers_as_they_are_given() -> None:
     texts = ["<answer>1 + 2 = 3</answer>", "<answer>1 * 2</answer>", "<answer>1 + 1 + 1</answer>", "3", "<answer>x"]
     found = verdicts("single_file", texts, {"answer": "3", "fields": {"nums": [1, 2], "target": 3}})
@@ -263,7 +296,7 @@ def test_gym_reinforce_shows_how_to_call_the_calculator(data: Path) -> None:
 
 def test_gym_reinforce_steps_replays_and_refreshes_its_reference(chat: Path) -> None:
     words = {"prompt.few_shot": 0, "prompt.system": "", "sampling.max_new_tokens": 48, "eval.max_new_tokens": 48}
-    few = {"train.steps": 4, "train.prompts": 12, "train.samples": 1, "replay.groups": 6, "algo.updates": 2}
+    few = {"train.steps": 4, "train.prompts": 12, "train.samples": 1, "replay.groups": 6}
     seed = with_chat("gym_reinforce", chat, **words, **few, **{"optim.lr": 1e-4, "save.keep": 9, "eval.examples": 2})
     assert seed() == 0
     played = [rollout for step in range(1, 5) for rollout in seed.rollouts(step)]
@@ -280,6 +313,13 @@ def test_gym_reinforce_steps_replays_and_refreshes_its_reference(chat: Path) -> 
     assert seed.metrics("replay/size") == [0, 12, 24, 36]
     assert seed.metrics("replay/share") == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3])
     assert len(ReplayBuffer.load(seed.path / "checkpoints" / "step-000004" / "replay")) == 48
+
+    def optimizer_steps(step: int) -> set[float]:
+        moments = load_file(seed.path / "checkpoints" / f"step-{step:06d}" / "optimizer.safetensors")
+        return {float(value) for name, value in moments.items() if name.endswith("|step")}
+
+    # Mini-batches of 6 episodes: the first batch has 12, later ones 18 with those replayed.
+    assert [optimizer_steps(step) for step in range(1, 5)] == [{2}, {5}, {8}, {11}]
 
     def weights(step: int, part: str) -> dict[str, torch.Tensor]:
         return load_file(seed.path / "checkpoints" / f"step-{step:06d}" / part / "model.safetensors")

@@ -265,6 +265,7 @@ def test_metrics_values() -> None:
     assert found["loss/total"] == pytest.approx(found["loss/policy"] + found["loss/kl"] + found["loss/entropy"])
     assert found["policy/clip_fraction"] == found["policy/clip_high_fraction"] == pytest.approx(1 / 3)
     assert found["policy/clip_low_fraction"] == 0
+    assert found["policy/logprob"] == pytest.approx(float(batch.logprobs.detach().mean()))
     assert found["policy/ratio_mean"] == pytest.approx((2 + math.exp(0.5)) / 3)
     assert found["policy/ratio_max"] == pytest.approx(math.exp(0.5))
     assert found["mismatch/logprob_abs_diff"] == pytest.approx(0.1)

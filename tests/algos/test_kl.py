@@ -63,3 +63,13 @@ def test_expected_gradients_are_as_documented() -> None:
 @pytest.mark.parametrize("name", list(KL))
 def test_far_apart_stays_finite_in_float32(name: str) -> None:
     assert KL[name](torch.tensor([-300.0, 0.0]), torch.tensor([0.0, -300.0])).isfinite().all()
+
+
+def test_the_log_ratio_in_k3_is_limited_to_10() -> None:
+    logprobs = torch.tensor([-1.0, -9.5, -12.0, -50.0], dtype=torch.float64, requires_grad=True)
+    found = KL["k3"](logprobs, torch.zeros(4, dtype=torch.float64))
+    limited = torch.tensor([1.0, 9.5, 10.0, 10.0], dtype=torch.float64)
+    torch.testing.assert_close(found.detach(), limited.exp() - 1 - limited)
+    found.sum().backward()
+    expected = [1 - math.exp(1.0), 1 - math.exp(9.5), 0.0, 0.0]
+    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx(expected)

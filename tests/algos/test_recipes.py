@@ -67,6 +67,7 @@ def test_own_functions_are_accepted() -> None:
         ("grpo", {"updates": 0}, "updates = 0 must be a whole number of at least 1"),
         ("grpo", {"updates": 1.5}, "updates = 1.5 must be a whole number"),
         ("grpo", {"updates": True}, "updates = True must be a whole number"),
+        ("grpo", {"minibatch_size": -1}, "minibatch_size = -1 must be a whole number of at least 0"),
         ("dapo", {"resample": -1}, "resample = -1"),
         ("dapo", {"drop_zero_variance": False}, "set resample = 0, or drop_zero_variance = true"),
         ("dapo", {"soft_overlong_buffer": 4096}, "fraction of max_new_tokens"),

@@ -72,6 +72,8 @@ def test_settings_of_rewards_have_a_say_where_a_judge_is_asked(name: str) -> Non
     [
         ({"algo__recipe": "reinforce", "algo__updates": 3}, "all but the first of 3 updates"),
         ({"algo__recipe": "rloo", "train__passes": 2}, "all but the first of 2 updates"),
+        ({"algo__recipe": "rloo", "train__prompts": 16, "algo__minibatch_size": 5}, "all but the first of 4 updates"),
+        ({"algo__recipe": "dapo", "algo__policy_loss": "reinforce", "algo__minibatch_size": 16}, ""),
         ({"algo__recipe": "simple", "algo__updates": 2, "algo__correction": "token_mask"}, "all but the first of 2"),
         ({"algo__recipe": "reinforce"}, ""),
         ({"algo__recipe": "grpo", "algo__updates": 4, "train__passes": 2}, ""),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from assay.config import EvalConfig, PromptConfig, SamplingConfig
+from assay.config import EvalConfig, PromptConfig, SamplingConfig, TrainConfig
 from assay.tasks import make_task
 from assay.text import word_tokenizer
-from assay.train.setup import build_renderer, eval_params
+from assay.train.setup import build_algorithm, build_renderer, eval_params
 from assay.types import Prompt, UserError
 
 TASK: Any = make_task("abacus")
@@ -58,3 +58,24 @@ def test_evaluations_stop_as_training_does_unless_they_say_otherwise() -> None:
     found = eval_params(EvalConfig(stop=["\n\n"], max_new_tokens=7), training)
     assert (found.stop, found.max_new_tokens) == (("\n\n",), 7)
     assert eval_params(EvalConfig()).stop == ()
+
+
+@pytest.mark.parametrize(
+    ("algo", "counts"),
+    [
+        ({"recipe": "dapo"}, (4, 4)),
+        ({"recipe": "dapo", "minibatch_size": 6}, (6, 17)),  # the recipe's four updates give way
+        ({"recipe": "dapo", "minibatch_size": 0, "updates": 2}, (2, 2)),
+        ({"recipe": "grpo", "minibatch_size": 200}, (1, 1)),
+    ],
+)
+def test_minibatch_size_replaces_the_number_of_updates(algo: dict[str, Any], counts: tuple[int, int]) -> None:
+    found = build_algorithm(TrainConfig.model_validate({"algo": algo}))
+    assert (found.update_count(32), found.update_count(100)) == counts
+
+
+def test_minibatch_size_and_updates_exclude_each_other() -> None:
+    cfg = TrainConfig.model_validate({"algo": {"minibatch_size": 6, "updates": 2}})
+    with pytest.raises(UserError, match="both say how a batch is split: leave out algo") as error:
+        build_algorithm(cfg)
+    assert "\n" not in str(error.value)

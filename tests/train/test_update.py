@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Sequence
@@ -18,8 +19,9 @@ from assay.models.decoder import Decoder
 from assay.models.logprobs import LOGITS_AT_ONCE
 from assay.train.optim import make_adamw
 from assay.train.pack import marked, rows_of
-from assay.train.update import Updater
-from assay.types import Group, UserError
+from assay.train.replay import mixed
+from assay.train.update import Updater, mini_batches
+from assay.types import Group, Prompt, UserError
 
 LIMIT = 16
 CHANGES: dict[str, dict[str, Any]] = {
@@ -344,6 +346,57 @@ def test_several_updates_and_passes_are_as_many_optimizer_steps() -> None:
     for part in (groups[:2], groups[2:], groups[:2], groups[2:]):
         by_hand.step(rows_of(part, algo), algo, 1e-3)
     assert torch.equal(weights_of(together.policy), weights_of(by_hand.policy))
+
+
+def test_mini_batches_cover_every_group_exactly_once() -> None:
+    """Brute force over batch and mini-batch sizes: order kept, none too large, sizes within one of each other."""
+    for count in range(1, 26):
+        groups = [Group(Prompt(str(number), ()), []) for number in range(count)]
+        for size in range(1, count + 3):
+            parts = mini_batches(groups, make_algorithm("grpo", minibatch_size=size).update_count(count))
+            assert [group for part in parts for group in part] == groups
+            sizes = [len(part) for part in parts]
+            assert max(sizes) <= size and max(sizes) - min(sizes) <= 1 and len(parts) == math.ceil(count / size)
+        for updates in range(1, count + 3):
+            parts = mini_batches(groups, make_algorithm("grpo", updates=updates).update_count(count))
+            assert [group for part in parts for group in part] == groups
+            assert len(parts) == min(updates, count) and all(parts)
+
+
+class Recorder(torch.optim.SGD):
+    """Keeps the gradient of every step, and lets the weights stay where they are."""
+
+    def __init__(self, policy: Decoder) -> None:
+        super().__init__([{"params": list(policy.parameters()), "ratio": 1.0}], lr=0.0)
+        self.policy, self.gradients = policy, list[Tensor]()
+
+    def step(self, closure: Any = None) -> None:
+        self.gradients.append(gradients_of(self.policy))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_each_mini_batch_has_the_gradient_of_a_plain_loss_over_its_groups(passes: int) -> None:
+    algo = make_algorithm("grpo", minibatch_size=2, kl_coef=0.3, entropy_coef=0.02)
+    groups = make_groups(tiny_decoder(), groups=5)  # mini-batches of 1, 2 and 2 groups
+    algo.credit(groups)
+    trained = updater(algo, max_grad_norm=0.0)
+    assert isinstance(trained.policy, Decoder)
+    trained.optimizer = recorder = Recorder(trained.policy)
+    trained.update(groups, algo, 1e-2, passes=passes)
+    assert len(recorder.gradients) == 3 * passes
+    assert trained.reference is not None
+    for found, part in zip(recorder.gradients, [groups[:1], groups[1:3], groups[3:]] * passes, strict=True):
+        model = tiny_decoder()
+        ref = [full_logprobs(trained.reference, r.token_ids) for group in part for r in group.rollouts]
+        plain_loss(each_alone(model, part), part, ref, algo).backward()
+        assert (found - gradients_of(model)).abs().max() < 1e-10
+
+
+def test_mini_batches_have_their_share_of_replayed_groups() -> None:
+    fresh, replayed = make_groups(tiny_decoder(), groups=4), make_groups(tiny_decoder(), groups=8, seed=1)
+    batch = mixed(fresh, replayed)
+    parts = mini_batches(batch, make_algorithm("grpo", minibatch_size=3).update_count(len(batch)))
+    assert [sum(any(group is new for new in fresh) for group in part) for part in parts] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("updates", [3, 9])

@@ -151,6 +151,17 @@ def test_the_entropy_bonus_follows_its_target(small: SmallRuns) -> None:
     assert {row["policy/entropy_coef"] for row in small.metrics("calm") if "policy/entropy_coef" in row} == {0.0}
 
 
+def test_mean_log_probabilities_of_sampled_and_of_trained_tokens_are_logged(small: SmallRuns) -> None:
+    """Against the rollout files; with an entropy bonus every answer is trained on, so both metrics cover all tokens."""
+    assert small.train("--algo.entropy_coef", 1e-9) == 0
+    for step, row in enumerate([row for row in small.metrics() if "sampling/logprob" in row], 1):
+        rollouts = [r for group in read_rollouts(small.runs / "small", step) for r in group.rollouts]
+        logprobs = [p for r in rollouts for p, mask in zip(r.engine_logprobs, r.loss_mask, strict=True) if mask]
+        assert len(logprobs) > len(rollouts) and row["sampling/logprob"] < 0
+        assert row["sampling/logprob"] == pytest.approx(sum(logprobs) / len(logprobs), abs=1e-6)
+        assert row["policy/logprob"] == pytest.approx(row["sampling/logprob"], abs=1e-4)
+
+
 def test_several_updates_and_passes_make_the_ratio_leave_one(small: SmallRuns) -> None:
     assert small.train("--algo.updates", 3, "--train.passes", 2, "--optim.lr", 1e-2) == 0
     rows = [row for row in small.metrics() if "policy/ratio_max" in row]

@@ -64,7 +64,8 @@ class Algorithm:
     discount: float = 1.0  # of rewards that come later in an episode, a step
     step_credit: bool = False  # each step of an episode has an advantage of its own, from the rewards that follow
     critic: bool = False  # advantages are given to tokens, by a critic, in place of `advantage`
-    updates: int = 1  # optimizer steps a rollout batch; 1 is strictly on-policy
+    updates: int = 1  # optimizer steps per batch of rollouts; 1 is strictly on-policy
+    minibatch_size: int = 0  # groups per optimizer step; above 0 it replaces `updates`
     max_new_tokens: int = 0  # the run's length limit: needed by constant aggregation and the soft punishment
 
     def __post_init__(self) -> None:
@@ -116,6 +117,11 @@ class Algorithm:
         """Whether answers with advantage 0 have a gradient too."""
         own = callable(self.policy_loss)
         return self.kl_in_loss or self.needs_entropy or self.critic or self.cov is not None or own
+
+    def update_count(self, groups: int) -> int:
+        """Number of optimizer steps in one pass over a batch of `groups`; a filter may have dropped all of them."""
+        wanted = -(-groups // self.minibatch_size) if self.minibatch_size else self.updates
+        return max(min(wanted, groups), 1)
 
     @property
     def chooses_prompts(self) -> bool:

@@ -48,6 +48,7 @@ def sums_of(
             trainer, engine = batch.behaviour_logprobs, batch.engine_logprobs
         difference = (trainer - engine).abs()
         per_token = per_token | {
+            "policy/logprob": batch.logprobs,
             "policy/ratio_mean": ratio,
             "mismatch/logprob_abs_diff": difference,
             "mismatch/kl": k3(engine, trainer),  # KL(engine || trainer): the engine is who sampled

@@ -24,7 +24,7 @@ AT_LEAST_0 = (
     *("cov_coef", "soft_overlong_weight", "soft_overlong_buffer", "entropy_delta", "pass_rate_low", "pass_rate_high"),
 )
 ANY = ("entropy_coef", "entropy_target", "cov_low", "cov_high")  # a negative bonus is unusual, but some want it
-WHOLE = (("updates", 1), ("resample", 0), ("max_new_tokens", 0), ("pass_rate_retry", 0))
+WHOLE = (("updates", 1), ("minibatch_size", 0), ("resample", 0), ("max_new_tokens", 0), ("pass_rate_retry", 0))
 
 
 def pick(kind: str, name: str, names: Iterable[str]) -> None:

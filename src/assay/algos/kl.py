@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from assay.algos.importance import MAX_LOG_RATIO
+# Limit of the log-ratio in k3, that of TapeAgents: a single token weighs at most exp(10) = 2.2e4, not exp(20) = 4.9e8.
+MAX_LOG_RATIO = 10.0
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
@@ -32,7 +33,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """ref / pi - 1 - log(ref / pi): unbiased, low variance, never negative. The log-ratio is held within +-20."""
+    """ref / pi - 1 - log(ref / pi): unbiased, low variance, never negative. The log-ratio is limited to +-10."""
     log_ratio = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.expm1() - log_ratio
 

@@ -90,6 +90,8 @@ class AlgoConfig(Section):
     """each step of an episode has an advantage of its own, from the rewards that follow it"""
     updates: Positive | None = None
     """optimizer steps that each batch of rollouts is split into; 1 is on-policy"""
+    minibatch_size: Count | None = None
+    """groups (prompts with all their answers) per optimizer step, in place of algo.updates; 0: algo.updates decides"""
 
 
 class ReplayConfig(Section):

@@ -42,6 +42,11 @@ def conditions(cfg: TrainConfig, algo: Algorithm) -> list[tuple[str, bool, list[
     ]
 
 
+def batch_groups(cfg: TrainConfig) -> int:
+    """Largest number of groups in a batch: those sampled in the step, and those replayed."""
+    return cfg.train.prompts + cfg.replay.groups
+
+
 def of_rewards(task: Task | None) -> list[tuple[str, bool, list[str]]]:
     """The same for an environment that gives all rewards itself."""
     if not isinstance(task, Env):
@@ -58,10 +63,10 @@ def risky_settings(cfg: TrainConfig, algo: Algorithm) -> Iterator[str]:
             "sampling is truncated (top_k, top_p, min_p or min_new_tokens): importance ratios are inexact; "
             "see sampling/kept_mass"
         )
-    updates = algo.updates * cfg.train.passes
+    updates = algo.update_count(batch_groups(cfg)) * cfg.train.passes
     if updates > 1 and algo.policy_loss in ON_POLICY:
         yield (
             f"algo.policy_loss = {algo.policy_loss!r} has no ratio: all but the first of {updates} updates a step "
-            "learn from answers of an earlier policy, uncorrected; set algo.updates = 1 and train.passes = 1, or "
-            "algo.policy_loss = 'ppo_clip'"
+            "learn from answers of an earlier policy, uncorrected; set algo.updates = 1 (and algo.minibatch_size = 0) "
+            "and train.passes = 1, or algo.policy_loss = 'ppo_clip'"
         )

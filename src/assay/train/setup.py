@@ -230,6 +230,11 @@ def build_algorithm(cfg: TrainConfig) -> Algorithm:
     changes |= {key: load_object(path) for key, path in own_functions(cfg.algo).items()}
     known = {f.name for f in fields(Algorithm)}
     assert set(changes) <= known, set(changes) - known
+    if cfg.algo.updates and cfg.algo.minibatch_size:
+        raise UserError(
+            f"algo.updates = {cfg.algo.updates} and algo.minibatch_size = {cfg.algo.minibatch_size} both say how a "
+            "batch is split: leave out algo.updates, or set algo.minibatch_size = 0"
+        )
     algo = make_algorithm(cfg.algo.recipe, max_new_tokens=cfg.sampling.max_new_tokens, **changes)
     algo.check_samples(cfg.train.samples)
     if moves(cfg.algo) and not algo.needs_reference:

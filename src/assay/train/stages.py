@@ -209,6 +209,7 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
         "length/max": float(max(lengths)),
         "length/truncated": sum(r.truncated for r in answers) / count,
         "sampling/kept_mass": sum(c.kept_mass for c in written) / len(written),
+        "sampling/logprob": sum(sum(c.engine_logprobs) for c in written) / sum(lengths),
         "sampling/entropy": sum(c.entropy * len(c.token_ids) for c in written) / sum(lengths),
         **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
         **({"reward/greedy": sum(greedy) / len(greedy)} if greedy else {}),

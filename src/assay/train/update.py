@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -28,6 +29,12 @@ from assay.types import Group
 Scorer = Literal["trainer", "reference"]
 
 
+def mini_batches(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
+    """Split into `count` runs of consecutive groups whose sizes differ by at most one."""
+    bounds = [len(groups) * part // count for part in range(count + 1)]
+    return [groups[start:end] for start, end in pairwise(bounds)]
+
+
 @dataclass
 class Updater:
     """The policy, its optimizer, and how a batch goes through them."""
@@ -45,11 +52,10 @@ class Updater:
     faults: Sequence[Fault] = ()  # what kept the last `update` from making all of its steps
 
     def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
-        """`passes` times over the groups, each time in `algo.updates` optimizer steps."""
+        """`passes` times over the groups, each time one optimizer step per mini-batch."""
         self.faults = []
-        size = max(-(-len(groups) // algo.updates), 1)  # a filter may have dropped every group
         known = self.critic.rows() if self.critic else {}
-        parts = [rows_of(groups[i : i + size], algo, known) for i in range(0, len(groups), size)]
+        parts = [rows_of(part, algo, known) for part in mini_batches(groups, algo.update_count(len(groups)))]
         with self.working(algo.kl_in_loss):
             if algo.rescores and len(parts) * passes > 1:
                 parts = [self.rescored(rows, algo) for rows in parts]
