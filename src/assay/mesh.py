@@ -7,6 +7,7 @@ was handed.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -104,6 +105,22 @@ class Mesh:
         box = [item]
         dist.broadcast_object_list(box, src=0, group=self.between)
         return box[0]
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Call `work` on the main rank alone; every rank gets its result, or raises its UserError."""
+        if self.device_mesh is None:
+            return work()
+        result: T | None = None
+        error: UserError | None = None
+        if self.is_main:
+            try:
+                result = work()
+            except UserError as raised:
+                error = raised
+        result, error = self.broadcast_object((result, error))
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
 
     def barrier(self) -> None:
         self.largest(0)

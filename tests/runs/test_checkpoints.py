@@ -125,21 +125,52 @@ def test_flipped_bits_are_found_by_checksum(tmp_path: Path) -> None:
     assert checkpoints.last_sound(tmp_path) == (1, [f"{file} is damaged"])
 
 
-def test_so_are_those_in_the_list_of_files_itself(tmp_path: Path) -> None:
-    """Flipped there, a bit may spoil a name, a checksum, or how long the metrics were."""
+@pytest.mark.parametrize("name", ["complete.json", "best.json"])
+def test_every_single_bit_flip_in_marker_or_best_is_detected(tmp_path: Path, name: str) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
-    marker = checkpoints.folder(tmp_path, 2) / "complete.json"
-    content = marker.read_bytes()
-    said = json.loads(content)
-    for place in range(len(content)):
-        marker.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        step, complaints = checkpoints.last_sound(tmp_path)
-        if step == 2:  # the name of its own checksum: all else is as it was
-            assert checkpoints.metrics_bytes(tmp_path, 2) == said["metrics_bytes"] and checkpoints.last(tmp_path) == 2
+    checkpoints.set_best(tmp_path, 2, 0.5)
+    file = next(tmp_path.glob(f"checkpoints/**/step-000002/{name}"), tmp_path / "checkpoints" / name)
+    content = file.read_bytes()
+    for place in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[place // 8] ^= 1 << place % 8
+        file.write_bytes(damaged)
+        if name == "best.json":
+            assert checkpoints.read_best(tmp_path) is None
         else:
-            assert step == 1 and len(complaints) == 1 and "complete.json" in complaints[0]
-            assert checkpoints.steps(tmp_path) == [1]
+            (complaint,) = checkpoints.problems(checkpoints.folder(tmp_path, 2))
+            assert "complete.json" in complaint and checkpoints.steps(tmp_path) == [1]
+
+
+def test_marker_without_its_own_checksum_is_not_trusted(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    marker = checkpoints.folder(tmp_path, 1) / "complete.json"
+    facts = json.loads(marker.read_text())
+    del facts["sha256"]
+    marker.write_text(json.dumps(facts))
+    assert checkpoints.steps(tmp_path) == []
+    assert "complete.json is damaged" in checkpoints.problems(marker.parent)[0]
+
+
+def test_problems_of_a_part_reads_only_that_part(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    folder = checkpoints.folder(tmp_path, 1)
+    (folder / "state.json").write_text("{{")
+    assert checkpoints.problems(folder, "model") == []
+    assert checkpoints.problems(folder) == [f"{folder / 'state.json'} is damaged"]
+
+
+def test_verify_checks_sealed_folders_and_their_subfolders(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    folder = checkpoints.folder(tmp_path, 1)
+    for path in (folder, folder / "model", tmp_path):
+        checkpoints.verify(path)
+    (folder / "model" / "model.safetensors").write_text("Weights 1")
+    checkpoints.verify(tmp_path)  # without checksums of its own
+    for path in (folder, folder / "model"):
+        with pytest.raises(UserError, match=r"model\.safetensors is damaged: restore it"):
+            checkpoints.verify(path)
 
 
 def test_saving_again_replaces(tmp_path: Path) -> None:
@@ -152,7 +183,8 @@ def test_saving_again_replaces(tmp_path: Path) -> None:
 def test_best(tmp_path: Path) -> None:
     save(tmp_path, 5)
     checkpoints.set_best(tmp_path, 5, 0.5)
-    assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 5, "value": 0.5}
+    best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    assert best.pop("sha256") and best == {"step": 5, "value": 0.5}
     assert checkpoints.read_best(tmp_path) == {"step": 5, "value": 0.5}
     checkpoints.set_best(tmp_path, 6, 0.6)
     assert checkpoints.read_best(tmp_path) is None  # there is no such checkpoint

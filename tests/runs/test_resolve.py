@@ -71,3 +71,46 @@ def test_a_checkpoint_without_model(runs_dir: Path) -> None:
         (folder / "state.json").write_text("{}")
     with pytest.raises(UserError, match="holds no model folder"):
         resolve_model("run:demo@40", runs_dir)
+
+
+def flip_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_refused_and_an_intact_one_named(runs_dir: Path) -> None:
+    run = runs_dir / "demo"
+    flip_bit(checkpoints.folder(run, 30) / "model" / "config.json")
+    with pytest.raises(UserError, match=r"run:demo@last: .*step-000030/model/config.json is damaged; use run:demo@20"):
+        resolve_model("run:demo@last", runs_dir)
+    flip_bit(checkpoints.folder(run, 20) / "model" / "config.json")
+    with pytest.raises(UserError, match=r"step-000020.* is damaged; use run:demo@10, which is intact"):
+        resolve_model("run:demo@best", runs_dir)
+    flip_bit(checkpoints.folder(run, 10) / "model" / "config.json")
+    with pytest.raises(UserError, match="restore it from a backup"):
+        resolve_model("run:demo@10", runs_dir)
+
+
+def test_last_never_falls_back_silently_to_an_earlier_checkpoint(runs_dir: Path) -> None:
+    (checkpoints.folder(runs_dir / "demo", 30) / "model" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"step-000030/model/config.json is missing; use run:demo@20"):
+        resolve_model("run:demo", runs_dir)
+
+
+def test_only_what_is_loaded_is_verified(runs_dir: Path) -> None:
+    run = runs_dir / "demo"
+    with checkpoints.saving(run, 40) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("{}")
+        (folder / "optimizer.safetensors").write_text("moments")
+    flip_bit(checkpoints.folder(run, 40) / "optimizer.safetensors")
+    assert resolve_model("run:demo@40", runs_dir).endswith("step-000040/model")
+
+
+def test_the_path_of_a_checkpoint_is_verified_like_its_name(runs_dir: Path) -> None:
+    model = checkpoints.folder(runs_dir / "demo", 30) / "model"
+    assert resolve_model(str(model), runs_dir) == str(model)
+    flip_bit(model / "config.json")
+    with pytest.raises(UserError, match=r"config\.json is damaged"):
+        resolve_model(str(model), runs_dir)

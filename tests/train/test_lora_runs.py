@@ -14,6 +14,7 @@ from train_parts import make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
 from assay.models import Lora, PolicyModel, add_lora, fingerprint, load_adapter, load_model
+from assay.runs import checkpoints
 from assay.train.optim import make_adamw
 from assay.train.pack import rows_of
 from assay.train.stopping import Stopped
@@ -90,13 +91,34 @@ def stop() -> None:
     raise Stopped(signal.SIGINT)
 
 
-def test_another_base_is_noticed_on_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json", "complete.json"])
+def test_a_damaged_base_is_written_again_from_the_models_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
     small = SmallRuns(tmp_path)
-    assert small.train(*LORA) == 0
-    weights = small.runs / "small" / "base" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    assert small.train(*LORA, "--save.every", 1) == 0
+    shutil.copytree(small.runs / "small", small.runs / "other")
+    shutil.rmtree(small.checkpoint(2, "other"))
+    base = small.runs / "other" / "base"
+    content = bytearray((base / file).read_bytes())
+    content[-2] ^= 1
+    (base / file).write_bytes(content)
+    assert small.resume("other") == 0
+    said = capsys.readouterr().out
+    assert f"{file} is damaged" in said and "writing it again from preset:nano" in said
+    assert checkpoints.problems(base) == []
+    small.same_run("small", "other", 2)
+
+
+def test_another_base_is_noticed_on_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The source has changed since, and so cannot replace a damaged base."""
+    small = SmallRuns(tmp_path)
+    assert small.train("--name", "source") == 0
+    assert small("export", "run:source@0", tmp_path / "model") == 0
+    assert small.train(*LORA, "--model", tmp_path / "model") == 0
+    (small.runs / "small" / "base" / "model.safetensors").write_bytes(b"damaged")
+    shutil.rmtree(tmp_path / "model")
+    assert small("export", "run:source@2", tmp_path / "model") == 0
     assert small.resume("small", "--train.steps", 3) == 2
     assert "other base weights" in capsys.readouterr().err
 

@@ -164,6 +164,9 @@ def test_a_damaged_reference_is_refused_and_the_start_stands_in_for_it(
     run = whole.runs / "kl-damaged"
     shutil.copytree(whole.runs / "kl", run)
     shutil.rmtree(checkpoints.folder(run, STEPS))
+    (run / "reference" / "complete.json").rename(run / "marker")  # without checksums it is not trusted either
+    assert whole.resume(run.name) == 2 and "complete.json is damaged" in capsys.readouterr().err
+    (run / "marker").rename(run / "reference" / "complete.json")
     flip(run / "reference" / "model.safetensors")
     assert whole.resume(run.name) == 2
     said, start = capsys.readouterr().err, f"run:{run}@0"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,8 @@ from assay.runs.files import make_folder, read_json, remove_temporaries, rename,
 from assay.types import UserError
 
 MARKER = "complete.json"
-OWN = "sha256"  # in the marker: the checksum of all else in it
+BEST = "best.json"
+OWN = "sha256"  # in the marker and in best.json: the checksum of all else in the file
 _STEP_NAME = re.compile(r"step-(\d+)")
 _SAVING, _DELETING = ".saving-", ".deleting-"  # before the name of a folder that is being filled or deleted
 
@@ -75,7 +77,13 @@ def filling(target: Path, **facts: Any) -> Iterator[Path]:
 
 def steps(run_path: Path) -> list[int]:
     """Steps with a complete checkpoint, in order (by sizes; `problems` reads every byte)."""
-    return [step for step in _all_steps(run_path) if is_complete(folder(run_path, step))]
+    return [step for step in all_steps(run_path) if is_complete(folder(run_path, step))]
+
+
+def all_steps(run_path: Path) -> list[int]:
+    """Steps with a checkpoint folder, complete or damaged, in order."""
+    matches = [_STEP_NAME.fullmatch(path.name) for path in (run_path / "checkpoints").glob("step-*")]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def last(run_path: Path) -> int | None:
@@ -89,11 +97,15 @@ def is_complete(checkpoint: Path) -> bool:
     return bool(files) and all(_size(checkpoint / name) == saved["bytes"] for name, saved in files.items())
 
 
-def problems(checkpoint: Path) -> list[str]:
-    """What is wrong with a checkpoint's files, by checksum: one line each, none for a sound one."""
+def problems(checkpoint: Path, part: str = "") -> list[str]:
+    """What is wrong with a checkpoint's files, by checksum: one line each, none for a sound one.
+
+    `part`: check only the files in this subfolder, such as `model`.
+    """
     files = _listed(checkpoint)
     if not files:
         return [f"{checkpoint} was never completed, or its {MARKER} is damaged"]
+    files = {name: saved for name, saved in files.items() if not part or name.startswith(f"{part}/")}
     there = [name for name in files if _size(checkpoint / name) is not None]
     sums = dict(zip(there, _sha256_of([checkpoint / name for name in there]), strict=True))
     complaints = {name: "missing" if name not in sums else "damaged" for name in files}
@@ -104,10 +116,19 @@ def problems(checkpoint: Path) -> list[str]:
     ]
 
 
+def verify(path: Path) -> None:
+    """Refuse a folder with checksums, or a subfolder of one, that has a damaged file. Any other folder passes."""
+    for sealed, part in ((path, ""), (path.parent, path.name)):
+        if (sealed / MARKER).is_file():
+            if found := problems(sealed, part):
+                raise UserError(f"{found[0]}: restore it from a backup, or choose another checkpoint")
+            return
+
+
 def last_sound(run_path: Path) -> tuple[int | None, list[str]]:
     """The newest checkpoint that passes its checksums, and what was wrong with newer ones."""
     complaints: list[str] = []
-    for step in reversed(_all_steps(run_path)):
+    for step in reversed(all_steps(run_path)):
         found = problems(folder(run_path, step))
         if not found:
             return step, complaints
@@ -122,12 +143,12 @@ def metrics_bytes(run_path: Path, step: int) -> int | None:
 
 def set_best(run_path: Path, step: int, value: float) -> None:
     """Point `best` at a step. Save the checkpoint first."""
-    write_json(run_path / "checkpoints" / "best.json", {"step": step, "value": value})
+    _write_sealed(run_path / "checkpoints" / BEST, {"step": step, "value": value})
 
 
 def read_best(run_path: Path) -> dict[str, Any] | None:
     """{"step", "value"} of the best checkpoint, as long as that is there."""
-    best = read_json(run_path / "checkpoints" / "best.json")
+    best = _read_sealed(run_path / "checkpoints" / BEST)
     step = best.get("step")
     return best if isinstance(step, int) and is_complete(folder(run_path, step)) else None
 
@@ -149,11 +170,11 @@ def prune(run_path: Path, keep_last: int, keep_every: int = 0) -> list[int]:
 
 def cut_back(run_path: Path, step: int) -> None:
     """Delete checkpoints later than `step`, newest first, and what dead attempts left."""
-    for later in reversed(_all_steps(run_path)):
+    for later in reversed(all_steps(run_path)):
         if later > step:
             _discard(folder(run_path, later))
-    best = run_path / "checkpoints" / "best.json"
-    if read_json(best).get("step", step) > step:
+    best = run_path / "checkpoints" / BEST
+    if best.exists() and _read_sealed(best).get("step", math.inf) > step:  # of a later step, or damaged
         best.unlink()
         sync(best.parent)
     recover(run_path)
@@ -177,11 +198,6 @@ def _unfinished(target: Path) -> Path:
     return target.with_name(f"{_SAVING}{target.name}")
 
 
-def _all_steps(run_path: Path) -> list[int]:
-    matches = [_STEP_NAME.fullmatch(path.name) for path in (run_path / "checkpoints").glob("step-*")]
-    return sorted(int(match[1]) for match in matches if match)
-
-
 def seal(checkpoint: Path, **facts: Any) -> None:
     """Put every file on disk and list them; the list comes last."""
     paths = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint / MARKER)
@@ -192,7 +208,7 @@ def seal(checkpoint: Path, **facts: Any) -> None:
         for path, checksum in zip(paths, _sha256_of(paths), strict=True)
     }
     facts["files"] = files
-    write_json(checkpoint / MARKER, {**facts, OWN: _digest(facts)})
+    _write_sealed(checkpoint / MARKER, facts)
 
 
 def _discard(checkpoint: Path) -> None:
@@ -209,10 +225,18 @@ def _listed(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def _marker(checkpoint: Path) -> dict[str, Any]:
-    """What the marker says; nothing where it is missing or damaged. (Early ones have no checksum of their own.)"""
-    facts = read_json(checkpoint / MARKER)
-    own = facts.pop(OWN, None)
-    return facts if own in (None, _digest(facts)) else {}
+    """What the marker says; nothing where it is missing or damaged."""
+    return _read_sealed(checkpoint / MARKER)
+
+
+def _write_sealed(path: Path, facts: dict[str, Any]) -> None:
+    write_json(path, {**facts, OWN: _digest(facts)})
+
+
+def _read_sealed(path: Path) -> dict[str, Any]:
+    """A JSON object that was written with its own checksum; empty where that is missing or wrong."""
+    facts = read_json(path)
+    return facts if facts.pop(OWN, None) == _digest(facts) else {}
 
 
 def _digest(facts: dict[str, Any]) -> str:

@@ -10,15 +10,25 @@ from assay.runs.directory import list_runs
 from assay.types import UserError
 
 PREFIX = "run:"
+MODEL = "model"  # in a checkpoint
 
 
 def resolve_model(source: str, runs_dir: Path) -> str:
-    """The model folder behind a `run:` name (without a tag: the last checkpoint); any other source as it is."""
+    """The model folder behind a `run:` name (without a tag: the last checkpoint); any other source as it is.
+
+    A folder of a run is verified by checksum: every byte that will be loaded is read once.
+    """
     if not source.startswith(PREFIX):
+        checkpoints.verify(Path(source).expanduser())
         return source
     name, tag = split_tag(source.removeprefix(PREFIX))
     run_path = find_run(name, runs_dir)
-    model = checkpoints.folder(run_path, _step_of(run_path, source, tag or "last")) / "model"
+    step = _step_of(run_path, source, tag or "last")
+    model = checkpoints.folder(run_path, step) / MODEL
+    if found := checkpoints.problems(model.parent, MODEL):
+        intact = _nearest_intact(run_path, step)
+        remedy = "restore it from a backup" if intact is None else f"use {PREFIX}{name}@{intact}, which is intact"
+        raise UserError(f"{source}: {found[0]}; {remedy}")
     if not model.is_dir():
         raise UserError(f"{source}: the checkpoint {model.parent} holds no model folder; choose another step")
     return str(model)
@@ -42,7 +52,7 @@ def find_run(name: str, runs_dir: Path) -> Path:
 
 
 def _step_of(run_path: Path, source: str, tag: str) -> int:
-    there = checkpoints.steps(run_path)
+    there = checkpoints.all_steps(run_path)  # a damaged one is refused, never silently replaced by another
     if not there:
         raise UserError(f"{source}: run {run_path} has no checkpoint yet; let it run on, or set save.every lower")
     listed = ", ".join(map(str, there))
@@ -51,10 +61,19 @@ def _step_of(run_path: Path, source: str, tag: str) -> int:
     if tag == "best":
         best = checkpoints.read_best(run_path)
         if best is None:
-            raise UserError(f"{source}: no best checkpoint is recorded in {run_path}; use @last or a step of {listed}")
+            raise UserError(
+                f"{source}: no best checkpoint is recorded in {run_path}, or it is damaged; "
+                f"use @last or a step of {listed}"
+            )
         return int(best["step"])
     if not tag.isdecimal():
         raise UserError(f"{source}: after @ comes a step, last or best, not '{tag}'; steps there: {listed}")
     if int(tag) not in there:
         raise UserError(f"{source}: there is no checkpoint of step {tag}; steps there: {listed}")
     return int(tag)
+
+
+def _nearest_intact(run_path: Path, step: int) -> int | None:
+    """The newest earlier checkpoint with an intact model, else the next later one."""
+    others = sorted(set(checkpoints.all_steps(run_path)) - {step}, key=lambda other: (other > step, abs(other - step)))
+    return next((s for s in others if not checkpoints.problems(checkpoints.folder(run_path, s), MODEL)), None)

@@ -43,7 +43,7 @@ def load_reference(
     elif cfg.algo.reference.startswith(PRESET):
         raise UserError(f"algo.reference = {cfg.algo.reference!r} would be untrained: name a folder, or run:NAME@last")
     elif cfg.algo.reference:
-        source = resolve_model(cfg.algo.reference, Path(cfg.runs_dir))
+        source = updater.mesh.on_main(lambda: resolve_model(cfg.algo.reference, Path(cfg.runs_dir)))
         place(updater, cfg, source, same_tokens(source, tokenizer, cfg.algo.reference))
     elif run_path is not None and (run_path / KEPT).exists():
         check_kept(run_path, updater.mesh)
@@ -57,9 +57,8 @@ def load_reference(
 
 
 def check_kept(run_path: Path, mesh: Mesh) -> None:
-    """Refuse a reference whose files have changed since. (Early runs have no checksums of it.)"""
-    sealed = mesh.is_main and (run_path / KEPT / checkpoints.MARKER).exists()
-    if found := mesh.broadcast_object(checkpoints.problems(run_path / KEPT) if sealed else []):
+    """Refuse a reference whose files have changed since, or that has no checksums."""
+    if found := mesh.on_main(lambda: checkpoints.problems(run_path / KEPT)):
         raise UserError(f"{found[0]}: resume with --algo.reference run:{run_path}@0, which is the same model")
 
 

@@ -47,7 +47,7 @@ def new_run(cfg: TrainConfig, console: Console) -> Parts:
     """Everything that can fail on the user's settings fails before a run directory is made."""
     clock = time.perf_counter()
     mesh = init_mesh(cfg.parallel.tp, pick_device(cfg.device))
-    parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), mesh, clock)
+    parts = assemble(cfg, console, named_model(cfg, mesh), mesh, clock)
     if parts.algo.needs_reference:
         load_reference(parts.updater, cfg, parts.tokenizer)
     inherit_replay(parts)
@@ -63,7 +63,8 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
     """Go on from the last sound checkpoint; whatever the run wrote after it is cut back."""
     clock = time.perf_counter()
     mesh = init_mesh(cfg.parallel.tp, pick_device(cfg.device))
-    step, complaints = mesh.broadcast_object(checkpoints.last_sound(run.path) if mesh.is_main else (None, []))
+    step, complaints = mesh.on_main(lambda: checkpoints.last_sound(run.path))
+    damage: list[str] = []  # of the model that adapters were trained on
     if step is None and complaints:
         raise UserError(
             f"no checkpoint of {run.path} is sound ({complaints[0]}): delete {run.path / 'checkpoints'} to begin again"
@@ -71,14 +72,19 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
     for complaint in complaints:
         console.warn(f"{complaint}: going on from an earlier checkpoint")
     if step is None:
-        source = setup.model_source(cfg.model, cfg.runs_dir)
+        source = named_model(cfg, mesh)
     elif cfg.lora.rank:
-        source = str(run.path / checkpoint.BASE)
+        damage = mesh.on_main(lambda: checkpoints.problems(run.path / checkpoint.BASE))
+        for line in damage:
+            console.warn(f"{line}: writing it again from {cfg.model.source}")
+        source = named_model(cfg, mesh) if damage else str(run.path / checkpoint.BASE)
     else:
         source = str(checkpoints.folder(run.path, step) / "model")
     adapters = checkpoints.folder(run.path, step) / checkpoint.ADAPTER if cfg.lora.rank and step is not None else None
     parts = assemble(cfg, console, source, mesh, clock, adapters)
     parts.run = run
+    if damage:  # `load_adapter` has compared fingerprints: it is the same model
+        checkpoint.save_base(run.path, parts.updater.policy, parts.tokenizer, mesh.is_main)
     if step is not None:
         parts.state = checkpoint.load_state(run.path, step)
         parts.resumed = step > 0 or parts.state.unmeasured is None  # else it was stopped before reinforcement began
@@ -104,10 +110,16 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
     return parts
 
 
+def named_model(cfg: TrainConfig, mesh: Mesh) -> str:
+    """The model that the settings name; one rank verifies its checksums for all."""
+    return mesh.on_main(lambda: setup.model_source(cfg.model, cfg.runs_dir))
+
+
 def inherit_replay(parts: Parts) -> None:
     """What a run that has no checkpoint yet begins with."""
     if parts.replay is not None and parts.cfg.replay.load:
         folder, vocab_size = parts.cfg.replay.load, parts.updater.policy.vocab_size
+        checkpoints.verify(Path(folder))
         parts.replay.inherit(folder, vocab_size, parts.collector.renderer.decode)
 
 
