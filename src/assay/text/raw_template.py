@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from string import Formatter
 from typing import Any
@@ -19,10 +19,12 @@ class RawTemplate:
 
     {examples} is filled with few-shot examples and the earlier turns of a conversation, each in the form of what
     follows {examples} in the template. System text for which there is no {system} goes first, before an empty line.
+    `escape` is applied to everything that is filled in, and never to the template itself.
     """
 
-    def __init__(self, template: str) -> None:
+    def __init__(self, template: str, escape: Callable[[str], str] = str) -> None:
         self.pieces = _parse(template)
+        self._escape = escape
         self.names = [name for _, name in self.pieces if name is not None]
         if not self.names:
             raise UserError("prompt.template has no placeholder: put {question} where the question belongs")
@@ -48,8 +50,8 @@ class RawTemplate:
             "system": system,
             "examples": "".join(self._shot(question, solution) for question, solution in shots),
         }
-        text = _fill(self.pieces, values)
-        return f"{system}\n\n{text}" if system and "system" not in self.names else text
+        text = self._fill(self.pieces, values)
+        return f"{self._escape(system)}\n\n{text}" if system and "system" not in self.names else text
 
     @staticmethod
     def gap(before: str, after: str) -> str:
@@ -58,13 +60,27 @@ class RawTemplate:
 
     def next_question(self, question: str, reply: str) -> str:
         """What follows a reply, in the form of the examples; one that began to ask by itself is taken at its word."""
-        asked = _fill(self._shot_pieces, {"question": question, "system": ""})
+        asked = self._fill(self._shot_pieces, {"question": question, "system": ""})
         begun = next((stop for stop in self.default_stop if reply.endswith(stop)), "")
         return asked.removeprefix(begun.lstrip("\n")) if begun else f"\n\n{asked}"
 
     def _shot(self, question: str, solution: str) -> str:
-        asked = _fill(self._shot_pieces, {"question": question, "system": ""})
-        return f"{asked}{self.gap(asked, solution)}{solution}\n\n"
+        asked = self._fill(self._shot_pieces, {"question": question, "system": ""})
+        return f"{asked}{self.gap(asked, solution)}{self._escape(solution)}\n\n"
+
+    def _fill(self, pieces: Sequence[Piece], values: Mapping[str, Any]) -> str:
+        parts: list[str] = []
+        content = ""  # values with nothing between them are escaped together
+        for literal, name in pieces:
+            if name == "examples":  # made of the template, and of content that is escaped already
+                literal += _value(values, name)
+                name = None
+            if literal:
+                parts += [self._escape(content), literal]
+                content = ""
+            if name is not None:
+                content += _value(values, name)
+        return "".join([*parts, self._escape(content)])
 
 
 def _parse(template: str) -> list[Piece]:
@@ -83,20 +99,14 @@ def _parse(template: str) -> list[Piece]:
     return pieces
 
 
-def _fill(pieces: Sequence[Piece], values: Mapping[str, Any]) -> str:
-    parts = []
-    for literal, name in pieces:
-        parts.append(literal)
-        if name is None:
-            continue
-        if name not in values:
-            known = ", ".join(f"{{{known}}}" for known in sorted(values))
-            raise UserError(
-                f"prompt.template: unknown placeholder {{{name}}}: known here are {known} "
-                "(a literal brace is written twice: {{ or }})"
-            )
-        parts.append(str(values[name]))
-    return "".join(parts)
+def _value(values: Mapping[str, Any], name: str) -> str:
+    if name not in values:
+        known = ", ".join(f"{{{known}}}" for known in sorted(values))
+        raise UserError(
+            f"prompt.template: unknown placeholder {{{name}}}: known here are {known} "
+            "(a literal brace is written twice: {{ or }})"
+        )
+    return str(values[name])
 
 
 def _earlier_turns(prompt: Prompt) -> list[Shot]:

@@ -1,7 +1,13 @@
-"""Prompts -> token ids, completions -> token ids and loss masks. The only place that knows chat templates."""
+"""Prompts -> token ids, completions -> token ids and loss masks. The only place that knows chat templates.
+
+Special tokens come from templates alone. In content (messages, system text, few-shot examples, fields of a problem,
+tool results, worked solutions) a string such as "<|im_end|>" is ordinary text.
+"""
 
 from __future__ import annotations
 
+import secrets
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,7 +17,8 @@ from assay.text.tokenizer import Tokenizer
 from assay.types import Message, Prompt, UserError
 
 Style = Literal["auto", "chat", "raw"]
-PROBE = "ASSAY-REPLY-PROBE"  # stands for a reply when we look what a template puts after one
+# Stands for a reply when we look what a template puts after one; random, so that no message can contain it.
+PROBE = f"ASSAY-REPLY-PROBE-{secrets.token_hex(8)}"
 # Replies by which one sees how a template treats them once they are history.
 REPLIES = {
     "changes them": PROBE,
@@ -57,7 +64,9 @@ class Renderer:
         self.few_shot = tuple(few_shot)
         self._add_bos = tokenizer.expects_bos if add_bos is None else add_bos
         self._chat_template = template if style == "chat" else None
-        self._raw = RawTemplate(DEFAULT_TEMPLATE if template is None else template) if style == "raw" else None
+        raw_template = DEFAULT_TEMPLATE if template is None else template
+        self._raw = RawTemplate(raw_template, self._content) if style == "raw" else None
+        self._warned = False
         self._end_id = self._find_end_id()
         ends = tokenizer.eos_ids if self._end_id is None else (self._end_id, *tokenizer.eos_ids)
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
@@ -66,17 +75,15 @@ class Renderer:
 
     def prompt_text(self, prompt: Prompt) -> str:
         """What the model is asked, as text."""
-        if self._raw:
-            return self._raw.render(prompt, self.system, self.few_shot)
-        return self._chat_text(self._conversation(prompt), open_reply=True)
+        return self.tokenizer.unescape(self._escaped_text(prompt))
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """What the model is asked, as token ids; the whole text is tokenised at once."""
-        return self._with_bos(self.tokenizer.encode(self.prompt_text(prompt)))
+        return self._with_bos(self.tokenizer.encode(self._escaped_text(prompt)))
 
     def all_prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """`prompt_ids` of each, faster."""
-        texts = [self.prompt_text(prompt) for prompt in prompts]
+        texts = [self._escaped_text(prompt) for prompt in prompts]
         return [self._with_bos(ids) for ids in self.tokenizer.encode_all(texts)]
 
     def example(self, prompt: Prompt, completion: str) -> tuple[list[int], list[int]]:
@@ -87,11 +94,12 @@ class Renderer:
         """
         if self._end_id is None:
             raise UserError("the tokenizer has no end-of-text token, so a completion's end cannot be taught: set one")
-        text = self.prompt_text(prompt)
+        text = self._escaped_text(prompt)
         prompt_ids = self._with_bos(self.tokenizer.encode(text))
+        completion = self._without_end_text(completion)
         if self._raw:
             completion = self._raw.gap(text, completion) + completion
-        completion_ids = [*self._without_end(self.tokenizer.encode(completion)), self._end_id]
+        completion_ids = [*self.tokenizer.encode(self._content(completion)), self._end_id]
         return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
 
     def next_turn_ids(self, prompt: Prompt, reply_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -112,7 +120,7 @@ class Renderer:
 
     def inline_ids(self, text: str) -> list[int]:
         """Text that is put into a reply while it is written, such as a tool's result."""
-        return self.tokenizer.encode(text) if text else []
+        return self.tokenizer.encode(self._content(text)) if text else []
 
     def rewritten_history(self) -> str:
         """How the chat template writes earlier replies otherwise than they were sampled; empty if it leaves them alone.
@@ -126,7 +134,8 @@ class Renderer:
         found = []
         for what, content in REPLIES.items():
             reply: Message = {"role": "assistant", "content": content}
-            if not self._chat_text([asked, reply, asked], open_reply=True).startswith(opening + content):
+            text = self.tokenizer.unescape(self._chat_text([asked, reply, asked], open_reply=True))
+            if not text.startswith(opening + content):
                 found.append(what)
         if "changes them" in found:
             return "changes what stands before or within them"  # and whatever else there is follows from it
@@ -150,14 +159,27 @@ class Renderer:
             opening += [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
         return opening + rest
 
-    def _chat_text(self, messages: Sequence[Message], open_reply: bool = False) -> str:
-        from jinja2 import TemplateError  # late: with the tokenizer's own libraries
+    def _escaped_text(self, prompt: Prompt) -> str:
+        """What the model is asked, with its content escaped (see Tokenizer.escape)."""
+        if self._raw:
+            return self._raw.render(prompt, self.system, self.few_shot)
+        return self._chat_text(self._conversation(prompt), open_reply=True)
 
-        try:
-            return self.tokenizer.chat_text(messages, template=self._chat_template, open_reply=open_reply)
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise UserError(f"the chat template refuses these messages ({roles}): {error}") from error
+    def _chat_text(self, messages: Sequence[Message], open_reply: bool = False) -> str:
+        escaped = [Message(role=self._content(m["role"]), content=self._content(m["content"])) for m in messages]
+        return self.tokenizer.chat_text(escaped, template=self._chat_template, open_reply=open_reply)
+
+    def _content(self, text: str) -> str:
+        """Text that is put into a template: special-token strings in it are ordinary text."""
+        escaped = self.tokenizer.escape(text)
+        if escaped != text and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a prompt, a solution or a tool result contains the text of a special token, which is encoded as "
+                "ordinary text: special tokens belong into prompt.template",
+                stacklevel=2,
+            )
+        return escaped
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         bos = self.tokenizer.bos_id
@@ -168,6 +190,13 @@ class Renderer:
         while kept and kept[-1] in self.stop_token_ids:
             kept.pop()
         return kept
+
+    def _without_end_text(self, completion: str) -> str:
+        """A completion without end tokens that are written out at its end, as in some data sets."""
+        ends = tuple(filter(None, map(self.tokenizer.token_text, self.stop_token_ids)))
+        while ends and completion.endswith(ends):
+            completion = next(completion.removesuffix(end) for end in ends if completion.endswith(end))
+        return completion
 
     def _find_end_id(self) -> int | None:
         """The token after a reply: the first special one that the chat template puts there, else eos."""

@@ -7,10 +7,14 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from assay.text.special_tokens import SpecialTokens
 from assay.types import UserError
+
+if TYPE_CHECKING:
+    from assay.text.chat_template import ChatTemplate
 
 # Tokens that end an assistant's turn in one chat format or another. Not <|end|>: some formats end a section with it.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>")
@@ -40,9 +44,24 @@ class Tokenizer:
         self.bos_id: int | None = hf.bos_token_id
         self.eos_id: int | None = hf.eos_token_id
         self.pad_id: int = next((i for i in (hf.pad_token_id, *self.eos_ids) if i is not None), 0)
+        self._added_texts: dict[int, str] = {index: token.content for index, token in hf.added_tokens_decoder.items()}
+        control_ids = self.special_ids.union(self.eos_ids)
+        control = {text: index for index, text in self._added_texts.items() if text and index in control_ids}
+        self._special = SpecialTokens(self._backend, control)
+        self._templates: dict[str, ChatTemplate] = {}
+
+    def escape(self, content: str) -> str:
+        """Content to put into a template: `encode` takes special-token strings in it for ordinary text."""
+        return self._special.escape(content)
+
+    def unescape(self, text: str) -> str:
+        """The text as a person should read it."""
+        return self._special.unescape(text)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the text and nothing else; special tokens written out in the text count as such."""
+        """Token ids of the text and nothing else. Special tokens in it count, unless content was escaped."""
+        if self._special.has_placeholder(text):
+            return self._special.encode(text.encode("utf-8", "replace").decode("utf-8"))
         try:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         except TypeError:
@@ -54,6 +73,8 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each, in as many threads as there are cores."""
+        if any(map(self._special.has_placeholder, texts)):
+            return [self.encode(text) for text in texts]
         try:
             return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         except TypeError:  # one of them is not UTF-8
@@ -66,6 +87,10 @@ class Tokenizer:
     def decode_all(self, lists: Sequence[Sequence[int]]) -> list[str]:
         """`decode` of each, in as many threads as there are cores."""
         return self._backend.decode_batch(lists, skip_special_tokens=True)
+
+    def token_text(self, index: int) -> str:
+        """The text of one added token, such as <|im_end|>; empty where there is none of this id."""
+        return self._added_texts.get(index, "")
 
     def is_part_of(self, other: Tokenizer) -> bool:
         """Whether the other one knows each of its tokens, by the same id."""
@@ -83,9 +108,13 @@ class Tokenizer:
 
     def chat_text(self, messages: Sequence[Any], *, template: str | None = None, open_reply: bool = False) -> str:
         """Messages through a chat template (the tokenizer's own unless given), as text."""
-        return self.hf.apply_chat_template(
-            list(messages), chat_template=template, add_generation_prompt=open_reply, tokenize=False
-        )
+        from assay.text.chat_template import ChatTemplate  # late: with the tokenizer's own libraries
+
+        source = self.hf.get_chat_template(template)
+        if source not in self._templates:
+            self._templates[source] = ChatTemplate(source)
+        variables = {**self.hf.special_tokens_map, "tools": None, "documents": None}
+        return self._templates[source].render(messages, {**variables, "add_generation_prompt": open_reply})
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, its config and the chat template: what AutoTokenizer reads."""

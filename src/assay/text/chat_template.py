@@ -1,0 +1,185 @@
+"""Chat templates rendered within limits: a template comes with a model, and may be malicious or broken.
+
+transformers runs templates in a sandbox without access to the system. Here loops, calls and sizes are bounded too, so
+that every template ends, and everything that goes wrong in one is an error of one line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import GeneratorType
+from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from assay.types import Message, UserError
+
+MAX_WORK = (
+    1_000_000  # units of one rendering: loop iterations and items handed to calls; a conversation takes thousands
+)
+CALL_UNITS = 10  # of a call, which takes as long as so many iterations
+MAX_CHARACTERS = 5_000_000  # of any text on the way: far more than fits into a context
+CHARACTERS_A_UNIT = 1_000  # of a text handed to a call count as one unit of work
+MAX_INT_BITS = 1_000
+LOOP, JOIN = "assay_loop", "assay_join"  # filters that take the place of loops' iterables and of `~`
+WIDE_FORMAT = re.compile(r"\{[^}]*\d{6}")  # of str.format
+WIDE_PERCENT = re.compile(r"%[^A-Za-z%]*(?:\*|\d{6})")
+
+
+class ChatTemplate:
+    """One compiled template."""
+
+    def __init__(self, source: str) -> None:
+        with template_errors("is not valid"):
+            self._environment = limited_environment()
+            self._template: Template = self._environment.from_string(source)
+
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        self._environment.work = 0
+        with template_errors(f"refuses these messages ({', '.join(m['role'] for m in messages[:20])})"):
+            text = self._template.render(messages=[dict(message) for message in messages], **variables)
+            return self._environment.checked(text)
+
+
+@contextmanager
+def template_errors(what: str) -> Iterator[None]:
+    """Whatever a template raises is the user's to know in one line."""
+    try:
+        yield
+    except RecursionError as error:
+        raise UserError("the chat template is nested too deeply, or calls itself without end") from error
+    except TemplateError as error:
+        raise UserError(f"the chat template {what}: {str(error)[:500]}") from error
+    except Exception as error:
+        raise UserError(f"the chat template {what}: {type(error).__name__}: {str(error)[:500]}") from error
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox with a budget of work for each rendering, and limits on sizes."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    work: int
+
+    def spend(self, units: int = 1) -> None:
+        self.work += units
+        if self.work > MAX_WORK:
+            raise SecurityError(f"it does not end within {MAX_WORK:,} steps")
+
+    def count(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self.spend()
+            yield item
+
+    def checked(self, value: Any) -> Any:
+        if isinstance(value, str) and len(value) > MAX_CHARACTERS:
+            raise SecurityError(f"it makes a text of more than {MAX_CHARACTERS:,} characters")
+        if isinstance(value, (list, tuple, dict)) and len(value) > MAX_WORK:
+            raise SecurityError(f"it makes a list of more than {MAX_WORK:,} items")
+        if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+            raise SecurityError("a number is too large")
+        return value
+
+    def paid(self, name: str, args: Sequence[Any]) -> list[Any]:
+        """The arguments of a call or a filter; the work is charged for, and impossible sizes are refused."""
+        self.spend(CALL_UNITS)
+        for arg in args:
+            if isinstance(arg, str):
+                self.spend(len(arg) // CHARACTERS_A_UNIT)
+            elif isinstance(arg, (list, tuple, dict, range)):
+                self.spend(len(arg))
+            elif isinstance(arg, int) and abs(arg) > MAX_CHARACTERS:
+                raise SecurityError(f"an argument of {name or 'a call'} is too large")
+        texts = [arg for arg in args if isinstance(arg, str)]
+        if name == "replace" and len(texts) == 3 and texts[0].count(texts[1]) * len(texts[2]) > MAX_CHARACTERS:
+            raise SecurityError(f"it makes a text of more than {MAX_CHARACTERS:,} characters")
+        return [self.count(arg) if isinstance(arg, GeneratorType) else arg for arg in args]
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if name in ("format", "format_map") and isinstance(owner, str) and WIDE_FORMAT.search(owner):
+            raise SecurityError("it asks for a text of too many characters")
+        self.paid(name, [owner, *args, *kwargs.values()])
+        if isinstance(function, LoopContext):  # a recursive loop: loop(children)
+            args = tuple(Counted(self, arg) for arg in args)
+        return self.checked(super().call(context, function, *args, **kwargs))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for some, times in ((left, right), (right, left)):
+                if isinstance(some, (str, list, tuple)) and isinstance(times, int) and len(some) * times > MAX_WORK:
+                    raise SecurityError("it repeats a text or a list too often")
+        if operator == "**" and not (isinstance(right, (int, float)) and abs(right) <= MAX_INT_BITS):
+            raise SecurityError("a number is too large")
+        if operator == "%" and isinstance(left, str) and WIDE_PERCENT.search(left):
+            raise SecurityError("it asks for a text of too many characters")
+        return self.checked(super().call_binop(context, operator, left, right))
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        for loop in source.find_all(nodes.For):
+            loop.iter = as_filter(loop.iter, LOOP)
+        replace_concatenations(source)
+        source.set_environment(self)
+        return super()._generate(source, *args, **kwargs)
+
+
+class Counted:
+    """What a loop iterates over, item by item on the budget."""
+
+    def __init__(self, environment: LimitedEnvironment, items: Any) -> None:
+        self._environment, self._items = environment, items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._environment.count(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)  # `loop.length` expects a TypeError where there is none
+
+
+def limited_environment() -> LimitedEnvironment:
+    """The environment that transformers makes for chat templates (filters, globals, extensions), with limits."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    limited: LimitedEnvironment = object.__new__(LimitedEnvironment)
+    limited.__dict__.update(_compile_jinja_template("").environment.overlay().__dict__)
+    limited.work = 0
+    limited.extensions = {key: extension.bind(limited) for key, extension in limited.extensions.items()}
+    limited.filters = {name: limited_filter(limited, name, function) for name, function in limited.filters.items()}
+    limited.filters[LOOP] = lambda items: Counted(limited, items)
+    limited.filters[JOIN] = lambda parts: limited.checked("".join(map(str, parts)))
+    return limited
+
+
+def limited_filter(environment: LimitedEnvironment, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)  # keeps the marks by which jinja passes its context first
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        environment.paid(name, list(kwargs.values()))
+        return environment.checked(function(*environment.paid(name, args), **kwargs))
+
+    return limited
+
+
+def replace_concatenations(tree: nodes.Node) -> None:
+    """Replace each `a ~ b` by a filter that looks at the size."""
+    for field, value in tree.iter_fields():
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, nodes.Node):
+                replace_concatenations(child)
+        if isinstance(value, list):
+            setattr(tree, field, [joined(child) for child in value])
+        else:
+            setattr(tree, field, joined(value))
+
+
+def joined(node: Any) -> Any:
+    return as_filter(nodes.List(node.nodes, lineno=node.lineno), JOIN) if isinstance(node, nodes.Concat) else node
+
+
+def as_filter(node: nodes.Node, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
