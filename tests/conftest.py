@@ -41,6 +41,12 @@ def pytest_runtest_setup() -> None:
     torch.backends.mkldnn.set_flags(True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Which code is trusted is remembered in the user's state directory: here one that belongs to the tests."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(scope="session")
 def gsm8k_folder() -> Path:
     """The GSM8K files, where they are present."""

@@ -30,6 +30,7 @@ from assay.train import adapt, checkpoint, learn, stages
 from assay.train.replay import ReplayBuffer, version_of
 from assay.train.setup import check_replays
 from assay.train.start import inherit_replay, new_run, resume_run
+from assay.train.trust import guard_run
 from assay.types import Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 __all__ = ["Algorithm", "Policy", "ReplayBuffer"]
@@ -86,9 +87,13 @@ class Algorithm(ABC):
         settings: Mapping[str, Any] | None = None,
         *,
         resume: str | Path | None = None,
+        trust: bool = False,
         quiet: bool = False,
     ) -> None:
-        """`resume`: the name or folder of a run to go on with from its last checkpoint; its settings are its own."""
+        """`resume`: the name or folder of a run to go on with from its last checkpoint; its settings are its own.
+
+        `trust`: import code that the settings of a resumed run name, even if nobody here has begun or trusted it.
+        """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError("a loop of one's own is for one process: start it without torchrun, or use assay train")
         console = Console(quiet=quiet)
@@ -97,7 +102,7 @@ class Algorithm(ABC):
             cfg.name = cfg.name or as_name(Path(config).stem if config else type(self).__name__)
             self.parts = new_run(cfg, console)
         else:
-            self.parts = resumed(resume, settings or {}, console)
+            self.parts = resumed(resume, settings or {}, console, trust)
         self.policy = Policy(self.parts)
         self.buffer = self._buffer()
         self._started = time.perf_counter()
@@ -211,11 +216,14 @@ class Algorithm(ABC):
         self._started = time.perf_counter()
 
 
-def resumed(run: str | Path, settings: Mapping[str, Any], console: Console) -> stages.Parts:
+def resumed(run: str | Path, settings: Mapping[str, Any], console: Console, trust: bool = False) -> stages.Parts:
     if others := [key for key in settings if key not in ("runs_dir", "train.steps")]:
         raise UserError(f"{others[0]} cannot be changed here: a resumed run keeps its settings, but for train.steps")
     path = find_run(str(run), Path(str(settings.get("runs_dir", TrainConfig().runs_dir))))
     cfg = load_settings(TrainConfig, path / "config.toml", settings)
+    foreign = guard_run(cfg, path, trust=trust, allow="trust=True")
+    if foreign is not None:
+        foreign.check_remote_code()
     return resume_run(cfg, Run.open(path, write=True), console)
 
 

@@ -135,7 +135,7 @@ def make(planned: Planned, console: Console, note: str) -> None:
         return
     console.note(note)
     if (planned.path / "config.toml").is_file():
-        code = launch(["train", "--resume", str(planned.path)])
+        code = launch(["train", "--resume", str(planned.path), "--trust"])  # its settings are those of this command
     else:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "config.toml"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from assay.cli.inherit import inherited_settings
+from assay.cli.inherit import add_trust, inherited_settings
 from assay.config import Count, EvalConfig, MeasureConfig, NonNegative
 from assay.runs.resolve import PREFIX
 from assay.settings import load_settings, parse_overrides
@@ -58,11 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", metavar="T", help="short for --eval.temperature [0.7]")
     parser.add_argument("--samples", metavar="N", help="short for --eval.samples [1]")
     parser.add_argument("--max", metavar="N", help="short for --eval.max_new_tokens")
+    add_trust(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     overrides = chosen(args)
-    cfg = settings_of(args.models, overrides)
+    cfg = settings_of(args.models, overrides, args.trust)
     tolerate_any_text()
     from assay.cli.chat_screen import Screen
     from assay.cli.chat_session import Session
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     if {"task", "task.name"} & set(overrides):
         desk.task(cfg.task.name)  # a mistake in it should not wait for the first question
     try:
-        speakers = [load_speaker(model, args.models, overrides, desk) for model in args.models]
+        speakers = [load_speaker(model, args.models, overrides, desk, args.trust) for model in args.models]
         session = Session(speakers, desk, params, cfg.seed, screen)
         if args.prompt:
             return answer_all(session, [valid(text) for text in args.prompt])
@@ -102,24 +103,26 @@ def chosen(args: argparse.Namespace) -> dict[str, Any]:
     return parse_overrides([*args.overrides, *words])
 
 
-def settings_of(models: list[str], overrides: dict[str, Any]) -> ChatConfig:
+def settings_of(models: list[str], overrides: dict[str, Any], trust: bool = False) -> ChatConfig:
     """The options over the settings of the first model that is a run's checkpoint; not over how it was measured."""
     runs_dir = Path(str(overrides.get("runs_dir", ChatConfig().runs_dir)))
     dropped = {"task", "reward"} if {"task", "task.name"} & set(overrides) else set()
     inherited = {
         key: value
-        for key, value in inherited_settings(models, runs_dir).items()
+        for key, value in inherited_settings(models, runs_dir, overrides, trust).items()
         if key.partition(".")[0] not in {"eval", *dropped} or key in ("eval.max_new_tokens", "eval.stop")
     }
     return load_settings(ChatConfig, None, {**inherited, **overrides})
 
 
-def load_speaker(model: str, models: list[str], overrides: dict[str, Any], desk: TaskDesk) -> Speaker:
+def load_speaker(
+    model: str, models: list[str], overrides: dict[str, Any], desk: TaskDesk, trust: bool = False
+) -> Speaker:
     """A checkpoint is asked as its own run asked it; any other model as the first checkpoint, so that they compare."""
     from assay.cli.chat_model import Speaker
     from assay.train import setup
 
-    cfg = settings_of([model] if model.startswith(PREFIX) else models, overrides)
+    cfg = settings_of([model] if model.startswith(PREFIX) else models, overrides, trust)
     needs_task = cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.task.name
     try:
         renderer, engine = setup.build_server(model, cfg, desk.task(cfg.task.name) if needs_task else None)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.cli.inherit import inherited_settings
+from assay.cli.inherit import add_trust, inherited_settings
 from assay.config import MeasureConfig
 from assay.runs.console import Console
 from assay.settings import load_settings, parse_overrides
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write all numbers here")
     parser.add_argument("--answers", metavar="FILE", help="write every answer and its verdict here, as JSONL")
+    add_trust(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,7 +85,7 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
     if args.split:
         overrides["eval.final_split"] = args.split
     runs_dir = Path(str(overrides.get("runs_dir", MeasureConfig().runs_dir)))
-    inherited = inherited_settings(args.models, runs_dir)
+    inherited = inherited_settings(args.models, runs_dir, overrides, args.trust)
     named = {"task", "task.name", "env", "env.name"}
     if named & set(overrides):  # other problems, but the model is still asked the way it learnt
         inherited = {k: v for k, v in inherited.items() if k.startswith("prompt.") or k in KEPT}

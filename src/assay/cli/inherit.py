@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from assay.cli.ranks import many
 from assay.config import TrainConfig
 from assay.runs.resolve import PREFIX, find_run, split_tag
+from assay.runs.terminal import one_line
 from assay.settings import load_settings
 
 SECTIONS = ("task", "env", "prompt", "reward", "eval")
 
 
-def inherited_settings(models: Sequence[str], runs_dir: Path) -> dict[str, Any]:
-    """The settings of these sections of the first model that is a run's checkpoint, as dotted overrides."""
+def inherited_settings(
+    models: Sequence[str], runs_dir: Path, overrides: Mapping[str, Any], trust: bool = False
+) -> dict[str, Any]:
+    """The settings of these sections of the first model that is a run's checkpoint, as dotted overrides.
+
+    Code that they name is imported only with the user's consent: `trust`, or naming it in `overrides`.
+    """
+    from assay.train.trust import guard_run, texts
+
     for model in models:
         if model.startswith(PREFIX):
             name, _ = split_tag(model.removeprefix(PREFIX))
-            cfg = load_settings(TrainConfig, find_run(name, runs_dir) / "config.toml", {})
+            folder = find_run(name, runs_dir)
+            cfg = load_settings(TrainConfig, folder / "config.toml", {})
+            guard_run(cfg, folder, typed=texts(dict(overrides)), trust=trust, ask=asker())
             tree = cfg.model_dump()
             for key in ("max_new_tokens", "stop"):
                 tree["eval"][key] = tree["eval"][key] or tree["sampling"][key]
             found = {f"{s}.{key}": value for s in SECTIONS for key, value in tree[s].items()}
             return found | {"seed": tree["seed"], "model.max_length": tree["model"]["max_length"]}
     return {}
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trust", action="store_true", help="import Python code that the run's settings name")
+
+
+def asker() -> Callable[[str], bool] | None:
+    """How to put a question to the person at the terminal; None where there is nobody, or several processes ask."""
+    if many() or not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    return ask_person
+
+
+def ask_person(question: str) -> bool:
+    print(f"{one_line(question)} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -3,6 +3,7 @@
 run=${1:-$name-$SLURM_JOB_ID}
 if [ -e "$runs/$run/config.toml" ]; then
     what=(--resume "$runs/$run")
+    [ $# -gt 0 ] || what+=(--trust)  # this job began it
 else
     what=("$config" --name "$run")
 fi

@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from assay.cli.inherit import asker
 from assay.cli.ranks import is_main, lost_another, make_console, many
 from assay.config import TrainConfig
 from assay.runs.console import Console
@@ -28,6 +29,7 @@ FIXED = (  # for as long as a run lasts, like model and task
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", help="TOML file, e.g. configs/demo.toml")
     parser.add_argument("--resume", metavar="RUN", help="go on with this run (name or folder) from its last checkpoint")
+    parser.add_argument("--trust", action="store_true", help="with --resume: import code that the run's settings name")
     parser.add_argument("--dry-run", action="store_true", help="check everything and estimate memory; train nothing")
 
 
@@ -61,6 +63,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
     from assay.runs.files import write_text
     from assay.runs.resolve import find_run
     from assay.train.start import resume_run
+    from assay.train.trust import code_settings, guard_run, texts
 
     runs_dir = Path(str(overrides.get("runs_dir", TrainConfig().runs_dir)))
     path = find_run(args.resume, runs_dir)
@@ -80,6 +83,10 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
             f"{args.config} differs from what run {path.name} was begun with in {', '.join(others[:5])}: "
             "resume without a config file, and change settings as options"
         )
+    named = [overrides, *([code_settings(asked)] if args.config else [])]  # by the user, in this very command
+    foreign = guard_run(before, path, typed=texts(named), trust=args.trust, ask=asker())
+    if foreign is not None:
+        foreign.check_remote_code()
     with Run.open(path, write=is_main()) as opened:
         parts = resume_run(cfg, opened, console)
         if is_main():

@@ -6,16 +6,21 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from assay.types import UserError
 
+guard: Callable[[str], None] | None = None  # asked before an object is imported; raises where that is not allowed
+
 
 def load_object(path: str) -> Any:
     """The object at "package.module:name" or "file.py:name"."""
     place, name = split_path(path)
+    if guard is not None:
+        guard(path)
     found: Any = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     for part in name.split("."):
         if not hasattr(found, part):
@@ -34,8 +39,17 @@ def split_path(path: str) -> tuple[str, str]:
 
 def absolute_path(path: str) -> str:
     """The same path, valid in other working directories too."""
-    place, name = split_path(path)
-    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else path
+    split_path(path)
+    return normalized(path)
+
+
+def normalized(path: str) -> str:
+    """The same for all spellings of a file's path; texts that name no object as they are."""
+    place, colon, name = path.rpartition(":")
+    try:
+        return f"{Path(place).resolve()}:{name}" if colon and place.endswith(".py") else path
+    except (OSError, ValueError, RuntimeError):  # no path at all: a null byte, a loop of links
+        return path
 
 
 def _load_module(name: str) -> ModuleType:
@@ -55,8 +69,12 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _load_file(file: Path) -> ModuleType:
-    file = file.expanduser().resolve()
-    if not file.is_file():
+    try:
+        file = file.expanduser().resolve()
+        is_file = file.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte, a loop of links, a name that is too long
+        raise UserError(f"'{str(file)[:200]}' is no path of a file ({error})") from error
+    if not is_file:
         raise UserError(f"there is no file '{file}': check the path before ':'")
     name = f"{file.stem}_{hashlib.sha256(str(file).encode(errors='surrogateescape')).hexdigest()[:12]}"
     if name in sys.modules:

@@ -99,6 +99,8 @@ class Jsonl(OwnTask):
         seed: int = 0,
     ) -> None:
         manifest = manifest_of(path)  # prepared files know how they are judged
+        if ":" in str(manifest.get("judge", "")):
+            raise UserError(f"the manifest of {path} names code to judge with: name it yourself with task.args.judge")
         super().__init__(
             open_source(path),
             map,

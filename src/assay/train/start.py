@@ -37,6 +37,7 @@ from assay.train.replay import make_buffer
 from assay.train.stages import Parts
 from assay.train.stopping import Stopping
 from assay.train.sync import sync_weights
+from assay.train.trust import remember
 from assay.train.update import Updater
 from assay.types import Prompt, UserError, Verdict
 
@@ -54,6 +55,7 @@ def new_run(cfg: TrainConfig, console: Console) -> Parts:
     mesh.barrier()  # a rank that cannot begin ends them all before there is a run
     if mesh.is_main:
         parts.run = Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg))
+        remember(cfg)
         parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, parts.run)
     parts.run.path = mesh.broadcast_object(parts.run.path)
     return parts
