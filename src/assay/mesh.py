@@ -7,7 +7,10 @@ was handed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,10 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
+from assay.heartbeat import TIMEOUT_S, Heartbeat
 from assay.types import UserError
 
 T = TypeVar("T")
-# Within a pass ranks are seconds apart at most. Between passes one of them may judge or save for as long as it takes.
+# Within a pass ranks are seconds apart at most. Between passes one of them may judge or save for as long as it takes:
+# heartbeats tell whether it still lives.
 IN_A_PASS, IN_BETWEEN = timedelta(minutes=5), timedelta(days=2)
 START = timedelta(minutes=10)  # until all processes have imported what they need
 FAILED = "assay/failed"  # in the store that all processes share: how many of them have told of an error
@@ -77,7 +82,8 @@ class Mesh:
         if self.device_mesh is None:
             return [item]
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, item, group=self.between)
+        with waiting():
+            dist.all_gather_object(found, item, group=self.between)
         return found
 
     def sum_(self, values: Tensor) -> Tensor:
@@ -91,7 +97,8 @@ class Mesh:
         if self.device_mesh is None:
             return value
         found = torch.tensor(value)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.between)
+        with waiting():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.between)
         return int(found)
 
     def any(self, here: bool) -> bool:
@@ -103,7 +110,8 @@ class Mesh:
         if self.device_mesh is None:
             return item
         box = [item]
-        dist.broadcast_object_list(box, src=0, group=self.between)
+        with waiting():
+            dist.broadcast_object_list(box, src=0, group=self.between)
         return box[0]
 
     def on_main(self, work: Callable[[], T]) -> T:
@@ -129,11 +137,28 @@ class Mesh:
         """All ranks, at the end: none goes before the others are done."""
         if self.device_mesh is not None:
             self.barrier()
+            stop_heartbeat()
             dist.destroy_process_group()
 
+    def require_equal(self, values: Mapping[str, str], remedy: str) -> None:
+        """A UserError on all ranks, which names one and what it has, unless all ranks have equal values.
 
-def init_mesh(tp: int = 1, device: torch.device | str = "cpu") -> Mesh:
-    """The grid of the processes that torchrun started, `tp` of them to a model; without torchrun, this one alone."""
+        Ranks need not have the same keys: a value is compared by those that have it.
+        """
+        if self.device_mesh is not None:
+            check_equal(self.all_gather_objects((socket.gethostname(), dict(values))), remedy)
+
+
+def init_mesh(
+    tp: int = 1,
+    device: torch.device | str = "cpu",
+    settings: Mapping[str, str] | None = None,
+    heartbeat_timeout_s: float = TIMEOUT_S,
+) -> Mesh:
+    """The grid of the processes that torchrun started, `tp` of them to a model; without torchrun, this one alone.
+
+    `settings` have to be equal on all ranks, and are compared first: with another `tp` ranks would wait for each other.
+    """
     device = torch.device(device)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world % tp:
@@ -150,11 +175,52 @@ def init_mesh(tp: int = 1, device: torch.device | str = "cpu") -> Mesh:
         raise UserError(f"{world} processes cannot share device '{device.type}': use cuda or cpu, or one process")
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=START)
+        start_heartbeat(heartbeat_timeout_s)
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, (socket.gethostname(), dict(settings or {})))
+    check_equal(found, "start all ranks with the same command, config file, code and packages")
     grid = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
     for group in (None, grid.get_group("dp"), grid.get_group("tp")):
         set_timeout(IN_A_PASS, group)
     # Gloo even beside NCCL: plain objects need not go through a GPU, and a GPU need not spin while a judge thinks.
     return Mesh(device, grid, dist.new_group(backend="gloo", timeout=IN_BETWEEN))
+
+
+def check_equal(found: Sequence[tuple[str, Mapping[str, str]]], remedy: str) -> None:
+    """`found`: host and values of each rank. The value that most ranks have is the one that the others should have."""
+    keys = dict.fromkeys(key for _, values in found for key in values)
+    odd: dict[int, list[str]] = {}
+    for key in keys:
+        holders = [rank for rank, (_, values) in enumerate(found) if key in values]
+        (usual, _), *others = Counter(found[rank][1][key] for rank in holders).most_common()
+        if others:
+            rank = next(rank for rank in holders if found[rank][1][key] != usual)
+            peer = next(other for other in holders if found[other][1][key] == usual)
+            value = found[rank][1][key]
+            odd.setdefault(rank, []).append(f"{key} is {value:.200} there, and {usual:.200} on rank {peer}")
+    if odd:
+        rank, texts = next(iter(odd.items()))
+        more = f" (and {len(texts) - 3} more differences)" if len(texts) > 3 else ""
+        raise UserError(f"rank {rank} on {found[rank][0]} differs: {'; '.join(texts[:3])}{more}; {remedy}")
+
+
+_heartbeat: Heartbeat | None = None  # of this process, as there is one process group
+
+
+def start_heartbeat(timeout_s: float) -> None:
+    global _heartbeat
+    _heartbeat = Heartbeat(default_store(), dist.get_rank(), dist.get_world_size(), timeout_s)
+
+
+def stop_heartbeat() -> None:
+    global _heartbeat
+    if _heartbeat is not None:
+        _heartbeat.stop()
+    _heartbeat = None
+
+
+def waiting() -> AbstractContextManager[None]:
+    return nullcontext() if _heartbeat is None else _heartbeat.waiting()
 
 
 def own_gpu(local_rank: int) -> torch.device:

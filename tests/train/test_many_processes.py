@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +278,76 @@ def test_a_rank_that_fails_alone_says_so(tmp_path: Path) -> None:
     assert time.monotonic() - struck < 60
     assert "the second rank has had enough" in said
     assert json.loads((small.checkpoint(0) / "complete.json").read_text())["step"] == 0
+
+
+def each(small: SmallRuns, *words: tuple[object, ...]) -> list[Any]:
+    """One process per rank, each with words of its own, as on hosts whose config files differ."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = str(server.getsockname()[1])
+    common = {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = []
+    for rank, own in enumerate(words):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items():
+                patch.setenv(name, value)
+            started.append(small.process("train", small.config, *own))
+    return started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "other",
+    [
+        "--optim.lr=0.1",
+        "--seed=3",
+        "--optim.weight_decay=0.5",
+        "--train.steps=3",
+        "--algo.updates=2",
+        "--parallel.tp=2",
+    ],
+)
+def test_a_rank_with_another_setting_ends_all_ranks_before_there_is_a_run(tmp_path: Path, other: str) -> None:
+    small = SmallRuns(tmp_path)
+    said = [ended(process, code=2) for process in each(small, (), (other,))]
+    key, value = other.removeprefix("--").split("=")
+    (line,) = [line for text in said for line in text.splitlines() if line.startswith("assay: ")]
+    assert f"rank 1 on {socket.gethostname()} differs: {key} is {value} there, and " in line
+    assert not small.runs.exists()
+
+
+def gone(pids: Iterable[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_ends_the_run_which_goes_on_later(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    ended(small.launch(2, "train", small.config, *SLOWLY))
+    words = (*SLOWLY, "--parallel.heartbeat_timeout_s", 6, "--name", "stopped")
+    process = small.launch(2, "train", small.config, *words)
+    wait_for_step(small, "stopped", 5, process)
+    found = ranks(process.pid)
+    os.kill(found[1], signal.SIGSTOP)
+    said = ended(process, code=1)
+    assert f"assay: rank 1 on {socket.gethostname()} has not responded for" in said and "exitcode  : 2" in said
+    assert gone(found.values())
+    ended(small.launch(2, "train", "--resume", "stopped"))
+    small.same_run("small", "stopped", 8)
+
+
+@pytest.mark.slow
+def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    process = small.launch(2, "train", small.config, *SLOWLY, "--train.steps", 500)
+    wait_for_step(small, "small", 3, process)
+    found = ranks(process.pid)
+    process.kill()
+    until = time.monotonic() + 100
+    while not gone(found.values()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    said = process.communicate()[0]
+    assert "assay: the launcher of rank 0 has ended" in said
+    assert f"go on with: assay train --resume {small.runs / 'small'}" in said
+    assert checkpoints.last_sound(small.runs / "small") == (small.metrics()[-1]["step"], [])

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import ModuleType
 
 from assay import __version__
-from assay.cli.ranks import is_main, may_tell
+from assay.cli.ranks import is_main, many, may_tell
 from assay.types import UserError
 
 COMMANDS = {
@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if may_tell():
             print(f"assay: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        if many():  # the launcher stops the other ranks as soon as one has ended: each keeps its own exit code
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return 2
     except BrokenPipeError:  # e.g. `assay runs | head`
         silence_closed_streams()

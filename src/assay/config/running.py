@@ -88,6 +88,8 @@ class ParallelConfig(Section):
     """processes that hold one model together (tensor parallelism); the others split the batch"""
     mode: Literal["auto", "ddp", "fsdp"] = "auto"
     """between those that split the batch. ddp: whole copies; fsdp: parts; auto: fsdp on GPUs from 1e9 parameters on"""
+    heartbeat_timeout_s: NonNegative = 300.0
+    """a process that has shown no sign of life for so many seconds ends the run; 0: it is reported and waited for"""
 
 
 class EngineConfig(Section):

@@ -6,6 +6,7 @@ It is exact integer arithmetic, so it does not depend on device, thread count or
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import islice
@@ -21,6 +22,13 @@ AT_ONCE = 16  # chunks, where starting an operation costs more than its intermed
 
 def fingerprint(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
     """The fingerprint of named weights, as they are or as they would be after a cast to `dtype`."""
+    found = digests(weights, dtype)
+    text = "".join(f"{found[name]};" for name in sorted(found))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def digests(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, str]:
+    """Of each named weight: its name, shape, dtype and a number that stands for all of its bits."""
     headings: dict[str, str] = {}
     sums: dict[str, Tensor] = {}
     for name, weight in weights:  # one at a time: whole ones may be gathered from many ranks just for this
@@ -29,10 +37,15 @@ def fingerprint(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
             value = value.to(dtype)
         headings[name] = f"{name}:{tuple(value.shape)}:{value.dtype}"
         sums[name] = chunk_sums(value, 1 if value.device.type == "cpu" else AT_ONCE)
-    names = sorted(headings)
-    found = iter(torch.cat([sums[name] for name in names]).tolist() if names else [])  # waits for the device once
-    text = "".join(f"{headings[name]}:{combined(islice(found, len(sums[name])))};" for name in names)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    # Waits for each device once: moments may be on another one than the counts of their steps.
+    by_device: dict[torch.device, list[str]] = defaultdict(list)
+    for name, values in sums.items():
+        by_device[values.device].append(name)
+    found: dict[str, str] = {}
+    for names in by_device.values():
+        numbers = iter(torch.cat([sums[name] for name in names]).tolist())
+        found |= {name: f"{headings[name]}:{combined(islice(numbers, len(sums[name])))}" for name in names}
+    return found
 
 
 def chunk_sums(value: Tensor, at_once: int) -> Tensor:

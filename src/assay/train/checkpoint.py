@@ -26,6 +26,7 @@ from assay.models.export import shard_name, split, write_files
 from assay.models.lora import adapters_off
 from assay.runs import checkpoints
 from assay.text import Tokenizer
+from assay.train.agreement import check_replicas
 from assay.train.critic import Critic
 from assay.train.replay import ReplayBuffer
 from assay.train.shards import is_split, load_parts, save_parts, saved_shapes
@@ -57,6 +58,10 @@ class State:
     pass_rates: dict[str, list[float]] = field(default_factory=dict)  # running ones by prompt, and the step of each
     facts: dict[str, Any] = field(default_factory=dict)  # what the summary needs from before, e.g. the warm start
 
+    def counts(self) -> dict[str, Any]:
+        """What depends on no clock, and so is equal on all ranks."""
+        return {f"state.{key}": getattr(self, key) for key in ("step", "cursor", "tokens", "answers", "skipped")}
+
 
 def save(
     run_path: Path,
@@ -74,6 +79,8 @@ def save(
     `reference`: given where it moves; one that stays is in the run's folder, once.
     """
     mesh = mesh or Mesh()
+    tensors = optimizer_tensors(policy, optimizer)
+    check_replicas(replicated(policy, tensors, reference, critic), state.counts(), state.step, mesh)
     with saving_together(run_path, state.step, mesh) as folder:
         write = partial(save_model, shard_bytes=FILE_BYTES, writes=mesh.is_main)
         write(policy, folder / "model", eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
@@ -81,7 +88,6 @@ def save(
             save_adapter(policy, folder / ADAPTER, writes=mesh.is_main)
         if reference is not None:
             write(reference, folder / REFERENCE)
-        tensors = optimizer_tensors(policy, optimizer)
         if tensors and is_split(policy):
             save_parts(folder / PARTS, tensors, mesh)
         elif mesh.is_main:
@@ -93,6 +99,19 @@ def save(
         if mesh.is_main:
             tokenizer.save(folder / "model")
             (folder / "state.json").write_text(json.dumps(asdict(state), indent=1))
+
+
+def replicated(
+    policy: PolicyModel, moments: dict[str, Tensor], reference: PolicyModel | None, critic: Critic | None
+) -> dict[str, Tensor]:
+    """Every tensor of which several ranks may hold the same part."""
+    found = dict(policy.named_parameters()) | moments
+    if reference is not None:
+        gather_back(reference)
+        found |= {f"reference {name}": weight for name, weight in reference.named_parameters()}
+    if critic is not None:
+        found |= {f"critic {name}": value for name, value in critic.tensors()}
+    return {name: value.detach() for name, value in found.items()}
 
 
 @contextmanager

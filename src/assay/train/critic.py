@@ -184,7 +184,7 @@ class Critic:
     def save(self, folder: Path) -> None:
         """All ranks together: what lies in parts is gathered, and the main one writes it."""
         gather_back(self.model)
-        gathered = ((name, whole(value.detach())) for name, value in self._tensors())
+        gathered = ((name, whole(value.detach())) for name, value in self.tensors())
         tensors = {name: value.cpu().contiguous() for name, value in gathered if self.mesh.is_main}
         if self.mesh.is_main:
             save_file(tensors, folder / FILE)
@@ -203,14 +203,16 @@ class Critic:
                     count = torch.zeros((), device=weight.device)  # of steps
                     state = {kind: count.clone() if kind == "step" else torch.zeros_like(weight) for kind in kinds}
                     self.optimizer.state[weight] = state
-            wanted = {name: value.detach() for name, value in self._tensors()}
+            wanted = {name: value.detach() for name, value in self.tensors()}
             if is_split(self.model):
                 load_parts(folder, wanted)
                 return
             for name, value in wanted.items():
                 value.copy_(saved.get_tensor(name))
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights and moments; a shared trunk's are the policy's."""
+        gather_back(self.model)
         for name, weight in self.model.own_parameters().items():
             yield name, weight
             for kind, value in self.optimizer.state.get(weight, {}).items():

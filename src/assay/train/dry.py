@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from assay.config import TrainConfig
-from assay.mesh import init_mesh
 from assay.models.decoder import Decoder
-from assay.models.device import free_memory, pick_device
+from assay.models.device import free_memory
 from assay.runs.console import Console
 from assay.train import setup
+from assay.train.agreement import start_mesh
 from assay.train.reference import load_reference
 from assay.train.sft import solution_rows
 from assay.train.stages import Parts
@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
-    mesh = init_mesh(cfg.parallel.tp, pick_device(cfg.device))
+    mesh = start_mesh(cfg)
     parts = assemble(cfg, console, setup.model_source(cfg.model, cfg.runs_dir), mesh, time.perf_counter())
     with parts.collector.judge as judge:
         prompts = parts.stream.next(min(cfg.train.prompts, 64))

@@ -19,6 +19,7 @@ from assay.models.lora import is_untrained, merged_parts
 from assay.runs import checkpoints
 from assay.runs.resolve import resolve_model
 from assay.text import Tokenizer, load_tokenizer
+from assay.train.agreement import check_weights
 from assay.train.checkpoint import FILE_BYTES
 from assay.train.checkpoint import REFERENCE as KEPT
 from assay.train.parallel import parallelise
@@ -113,6 +114,7 @@ def place(updater: Updater, cfg: TrainConfig, folder: str, same_tokens: bool = F
             f"the reference reads at most {reference.max_length} tokens, the policy {longest}: "
             f"set model.max_length = {reference.max_length}, or choose another reference"
         )
+    check_weights(updater.mesh, "reference", reference)
     reference = parallelise(reference.requires_grad_(False), updater.mesh, cfg.parallel.mode, updater.dtype)
     if moves(cfg.algo) and shapes(reference) != shapes(updater.policy):
         raise UserError("a reference that is to follow the policy must have its shape: choose another algo.reference")

@@ -11,8 +11,8 @@ import torch
 
 from assay.config import TrainConfig
 from assay.engine.base import Engine
-from assay.mesh import Mesh, init_mesh
-from assay.models import Decoder, Lora, PolicyModel, add_lora, load_adapter, pick_device, pick_dtype
+from assay.mesh import Mesh
+from assay.models import Decoder, Lora, PolicyModel, add_lora, load_adapter, pick_dtype
 from assay.rewards import JudgePool, check_verdicts
 from assay.rollout import Collector
 from assay.rollout.episodes import check_history
@@ -26,6 +26,7 @@ from assay.tasks.base import UNLIMITED, LazyPrompts, prompts_of
 from assay.tasks.overlap import overlap
 from assay.text import Renderer
 from assay.train import checkpoint, setup
+from assay.train.agreement import check_inputs, start_mesh
 from assay.train.apart import Apart, home_of_policy
 from assay.train.critic import make_critic
 from assay.train.data import PromptStream
@@ -47,7 +48,7 @@ READ_FIRST, READ_AT_MOST = 64, 20_000  # prompts whose length is looked at befor
 def new_run(cfg: TrainConfig, console: Console) -> Parts:
     """Everything that can fail on the user's settings fails before a run directory is made."""
     clock = time.perf_counter()
-    mesh = init_mesh(cfg.parallel.tp, pick_device(cfg.device))
+    mesh = start_mesh(cfg)
     parts = assemble(cfg, console, named_model(cfg, mesh), mesh, clock)
     if parts.algo.needs_reference:
         load_reference(parts.updater, cfg, parts.tokenizer)
@@ -64,7 +65,7 @@ def new_run(cfg: TrainConfig, console: Console) -> Parts:
 def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
     """Go on from the last sound checkpoint; whatever the run wrote after it is cut back."""
     clock = time.perf_counter()
-    mesh = init_mesh(cfg.parallel.tp, pick_device(cfg.device))
+    mesh = start_mesh(cfg)
     step, complaints = mesh.on_main(lambda: checkpoints.last_sound(run.path))
     damage: list[str] = []  # of the model that adapters were trained on
     if step is None and complaints:
@@ -153,6 +154,8 @@ def assemble(
         add_lora(policy, lora, cfg.seed)
     if adapters is not None:
         load_adapter(policy, adapters)
+    demonstrations = setup.build_demonstrations(cfg)
+    check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
     engine = lay_out(cfg, policy, renderer, mesh, dtype)
     setup.prepare_policy(policy, cfg.train, mesh.world)
@@ -173,7 +176,7 @@ def assemble(
         updater=updater,
         algo=algo,
         stream=PromptStream(train, cfg.seed),
-        demonstrations=setup.build_demonstrations(cfg),
+        demonstrations=demonstrations,
         evaluations=evaluations,
         total_steps=total_steps(cfg, len(train)),
         state=checkpoint.State(),
