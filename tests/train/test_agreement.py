@@ -38,9 +38,15 @@ def test_the_rank_that_differs_from_most_is_named_with_both_values() -> None:
 
 def test_settings_of_one_host_may_differ_and_all_others_may_not(tmp_path: Path) -> None:
     cfg = TrainConfig()
-    cfg.model.source, cfg.task.path, cfg.runs_dir, cfg.reward.workers = "/here/model", "/here/data", "/here", 7
+    cfg.model.tokenizer, cfg.task.path, cfg.runs_dir, cfg.reward.workers = "/here/words", "/here/data", "/here", 7
     assert settings(cfg) == settings(TrainConfig())
-    for change in ({"seed": 1}, {"optim": {"lr": 0.5}}, {"algo": {"updates": 3}}, {"task": {"args": {"size": 3}}}):
+    for change in (
+        {"seed": 1},
+        {"model": "/elsewhere"},
+        {"optim": {"lr": 0.5}},
+        {"algo": {"updates": 3}},
+        {"task": {"args": {"size": 3}}},
+    ):
         assert settings(TrainConfig.model_validate(change)) != settings(TrainConfig())
     file = tmp_path / "mine.py"
     found = []

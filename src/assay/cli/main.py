@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if may_tell():
             print(f"assay: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        if many():  # the launcher stops the other ranks as soon as one has ended: each keeps its own exit code
+        # The launcher stops the other ranks as soon as one has ended: each keeps its own exit code.
+        if many() and argv is None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return 2
     except BrokenPipeError:  # e.g. `assay runs | head`

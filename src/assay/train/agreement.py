@@ -31,10 +31,7 @@ from assay.types import Prompt
 
 # Rank 0 alone reads the first; contents of the files below may be copies on each host, and are compared as data.
 MAY_DIFFER = ("name", "runs_dir", "reward.workers", "log.wandb", "log.tensorboard")
-PATHS = (
-    *("model.source", "model.tokenizer", "task.path", "env.path", "algo.reference"),
-    *("prompt.system_file", "prompt.few_shot_file"),
-)
+PATHS = ("model.tokenizer", "task.path", "env.path", "prompt.system_file", "prompt.few_shot_file")
 PACKAGES = ("transformers", "tokenizers", "safetensors", "math-verify")
 GENERATED = 16  # prompts that are looked at where each has to be made
 SAME_INPUTS = "give all ranks the same files"
