@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from assay.algos.advantages import ADVANTAGES
 from assay.types import UserError
 
-GROUPED = ["group_mean", "group_norm", "leave_one_out", "group_mean_batch_norm", "group_mean_rescaled", "beta_norm"]
+GROUPED = [
+    *("group_mean", "group_norm", "leave_one_out", "group_mean_batch_norm", "group_mean_token_norm"),
+    *("group_mean_rescaled", "beta_norm"),
+]
 groups_of_rewards = st.lists(st.lists(st.floats(-10, 10), min_size=2, max_size=6), min_size=1, max_size=5)
 
 
@@ -35,10 +38,10 @@ def reference(name: str, groups: list[list[float]]) -> list[list[float]]:
             out.append([r - sum(o) / len(o) for r, o in zip(group, others, strict=True)])
         elif name == "batch_mean":
             out.append([r - sum(everything) / len(everything) for r in group])
-        elif name == "batch_norm":
+        elif name in ("batch_norm", "token_norm"):  # the same where each reward is that of one token
             scale = float(np.std(everything, ddof=1)) + 1e-4
             out.append([(r - sum(everything) / len(everything)) / scale for r in group])
-        elif name == "group_mean_batch_norm":
+        elif name in ("group_mean_batch_norm", "group_mean_token_norm"):
             residuals = np.array([r - sum(g) / len(g) for g in groups for r in g])
             scale = float(np.std(residuals, ddof=1)) + 1e-4
             out.append([(r - mean - float(residuals.mean())) / scale for r in group])
@@ -47,7 +50,7 @@ def reference(name: str, groups: list[list[float]]) -> list[list[float]]:
             out.append([(r - mean) * len(groups) / max(telling, 1) for r in group])
         elif name == "beta_norm":
             density = beta_density(mean, *fitted_beta([sum(g) / len(g) for g in groups]))
-            out.append([(r - mean) / density if 0 < mean < 1 else 0.0 for r in group])
+            out.append([(r - mean) * min(1 / density, 1e6) if 0 < mean < 1 else 0.0 for r in group])
         else:
             out.append(list(group))
     return out
@@ -55,7 +58,7 @@ def reference(name: str, groups: list[list[float]]) -> list[list[float]]:
 
 def fitted_beta(rates: list[float]) -> tuple[float, float]:
     """BNPO's alpha and beta, by the moments of the groups' mean rewards."""
-    mean, variance = float(np.mean(rates)), float(np.var(rates))
+    mean, variance = float(np.mean(rates)), float(np.var(rates, ddof=1)) if len(rates) > 1 else 0.0
     if variance <= 1e-12 or (size := mean * (1 - mean) / variance - 1) <= 0:
         return 1.0, 1.0
     return 1 + mean * size / 3, 1 + (1 - mean) * size / 3
@@ -66,7 +69,7 @@ def beta_density(p: float, alpha: float, beta: float) -> float:
     if not 0 < p < 1:
         return 1.0
     scale = math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
-    return math.exp((alpha - 1) * math.log(p) + (beta - 1) * math.log(1 - p) - scale)
+    return max(math.exp((alpha - 1) * math.log(p) + (beta - 1) * math.log(1 - p) - scale), 1e-300)
 
 
 def assert_close(actual: list[list[float]], expected: list[list[float]], tolerance: float) -> None:
@@ -102,9 +105,9 @@ def test_new_values_by_hand() -> None:
     scale = (0.5 / 3) ** 0.5 + 1e-4  # of -0.5, 0.5, 0 and 0
     assert give("group_mean_batch_norm", [[0, 1], [5, 5]])[0] == pytest.approx([-0.5 / scale, 0.5 / scale])
     assert give("group_mean_rescaled", [[1, 0], [1, 1], [0, 0]]) == [[1.5, -1.5], [0, 0], [0, 0]]
-    # p = 0.25 and 0.75: variance 1/16, a + b = 3, a = b = 1.5, and Beta(1.5, 1.5) has density 8/pi sqrt(p (1 - p))
-    found = give("beta_norm", [[1, 0, 0, 0], [1, 1, 1, 0]])
-    density = 8 / math.pi * (3 / 16) ** 0.5
+    # p = 0.25, 0.25, 0.75 and 0.75: unbiased variance 1/12, a = b = 1, and f is the density of Beta(4/3, 4/3)
+    found = give("beta_norm", [[1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1]])
+    density = math.gamma(8 / 3) / math.gamma(4 / 3) ** 2 * (3 / 16) ** (1 / 3)
     assert found[0] == pytest.approx([0.75 / density, *[-0.25 / density] * 3])
 
 
@@ -132,6 +135,32 @@ def test_beta_norm_falls_back_to_the_mean_and_takes_probabilities_only() -> None
         give("beta_norm", [[1, -0.5]])
 
 
+def test_beta_norm_is_bounded_where_the_density_underflows() -> None:
+    """Nearly all p alike: the Beta is narrow, and at the one p that lies apart its density is 0 in float64."""
+    groups = [[1.0] * 5 + [0.0] * 5] * 2000 + [[1.0] + [0.0] * 9]
+    found = give("beta_norm", groups)
+    assert found[-1] == pytest.approx([0.9e6, *[-0.1e6] * 9])
+    assert all(math.isfinite(value) for group in found for value in group)
+
+
+@pytest.mark.parametrize("name", ["token_norm", "group_mean_token_norm"])
+def test_token_norms_count_every_token_of_an_answer(name: str) -> None:
+    rewards, tokens = [[1.0, 0.0, 0.5], [0.0, 1.0]], [[3, 1, 0], [7, 2]]
+    function = ADVANTAGES[name]
+    found = function(*([torch.tensor(v, dtype=torch.float64) for v in values] for values in (rewards, tokens)))  # type: ignore[call-arg, arg-type]
+    means = [sum(group) / len(group) if name.startswith("group") else 0.0 for group in rewards]
+    values = [[r - mean for r in group] for group, mean in zip(rewards, means, strict=True)]
+    every = [v for vs, ns in zip(values, tokens, strict=True) for v, n in zip(vs, ns, strict=True) for _ in range(n)]
+    expected = [[(v - np.mean(every)) / (np.std(every, ddof=1) + 1e-4) for v in group] for group in values]
+    assert_close([group.tolist() for group in found], expected, 1e-12)
+
+
+def test_equal_returns_have_token_norms_of_exactly_0() -> None:
+    tokens = [torch.tensor([3.0, 5.0, 1.0], dtype=torch.float64)]
+    (found,) = ADVANTAGES["token_norm"]([torch.full((3,), 0.1, dtype=torch.float64)], tokens)  # type: ignore[call-arg]
+    assert found.tolist() == [0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("name", GROUPED)
 def test_single_samples_have_no_group_baseline(name: str) -> None:
     with pytest.raises(UserError, match=r'raise samples .* advantage="batch_mean"'):
@@ -144,7 +173,7 @@ def test_single_samples_suit_a_batch_baseline() -> None:
         pytest.approx([0.5 / (0.5**0.5 + 1e-4)]),
         [pytest.approx(-0.70700679)],
     ]
-    for name in ("batch_mean", "batch_norm"):
+    for name in ("batch_mean", "batch_norm", "token_norm"):
         with pytest.raises(UserError, match="two rollouts"):
             give(name, [[1.0]])
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from assay.algos.aggregate import AGGREGATES
 from assay.algos.algorithm import Algorithm
 from assay.algos.batch import LossBatch
 from assay.algos.importance import CORRECTIONS
@@ -393,3 +394,42 @@ def test_the_length_limit_is_asked_for() -> None:
         RECIPES["dr_grpo"].token_weights(torch.tensor([1, 2]))
     with pytest.raises(UserError, match="max_new_tokens"):
         RECIPES["dapo"].credit([make_group("a", [(1, 2), (0, 2)])])
+
+
+def test_ppo_clip_weighs_tokens_by_trainer_over_engine_without_a_correction() -> None:
+    """Ratios start from the engine's log-probabilities: within the clip range, that is an importance weight."""
+    torch.manual_seed(0)
+    logprobs = torch.randn(40, dtype=torch.float64).sub(2).requires_grad_()
+    engine = logprobs.detach() + 0.05 * torch.randn(40, dtype=torch.float64)  # well within 0.8 and 1.2
+    advantages, weights = torch.randn(40, dtype=torch.float64), torch.full((40,), 1 / 40, dtype=torch.float64)
+    ratio_loss = make_algorithm("grpo").loss(LossBatch(logprobs, engine, advantages, weights))
+    corrected = make_algorithm("simple", correction="token_truncate").loss(
+        LossBatch(logprobs, logprobs.detach(), advantages, weights, engine_logprobs=engine)
+    )
+    plain = make_algorithm("simple").loss(LossBatch(logprobs, engine, advantages, weights))
+    found, expected, without = (torch.autograd.grad(out.total, logprobs)[0] for out in (ratio_loss, corrected, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(found, without, rtol=1e-3)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_the_entropy_bonus_has_the_same_weight_beside_the_policy_loss_in_every_aggregation(aggregate: str) -> None:
+    """The ratio of both gradients at a token depends on neither the lengths nor the limit."""
+    algo = make_algorithm("dr_grpo", aggregate=aggregate, entropy_coef=0.01, max_new_tokens=1000)
+    lengths = torch.tensor([2, 5, 1])
+    weights = algo.token_weights(lengths).repeat_interleave(lengths)
+    logprobs, entropy = (torch.full((8,), value, dtype=torch.float64, requires_grad=True) for value in (-1.0, 0.7))
+    out = algo.loss(LossBatch(logprobs, logprobs.detach(), torch.full_like(weights, 2.0), weights, entropy=entropy))
+    of_policy, of_entropy = torch.autograd.grad(out.total, (logprobs, entropy))
+    torch.testing.assert_close(of_entropy / of_policy, torch.full_like(weights, 0.01 / 2.0))
+
+
+def test_dual_clip_applies_to_ppo_clip_and_is_logged() -> None:
+    logprobs, nothing = torch.tensor([2.0, 2.0, 0.1]), torch.zeros(3)
+    advantages, weights = torch.tensor([-1.0, 1.0, -1.0]), torch.ones(3)
+    found = metrics(make_algorithm("grpo", dual_clip=3.0).loss(LossBatch(logprobs, nothing, advantages, weights)).sums)
+    assert found["loss/policy"] == pytest.approx(3.0 - 1.2 + math.exp(0.1))
+    assert found["policy/dual_clip_fraction"] == pytest.approx(1 / 3)
+    assert "policy/dual_clip_fraction" not in metrics(
+        make_algorithm("grpo").loss(LossBatch(logprobs, nothing, advantages, weights)).sums
+    )

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.algos.losses import LOSSES, cispo, ppo_clip, reinforce
+from assay.algos.losses import LOSSES, cispo, dual_clip, ppo_clip, reinforce
 
 
 def column(values: list[float], grad: bool = False) -> torch.Tensor:
@@ -45,6 +45,33 @@ def test_ppo_clip_value_gradient_and_statistics(tokens: list[tuple[float, float]
     clipped = [slope == 0.0 and a != 0 for (_, slope), (_, a) in zip(expected, tokens, strict=True)]
     assert stats["clip_fraction"].tolist() == clipped
     assert (stats["clip_low_fraction"] | stats["clip_high_fraction"]).tolist() == clipped
+
+
+@settings(deadline=None)
+@given(
+    tokens=st.lists(st.tuples(st.floats(-3, 3), st.floats(-2, 2)), min_size=1, max_size=8),  # (log-ratio, advantage)
+    limit=st.floats(1.1, 15),
+)
+def test_dual_clip_limits_the_ratio_of_negative_advantages(tokens: list[tuple[float, float]], limit: float) -> None:
+    """max(min(q A, clip(q) A), limit A) where A < 0, and the gradient of whichever branch that is."""
+    kinks = (0.8, 1.28, limit)
+    tokens = [t for t in tokens if min(abs(math.exp(t[0]) - kink) for kink in kinks) > 1e-9]
+    logprobs = column([log_ratio for log_ratio, _ in tokens], grad=True)
+    advantages = column([a for _, a in tokens])
+    losses, limited = dual_clip(
+        ppo_clip(logprobs, column([0.0] * len(tokens)), advantages, 0.2, 0.28)[0], advantages, limit
+    )
+    losses.sum().backward()
+    expected = []
+    for log_ratio, a in tokens:
+        if a < 0 and math.exp(log_ratio) > limit:
+            expected.append((-limit * a, 0.0))
+        else:
+            expected.append(ppo_value_and_slope(math.exp(log_ratio), a, 0.2, 0.28))
+    assert losses.tolist() == pytest.approx([value for value, _ in expected], abs=1e-12)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([slope for _, slope in expected], abs=1e-12)
+    assert limited.tolist() == [a < 0 and math.exp(log_ratio) > limit for log_ratio, a in tokens]
 
 
 def test_ppo_clip_has_separate_bounds() -> None:

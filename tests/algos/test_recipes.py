@@ -21,13 +21,15 @@ def test_names_and_defining_settings() -> None:
     assert defining["simple"][:3] == ("group_mean", "reinforce", "token")
     assert defining["rloo"][:3] == ("leave_one_out", "reinforce", "constant")
     assert defining["reinforce"][:3] == ("batch_mean", "reinforce", "token")
-    assert defining["reinforce_pp"] == ("batch_norm", "ppo_clip", "token", 0.2, 0.2)
+    assert defining["reinforce_pp"] == ("token_norm", "ppo_clip", "token", 0.2, 0.2)
     assert defining["ppo"] == ("none", "ppo_clip", "token", 0.2, 0.2)
     assert defining["remax"][:3] == ("none", "reinforce", "constant")
     assert defining["gspo"] == ("group_norm", "ppo_clip", "sequence", 3e-4, 4e-4)
     assert defining["cispo"] == ("group_norm", "cispo", "token", 1.0, 4.0)
     assert defining["gpg"][:3] == ("group_mean_rescaled", "reinforce", "token")
-    assert defining["bnpo"] == ("beta_norm", "ppo_clip", "sequence", 0.2, 0.2)
+    assert defining["bnpo"] == ("beta_norm", "ppo_clip", "constant", 0.2, 0.28)
+    assert {name: recipe.dual_clip for name, recipe in RECIPES.items() if recipe.dual_clip} == {"bnpo": 10.0}
+    assert all(recipe.correction is None for recipe in RECIPES.values())
     assert RECIPES["gspo"].ratio == "sequence" and RECIPES["gspo"].needs_sequences and RECIPES["gspo"].rescores
     assert [name for name, recipe in RECIPES.items() if recipe.greedy_baseline] == ["remax"]
     assert [name for name, recipe in RECIPES.items() if recipe.critic] == ["ppo"]
@@ -64,6 +66,9 @@ def test_own_functions_are_accepted() -> None:
         ("grpo", {"clip_low": -0.1}, "clip_low = -0.1 must not be negative"),
         ("grpo", {"clip_high": float("nan")}, "clip_high = nan must be a number"),
         ("grpo", {"clip_high": "0.2"}, "clip_high = '0.2' must be a number"),
+        ("grpo", {"dual_clip": 0.9}, "dual_clip = 0.9 must be above 1, e.g. 3, or 0 for none"),
+        ("grpo", {"dual_clip": -3.0}, "dual_clip = -3.0 must not be negative"),
+        ("reinforce_pp", {"advantage": "batch_norm", "reward_kl_coef": 0.1}, "batch_mean, token_norm, none"),
         ("grpo", {"updates": 0}, "updates = 0 must be a whole number of at least 1"),
         ("grpo", {"updates": 1.5}, "updates = 1.5 must be a whole number"),
         ("grpo", {"updates": True}, "updates = True must be a whole number"),

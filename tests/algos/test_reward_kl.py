@@ -62,18 +62,12 @@ def test_a_token_pays_for_itself_and_those_after_it(advantage: str) -> None:
     make_algorithm("rloo", advantage=advantage, reward_kl_coef=0.3, reward_kl_per="token").credit(groups, reference)
     every = [rollout for group in groups for rollout in group.rollouts]
     group_of = {id(rollout): group for group in groups for rollout in group.rollouts}
-    returns = []
-    for rollout, ref in zip(every, reference, strict=True):
-        own = [p for turn in rollout.turns for p in turn.completion.engine_logprobs]
-        assert rollout.verdict is not None
-        returns += [rollout.verdict.reward - 0.3 * (sum(own[i:]) - sum(ref[i:])) for i in range(len(own))]
-    mean_of_tokens = sum(returns) / len(returns)
     for rollout, ref in zip(every, reference, strict=True):
         others = group_of[id(rollout)].rollouts
         baseline = {
             "group_mean": sum(r.reward for r in others) / len(others),
             "leave_one_out": sum(r.reward for r in others if r is not rollout) / (len(others) - 1),
-            "batch_mean": mean_of_tokens,
+            "batch_mean": sum(r.reward for r in every) / len(every),
             "none": 0.0,
         }[advantage]
         own = [p for turn in rollout.turns for p in turn.completion.engine_logprobs]
@@ -121,7 +115,63 @@ def test_a_greedy_baseline_is_taken_off_all_the_same(per: str) -> None:
             assert (left.token_advantages or []) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("advantage", ["group_norm", "group_mean_rescaled", "group_mean_batch_norm"])
+def token_advantages(groups: list[Group]) -> list[list[float]]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return [r.token_advantages or [r.advantage] * r.trained for r in rollouts]
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.3])
+def test_reinforce_pp_whitens_over_all_tokens(coef: float) -> None:
+    """Against a loop over single tokens, with and without a KL in the reward."""
+    groups, reference = make_groups(3)
+    make_algorithm("reinforce_pp", reward_kl_coef=coef).credit(groups, reference if coef else None)
+    returns = []
+    for rollout, ref in zip([r for group in groups for r in group.rollouts], reference, strict=True):
+        own = [p for turn in rollout.turns for p in turn.completion.engine_logprobs]
+        assert rollout.verdict is not None
+        returns.append([rollout.verdict.reward - coef * (sum(own[i:]) - sum(ref[i:])) for i in range(len(own))])
+    every = [value for values in returns for value in values]
+    mean = sum(every) / len(every)
+    std = (sum((value - mean) ** 2 for value in every) / (len(every) - 1)) ** 0.5
+    for found, values in zip(token_advantages(groups), returns, strict=True):
+        assert found == pytest.approx([(value - mean) / (std + 1e-4) for value in values], abs=1e-12)
+
+
+@pytest.mark.parametrize("advantage", ["group_mean", "leave_one_out", "batch_mean", "token_norm", "none"])
+@pytest.mark.parametrize("per", ["token", "sequence"])
+def test_advantages_are_continuous_as_the_price_goes_to_0(advantage: str, per: str) -> None:
+    found = []
+    for coef in (0.0, 1e-12):
+        groups, reference = make_groups(4)
+        algo = make_algorithm("reinforce_pp", advantage=advantage, reward_kl_coef=coef, reward_kl_per=per)
+        algo.credit(groups, reference if coef else None)
+        found.append([value for values in token_advantages(groups) for value in values])
+    assert found[0] == pytest.approx(found[1], abs=1e-8) and len(set(found[0])) > 1
+
+
+def test_token_norm_counts_the_tokens_of_each_step() -> None:
+    """With credit by steps: every step has its own return, which counts as often as the step has tokens."""
+    groups, _ = make_groups(5)
+    groups[0].rollouts[1].turns[0].masked = True
+    for rollout in (r for group in groups for r in group.rollouts):
+        rollout.turns[0].reward = 0.25
+    algo = make_algorithm("reinforce_pp", step_credit=True, reward_kl_per="sequence")
+    algo.credit(groups)
+    returns, every = [], []
+    for rollout in (r for group in groups for r in group.rollouts):
+        assert rollout.verdict is not None
+        first = rollout.verdict.reward
+        steps = [first] if len(rollout.turns) == 1 else [first, first - 0.25]
+        own = [v for v, t in zip(steps, rollout.turns, strict=True) if not t.masked for _ in t.completion.token_ids]
+        returns.append(own)
+        every += own
+    mean = sum(every) / len(every)
+    std = (sum((value - mean) ** 2 for value in every) / (len(every) - 1)) ** 0.5
+    for found, values in zip(token_advantages(groups), returns, strict=True):
+        assert found == pytest.approx([(value - mean) / (std + 1e-4) for value in values], abs=1e-12)
+
+
+@pytest.mark.parametrize("advantage", ["group_norm", "group_mean_rescaled", "group_mean_batch_norm", "batch_norm"])
 def test_scaled_advantages_cannot_pay_by_token(advantage: str) -> None:
     with pytest.raises(UserError, match="suits single tokens"):
         make_algorithm("grpo", advantage=advantage, reward_kl_coef=0.1, reward_kl_per="token")

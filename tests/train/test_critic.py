@@ -50,7 +50,7 @@ def plain_values(own: Critic, row: Row) -> list[float]:
 
 @pytest.mark.parametrize("budget", [10**6, 30, 1])
 def test_values_and_advantages_are_those_of_a_plain_pass(budget: int) -> None:
-    own = critic(budget, normalise=False, gamma=0.9)
+    own = critic(budget, normalise=False, gamma=0.9, gae_lambda=0.95)
     groups = make_groups(tiny_decoder())
     rollouts = [r for group in groups for r in group.rollouts]
     rollouts[3].masked = True
@@ -302,7 +302,7 @@ def small(tmp_path: Path, no_curves: None) -> SmallRuns:
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_a_run_with_a_critic(small: SmallRuns, trunk: str) -> None:
     words = ("--algo.recipe", "ppo", "--critic.trunk", trunk, "--critic.lr", 1e-3, "--train.steps", 4)
-    assert small.train(*words, "--train.samples", 1) == 0
+    assert small.train(*words, "--train.prompts", 6, "--train.samples", 1) == 0
     loss = "critic/loss" if trunk == "separate" else "loss/value"
     rows = [row for row in small.metrics() if row.get(loss, 0) > 0]
     assert len(rows) == 4 and rows[0]["critic/value_mean"] == 0.0 != rows[1]["critic/value_mean"]

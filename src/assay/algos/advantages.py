@@ -12,6 +12,7 @@ from assay.types import UserError
 
 Advantage = Callable[[list[Tensor]], list[Tensor]]
 
+MAX_LOG_SCALE = math.log(1e6)  # of 1 / f in beta_norm
 STD_EPS = 1e-4  # keeps a group of nearly equal rewards from blowing up; the value of TRL and TapeAgents
 
 
@@ -44,7 +45,7 @@ def batch_mean(rewards: list[Tensor]) -> list[Tensor]:
 
 
 def batch_norm(rewards: list[Tensor]) -> list[Tensor]:
-    """(reward - mean) / (std + 1e-4) over the whole batch (REINFORCE++): one scale for all prompts, easy or hard."""
+    """(reward - mean) / (std + 1e-4) over all answers of the batch: one scale for all prompts, easy or hard."""
     if not any(map(len, rewards)):  # there may be groups with nothing but masked tokens
         return list(rewards)
     every = torch.cat(rewards)
@@ -53,8 +54,30 @@ def batch_norm(rewards: list[Tensor]) -> list[Tensor]:
     return [(rewards_G - every.mean()) / (every.std() + STD_EPS) for rewards_G in rewards]
 
 
+def token_norm(returns: list[Tensor], tokens: list[Tensor] | None = None) -> list[Tensor]:
+    """(return - mean) / (std + 1e-4), both over all trained tokens of the batch (REINFORCE++).
+
+    `tokens`: how many tokens have each return; one if not given, which makes it `batch_norm`.
+    """
+    if not any(map(len, returns)):  # there may be groups with nothing but masked tokens
+        return list(returns)
+    every = torch.cat(returns)
+    if len(every) == 1:
+        raise UserError('advantage="token_norm" needs at least two rollouts in a batch: raise prompts or samples.')
+    counts = torch.ones_like(every) if tokens is None else torch.cat(tokens)
+    first = every[0]  # taken off before sums are made, so that equal returns have advantages of exactly 0
+    mean = (counts * (every - first)).sum() / counts.sum().clamp(min=1)
+    square = (counts * (every - first - mean).square()).sum() / (counts.sum() - 1).clamp(min=1)
+    return [(values - first - mean) / (square.sqrt() + STD_EPS) for values in returns]
+
+
+def group_mean_token_norm(rewards: list[Tensor], tokens: list[Tensor] | None = None) -> list[Tensor]:
+    """Reward minus the mean of its group, then normalised over all trained tokens (REINFORCE++-baseline)."""
+    return token_norm(group_mean(rewards), tokens)
+
+
 def group_mean_batch_norm(rewards: list[Tensor]) -> list[Tensor]:
-    """Reward minus the mean of its group, then normalised over the whole batch (REINFORCE++-baseline)."""
+    """Reward minus the mean of its group, then normalised over all answers of the batch."""
     return batch_norm(group_mean(rewards))
 
 
@@ -73,7 +96,8 @@ def beta_norm(rewards: list[Tensor]) -> list[Tensor]:
 
     With p ~ Beta(a, b) over prompts and rewards of 0 or 1, Beta(1 + a/3, 1 + b/3) is the f that makes the variance of
     the gradient smallest. a and b are those with the mean and variance of the batch's p. Where there is no such Beta
-    (all p alike, or all 0 and 1), f is 1: nothing but the group's mean is taken off.
+    (all p alike, or all 0 and 1), f is 1: nothing but the group's mean is taken off. As in the authors' code, the
+    variance is the unbiased one, and 1 / f is at most 1e6: far from the mean of a narrow Beta, f underflows.
     """
     _require_groups(rewards, "beta_norm")
     if not rewards:
@@ -81,13 +105,14 @@ def beta_norm(rewards: list[Tensor]) -> list[Tensor]:
     if any(bool((rewards_G < 0).any() or (rewards_G > 1).any()) for rewards_G in rewards):
         raise UserError('advantage="beta_norm" takes rewards for probabilities: keep them from 0 to 1.')
     p = torch.stack([rewards_G.mean() for rewards_G in rewards])
-    mean, variance = float(p.mean()), float(p.var(correction=0))
+    mean, variance = float(p.mean()), float(p.var()) if len(p) > 1 else 0.0
     size = mean * (1 - mean) / variance - 1 if variance > 1e-12 else 0.0  # a + b
     alpha, beta = 1 + max(size, 0.0) * mean / 3, 1 + max(size, 0.0) * (1 - mean) / 3
     inside = p.clamp(1e-12, 1 - 1e-12)  # at 0 and 1 every reward is p, and 0 over anything is 0
     log_density = (alpha - 1) * inside.log() + (beta - 1) * (1 - inside).log()
     log_density += math.lgamma(alpha + beta) - math.lgamma(alpha) - math.lgamma(beta)
-    return [(rewards_G - rewards_G.mean()) / f for rewards_G, f in zip(rewards, log_density.exp(), strict=True)]
+    scales = (-log_density).clamp(max=MAX_LOG_SCALE).exp()
+    return [(rewards_G - rewards_G.mean()) * scale for rewards_G, scale in zip(rewards, scales, strict=True)]
 
 
 def none(rewards: list[Tensor]) -> list[Tensor]:
@@ -101,17 +126,28 @@ ADVANTAGES: dict[str, Advantage] = {
     "leave_one_out": leave_one_out,
     "batch_mean": batch_mean,
     "batch_norm": batch_norm,
+    "token_norm": token_norm,
     "group_mean_batch_norm": group_mean_batch_norm,
+    "group_mean_token_norm": group_mean_token_norm,
     "group_mean_rescaled": group_mean_rescaled,
     "beta_norm": beta_norm,
     "none": none,
 }
 
 # These compare the samples of one prompt with each other, so a single sample teaches them nothing.
-GROUP_BASELINES = (group_mean, group_norm, leave_one_out, group_mean_batch_norm, group_mean_rescaled, beta_norm)
+GROUP_BASELINES = (
+    *(group_mean, group_norm, leave_one_out, group_mean_batch_norm, group_mean_token_norm),
+    *(group_mean_rescaled, beta_norm),
+)
 
-# These look at no groups, so that they can be given returns of single tokens as well.
-POOLED = (batch_mean, batch_norm, none)
+# These take statistics over tokens, so they also have to know how many tokens have each reward.
+BY_TOKEN: dict[str, Callable[[list[Tensor], list[Tensor]], list[Tensor]]] = {
+    "token_norm": token_norm,
+    "group_mean_token_norm": group_mean_token_norm,
+}
+
+# These can be given returns of single tokens as well.
+POOLED = (token_norm,)
 
 # These are rewards less a baseline: what single tokens are given on top is in the same units.
 UNSCALED = (group_mean, leave_one_out, batch_mean, none)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from assay.algos import filters, reward_kl
-from assay.algos.advantages import ADVANTAGES, GROUP_BASELINES, POOLED, Advantage, group_size_error
+from assay.algos.advantages import ADVANTAGES, BY_TOKEN, GROUP_BASELINES, POOLED, Advantage, group_size_error
 from assay.algos.aggregate import token_weights
 from assay.algos.batch import LossBatch, LossOut, sums_of
 from assay.algos.checks import check
 from assay.algos.entropy import MARKS
 from assay.algos.importance import correction, importance_ratio, sequence_logprobs
 from assay.algos.kl import KL, k3
-from assay.algos.losses import LOSSES, ON_POLICY, PolicyLoss
-from assay.algos.returns import any_masked, credited_returns, give_advantages
+from assay.algos.losses import LOSSES, ON_POLICY, PolicyLoss, dual_clip
+from assay.algos.returns import any_masked, credited_returns, credited_tokens, give_advantages
 from assay.types import Group, UserError
 
 T = TypeVar("T")
@@ -36,6 +36,7 @@ class Algorithm:
     ratio: str = "token"  # of each token, or of its whole sequence (the geometric mean)
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2
+    dual_clip: float = 0.0  # limit of the ratio where the advantage is negative (ppo_clip); 0: none
     rescore: bool = False  # ratios start from the trainer's own log-probabilities, not from the engine's
     correction: str | None = None  # a name of CORRECTIONS: weights for what the engine samples otherwise
     correction_low: float = 0.0
@@ -190,7 +191,11 @@ class Algorithm:
         masked = [self.step_credit and any_masked(group) for group in groups]
         told = [len(values) >= least or not left_out for values, left_out in zip(rewards, masked, strict=True)]
         given = list(compress(rewards, told))
-        found = function(given) if given or not groups else []
+        if isinstance(self.advantage, str) and self.advantage in BY_TOKEN:
+            counts = [torch.tensor(credited_tokens(group, self.step_credit), dtype=torch.float64) for group in groups]
+            found = BY_TOKEN[self.advantage](given, list(compress(counts, told)))
+        else:
+            found = function(given) if given or not groups else []
         if len(found) != len(given):
             raise UserError(f"the advantage function gave {len(found)} groups for {len(given)}: give one for each.")
         coming = iter(found)
@@ -246,6 +251,8 @@ class Algorithm:
         )
         losses_N, stats = _by_token(found, len(batch.logprobs))
         per_token = {f"policy/{name}": values for name, values in stats.items()}
+        if self.dual_clip and self.policy_loss == "ppo_clip":
+            losses_N, per_token["policy/dual_clip_fraction"] = dual_clip(losses_N, batch.advantages, self.dual_clip)
         if self.correction is not None:
             assert batch.engine_logprobs is not None, "a correction needs the engine's log-probabilities"
             bounds = self.correction_low, self.correction_high

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from assay.algos.algorithm import Algorithm
 
 AT_LEAST_0 = (
-    *("clip_low", "clip_high", "kl_coef", "reward_kl_coef", "correction_low", "correction_high", "cov_fraction"),
+    *(
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+        "kl_coef",
+        "reward_kl_coef",
+        "correction_low",
+        "correction_high",
+        "cov_fraction",
+    ),
     *("cov_coef", "soft_overlong_weight", "soft_overlong_buffer", "entropy_delta", "pass_rate_low", "pass_rate_high"),
 )
 ANY = ("entropy_coef", "entropy_target", "cov_low", "cov_high")  # a negative bonus is unusual, but some want it
@@ -79,6 +88,8 @@ def check_numbers(algorithm: Algorithm) -> None:
             f"soft_overlong_buffer = {algorithm.soft_overlong_buffer} must be a fraction of max_new_tokens, "
             "from 0 to 1."
         )
+    if 0 < algorithm.dual_clip <= 1:
+        raise UserError(f"dual_clip = {algorithm.dual_clip} must be above 1, e.g. 3, or 0 for none.")
     if isinstance(algorithm.discount, bool) or not 0 <= algorithm.discount <= 1:
         raise UserError(f"discount = {algorithm.discount!r} must be between 0 and 1.")
     if algorithm.cov_fraction > 1:

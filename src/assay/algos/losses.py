@@ -40,6 +40,17 @@ def ppo_clip(
     return loss, stats
 
 
+def dual_clip(losses: Tensor, advantages: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Losses of `ppo_clip` with the ratio limited where the advantage is negative, and which tokens that concerns.
+
+    There the clip bounds the ratio from below only, and one token that has become far more likely outweighs all others
+    (Ye et al. 2020, arXiv 1912.09729). A limited token has no gradient.
+    """
+    largest = -limit * advantages
+    limited = (advantages < 0) & (losses > largest)
+    return torch.where(limited, largest, losses), limited
+
+
 def cispo(
     logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -19,8 +19,8 @@ RECIPES: dict[str, Algorithm] = {
     ),
     # PPO (arXiv 1707.06347) as language models are trained with it (InstructGPT, arXiv 2203.02155): a critic gives each
     # token its advantage, so one sample a prompt will do; clip 0.2, four mini-batches a rollout. The KL to a reference
-    # is paid token by token within the reward: off here, reward_kl_coef above 0 turns it on. GAE's gamma = 1 and
-    # lambda = 0.95, and all else about the critic, are settings of their own.
+    # is paid token by token within the reward: off here, reward_kl_coef above 0 turns it on. GAE's gamma and
+    # lambda, and all else about the critic, are settings of their own.
     "ppo": Algorithm(
         advantage="none",
         policy_loss="ppo_clip",
@@ -60,9 +60,10 @@ RECIPES: dict[str, Algorithm] = {
     "simple": Algorithm(advantage="group_mean", policy_loss="reinforce", aggregate="token"),
     # REINFORCE++ (arXiv 2501.03262): advantages normalised over the whole batch, so that one sample a prompt will do,
     # and PPO's clip. Its KL to the reference is taken off the return of each token: off here, reward_kl_coef above 0
-    # turns it on. With several samples a prompt the paper's "-baseline" is advantage = "group_mean_batch_norm".
+    # turns it on. Mean and std are those of all tokens, as in the authors' OpenRLHF and in verl. With several samples a
+    # prompt the paper's "-baseline" is advantage = "group_mean_token_norm".
     "reinforce_pp": Algorithm(
-        advantage="batch_norm",
+        advantage="token_norm",
         policy_loss="ppo_clip",
         aggregate="token",
         clip_low=0.2,
@@ -93,9 +94,17 @@ RECIPES: dict[str, Algorithm] = {
     # GPG (arXiv 2504.02546): the plain policy gradient with the group's mean as baseline and no division by its std;
     # what groups without a winner take away from the average is given back by a factor.
     "gpg": Algorithm(advantage="group_mean_rescaled", policy_loss="reinforce", aggregate="token"),
-    # BNPO (arXiv 2506.02864): GRPO with rewards normalised by a Beta density that follows the batch; everything else is
-    # that of "grpo". (What TRL calls "bnpo" is an aggregation, here "token".)
-    "bnpo": Algorithm(advantage="beta_norm", policy_loss="ppo_clip", aggregate="sequence", clip_low=0.2, clip_high=0.2),
+    # BNPO (arXiv 2506.02864): rewards normalised by a Beta density that follows the batch. The rest is from the
+    # authors' run.sh: clip 0.2 and 0.28, dual clip 10, and an answer's loss is the sum over its tokens, which is
+    # "constant" up to a constant factor. (What TRL calls "bnpo" is an aggregation, here "token".)
+    "bnpo": Algorithm(
+        advantage="beta_norm",
+        policy_loss="ppo_clip",
+        aggregate="constant",
+        clip_low=0.2,
+        clip_high=0.28,
+        dual_clip=10.0,
+    ),
 }
 
 

@@ -51,6 +51,13 @@ def credited_returns(group: Group, discount: float = 1.0, by_step: bool = False)
     return [value for r in group.rollouts for value in compared_returns(r, r.reward, discount, by_step)]
 
 
+def credited_tokens(group: Group, by_step: bool = False) -> list[int]:
+    """How many trained tokens have each of the `credited_returns`."""
+    if not by_step:
+        return [rollout.trained for rollout in group.rollouts]
+    return [turn.trained for rollout in group.rollouts for turn in rollout.turns if not turn.masked]
+
+
 def compared_returns(rollout: Rollout, whole: float, discount: float, by_step: bool) -> list[float]:
     """The return of one episode that got `whole` in all, or, `by_step`, those of its steps that are in the loss."""
     if not by_step and discount == 1.0:

@@ -15,7 +15,7 @@ class AlgoConfig(Section):
     recipe: str = "grpo"
     """reinforce, grpo, ppo, dr_grpo, dapo, rloo, simple, reinforce_pp, remax, gspo, cispo, gpg or bnpo"""
     advantage: str | None = None
-    """group_mean, group_norm, leave_one_out, batch_mean, batch_norm, beta_norm, none, ...: see docs/algorithms.md"""
+    """group_mean, group_norm, leave_one_out, batch_mean, token_norm, beta_norm, none, ...: see docs/algorithms.md"""
     policy_loss: str | None = None
     """reinforce, ppo_clip or cispo"""
     ratio: Literal["token", "sequence"] | None = None
@@ -24,6 +24,8 @@ class AlgoConfig(Section):
     """how far below 1 the ratio may go"""
     clip_high: Annotated[float, Field(ge=0)] | None = None
     """how far above 1 the ratio may go"""
+    dual_clip: NonNegative | None = None
+    """largest ratio where the advantage is negative, e.g. 3 or 10 (ppo_clip); 0: none"""
     rescore: bool | None = None
     """ratios start from log-probabilities that the trainer computes before its first update, not from the engine's"""
     correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
@@ -120,9 +122,9 @@ class CriticConfig(Section):
     """its learning rate, constant; shared: of the head"""
     gamma: Fraction = 1.0
     """discount of a token's distance from the reward"""
-    gae_lambda: Fraction = 0.95
+    gae_lambda: Fraction = 1.0
     """1: returns less values, unbiased; 0: one step ahead, as good as the values are"""
-    clip: NonNegative = 0.2
+    clip: NonNegative = 0.5
     """how far a value may go from the one that gave credit before it stops paying; 0: any distance"""
     passes: Positive = 4
     """separate: optimizer steps on each batch; shared: as many as the policy makes"""

@@ -33,6 +33,7 @@ def conditions(cfg: TrainConfig, algo: Algorithm) -> list[tuple[str, bool, list[
         ("algo.kl_coef and algo.reward_kl_coef are 0", algo.needs_reference, ["algo.reference"]),
         ("algo.reward_kl_coef is 0", algo.kl_in_reward, ["algo.reward_kl_per"]),
         ("algo.correction is not set", bool(algo.correction), ["algo.correction_low", "algo.correction_high"]),
+        ("algo.policy_loss is not ppo_clip", algo.policy_loss == "ppo_clip", ["algo.dual_clip"]),
         ("algo.cov is not set", bool(algo.cov), [f"algo.cov_{name}" for name in ("fraction", "coef", "low", "high")]),
         ("algo.entropy_target is not set", algo.entropy_target is not None, ["algo.entropy_delta"]),
         ("neither algo.pass_rate_low nor algo.pass_rate_high is set", by_rate, ["algo.pass_rate_retry"]),
