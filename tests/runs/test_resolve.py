@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from assay.runs import Run, checkpoints, resolve_model
+from assay.runs.resolve import load_resolved
 from assay.types import UserError
 
 
@@ -114,3 +117,80 @@ def test_the_path_of_a_checkpoint_is_verified_like_its_name(runs_dir: Path) -> N
     flip_bit(model / "config.json")
     with pytest.raises(UserError, match=r"config\.json is damaged"):
         resolve_model(str(model), runs_dir)
+
+
+def save_and_prune(run: Path, step: int) -> None:
+    with checkpoints.saving(run, step) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(f'{{"step": {step}}}')
+    checkpoints.prune(run, 1)
+
+
+@pytest.mark.parametrize("when", ["before reading", "after reading", "not at all"])
+def test_a_checkpoint_that_is_deleted_while_it_is_loaded_is_replaced_by_the_newer_one(
+    runs_dir: Path, when: str
+) -> None:
+    run, loaded = runs_dir / "demo", []
+
+    def load(path: str) -> str:
+        loaded.append(Path(path).parent.name)
+        if when == "before reading" and len(loaded) == 1:
+            save_and_prune(run, 40)
+        text = (Path(path) / "config.json").read_text()
+        if when == "after reading" and len(loaded) == 1:
+            save_and_prune(run, 40)  # other files may have been missing without an error
+        return text
+
+    text = load_resolved("run:demo@last", runs_dir, load)
+    newer = when != "not at all"
+    assert text == ('{"step": 40}' if newer else "{}")
+    assert loaded == ["step-000030"] + ["step-000040"] * newer
+
+
+def test_errors_of_loading_a_checkpoint_that_is_still_there_are_raised(runs_dir: Path) -> None:
+    def load(path: str) -> None:
+        raise UserError(f"{path} is unsuitable")
+
+    with pytest.raises(UserError, match="step-000030/model is unsuitable"):
+        load_resolved("run:demo@last", runs_dir, load)
+
+
+def test_a_step_that_is_deleted_while_it_is_loaded_is_named_with_those_left(runs_dir: Path) -> None:
+    def load(path: str) -> None:
+        save_and_prune(runs_dir / "demo", 40)
+
+    with pytest.raises(UserError, match="there is no checkpoint of step 30; steps there: 20, 40"):
+        load_resolved("run:demo@30", runs_dir, load)
+
+
+_BUSY_RUN = """
+import sys
+from pathlib import Path
+from assay.runs import checkpoints
+run = Path(sys.argv[1])
+for step in range(31, 100_000):
+    with checkpoints.saving(run, step) as folder:
+        (folder / "model").mkdir()
+        for name in "abcdef":
+            (folder / "model" / name).write_text(str(step))
+    checkpoints.prune(run, 1)
+"""
+
+
+def test_readers_of_a_run_in_progress_always_get_one_whole_checkpoint(runs_dir: Path) -> None:
+    def load(path: str) -> set[str]:
+        files = list(Path(path).iterdir())
+        return {str(len(files)), *(file.read_text() for file in files)}
+
+    run = runs_dir / "demo"
+    checkpoints.set_best(run, 10, 0.7)
+    writer = subprocess.Popen([sys.executable, "-c", _BUSY_RUN, str(run)])
+    try:
+        while checkpoints.last(run) == 30:
+            assert writer.poll() is None
+        found = [load_resolved("run:demo@last", runs_dir, load) for _ in range(200)]
+    finally:
+        writer.kill()
+        writer.wait()
+    assert all(len(one) == 2 and "6" in one for one in found)
+    assert len(set(map(frozenset, found))) > 3  # or nothing was saved meanwhile

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from assay.runs.files import rename, sync_tree
-from assay.runs.resolve import resolve_model
+from assay.runs.resolve import load_resolved
 from assay.types import UserError
+
+if TYPE_CHECKING:
+    from assay.models import PolicyModel
+    from assay.text import Tokenizer
 
 HELP = "write a Hugging Face folder from a checkpoint"
 
@@ -31,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_destination(args.dest)
-    source = resolve_model(args.source, args.dir)
+    model, tokenizer = load_resolved(args.source, args.dir, load)
     unfinished = args.dest.with_name(f".{args.dest.name}.unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        convert(source, unfinished, args.dtype)
+        save(model, tokenizer, unfinished, args.dtype)
         sync_tree(unfinished)
         rename(unfinished, args.dest)  # onto an empty folder at most: anything else makes it fail
     except OSError as error:
@@ -54,15 +59,21 @@ def check_destination(dest: Path) -> None:
         raise UserError(f"{dest} is a file: choose a new folder")
 
 
-def convert(source: str, folder: Path, dtype: str) -> None:
-    """Load in float32, so that nothing is rounded twice, and save as asked."""
+def load(source: str) -> tuple[PolicyModel, Tokenizer]:
+    """In float32, so that nothing is rounded twice."""
     import torch
 
-    from assay.models import load_model, save_model
+    from assay.models import load_model
     from assay.text import load_tokenizer
 
-    tokenizer = load_tokenizer(source)
-    model = load_model(source, device=torch.device("cpu"), dtype=torch.float32)
+    return load_model(source, device=torch.device("cpu"), dtype=torch.float32), load_tokenizer(source)
+
+
+def save(model: PolicyModel, tokenizer: Tokenizer, folder: Path, dtype: str) -> None:
+    import torch
+
+    from assay.models import save_model
+
     target = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
     save_model(model, folder, target, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
     tokenizer.save(folder)

@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +252,9 @@ def _on_disk(path: Path) -> int:
 
 
 def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+    with suppress(FileNotFoundError):  # deleted between the two looks
+        return path.stat().st_size if path.is_file() else None
+    return None
 
 
 def _sha256_of(paths: Sequence[Path]) -> list[str]:
@@ -262,5 +264,6 @@ def _sha256_of(paths: Sequence[Path]) -> list[str]:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with suppress(FileNotFoundError), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+    return "deleted meanwhile"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from assay.runs import checkpoints
 from assay.runs.directory import list_runs
@@ -11,6 +14,8 @@ from assay.types import UserError
 
 PREFIX = "run:"
 MODEL = "model"  # in a checkpoint
+ATTEMPTS = 10  # to load a checkpoint before a run in progress deletes it
+T = TypeVar("T")
 
 
 def resolve_model(source: str, runs_dir: Path) -> str:
@@ -23,15 +28,45 @@ def resolve_model(source: str, runs_dir: Path) -> str:
         return source
     name, tag = split_tag(source.removeprefix(PREFIX))
     run_path = find_run(name, runs_dir)
-    step = _step_of(run_path, source, tag or "last")
-    model = checkpoints.folder(run_path, step) / MODEL
-    if found := checkpoints.problems(model.parent, MODEL):
+    while True:
+        step = _step_of(run_path, source, tag or "last")
+        model = checkpoints.folder(run_path, step) / MODEL
+        found, has_model = checkpoints.problems(model.parent, MODEL), model.is_dir()
+        if model.parent.exists():  # else a run in progress has deleted it just now, and there is a newer one
+            break
+    if found:
         intact = _nearest_intact(run_path, step)
         remedy = "restore it from a backup" if intact is None else f"use {PREFIX}{name}@{intact}, which is intact"
         raise UserError(f"{source}: {found[0]}; {remedy}")
-    if not model.is_dir():
+    if not has_model:
         raise UserError(f"{source}: the checkpoint {model.parent} holds no model folder; choose another step")
     return str(model)
+
+
+def load_resolved(source: str, runs_dir: Path, load: Callable[[str], T]) -> T:
+    """What `load` makes of the model folder behind `source`, from one checkpoint as it was saved.
+
+    A run in progress deletes older checkpoints: where that happens while one of them is loaded, the newer one is taken.
+    """
+    for _ in range(ATTEMPTS):
+        path = resolve_model(source, runs_dir)
+        before = _identity(path)
+        try:
+            loaded = load(path)
+        except (UserError, OSError):
+            if _identity(path) == before:
+                raise
+        else:
+            if _identity(path) == before:
+                return loaded  # a checkpoint is renamed before anything in it is deleted: nothing was missing
+    raise UserError(f"{source} was deleted while it was read, {ATTEMPTS} times: name a step that is kept, or @best")
+
+
+def _identity(source: str) -> int | None:
+    """Tells a folder from another one of the same name; None where there is none."""
+    with suppress(OSError):
+        return Path(source).stat().st_ino
+    return None
 
 
 def split_tag(text: str) -> tuple[str, str]:
@@ -59,7 +94,8 @@ def _step_of(run_path: Path, source: str, tag: str) -> int:
     if tag == "last":
         return there[-1]
     if tag == "best":
-        best = checkpoints.read_best(run_path)
+        # Twice: between its two looks, at the note and at the checkpoint, a run in progress may change both.
+        best = checkpoints.read_best(run_path) or checkpoints.read_best(run_path)
         if best is None:
             raise UserError(
                 f"{source}: no best checkpoint is recorded in {run_path}, or it is damaged; "

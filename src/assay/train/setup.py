@@ -32,7 +32,7 @@ from assay.models.device import uses_triton
 from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix
 from assay.rewards.importing import load_object
 from assay.rollout import Collector, Limits
-from assay.runs.resolve import resolve_model
+from assay.runs.resolve import load_resolved, resolve_model
 from assay.tasks import Task, make_task
 from assay.tasks.base import UNLIMITED
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
@@ -272,16 +272,15 @@ def own_functions(cfg: AlgoConfig) -> dict[str, str]:
 
 def build_server(model: str, cfg: MeasureConfig, task: Task | None) -> tuple[Renderer, Engine]:
     """A finished model, ready to answer: in the engine's dtype, with nothing kept for training."""
-    settings = cfg.model.model_copy(update={"source": model})
-    source = model_source(settings, cfg.runs_dir)
-    if source.startswith(PRESET):
+    if model.startswith(PRESET):
         raise UserError(f"{model} is untrained: name a checkpoint (run:NAME@last), a folder, a hub id or a GGUF file")
+    settings = cfg.model.model_copy(update={"source": model})
     device = pick_device(cfg.device)
-    renderer = build_renderer(cfg.prompt, build_tokenizer(settings, source, task), task)
-    policy = load_model(
-        source,
-        device=device,
-        dtype=pick_dtype(cfg.engine.dtype, device),
-        trust_remote_code=settings.trust_remote_code,
-    )
+    dtype = pick_dtype(cfg.engine.dtype, device)
+
+    def load(source: str) -> tuple[Renderer, PolicyModel]:
+        renderer = build_renderer(cfg.prompt, build_tokenizer(settings, source, task), task)
+        return renderer, load_model(source, device=device, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+
+    renderer, policy = load_resolved(model, Path(cfg.runs_dir), load)
     return renderer, build_engine(cfg.engine, policy, renderer, cfg.model.max_length)
