@@ -104,7 +104,7 @@ class RewardConfig(Section):
     extract: Literal["", "boxed", "hash", "answer-tag", "last-number"] = ""
     """the form in which the final answer must stand; empty: the task's own"""
     strict: bool = True
-    """only that form counts; false: other forms are tried as well"""
+    """only that form counts, and a number where the gold answer is one; false: other forms and expressions count too"""
     accuracy: Finite = 1.0
     """weight of a right answer"""
     format: Finite = 0.0

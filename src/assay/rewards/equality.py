@@ -1,71 +1,217 @@
-r"""Whether an extracted answer equals the gold answer.
+r"""Whether an extracted answer equals the gold answer. How it is compared depends on what the gold answer is.
 
-Numbers are compared exactly and quickly (see `numeric`); everything else goes to math-verify (see `latex`).
+A number is compared exactly (see `numeric`); a list, tuple, interval, set or matrix part by part (see `structure`);
+words and multiple-choice letters as text; any other expression by math-verify (see `latex`).
 """
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache, partial
 
-from assay.rewards.latex import same_expression
-from assay.rewards.limits import MAX_ANSWER_CHARS, Unreadable, UnreadableGold
-from assay.rewards.numeric import Quantity, read_quantity, tidy
+from assay.rewards.latex import check_vocabulary, same_expression
+from assay.rewards.limits import MAX_ANSWER_CHARS, Unreadable, UnreadableGold, WrongForm, check_expression, check_work
+from assay.rewards.numeric import REMEMBERED, Quantity, read_quantity, tidy
+from assay.rewards.structure import as_list, read_structure, same_structure
+from assay.rewards.units import NO_UNIT, keeps_the_number, without_unit
 
-_WORDS = re.compile(r"[A-Za-z][A-Za-z .'-]*[A-Za-z]")
-_BASED = re.compile(r"([0-9A-Za-z]+)(?:_\{?([0-9]+)\}?)?")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z .,'-]*[A-Za-z]")
+_BASES_TEXT = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_BASES = _BASES_TEXT.split()
+_BASED = re.compile(
+    rf"(\()?(?P<digits>[0-9A-Za-z]+)(?(1)\))(?:\s?_\s?\{{?\s?| (?:in )?base )(?P<base>[0-9]+|{'|'.join(_BASES)})\s?\}}?"
+)
 _IDLE_SPACE = re.compile(r" (?![0-9A-Za-z])|(?<![0-9A-Za-z]) ")  # "1 2" is not "12"
-_CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
+_CHOICE = re.compile(r"\(?\s*([A-Za-z])\s*\)")
 _MATHS = re.compile(r"[0-9]|\\[A-Za-z]|(?<![A-Za-z])(?:pi|e|i)(?![A-Za-z])")
+_EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
+_NAME = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?")
+_LETTERS = re.compile(r"[A-Za-z\\{}()|,'\s]{1,60}")
+_LEFT_SIDE = re.compile(r"[\w\s()\[\]{}|^+*/.,'\\:-]{0,99}[\w)\]}|']")
+_RELATION = re.compile(r"[<>!≠]|\\(?:neq?|not|leq?|geq?|lt|gt|lor|land|vee|wedge)(?![A-Za-z])")
+_TWO_SIGNS = re.compile(r"[-+]\s*[-+]")
+_ADJACENT_LETTER = re.compile(r"[0-9}][A-Za-z]")
+_IN_BRACKETS = re.compile(r"\(([^()]*)\)|\\\{([^{}]*)\\\}")
+NOT_WORKED_OUT = "the gold answer is a number, the answer is an expression that is not worked out"
 
 
-def equal(answer: str, gold: str) -> bool:
-    """Whether they are the same answer. Raises Unreadable (or UnreadableGold) with the reason if one cannot be read."""
+def equal(answer: str, gold: str, strict: bool = True) -> bool:
+    """Whether they are the same answer. Raises Unreadable (or UnreadableGold) with the reason if one cannot be read.
+
+    Strict: where the gold answer is a number the answer must be one too. Else an expression of that value counts.
+    """
+    return compare(answer, gold, strict)[0]
+
+
+def compare(answer: str, gold: str, strict: bool = True) -> tuple[bool, str]:
+    """What `equal` says, and the reason if the answer is refused for its form."""
     if len(answer) > MAX_ANSWER_CHARS:
         raise Unreadable(f"the answer is longer than {MAX_ANSWER_CHARS} characters")
     answer, gold = tidy(answer), tidy(gold)
     if not answer:
         raise Unreadable("the answer is empty")
+    try:
+        return _same(answer, gold, strict), ""
+    except WrongForm as error:
+        return False, str(error)
+
+
+def _same(answer: str, gold: str, strict: bool) -> bool:
+    """Whether two tidied answers, or parts of them, are equal; WrongForm if the answer is of another kind."""
     if answer == gold:
         return True
-    try:
-        gold_number = read_quantity(gold)
-    except Unreadable as error:
-        raise UnreadableGold(str(error)) from None
-    answer_number = read_quantity(answer)
-    if answer_number is not None and gold_number is not None:
-        return answer_number.same(gold_number)
+    number = _gold_number(gold)
+    if number is not None and (ours := read_quantity(answer)) is not None:
+        return _same_numbers(ours, number, strict)
+    if "=" not in gold:
+        answer = _without_name(answer)
+    if (based := _same_based(answer, gold, number)) is not None:
+        return based
+    if number is not None:
+        return _states_number(answer, gold, number, strict)
     if _same_text(answer, gold):
         return True
-    if (based := _same_based(answer, gold)) is not None:
-        return based
-    if _contradicts(answer, gold_number):
-        return False
-    if gold_number is not None and not _MATHS.search(answer):
-        raise Unreadable("there is no number in the answer")
-    if _WORDS.fullmatch(answer) and _WORDS.fullmatch(gold):
+    if _is_words(gold, 3) or (_is_words(answer, 2) and _is_words(gold, 2)) or _CHOICE.fullmatch(gold):
         return False  # as products of letters, anagrams would be equal
+    parts = read_structure(gold)
+    if parts is not None:
+        check_expression(answer)
+        ours_parts = read_structure(as_list(answer))
+        return ours_parts is not None and same_structure(ours_parts, parts, partial(_same_part, strict=strict))
+    return _same_scalar(without_unit(answer), without_unit(gold))
+
+
+def _same_part(answer: str, gold: str, strict: bool) -> bool:
+    try:
+        return _same(answer, gold, strict)
+    except (WrongForm, Unreadable):
+        return False
+
+
+def _same_scalar(answer: str, gold: str) -> bool:
+    """The same for one expression that is not a number, or one equation."""
+    if "=" not in gold:
+        answer = _right_side(answer)
+        if read_structure(answer) is not None:
+            raise WrongForm("the answer has several values, the gold answer has one")
+    number = read_quantity(answer)
+    if number is not None and number.unit == NO_UNIT:
+        answer = _as_fraction(number)  # exactly: a decimal is not an irrational number
     return same_expression(answer, gold)
 
 
+def _same_numbers(answer: Quantity, gold: Quantity, strict: bool) -> bool:
+    if strict and not answer.worked_out(gold) and answer.same(gold):
+        raise WrongForm(NOT_WORKED_OUT)
+    return answer.same(gold)
+
+
+@lru_cache(REMEMBERED)
+def _gold_number(gold: str) -> Quantity | None:
+    """The number that the gold answer is, also of "x = 5"; "5m" is left as algebra, since it may be 5 times m."""
+    name, equals, value = gold.partition("=")
+    value = value.strip() if equals and _NAME.fullmatch(name.strip()) else gold
+    try:
+        return None if _ADJACENT_LETTER.fullmatch(value[-2:]) else read_quantity(value)
+    except Unreadable as error:
+        raise UnreadableGold(str(error)) from None
+
+
+def _states_number(answer: str, gold: str, number: Quantity, strict: bool) -> bool:
+    """Whether an answer that is more than a number, such as "x = 5" or "(5)", states this number."""
+    if not _MATHS.search(answer):
+        raise Unreadable("there is no number in the answer")
+    if not _same_name(answer, gold):
+        return False
+    if _TWO_SIGNS.search(answer):
+        raise WrongForm("the answer has two signs in a row")
+    value = _right_side(answer, number)
+    if bracketed := _IN_BRACKETS.fullmatch(value):
+        value = (bracketed[1] or bracketed[2] or "").strip()
+    ours = read_quantity(value)
+    if ours is not None:
+        return _same_numbers(ours, number, strict)
+    check_expression(value)
+    check_work(value)
+    if not strict:
+        return same_expression(value, _as_fraction(number))
+    try:
+        check_vocabulary(value, "")
+    except WrongForm:
+        raise WrongForm("the gold answer is a number, the answer is not") from None
+    raise WrongForm(NOT_WORKED_OUT)
+
+
+def _as_fraction(number: Quantity) -> str:
+    return f"\\frac{{{number.value.numerator}}}{{{number.value.denominator}}}"
+
+
+def _without_name(answer: str) -> str:
+    """The value of "x = 5" or "(x, y) = (1, 2)": what is left of the only equals sign has letters, but no number."""
+    left, equals, right = (side.strip() for side in answer.partition("="))
+    if not equals or "=" in right or _RELATION.search(answer):
+        return answer
+    named = _LETTERS.fullmatch(left) and keeps_the_number(left.lower().split())
+    return right if named else answer
+
+
+def _right_side(answer: str, number: Quantity | None = None) -> str:
+    """What an equation such as "x = 5" states: its last side. The whole text if a side contradicts or hedges it."""
+    *left, last = (side.strip() for side in _EQUALS.split(answer))
+    if not left or _RELATION.search(answer):
+        return answer
+    for side in left:
+        stated = read_quantity(side)
+        if stated is not None and (number is None or not stated.same(number)):
+            return answer
+        if stated is None and side and not _is_left_side(side):
+            return answer
+    return last
+
+
+def _is_left_side(side: str) -> bool:
+    """Whether it names or computes one thing: "x", "f(1, 2)", "Total cost", "6 \\cdot 7", but not "17 or x"."""
+    if not _LEFT_SIDE.fullmatch(side) or read_structure(side) is not None:
+        return False
+    return keeps_the_number(side.lower().split())
+
+
+def _same_name(answer: str, gold: str) -> bool:
+    """Whether the answer assigns to the variable of the gold answer, where both assign to a single one."""
+    ours, theirs = (text.partition("=")[0].strip() for text in (answer, gold))
+    both = "=" in answer and "=" in gold and _NAME.fullmatch(ours) and _NAME.fullmatch(theirs)
+    return not both or ours == theirs
+
+
+def _is_words(text: str, least: int) -> bool:
+    """Whether a text is words, one of them of so many letters; "p - q" and "xy" are algebra."""
+    return (
+        _WORDS.fullmatch(text) is not None
+        and " - " not in text
+        and re.search(rf"[A-Za-z]{{{least}}}", text) is not None
+    )
+
+
 def _same_text(answer: str, gold: str) -> bool:
-    answer, gold = (_IDLE_SPACE.sub("", _CHOICE.sub(r"\1", text)) for text in (answer, gold))
+    is_choice = _CHOICE.fullmatch(gold) is not None
+    answer, gold = (
+        _IDLE_SPACE.sub("", _CHOICE.sub(r"\1", text) if _CHOICE.fullmatch(text) else text) for text in (answer, gold)
+    )
     if answer == gold:
         return True
-    worded = answer.isalpha() or _WORDS.fullmatch(answer) is not None
-    return len(gold) > 1 and worded and answer.casefold() == gold.casefold()
+    return (is_choice or _is_words(gold, 3) or gold.lower() == "no") and answer.casefold() == gold.casefold()
 
 
-def _same_based(answer: str, gold: str) -> bool | None:
-    """Numbers written with a base, such as 101_2: the same digits, and the same base where both name one."""
+def _same_based(answer: str, gold: str, number: Quantity | None) -> bool | None:
+    """Numbers with a base, such as 101_2. The answer may leave out the base of the gold answer, but not add one."""
     ours, theirs = _BASED.fullmatch(answer), _BASED.fullmatch(gold)
-    if not (ours and theirs) or not (ours[2] or theirs[2]):
-        return None
-    return ours[1].casefold() == theirs[1].casefold() and (not ours[2] or not theirs[2] or ours[2] == theirs[2])
+    if theirs is None:
+        if ours is None or number is None:
+            return None
+        return _base(ours) == 10 and ours["digits"].isdigit() and int(ours["digits"]) == number.value
+    digits = ours["digits"] if ours else answer
+    return digits.casefold() == theirs["digits"].casefold() and (ours is None or _base(ours) == _base(theirs))
 
 
-def _contradicts(answer: str, gold: Quantity | None) -> bool:
-    """Whether an equation such as "43 = 42" has a side that is a number, but not the gold one."""
-    if gold is None or "=" not in answer:
-        return False
-    sides = [read_quantity(tidy(side)) for side in answer.split("=")]
-    return any(side is not None and not side.same(gold) for side in sides)
+def _base(based: re.Match[str]) -> int:
+    return _BASES.index(based["base"]) if based["base"] in _BASES else int(based["base"])

@@ -6,17 +6,28 @@ import logging
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from assay.rewards.limits import Unreadable, UnreadableGold, check_expression, check_work
+from assay.rewards.limits import Unreadable, UnreadableGold, WrongForm, check_expression, check_work
+from assay.rewards.sampling import differ, proportional
 
 # A worker process puts its own here, to stop the clock of an answer while the library loads.
 loading: Callable[[], AbstractContextManager[None]] = nullcontext
 
-_PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
+_PLAIN_ROOT = re.compile(r"(?:(?<![\\A-Za-z])sqrt|√)\s*\(([^()]*)\)|√\s*([0-9]+|[A-Za-z])")
 _PLAIN_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
+_DECIMAL = re.compile(r"(?<![0-9.])([0-9]*)\.([0-9]+)(?![0-9.])")
+_IMAGINARY = re.compile(r"(?<=[0-9])i(?![A-Za-z])")  # math-verify takes the i of "5i" for a variable, of "5 i" not
+_COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)")
+_FUNCTIONS = "sqrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lg min max gcd lcm"
+_PLAIN_NAMES = re.compile(rf"(?<![A-Za-z])(?:{_FUNCTIONS.replace(' ', '|')}|pi)(?![A-Za-z])")
+_COMMANDS = frozenset(
+    f"\\{name}" for name in (*_FUNCTIONS.split(), "frac", "binom", "cdot", "times", "div", "pi", "infty")
+)
+_CHARACTERS = frozenset("0123456789+-*/^_()[]{}|!.√ ")
 
 
 @lru_cache(maxsize=1)
@@ -36,6 +47,7 @@ _NO_LIMIT: dict[str, Any] = {"timeout_seconds": None, "raise_on_error": True}
 
 def same_expression(answer: str, gold: str) -> bool:
     """Whether two tidied expressions are equal to math-verify; Unreadable if only the gold one can be parsed."""
+    check_vocabulary(answer, gold)
     check_expression(answer)
     check_work(answer)
     library = _library()
@@ -46,11 +58,35 @@ def same_expression(answer: str, gold: str) -> bool:
         answer_parsed = _parse(library, _as_box(answer))
         if not answer_parsed:
             raise Unreadable("the answer is not a mathematical expression")
-        return bool(library.verify(gold_parsed, answer_parsed, **_NO_LIMIT))
+        return _same_parsed(library, answer_parsed[0], gold_parsed[0])
     except (RecursionError, MemoryError, OverflowError) as error:
         raise Unreadable(f"the expression is too large ({type(error).__name__})") from None
     except (ValueError, TypeError, ArithmeticError, AttributeError, NotImplementedError) as error:
         raise Unreadable(f"math-verify cannot compare it ({type(error).__name__})") from None
+
+
+def _same_parsed(library: ModuleType, answer: Any, gold: Any) -> bool:
+    """Sampling first: it finds most wrong answers at once, which math-verify would try to simplify or solve."""
+    from sympy import Eq, Expr
+
+    if isinstance(gold, Eq) and isinstance(gold.lhs, Expr) and gold.lhs.is_Symbol and isinstance(answer, Expr):
+        gold = gold.rhs  # "2x + 3" for "y = 2x + 3"
+    if isinstance(gold, Expr) and isinstance(answer, Expr):
+        return not differ(answer, gold) and bool(library.verify(gold, answer, **_NO_LIMIT))
+    same = proportional(answer, gold)
+    return bool(library.verify(gold, answer, **_NO_LIMIT)) if same is None else same
+
+
+def check_vocabulary(answer: str, gold: str) -> None:
+    """WrongForm for words, relations and variables that the gold answer lacks: math-verify would skip over some."""
+    known = _COMMANDS | set(_COMMAND.findall(gold))
+    for command in _COMMAND.findall(answer):
+        if command not in known:
+            raise WrongForm(f"{command} is not expected in the answer")
+    rest = set(_PLAIN_NAMES.sub("", _COMMAND.sub(" ", answer)))
+    unexpected = sorted(rest - _CHARACTERS - {"e", "i"} - set(gold))
+    if unexpected:
+        raise WrongForm(f"{unexpected[0]!r} is not expected in the answer")
 
 
 @lru_cache(maxsize=4096)
@@ -64,13 +100,24 @@ def _parse_gold(gold: str) -> list[Any]:
 
 def _as_box(text: str) -> str:
     """One expression in a box, so that math-verify reads all of it and picks no part at will."""
-    text = _PLAIN_ROOT.sub(r"\\sqrt{\1}", text)
+    text = _PLAIN_ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", text)
+    text = _DECIMAL.sub(lambda decimal: f"(\\frac{{{int(decimal[1] + decimal[2])}}}{{{10 ** len(decimal[2])}}})", text)
+    text = _IMAGINARY.sub(" i", text)
     text = _PLAIN_PI.sub(r"\\pi ", text)
     return "\\boxed{" + text.replace("**", "^").replace("*", "\\cdot ") + "}"
 
 
 def _parse(library: ModuleType, text: str) -> list[Any]:
-    config = [library.LatexExtractionConfig(boxed_match_priority=0)]
+    # Without its fallback it cannot pick a formula out of other text, and with units kept "5m" stays algebra.
+    default = library.LatexExtractionConfig()
+    config = [
+        replace(
+            default,
+            try_extract_without_anchor=False,
+            boxed_match_priority=0,
+            normalization_config=replace(default.normalization_config, units=False),
+        )
+    ]
     return library.parse(text, config, fallback_mode="no_fallback", parsing_timeout=None)
 
 

@@ -14,10 +14,13 @@ MAX_POWER_DIGITS = 4  # of an integer exponent there
 MAX_FACTORIAL_DIGITS = 3
 MAX_BINOMIAL_DIGITS = 4
 MAX_RESULT_DIGITS = 1_000  # of a number raised to a power
+MAX_MIXED_DIGITS = 100  # the same beside roots, functions and symbols, where large numbers are tested for primes
 MAX_TERMS = 200  # that a bracket has when its power is multiplied out
 MAX_SYMBOL_POWER = 300
 MAX_FUNCTION_POWER = 20
-MAX_PARTS, MAX_SYMBOLIC_PARTS = 24, 8  # of a list or a set: each is compared with each
+MAX_FUNCTIONS = 6  # sines, logarithms and the like in one expression
+MAX_ROUND_DEPTH = 5  # of nested round brackets and absolute values, on each of which the parser backtracks
+MAX_PARTS = 24  # of a list, a set or a matrix
 
 _BRACKET = re.compile(r"\\[{}]|[{}()\[\]]")
 _RAISED = r"\s*(?:\^|\*\*)[\s{(]*"
@@ -27,8 +30,12 @@ _LONG_POWER = re.compile(rf"(?:\^|\*\*)\s*[{{(\s]*[-+]?\s*[0-9][0-9,]{{{MAX_POWE
 _LONG_FACTORIAL = re.compile(rf"[0-9]{{{MAX_FACTORIAL_DIGITS + 1},}}[)}}\s]*!|!\s*[)}}]*\s*!")
 _UNFINISHED = re.compile(r"\\(?:i*int|oint|sum|prod|lim)(?![A-Za-z])")
 _LONG_BINOMIAL = re.compile(rf"binom[^0-9]{{0,9}}[0-9]{{{MAX_BINOMIAL_DIGITS + 1},}}")
+_BINOMIAL_OF_POWER = re.compile(r"binom\s*\{[^{}]*[\^!]|binom\s*\{[^{}]*\}\s*\{[^{}]*[\^!]")
+_BRACKET_FACTORIAL = re.compile(r"[)}\]]\s*!")
+_NOT_SMALL = re.compile(rf"\^|!|binom|[0-9]{{{MAX_FACTORIAL_DIGITS},}}")
 _POWER = re.compile(rf"([0-9][0-9.]*|\\[A-Za-z]+|[A-Za-z]|[)\]}}]){_RAISED}([0-9]+)")
-_SYMBOL = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
+_SYMBOLIC = re.compile(r"\\(?!cdot|times|div|frac)[A-Za-z]|(?<![\\A-Za-z])[A-Za-z]")
+_FUNCTION = re.compile(r"(?:sin|cos|tan|cot|sec|csc|log|ln|lg|exp)(?=h?(?![A-Za-z]))")
 _SIGN = re.compile(r"[-+]")
 _LONG_NUMBER = re.compile(rf"[0-9]{{{MAX_DIGITS + 1},}}")
 
@@ -39,6 +46,10 @@ class Unreadable(Exception):
 
 class UnreadableGold(Exception):
     """The same of the gold answer: then nothing can be said of the answer."""
+
+
+class WrongForm(Exception):
+    """The answer can be read, but is of another kind than the gold answer, so it is wrong. Says why in one line."""
 
 
 def clip(text: str, limit: int = 200) -> str:
@@ -70,21 +81,34 @@ def check_work(text: str) -> None:
     """Refuse short answers that a computer algebra system works on for seconds: the clock should not judge them."""
     if _UNFINISHED.search(text):
         raise Unreadable("an integral, sum, product or limit is not worked out")
-    if _LONG_BINOMIAL.search(text):
+    if _LONG_BINOMIAL.search(text) or _BINOMIAL_OF_POWER.search(text):
         raise Unreadable("the binomial coefficient is too large")
-    most = MAX_SYMBOLIC_PARTS if _SYMBOL.search(text) else MAX_PARTS
-    if text.count(",") >= most:
-        raise Unreadable(f"the answer has more than {most} parts")
+    for factorial in _BRACKET_FACTORIAL.finditer(text):
+        if _NOT_SMALL.search(_inside(text, factorial.start())):
+            raise Unreadable("the factorial is too large")
+    if len(_FUNCTION.findall(text)) > MAX_FUNCTIONS:
+        raise Unreadable(f"there are more than {MAX_FUNCTIONS} functions such as \\sin in the answer")
+    if _round_depth(text) > MAX_ROUND_DEPTH or text.count("|") > 2 * MAX_ROUND_DEPTH:
+        raise Unreadable(f"brackets are nested more than {MAX_ROUND_DEPTH} deep")
     for power in _POWER.finditer(text):
         if _work(text, power) > 1:
             raise Unreadable("the powers are too large")
+
+
+def _round_depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _work(text: str, power: re.Match[str]) -> float:
     """How much a power asks for, as a multiple of what it may."""
     base, exponent = power[1], int(power[2])
     if base[0].isdigit():
-        return exponent * math.log10(max(int(base.replace(".", "")), 1)) / MAX_RESULT_DIGITS
+        most = MAX_MIXED_DIGITS if _SYMBOLIC.search(text) else MAX_RESULT_DIGITS
+        return exponent * math.log10(max(int(base.replace(".", "")), 1)) / most
     if base[0].isalpha():
         return exponent / MAX_SYMBOL_POWER
     if base[0] == "\\":

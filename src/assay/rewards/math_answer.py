@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from assay.rewards.equality import equal
+from assay.rewards.equality import compare
 from assay.rewards.extract import check_extractor, extract
 from assay.rewards.judge import graded
 from assay.rewards.latex import verify_whole
@@ -18,7 +18,9 @@ MAX_AUDIT_CHARS = 50_000  # math-verify's own extraction searches the whole text
 
 @dataclass(frozen=True)
 class MathJudge:
-    """1.0 if the extracted answer equals the gold one, else 0.0. Not strict: any form of answer counts.
+    """1.0 if the extracted answer equals the gold one, else 0.0.
+
+    Not strict: the answer may stand in any of the known forms, and may be an expression where the gold one is a number.
 
     `parts` has `accuracy`, and `format`: whether an answer stood in the asked form, right or wrong.
     """
@@ -37,12 +39,12 @@ class MathJudge:
         if not found.found:
             return graded(found.status, found.text or None, form, found.detail)
         try:
-            status = Status.OK if equal(found.text, answer) else Status.WRONG
+            right, detail = compare(found.text, answer, self.strict)
         except Unreadable as error:
             return graded(Status.UNPARSABLE, clip(found.text), form, str(error))
         except UnreadableGold as error:
             return Verdict(0.0, Status.ERROR, clip(found.text), detail=f"the gold answer cannot be read: {error}")
-        return graded(status, found.text, form)
+        return graded(Status.OK if right else Status.WRONG, found.text, form, detail)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ Values are fractions, so 0.1 + 0.2 style surprises do not exist and 0.33 is not 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
 from assay.rewards.limits import MAX_ANSWER_CHARS, MAX_DIGITS, MAX_EXPONENT, Unreadable
+from assay.rewards.units import KNOWN_UNITS, NO_UNIT, Unit, read_unit
 
 REMEMBERED = 1024  # texts: all samples of a prompt have one gold answer, and few different answers
 _LOOKALIKES = str.maketrans(
@@ -20,103 +21,72 @@ _LOOKALIKES = str.maketrans(
     | {chr(0xFF10 + i): str(i) for i in range(10)}
     | {"\uff0c": ",", "\uff0e": ".", "\uff04": "$", "\uff05": "%", "\u2044": "/", "\u2019": "'"}
     | {"½": " 1/2", "¼": " 1/4", "¾": " 3/4", "×": "\\times ", "÷": "\\div ", "π": "\\pi ", "·": "\\cdot "}
+    | {"±": "\\pm ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "∞": "\\infty "}
+    | {"∪": "\\cup ", "∈": "\\in ", "²": "^{2}", "³": "^{3}"}
 )
-_WRAPPER = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname|emph|boxed|fbox)\s*\{([^{}]*)\}"
-)
-_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?:s)?(?![A-Za-z])|°")
+_WRAPPERS = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname|emph|boxed|fbox)\s*\{"
+_WRAPPER = re.compile(_WRAPPERS + r"([^{}]*)\}")
+_WRAPPED = re.compile(rf"(?:{_WRAPPERS}|\{{)")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?:s)?(?![A-Za-z])|°")
 _TIGHT_COMMA = re.compile(r",\\!\s*")  # 11,\! 111 is one number, 11, 111 are two
 _NOISE = re.compile(r"\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\displaystyle(?![A-Za-z])|\\!")
 _SPACE = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~")
 _LEAD_IN = re.compile(r"(?:(?:the )?(?:final )?answer\b(?: is\b)?\s*[:=]?|=)\s*(?=\S)", re.IGNORECASE)
 _DELIMITERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?:\s[0-9]{3})+(?![0-9])|[0-9]+)"
+_DIGITS = r"(?:[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?:\s[0-9]{3})+)(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
-_ARGUMENT = rf"(?:\{{\s*([-+]?\s*{_DECIMAL})\s*\}}|\s*([0-9]))"
+_TOP = rf"(?:\{{\s*(?P<top_sign>[-+])?\s*(?P<top>{_DECIMAL})\s*\}}|\s*(?P<top_digit>[0-9]))"
+_BOTTOM = _TOP.replace("top", "bottom")
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+])?\s*(?P<currency>(?:US)?\$|[€£¥₹]|(?:USD|EUR|GBP|Rs\.?)(?=\s?[-+0-9.]))?\s*(?P<inner>[-+])?\s*
     (?:
-      (?:(?P<whole>{_DIGITS})\s*)?\\frac\s*{_ARGUMENT}\s*{_ARGUMENT}
-    | (?P<mixed>{_DIGITS})\s(?P<top>[0-9]+)\s?/\s?(?P<bottom>[0-9]+)
+      (?:(?P<whole>{_DIGITS})\s*)?\\frac\s*{_TOP}\s*{_BOTTOM}
+    | (?P<mixed>{_DIGITS})\s(?P<mixed_top>[0-9]+)\s?/\s?(?P<mixed_bottom>[0-9]+)
     | (?P<over>{_DECIMAL})\s?/\s?(?P<under>{_DECIMAL})
     | (?P<mantissa>{_DECIMAL})(?:[eE](?P<exponent>[-+]?[0-9]+)
         |\s?(?:\\times|\\cdot|\*|x)\s?10\s?(?:\^|\*\*)\s?\{{?(?P<power>[-+]?[0-9]+)\}}?)
+    | 10\s?(?:\^|\*\*)\s?\{{?(?P<power_of_ten>[-+]?[0-9]+)\}}?
     | (?P<plain>{_DECIMAL})
     )""",
     re.VERBOSE,
 )
-_UNIT = re.compile(
-    r"(%|[A-Za-z$€£¥₹][A-Za-z'.\-]*)((?:\s?[ /]\s?[A-Za-z][A-Za-z'.\-]*){0,7})(?:\s?\^\s?\{?[23]\}?|[²³])?"
-)
-
-_SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-# Words that make the number before them something else than itself.
-_NOT_A_UNIT = (
-    "pi sqrt root sin cos tan log ln exp squared cubed times plus minus over and or to by of point mod choose hundred "
-    "half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths eighth "
-    "eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth millionths infinity "
-    "tens hundreds thousands millions billions zillion"
-)
-_NOT_UNITS = frozenset(_NOT_A_UNIT.split())
-# Words that turn an answer into another one, or into two, wherever they stand behind the number.
-_HEDGED = "or if unless either than below negative minus plus times divided factorial"
-_HEDGES = frozenset(_HEDGED.split())
-_PERCENT = frozenset({"%", "percent", "percents", "percentage", "pct"})
-_SYNONYMS = {
-    "dollar": "$ dollar dollars usd us$ bucks",
-    "cent": "¢ cent cents",
-    "euro": "€ euro euros eur",
-    "pound-sterling": "£ gbp",
-    "mm": "mm millimeter millimeters millimetre millimetres",
-    "cm": "cm centimeter centimeters centimetre centimetres",
-    "m": "m meter meters metre metres",
-    "km": "km kilometer kilometers kilometre kilometres",
-    "inch": "in inch inches",
-    "foot": "ft foot feet",
-    "yard": "yd yard yards",
-    "mile": "mi mile miles",
-    "mg": "mg milligram milligrams",
-    "g": "g gram grams",
-    "kg": "kg kilogram kilograms kgs",
-    "ml": "ml milliliter milliliters millilitre millilitres",
-    "l": "l liter liters litre litres",
-    "second": "s sec secs second seconds",
-    "minute": "min mins minute minutes",
-    "hour": "h hr hrs hour hours",
-    "day": "d day days",
-    "week": "week weeks",
-    "month": "month months",
-    "year": "yr yrs year years",
-    "degree": "degree degrees deg",
-    "radian": "radian radians rad",
-    "celsius": "celsius",
-    "fahrenheit": "fahrenheit",
-}
-_KNOWN_UNITS = {word: unit for unit, words in _SYNONYMS.items() for word in words.split()}
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number, the known units with it ("" or e.g. "mile hour"), and whether it is a percentage."""
+    """A number with its unit. `quotient` says how a division was written, if it is one: "whole" (3/4) or "decimal"."""
 
     value: Fraction
-    unit: str = ""
-    percent: bool = False
+    unit: Unit = NO_UNIT
+    quotient: str = ""
 
     def same(self, gold: Quantity) -> bool:
-        """Equal values; units only matter if both have known ones and neither side's are among the other's.
+        """Equal values in compatible units."""
+        return _compatible(self.unit, gold.unit) and self._read_as(gold) == gold.value
 
-        With a percent sign on one side alone, both readings count: "50%" equals "50" (percent asked for) and "0.5".
+    def worked_out(self, gold: Quantity) -> bool:
+        """Whether no division is left to do: 84/2 is not 42 yet, but 1/2 may stand for 0.5."""
+        return not self.quotient or (self.quotient == "whole" and gold.value.denominator != 1)
+
+    def _read_as(self, gold: Quantity) -> Fraction:
+        """The value; whether a percent sign divides by 100 is decided by how the gold answer is written.
+
+        "50%" is 1/2 where the gold answer is a fraction or below 1, and 50 where it is another number, as in the
+        answers of "what percentage ...?". Where the gold answer has the sign, the number of percent counts.
         """
-        ours, theirs = set(self.unit.split()), set(gold.unit.split())
-        if not (ours <= theirs or theirs <= ours):
-            return False
-        if self.value == gold.value:
-            return True
-        if self.percent == gold.percent:
-            return False
-        return self.value == gold.value * 100 if self.percent else self.value * 100 == gold.value
+        divides = self.unit.percent and not gold.unit.percent and (gold.quotient or abs(gold.value) < 1)
+        return self.value / 100 if divides else self.value
+
+
+def _compatible(ours: Unit, theirs: Unit) -> bool:
+    """Units matter only if both sides have known ones: then one side's must be among the other's, with one power."""
+    mine, others = set(ours.known.split()), set(theirs.known.split())
+    if not mine or not others:
+        return True
+    powers = {ours.power, theirs.power} - {0}
+    return (mine <= others or others <= mine) and len(powers) < 2
 
 
 @lru_cache(REMEMBERED)
@@ -145,9 +115,22 @@ def _unwrap(text: str) -> str:
         for opening, closing in _DELIMITERS:
             if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
                 text = text[len(opening) : -len(closing)]
+        wrapped = _WRAPPED.match(text)
+        if wrapped and _closing(text, wrapped.end()) == len(text) - 1:
+            text = text[wrapped.end() : -1]
         if text == before:
             break
     return text
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the brace is closed whose content begins at `start`; -1 if it is not."""
+    depth = 1
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return brace.start()
+    return -1
 
 
 @lru_cache(REMEMBERED)
@@ -156,33 +139,50 @@ def read_quantity(text: str) -> Quantity | None:
     if len(text) > MAX_ANSWER_CHARS:
         raise Unreadable(f"the answer is longer than {MAX_ANSWER_CHARS} characters")
     number = _NUMBER.match(text)
-    if number is None or (number["sign"] and number["inner"]):
+    if number is None:
         return None
-    tail = _read_tail(text[number.end() :])
-    if tail is None:
+    unit = read_unit(text[number.end() :])
+    if unit is None:
         return None
-    scale, unit, percent = tail
-    value = _value(number) * scale
-    if "-" in (number["sign"], number["inner"]):
-        value = -value
+    value = _value(number)
+    if value is None:
+        return None
+    signs = [sign for sign in (number["sign"], number["inner"]) if sign]
+    if len(signs) > 1 or (signs and "-" in (number["top_sign"], number["bottom_sign"])):
+        return None  # "--18" is not a number, and neither is -\frac{-1}{2}
     currency = (number["currency"] or "").strip().rstrip(".").lower()
-    return Quantity(value, unit or _KNOWN_UNITS.get(currency, ""), percent)
+    if currency and not unit.known:
+        unit = replace(unit, known=KNOWN_UNITS.get(currency, ""))
+    return Quantity((-value if signs == ["-"] else value) * unit.scale, unit, _quotient(number, unit))
 
 
-def _value(number: re.Match[str]) -> Fraction:
-    top, top_digit, bottom, bottom_digit = number.groups()[4:8]
-    if top or top_digit:
-        whole = _exact(number["whole"] or "0")
-        return whole + _ratio(_exact(top or top_digit), _exact(bottom or bottom_digit))
+def _quotient(number: re.Match[str], unit: Unit) -> str:
+    """How a division is written. A mixed number, and a fraction of a million or of a percentage, are not divisions."""
+    terms = [number[name] for name in ("top", "top_digit", "bottom", "bottom_digit", "over", "under") if number[name]]
+    if not terms or number["whole"] or number["mixed"] or unit.scale != 1 or unit.percent:
+        return ""
+    return "decimal" if any("." in term for term in terms) else "whole"
+
+
+def _value(number: re.Match[str]) -> Fraction | None:
+    top, bottom = number["top"] or number["top_digit"], number["bottom"] or number["bottom_digit"]
+    whole = number["whole"] or number["mixed"]
     if number["mixed"]:
-        return _exact(number["mixed"]) + _ratio(_exact(number["top"]), _exact(number["bottom"]))
+        top, bottom = number["mixed_top"], number["mixed_bottom"]
+    if top and whole:
+        part = _ratio(_exact(top), _exact(bottom))
+        proper = part < 1 and not (number["top_sign"] or number["bottom_sign"])
+        return _exact(whole) + part if proper else None
+    if top:
+        ratio = _ratio(_exact(top), _exact(bottom))
+        return ratio if (number["top_sign"] == "-") == (number["bottom_sign"] == "-") else -ratio
     if number["over"]:
         return _ratio(_exact(number["over"]), _exact(number["under"]))
-    if number["mantissa"]:
-        power = number["exponent"] or number["power"]
+    power = number["exponent"] or number["power"] or number["power_of_ten"]
+    if power:
         if len(power) > 5 or abs(int(power)) > MAX_EXPONENT:
             raise Unreadable("the exponent is too large")
-        return _exact(number["mantissa"]) * Fraction(10) ** int(power)
+        return _exact(number["mantissa"] or "1") * Fraction(10) ** int(power)
     return _exact(number["plain"])
 
 
@@ -197,32 +197,3 @@ def _ratio(top: Fraction, bottom: Fraction) -> Fraction:
     if bottom == 0:
         raise Unreadable("division by zero")
     return top / bottom
-
-
-def _read_tail(tail: str) -> tuple[int, str, bool] | None:
-    """What follows a number: (scale, known unit, percent), or None if it is not just a unit."""
-    if not tail.strip():
-        return 1, "", False
-    adjacent = not tail[0].isspace()
-    matched = _UNIT.fullmatch(tail.strip())
-    if matched is None:
-        return None
-    words = [matched[1].lower().rstrip("."), *matched[2].lower().replace("/", " ").split()]
-    if any(word.rstrip(".") in _HEDGES for word in words):
-        return None
-    if words[0] in _SCALES and not adjacent:
-        rest = words[1:]
-        if any(word in _SCALES or word in _NOT_UNITS for word in rest[:1]):
-            return None
-        return _SCALES[words[0]], _known(rest), False
-    if words[0] in _PERCENT:
-        return 1, "", True
-    known = _known(words)
-    # "5x" and "5 y" are algebra, "3 and 4" are two numbers, "2 pi" is not 2.
-    if words[0] in _NOT_UNITS or (words[0] not in _KNOWN_UNITS and (adjacent or len(words[0]) == 1)):
-        return None
-    return 1, known, False
-
-
-def _known(words: list[str]) -> str:
-    return " ".join(_KNOWN_UNITS[word] for word in words if word in _KNOWN_UNITS)

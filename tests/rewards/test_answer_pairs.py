@@ -1,0 +1,99 @@
+"""A regression set of answers that are right in an unusual form, and of wrong ones that look right.
+
+Each line of answer_pairs.jsonl has the gold answer, the answer, how it is stated (`form`), whether it is equal with
+`strict`, and why. `lenient` is the expectation without `strict` where that differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assay.rewards import MathJudge
+from assay.tasks.base import state_answer
+from assay.types import Status
+
+ROWS: list[dict[str, Any]] = [
+    json.loads(line) for line in Path(__file__).with_name("answer_pairs.jsonl").read_text(encoding="utf-8").splitlines()
+]
+STYLES = sorted({row["style"] for row in ROWS})
+
+
+def judged(row: dict[str, Any], strict: bool) -> Status:
+    return MathJudge(row["form"], strict)(state_answer(row["answer"], row["form"]), row["gold"], {}).status
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_strict_judge_pays_exactly_the_right_answers(style: str) -> None:
+    rows = [row for row in ROWS if row["style"] == style]
+    failed = [row for row in rows if (judged(row, strict=True) is Status.OK) != row["equal"]]
+    assert failed == []
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_lenient_judge_pays_expressions_too_but_no_wrong_answer(style: str) -> None:
+    rows = [row for row in ROWS if row["style"] == style]
+    failed = [row for row in rows if (judged(row, strict=False) is Status.OK) != row.get("lenient", row["equal"])]
+    assert failed == []
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_answer_of_the_set_gets_a_verdict_without_an_error(style: str) -> None:
+    statuses = {judged(row, strict) for row in ROWS if row["style"] == style for strict in (True, False)}
+    assert statuses <= {Status.OK, Status.WRONG, Status.UNPARSABLE, Status.NO_ANSWER}
+
+
+def test_the_set_is_large_mixed_and_without_repetitions() -> None:
+    keys = Counter((row["form"], row["gold"], row["answer"]) for row in ROWS)
+    right = sum(row["equal"] for row in ROWS)
+    assert len(ROWS) >= 800 and right >= 300 and len(ROWS) - right >= 300 and len(STYLES) >= 15
+    assert max(keys.values()) == 1 and all(row["why"] for row in ROWS)
+
+
+MATH500 = Path(os.environ.get("ASSAY_MATH500", Path(__file__).parents[2] / ".." / "shared" / "data" / "math500"))
+GSM8K = Path(os.environ.get("ASSAY_GSM8K", Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"))
+REWRITINGS: dict[str, Callable[[str], str]] = {
+    "itself": str,
+    "display fractions": lambda gold: gold.replace("\\frac", "\\dfrac"),
+    "dollar delimiters": lambda gold: f"${gold}$",
+    "full stop": lambda gold: f"{gold}.",
+    "box in a box": lambda gold: f"\\boxed{{{gold}}}",
+    "bold": lambda gold: f"\\mathbf{{{gold}}}",
+    "square brackets": lambda gold: gold.replace("pmatrix", "bmatrix"),
+    "without degrees": lambda gold: gold.replace("^\\circ", ""),
+    "Unicode": lambda gold: gold.replace("\\pi", "π").replace("\\infty", "∞").replace("\\cup", "∪").replace("-", "−"),
+    "decimal point": lambda gold: f"{gold}.0" if gold.lstrip("-").isdigit() else gold,
+    "order of a union": lambda gold: " \\cup ".join(reversed(gold.split("\\cup"))),
+    "product sign": lambda gold: re.sub(r"(\d)\s*(\\sqrt|\\pi)", r"\1 \\cdot \2", gold),
+    "plain root": lambda gold: re.sub(r"(\d)\s*\\sqrt\{(\d+)\}", r"\1*sqrt(\2)", gold),
+    "assignment": lambda gold: gold if re.search(r"=|\\in|text", gold) else f"t = {gold}",
+}
+
+
+@pytest.mark.skipif(not MATH500.is_dir(), reason="no MATH-500 folder: set ASSAY_MATH500")
+@pytest.mark.parametrize("rewriting", REWRITINGS)
+def test_math500_gold_answers_score_in_other_notations(rewriting: str) -> None:
+    golds = [json.loads(line)["answer"] for line in (MATH500 / "test.jsonl").read_text().splitlines()]
+    lost = []
+    for gold in golds:
+        answer = REWRITINGS[rewriting](gold)
+        if not MathJudge()(f"\\boxed{{{answer}}}", gold, {}).correct:
+            lost.append((gold, answer))
+    assert len(golds) == 500 and lost == []
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K folder: set ASSAY_GSM8K")
+@pytest.mark.parametrize("rewriting", ["{}", "${}", "{}.00", "{} dollars", "x = {}", "{:,}", "\\text{{{}}}"])
+def test_gsm8k_gold_answers_score_in_other_notations(rewriting: str) -> None:
+    lines = (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    golds = [json.loads(line)["answer"].rpartition("####")[2].strip().replace(",", "") for line in lines]
+    judge = MathJudge("hash")
+    lost = [gold for gold in golds if not judge(f"#### {rewriting.format(int(gold))}", gold, {}).correct]
+    assert len(golds) == 1319 and lost == []
