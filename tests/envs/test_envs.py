@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from assay.envs.base import SEED, as_messages, safe_step
 from assay.envs.calculator import demonstration
 from assay.envs.check import check_env, play
 from assay.envs.python_tool import evaluate
+from assay.envs.stepwise import truth
 from assay.tasks import make_task
 from assay.types import Status, UserError
 
@@ -70,6 +72,40 @@ def test_lines_are_steps_and_true_sums_are_rewarded() -> None:
     assert env.step(f"#### {answer} ;")[2]  # an answer ends it, whatever follows
     env.reset(seed=0)
     assert [env.step("hm ;")[2] for _ in range(4)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("4 + 5 = 9", 1),
+        ("so (4+5)*2 = 18 apples", 1),
+        ("4 + 5 = 9 and 9 + 1 = 11", -1),
+        ("4 + 5 = 8", -1),
+        ("4 + 5 = 9 + 1 = 10", 1),  # only the last equation has a number on its right
+        ("x = 4 + 5 = 9", 1),
+        ("9 = 9", 0),  # nothing is computed
+        ("3/5 x 100 = 60", 0),
+        ("3 / 2 = 1 1/2 hours", 0),
+        ("1 - 3/5 = 2/5 of it", 0),
+        ("3 / 6 = 50%", 0),
+        ("X + 80*2 = 1920", 0),
+        ("2 * 600 = 1,200", 0),
+        ("no sum", 0),
+        ("= = =", 0),
+    ],
+)
+def test_a_line_is_rewarded_for_whole_sums_only(line: str, value: int) -> None:
+    assert truth(line) == value
+
+
+def test_reading_the_sums_of_a_line_takes_linear_time() -> None:
+    def seconds(line: str) -> float:
+        started = time.process_time()
+        truth(line)
+        return time.process_time() - started
+
+    for part in ("1 ", "1+", "("):  # a line of 20,000 such characters takes 20 microseconds, in quadratic time seconds
+        assert min(seconds(part * 20_000) for _ in range(3)) < 0.1, part
 
 
 def test_the_calculator_completes_what_it_is_asked_and_nothing_else() -> None:

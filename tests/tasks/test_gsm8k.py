@@ -91,6 +91,12 @@ def test_bad_input(tmp_path):
     file.write_text('{"question": "?", "answer": "seven"}\n')
     with pytest.raises(UserError, match=r'bad.jsonl:1: gsm8k: an answer must end in "#### N"'):
         make_task("gsm8k", str(file)).prompts("all")
+    file.write_text('{"question": "?", "answer": ["#### 1"]}\n')
+    with pytest.raises(UserError, match=r'bad.jsonl:1: gsm8k: "answer" must be text .* not list'):
+        make_task("gsm8k", str(file)).prompts("all")
+    file.write_text('{"question": {"text": "?"}, "answer": "#### 1"}\n')
+    with pytest.raises(UserError, match=r'bad.jsonl:1: the column "question" must be text or a number, not dict'):
+        make_task("gsm8k", str(file)).prompts("all")
     with pytest.raises(UserError, match="solution_style must be one of boxed, hash"):
         make_task("gsm8k", str(file), solution_style="latex")
     with pytest.raises(UserError, match="there is no file or folder"):

@@ -109,3 +109,25 @@ def test_bad_rows(tmp_path):
     write(tmp_path / "bad.jsonl", [{"text": "?"}])
     with pytest.raises(UserError, match='has no column "problem" or "question"; it has "text"'):
         make_task("math", str(tmp_path / "bad.jsonl")).prompts("all")
+
+
+def test_an_answer_that_is_a_list_is_refused_with_its_row(tmp_path):
+    write(tmp_path / "rows.jsonl", [TEST[0], {**TEST[1], "answer": ["60"]}])
+    with pytest.raises(UserError, match=r'rows.jsonl:2: math: "answer" must be text or a number, not list'):
+        make_task("math", str(tmp_path / "rows.jsonl")).prompts("all")
+
+
+def test_an_instruction_is_applied_to_prepared_rows(tmp_path):
+    row = {
+        "id": "math/train/0",
+        "question": "What is 2 + 2?",
+        "messages": [{"role": "user", "content": "What is 2 + 2?\nBox it."}],
+        "answer": "4",
+    }
+    write(tmp_path / "rows.jsonl", [row])
+    file = str(tmp_path / "rows.jsonl")
+    assert make_task("math", file).prompts("all")[0].question == "What is 2 + 2?\nBox it."
+    changed = make_task("math", file, instruction="Be brief.")
+    assert changed.prompts("all")[0].question == "What is 2 + 2?\nBe brief."
+    assert changed.bare_question(changed.prompts("all")[0]) == "What is 2 + 2?"
+    assert make_task("math", file, instruction="").prompts("all")[0].question == "What is 2 + 2?"

@@ -117,6 +117,20 @@ def test_bad_names_and_arguments(own, name, args, message):
     assert "\n" not in str(error.value)
 
 
+def test_prompts_that_raise_are_told_in_one_line(tmp_path):
+    file = tmp_path / "raising.py"
+    file.write_text(
+        "from assay.tasks import Task\n"
+        "class Raising(Task):\n"
+        "    name = 'raising'\n"
+        "    def prompts(self, split):\n"
+        "        return [][3]\n"
+    )
+    with pytest.raises(UserError, match=r'^prompts\("train"\) of the task raising failed: IndexError: list') as error:
+        make_task(f"{file}:Raising").prompts("train")
+    assert "\n" not in str(error.value)
+
+
 def test_bad_rows(own):
     with pytest.raises(UserError, match="gave no rows"):
         make_task(own + "EMPTY").prompts("train")

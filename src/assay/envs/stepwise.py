@@ -14,7 +14,10 @@ from assay.types import Prompt, UserError
 
 CALL = ("<<", "=", ">>")  # of the calculator: what opens a call, what asks for the result, what ends it
 TURNS = 8  # that a line with calls may take at most, on average: every "=" ends one
-_SUM = re.compile(r"([0-9.+\-*/() ]*[0-9)])\s*=\s*(-?[0-9.]+)")
+_RIGHT_SIDE = re.compile(r"\s*(-?[0-9.]++)(?!\s*[-+*/x×÷·^%(]|\s[0-9]|,[0-9])")  # a number, and all of it
+_OPERATOR = re.compile(r"[0-9)]\s*[-+*/]")
+_SUM_CHARACTERS = "0123456789.+-*/() "
+_CONTINUES = "x×÷·^%,$="  # before a sum, these are operations that belong to it but are not read
 
 
 class Stepwise(TaskEnv):
@@ -74,8 +77,25 @@ class Stepwise(TaskEnv):
 
 def truth(line: str) -> int:
     """1 for a line whose sums are all true, -1 if one is false, 0 if there is none."""
-    found = _SUM.findall(line)
+    stated = sums(line)
     try:
-        return 0 if not found else 1 if all(calculate(left) == calculate(right) for left, right in found) else -1
+        return 0 if not stated else 1 if all(calculate(left) == calculate(right) for left, right in stated) else -1
     except Unreadable:
         return 0
+
+
+def sums(line: str) -> list[tuple[str, str]]:
+    """Both sides of each "4 + 5 = 9", in time linear in the line; "9 = 9" and the end of "3 x 4 + 5 = 17" are none."""
+    stated, start = [], 0
+    for equals in re.finditer("=", line):
+        before = line[start : equals.start()].rstrip()
+        rest = before.rstrip(_SUM_CHARACTERS)
+        left = before[len(rest) :]
+        right = _RIGHT_SIDE.match(line, equals.end())
+        start = equals.end()
+        cut_off = rest[-1:] in (*_CONTINUES,) or (rest and left.lstrip()[:1] in ("+", "-", "*", "/"))
+        whole = (left[-1:].isdigit() or left.endswith(")")) and not cut_off
+        if right and whole and _OPERATOR.search(left):
+            stated.append((left, right[1]))
+            start = right.end()
+    return stated

@@ -6,10 +6,12 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any, overload
 
 from assay.rewards import CountdownJudge, Judge, MathJudge
 from assay.rewards.extract import check_extractor
+from assay.rewards.judge import one_line
 from assay.types import Prompt, UserError, Verdict
 
 SPLITS = ("train", "validation", "test")
@@ -23,6 +25,21 @@ class NoSuchSplit(UserError):
     """The source of a task does not hold this split."""
 
 
+def _told_in_one_line(prompts: Callable[[Any, str], Sequence[Prompt]]) -> Callable[[Any, str], Sequence[Prompt]]:
+    """A task's `prompts`, whose exceptions become a UserError that names the task: it may be the user's own code."""
+
+    @wraps(prompts)
+    def guarded(task: Task, split: str) -> Sequence[Prompt]:
+        try:
+            return prompts(task, split)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f'prompts("{split}") of the task {task.name} failed: {one_line(error)}') from error
+
+    return guarded
+
+
 class Task(ABC):
     """Something to solve. A subclass gives prompts; the rest has defaults that suit answers which are numbers."""
 
@@ -31,6 +48,11 @@ class Task(ABC):
     judge_kind: str = "math"  # or "countdown"
     instruction: str = ""  # what `prompts` appends to a question, if anything
     has_all: bool = False  # whether `prompts("all")` gives everything: true of a single file or list
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "prompts" in cls.__dict__:
+            cls.prompts = _told_in_one_line(cls.prompts)  # type: ignore[assignment,method-assign]
 
     @abstractmethod
     def prompts(self, split: str) -> Sequence[Prompt]:

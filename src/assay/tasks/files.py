@@ -27,6 +27,14 @@ class Row:
         wanted = " or ".join(f'"{name}"' for name in names)
         raise UserError(f"{self.where} has no column {wanted}; it has {listed(self.values)}")
 
+    def text(self, *names: str) -> str:
+        """The same as text; a number is taken as it is written, a list or an object is an error."""
+        value = self.column(*names)
+        if not isinstance(value, str | int | float):
+            wanted = " or ".join(f'"{name}"' for name in names)
+            raise UserError(f"{self.where}: the column {wanted} must be text or a number, not {type(value).__name__}")
+        return str(value)
+
 
 def listed(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names) or "none"

@@ -60,13 +60,15 @@ class GSM8K(RowTask):
         return super()._convert(row, origin)
 
     def gold(self, row: Mapping[str, Any]) -> str:
-        answer = str(row["answer"])
+        answer = row["answer"]
+        if not isinstance(answer, str):
+            raise UserError(f'gsm8k: "answer" must be text that ends in "#### N", not {type(answer).__name__}')
         if "####" not in answer:
             raise UserError(f'gsm8k: an answer must end in "#### N", but this one does not: {answer[-80:]!r}')
         return answer.rpartition("####")[2].strip().replace(",", "")
 
     def to_prompt(self, row: Row, split: str) -> Prompt:
-        question, worked = str(row.column("question")), str(row.column("answer"))
+        question, worked = row.text("question"), row.column("answer")
         try:
             answer = self.gold(row.values)
         except UserError as error:

@@ -64,10 +64,14 @@ class OwnTask(RowTask):
         return Prompt(
             id=str(mapped.get("id", f"{self.name}/{split}/{row.key}")),
             messages=messages,
-            answer=str(row.column(*ANSWER_COLUMNS)) if answered else "",  # a judge of one's own may need none
+            answer=self._answer(row) if answered else "",  # a judge of one's own may need none
             solution=None if solution is None else str(solution),
             fields={name: value for name, value in mapped.items() if name not in used},
         )
+
+    def _answer(self, row: Row) -> str:
+        """The gold answer; only a judge of the user's own may be given a list or an object as text."""
+        return row.text(*ANSWER_COLUMNS) if self.own_judge is None else str(row.column(*ANSWER_COLUMNS))
 
     def _mapped(self, row: Row) -> Mapping[str, Any] | Prompt:
         if self.map is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from assay.rewards.extract import boxed
 from assay.tasks.base import BOXED_INSTRUCTION, state_answer
 from assay.tasks.files import Row
-from assay.tasks.rows import RowTask, user_message
-from assay.tasks.sources import HubSource, open_source
+from assay.tasks.rows import RowTask, is_prepared, user_message
+from assay.tasks.sources import HubSource, manifest_of, open_source
 from assay.types import Prompt, UserError
 
 TEST_NAME = "HuggingFaceH4/MATH-500"
@@ -35,24 +36,36 @@ class Math(RowTask):
     def __init__(
         self,
         path: str | None = None,
-        instruction: str = BOXED_INSTRUCTION,
+        instruction: str | None = None,
         val_size: int | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(open_source(path, HUB, (TEST_NAME, TRAIN_NAME)), val_size, seed)
-        self.instruction = instruction
+        self.given_instruction = instruction
+        made_with = manifest_of(path).get("args", {}).get("instruction", BOXED_INSTRUCTION)
+        self.instruction = made_with if instruction is None else instruction
+
+    def _convert(self, row: Row, origin: str) -> Prompt:
+        """A prepared row has its wording already; an instruction that is asked for takes the place of its own."""
+        prompt = super()._convert(row, origin)
+        if self.given_instruction is None or not is_prepared(row):
+            return prompt
+        return replace(prompt, messages=user_message(row.text("question"), self.given_instruction))
 
     def gold(self, row: Mapping[str, Any]) -> str:
         """The `answer` column of MATH-500, or the last \\boxed{} of the solution."""
-        if row.get("answer") is not None:
-            return str(row["answer"])
+        answer = row.get("answer")
+        if isinstance(answer, list | dict):
+            raise UserError(f'math: "answer" must be text or a number, not {type(answer).__name__}')
+        if answer is not None:
+            return str(answer)
         found = boxed(str(row.get("solution", "")))
         if not found.found:
             raise UserError("math: a row needs an answer, or a solution with a closed \\boxed{}")
         return found.text
 
     def to_prompt(self, row: Row, split: str) -> Prompt:
-        problem = str(row.column("problem", "question"))
+        problem = row.text("problem", "question")
         solution = row.values.get("solution")
         try:
             answer = self.gold(row.values)
