@@ -219,3 +219,86 @@ def test_an_unknown_run_is_named_with_its_neighbours(tmp_path: Path, capsys: pyt
     assert small.train() == 0
     assert small.resume("smal") == 2
     assert "did you mean small?" in capsys.readouterr().err
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+
+
+def test_changed_settings_are_reported_with_old_and_new_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether they were given as options or edited in config.toml, which may also be damage."""
+    small = SmallRuns(tmp_path)
+    assert small.train() == 0
+    edit(small.runs / "small" / "config.toml", "lr = 0.001", "lr = 0.003")
+    capsys.readouterr()
+    assert small.resume("small", "--train.steps", 3) == 0
+    said = capsys.readouterr().out
+    assert "warning: optim.lr changed since step 2: 0.001 -> 0.003" in said
+    assert "warning: train.steps changed since step 2: 2 -> 3" in said
+    assert said.count("changed since") == 2
+    assert small.metrics()[-1]["step"] == 3
+    assert small.resume("small") == 0  # the new settings are those of the last checkpoint now
+    assert "changed since" not in capsys.readouterr().out
+
+
+def test_an_edited_setting_that_is_fixed_is_refused_and_the_intact_copy_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train() == 0
+    config = small.runs / "small" / "config.toml"
+    edit(config, "final_examples = 5", "final_examples = 4")
+    assert small.resume("small") == 2
+    said = capsys.readouterr().err
+    copy = small.checkpoint(2) / "config.toml"
+    assert "eval.final_examples (5 -> 4)" in said and f"restore it from {copy}" in said and said.count("\n") == 1
+    config.write_bytes(b"\xff")
+    assert small.resume("small") == 2
+    said = capsys.readouterr().err
+    assert f"copy {copy} over it" in said and said.count("\n") == 1
+    shutil.copy(copy, config)
+    assert small.resume("small") == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "lost", "line deleted", "changed"])
+def test_metrics_that_were_cut_or_changed_are_noticed_on_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train("--eval.every", 1) == 0
+    metrics, weights = (
+        small.runs / "small" / "metrics.jsonl",
+        load_file(small.checkpoint(2) / "model/model.safetensors"),
+    )
+    lines = metrics.read_text().splitlines(keepends=True)
+    kept = {
+        "cut": lines[:1],
+        "lost": [],
+        "line deleted": [lines[0], *lines[2:]],
+        "changed": [lines[0], lines[1].replace("reward/mean", "reward/meaN"), *lines[2:]],
+    }[damage]
+    metrics.write_text("".join(kept))
+    if damage == "lost":
+        metrics.unlink()
+    capsys.readouterr()
+    assert small.resume("small") == 0
+    assert "metrics.jsonl was cut or changed since step 2 was saved" in capsys.readouterr().out
+    after = load_file(small.checkpoint(2) / "model/model.safetensors")
+    assert all(weights[key].equal(after[key]) for key in weights)
+    assert metrics.read_text().startswith("".join(line for line in kept if "after/accuracy" not in line))
+    assert sum("after/accuracy" in row for row in small.metrics()) == 1  # measured again, not twice there
+
+
+def test_a_name_given_on_resume_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train() == 0
+    before = small.files()
+    assert small.resume("small", "--name", "other") == 2
+    said = capsys.readouterr().err
+    assert "--name cannot rename a run that is resumed: rename the folder" in said and said.count("\n") == 1
+    assert small.files() == before
+    assert small.resume("small", "--name", "small") == 0

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from assay.cli.train import differences
 from assay.config import AlgoConfig, TrainConfig
+from assay.runs.changes import differences
 from assay.runs.console import Console
 from assay.runs.directory import as_name
 from assay.runs.files import read_json, write_json, write_text

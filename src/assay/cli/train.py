@@ -6,24 +6,20 @@ import argparse
 import os
 import signal
 import warnings
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from assay.cli.inherit import asker
 from assay.cli.ranks import is_main, lost_another, make_console, many
 from assay.config import TrainConfig
+from assay.runs.changes import check_fixed, differences, run_settings
 from assay.runs.console import Console
 from assay.runs.directory import as_name
-from assay.settings import keys, load_settings, parse_overrides, to_toml
+from assay.settings import load_settings, parse_overrides, to_toml
 from assay.types import UserError
 
 HELP = "Reinforce a model on a task, as a config file says. Every setting can be changed on the command line."
 SETTINGS = TrainConfig
-FIXED = (  # for as long as a run lasts, like model and task
-    *("eval.final_split", "eval.final_examples", "optim.name"),
-    *("algo.refresh_reference", "algo.reference_ema", "algo.critic", "critic.trunk"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,17 +63,12 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
 
     runs_dir = Path(str(overrides.get("runs_dir", TrainConfig().runs_dir)))
     path = find_run(args.resume, runs_dir)
+    before = run_settings(path)
     cfg = load_settings(TrainConfig, path / "config.toml", overrides)
-    before = load_settings(TrainConfig, path / "config.toml", {})
     asked = load_settings(TrainConfig, args.config, overrides) if args.config else cfg
-    if asked.model != before.model:
-        raise UserError(
-            f"run {path.name} trains {before.model.source or 'another model'}, not {asked.model.source or 'this one'}: "
-            "resume without changing the model, or start a new run"
-        )
-    for key in differences(before, cfg):
-        if key.startswith(("task.", "env.", "lora.")) or key in FIXED:
-            raise UserError(f"run {path.name} was begun with another {key}: start a new run to change it")
+    if "name" in overrides and overrides["name"] != path.resolve().name:
+        raise UserError(f"--name cannot rename a run that is resumed: rename the folder {path}, or leave --name out")
+    check_fixed(before, cfg.model_copy(update={"model": asked.model}), path.name)
     if args.config and (others := differences(cfg, asked)):
         raise UserError(
             f"{args.config} differs from what run {path.name} was begun with in {', '.join(others[:5])}: "
@@ -92,12 +83,6 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
         if is_main():
             write_text(path / "config.toml", to_toml(cfg))
         return go(parts, console)
-
-
-def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
-    """The settings in which two configs differ, but for what the run is called."""
-    pairs = [(key, getter(one), getter(other)) for key, _ in keys(TrainConfig) for getter in [attrgetter(key)]]
-    return [key for key, left, right in pairs if left != right and key not in ("name", "runs_dir")]
 
 
 def go(parts: Any, console: Console) -> int:

@@ -45,7 +45,7 @@ def saving(run_path: Path, step: int) -> Iterator[Path]:
     target = folder(run_path, step)
     try:
         recover(run_path)
-        with filling(target, step=step, metrics_bytes=_on_disk(run_path / "metrics.jsonl")) as temporary:
+        with filling(target, step=step, **_metrics_now(run_path)) as temporary:
             yield temporary
     except BaseException as error:
         if found := trouble(error):
@@ -100,12 +100,12 @@ def is_complete(checkpoint: Path) -> bool:
 def problems(checkpoint: Path, part: str = "") -> list[str]:
     """What is wrong with a checkpoint's files, by checksum: one line each, none for a sound one.
 
-    `part`: check only the files in this subfolder, such as `model`.
+    `part`: check only this file, or the files in this subfolder, such as `model`.
     """
     files = _listed(checkpoint)
     if not files:
         return [f"{checkpoint} was never completed, or its {MARKER} is damaged"]
-    files = {name: saved for name, saved in files.items() if not part or name.startswith(f"{part}/")}
+    files = {name: saved for name, saved in files.items() if part in ("", name) or name.startswith(f"{part}/")}
     there = [name for name in files if _size(checkpoint / name) is not None]
     sums = dict(zip(there, _sha256_of([checkpoint / name for name in there]), strict=True))
     complaints = {name: "missing" if name not in sums else "damaged" for name in files}
@@ -139,6 +139,15 @@ def last_sound(run_path: Path) -> tuple[int | None, list[str]]:
 def metrics_bytes(run_path: Path, step: int) -> int | None:
     """How long metrics.jsonl was when the step was saved; None without that checkpoint."""
     return _marker(folder(run_path, step)).get("metrics_bytes")
+
+
+def metrics_intact(run_path: Path, step: int) -> bool:
+    """Whether metrics.jsonl still begins with what it held when the step was saved."""
+    marker = _marker(folder(run_path, step))
+    length, saved = marker.get("metrics_bytes"), marker.get("metrics_sha256")
+    path = run_path / "metrics.jsonl"
+    content = path.read_bytes()[:length] if path.is_file() else b""
+    return len(content) == (length or 0) and saved in (None, hashlib.sha256(content).hexdigest())
 
 
 def set_best(run_path: Path, step: int, value: float) -> None:
@@ -243,12 +252,14 @@ def _digest(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _on_disk(path: Path) -> int:
-    """How much of a file there is, all of which would survive a power cut; 0 where there is none."""
+def _metrics_now(run_path: Path) -> dict[str, Any]:
+    """Size and checksum of metrics.jsonl, all of which would survive a power cut."""
+    path = run_path / "metrics.jsonl"
     if not path.is_file():
-        return 0
+        return {"metrics_bytes": 0}
     sync(path)
-    return path.stat().st_size
+    content = path.read_bytes()
+    return {"metrics_bytes": len(content), "metrics_sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _size(path: Path) -> int | None:

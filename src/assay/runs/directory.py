@@ -119,7 +119,11 @@ class Run:
 
         Safe to repeat after a crash. Without that checkpoint, whatever belongs to a later step goes.
         """
-        text = b"".join(line + b"\n" for line, row in _metrics_lines(self.path) if row["step"] <= step)
+        intact = checkpoints.metrics_intact(self.path, step)
+        lines = [(line, row) for line, row in _metrics_lines(self.path) if row["step"] <= step]
+        if not intact:  # their length is another: then only the final evaluation is known to be later
+            lines = [(line, row) for line, row in lines if "after/accuracy" not in row]
+        text = b"".join(line + b"\n" for line, _ in lines)
         checkpoints.cut_back(self.path, step)  # first: a checkpoint must never be newer than the metrics
         rollouts.cut_back(self.path, step)
         if self.read_summary().get("steps", step) > step:
@@ -127,7 +131,7 @@ class Run:
         self._close_metrics()
         with replacing(self.path / "metrics.jsonl") as file:
             # What was logged of this very step after its checkpoint, such as a final evaluation, is made again.
-            file.write(text[: checkpoints.metrics_bytes(self.path, step)])
+            file.write(text[: checkpoints.metrics_bytes(self.path, step)] if intact else text)
 
     def close(self) -> None:
         self._close_metrics()

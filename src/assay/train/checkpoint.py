@@ -25,6 +25,7 @@ from assay.models.collectives import gather_back
 from assay.models.export import shard_name, split, write_files
 from assay.models.lora import adapters_off
 from assay.runs import checkpoints
+from assay.runs.changes import SETTINGS
 from assay.text import Tokenizer
 from assay.train.agreement import check_replicas
 from assay.train.critic import Critic
@@ -73,10 +74,11 @@ def save(
     reference: PolicyModel | None = None,
     replay: ReplayBuffer | None = None,
     critic: Critic | None = None,
+    settings: str = "",
 ) -> None:
     """All ranks together. The model is gathered, as it is for the engine at every step; moments stay where they are.
 
-    `reference`: given where it moves; one that stays is in the run's folder, once.
+    `reference`: given where it moves; one that stays is in the run's folder, once. `settings`: as TOML.
     """
     mesh = mesh or Mesh()
     tensors = optimizer_tensors(policy, optimizer)
@@ -99,6 +101,8 @@ def save(
         if mesh.is_main:
             tokenizer.save(folder / "model")
             (folder / "state.json").write_text(json.dumps(asdict(state), indent=1))
+            if settings:
+                (folder / SETTINGS).write_text(settings, encoding="utf-8")
 
 
 def replicated(

@@ -22,6 +22,7 @@ from assay.runs.console import Console
 from assay.runs.curves import draw_curves
 from assay.runs.directory import read_metrics
 from assay.runs.trackers import Tracker
+from assay.settings import to_toml
 from assay.text import Tokenizer
 from assay.train import checkpoint, faults
 from assay.train.adapt import draw
@@ -329,6 +330,7 @@ def save(parts: Parts, metrics: Mapping[str, float]) -> None:
         reference,
         parts.replay,
         parts.critic,
+        to_toml(parts.cfg),
     )
     if best and parts.mesh.is_main:
         checkpoints.set_best(path, parts.state.step, metrics["eval/accuracy"])

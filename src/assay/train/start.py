@@ -17,6 +17,7 @@ from assay.rewards import JudgePool, check_verdicts
 from assay.rollout import Collector
 from assay.rollout.episodes import check_history
 from assay.runs import Run, checkpoints
+from assay.runs.changes import since_checkpoint
 from assay.runs.console import Console
 from assay.runs.directory import check_name
 from assay.runs.trackers import check_trackers, make_trackers
@@ -74,6 +75,8 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
         )
     for complaint in complaints:
         console.warn(f"{complaint}: going on from an earlier checkpoint")
+    if step is not None:
+        report_changes(cfg, run, step, console)
     if step is None:
         source = named_model(cfg, mesh)
     elif cfg.lora.rank:
@@ -111,6 +114,17 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
             checkpoints.set_best(run.path, **parts.state.best)
         parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, run)
     return parts
+
+
+def report_changes(cfg: TrainConfig, run: Run, step: int, console: Console) -> None:
+    """Say which settings, and whether past metrics, are not what they were when the checkpoint was saved."""
+    for line in since_checkpoint(cfg, run.path, step):
+        console.warn(line)
+    if not checkpoints.metrics_intact(run.path, step):
+        console.warn(
+            f"{run.path / 'metrics.jsonl'} was cut or changed since step {step} was saved: weights are not affected, "
+            "but curves and training time will lack what is missing there"
+        )
 
 
 def named_model(cfg: TrainConfig, mesh: Mesh) -> str:
