@@ -10,7 +10,9 @@ import pytest
 import torch
 from small_run import SmallRuns
 
+from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
+from assay.train import stages
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 
@@ -120,6 +122,56 @@ def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(
         "step-000000",
         "step-000001",
     ]
+
+
+@pytest.mark.parametrize("owner", ["policy", "critic"])
+def test_nonfinite_weights_are_never_saved_and_the_last_finite_checkpoint_is_named(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    """An update with a finite gradient overflows: nothing fails until the next step, by when it would be saved."""
+    learnt = stages.count_faults
+
+    def overflow(parts: stages.Parts, *args: object) -> None:
+        learnt(parts, *args)  # type: ignore[arg-type]
+        if parts.state.step == 3:
+            model = parts.updater.policy if owner == "policy" else parts.critic.model.trunk
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] = math.inf
+
+    monkeypatch.setattr("assay.train.loop.count_faults", overflow)
+    words = ("--algo.critic", "true") if owner == "critic" else ()
+    assert train(small, "nan 0", "--save.every", 1, "--optim.lr", 0.02, *words) == 2
+    said = capsys.readouterr().err
+    run = small.runs / "small"
+    assert "is not finite after step 3, which is not saved" in said and said.count("\n") == 1
+    assert "checkpoint of step 2" in said and f"assay train --resume {run} --optim.lr 0.002" in said
+    assert checkpoints.steps(run)[-1] == 2
+    monkeypatch.undo()
+    assert small.resume("small", "--optim.lr", 0.002) == 0
+
+
+def test_resuming_from_nonfinite_weights_is_refused_and_a_finite_checkpoint_named(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of earlier versions may hold them."""
+    monkeypatch.setattr("assay.train.faults.check_finite", lambda *args: None, raising=False)
+    learnt = stages.count_faults
+
+    def overflow(parts: stages.Parts, *args: object) -> None:
+        learnt(parts, *args)  # type: ignore[arg-type]
+        if parts.state.step == 2:
+            with torch.no_grad():
+                next(parts.updater.policy.parameters()).view(-1)[0] = math.inf
+
+    monkeypatch.setattr("assay.train.loop.count_faults", overflow)
+    assert train(small, "nan 0", "--save.every", 1) == 2
+    run = small.runs / "small"
+    assert checkpoints.last(run) == 2
+    capsys.readouterr()
+    assert small.resume("small") == 2
+    said = capsys.readouterr().err
+    assert "in the checkpoint of step 2 is not finite" in said and said.count("\n") == 1
+    assert f"assay train {run}/config.toml --model run:{run}@1" in said
 
 
 def test_a_warm_start_gives_up_too(

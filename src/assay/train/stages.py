@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,7 @@ def close(parts: Parts, metrics: dict[str, float], started: float) -> None:
     log(parts, metrics | {"time/step": time.perf_counter() - started})
     found = parts.updater.faults
     if faults.hopeless(found, state.skipped, cfg.train.max_skipped):
-        raise faults.diagnosis(found[-1], state.skipped, parts.run.path)
+        raise faults.diagnosis(found[-1], state.skipped, parts.run.path, cfg.optim.lr)
     if due(cfg.save.every, parts) or (cfg.save.best and is_best(parts, metrics)):
         save(parts, metrics)
 
@@ -319,6 +320,8 @@ def save(parts: Parts, metrics: Mapping[str, float]) -> None:
     if best:
         parts.state.best = {"step": parts.state.step, "value": metrics["eval/accuracy"]}
     updater = parts.updater
+    weights = chain(updater.policy.named_parameters(), parts.critic.tensors() if parts.critic else ())
+    faults.check_finite(weights, parts.mesh, parts.state.step, path, parts.cfg.optim.lr)
     reference = updater.reference if moves(parts.cfg.algo) else None
     checkpoint.save(
         path,

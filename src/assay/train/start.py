@@ -31,6 +31,7 @@ from assay.train.agreement import check_inputs, start_mesh
 from assay.train.apart import Apart, home_of_policy
 from assay.train.critic import make_critic
 from assay.train.data import PromptStream
+from assay.train.faults import check_loaded
 from assay.train.idle import idle_settings, risky_settings
 from assay.train.optim import make_optimizer
 from assay.train.parallel import parallelise
@@ -93,6 +94,7 @@ def resume_run(cfg: TrainConfig, run: Run, console: Console) -> Parts:
         checkpoint.save_base(run.path, parts.updater.policy, parts.tokenizer, mesh.is_main)
     if step is not None:
         parts.state = checkpoint.load_state(run.path, step)
+        check_loaded(parts.updater.policy, step, run.path)
         parts.resumed = step > 0 or parts.state.unmeasured is None  # else it was stopped before reinforcement began
     if parts.algo.needs_reference:
         load_reference(parts.updater, cfg, parts.tokenizer, run.path if parts.resumed else None, parts.state.step)
