@@ -293,6 +293,60 @@ def test_metrics_that_were_cut_or_changed_are_noticed_on_resume(
     assert sum("after/accuracy" in row for row in small.metrics()) == 1  # measured again, not twice there
 
 
+@pytest.mark.parametrize("damage", ["lost", "cut", "flipped"])
+def test_a_lost_or_damaged_first_evaluation_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    small = SmallRuns(tmp_path)
+    words = (*SETTINGS, "--sft.steps", 2, "--sft.batch", 4, "--lora.rank", 2)
+    assert small.train(*words) == 0
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        with pytest.raises(Stop):
+            small.train(*words, "--name", "stopped")
+    file = small.runs / "stopped" / "evals" / "step-000000-before-test.jsonl"
+    content = file.read_bytes()
+    damaged = {"lost": b"", "cut": b"".join(content.splitlines(True)[:-1]), "flipped": content}[damage]
+    file.write_bytes(damaged.replace(b'"status": "wrong"', b'"status": "ok"   ', 1))
+    if damage == "lost":
+        file.unlink()
+    capsys.readouterr()
+    assert small.resume("stopped") == 0
+    assert "measuring it again with the weights of step 0" in capsys.readouterr().out
+    assert file.read_bytes() == content
+    small.same_run("small", "stopped", STEPS)
+
+
+def test_without_the_first_evaluation_and_its_weights_a_run_still_finishes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train() == 0
+    whole = small.summary()
+    (small.runs / "small" / "evals" / "step-000000-before-test.jsonl").unlink()
+    shutil.rmtree(small.checkpoint(0))
+    capsys.readouterr()
+    assert small.resume("small") == 0
+    said = capsys.readouterr().out
+    assert "is missing and cannot be measured again: finishing without the paired test" in said
+    assert small.summary()["before"] is small.summary()["paired"] is None and small.summary()["after"] == whole["after"]
+    assert small("runs") == 0
+
+
+def test_a_lost_evaluation_before_the_warm_start_does_not_stop_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train("--name", "source") == 0
+    words = ("--model", "run:source@last", "--sft.steps", 1, "--sft.batch", 4)
+    assert small.train(*words) == 0 and "paired" in small.summary()["sft"]
+    (small.runs / "small" / "evals" / "step-000000-start-test.jsonl").unlink()
+    capsys.readouterr()
+    assert small.resume("small") == 0
+    assert "finishing without the comparison with the model before its warm start" in capsys.readouterr().out
+    assert small.summary()["paired"] is not None and "paired" not in small.summary()["sft"]
+
+
 def test_a_name_given_on_resume_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = SmallRuns(tmp_path)
     assert small.train() == 0

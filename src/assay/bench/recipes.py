@@ -41,6 +41,8 @@ class Outcome:
     @classmethod
     def read(cls, path: Path, recipe: str, seed: int) -> Outcome:
         summary = read_json(path / "summary.json")
+        if not summary["paired"]:
+            raise UserError(f"{path} has lost its evaluation before training: delete the run, and it is made again")
         lines = read_lines(path, summary["steps"], "eval", f"after-{summary['split']}")
         return cls(recipe, seed, summary, Report.read(lines), read_curve(path))
 

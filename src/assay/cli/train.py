@@ -138,11 +138,12 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
         rows.append([name, f"{100 * found['accuracy']:.1f} %", interval, found["n"], f"{found['mean_length']:.0f}"])
     title = f"{summary['task']}, {summary['split']} split, {summary['algorithm']}, {summary['steps']} steps"
     console.table(title, ["", "accuracy", "95 % interval", "problems", "tokens"], rows)
-    paired, gain = summary["paired"], summary["after"]["accuracy"] - summary["before"]["accuracy"]
-    console.note(
-        f"{100 * gain:+.1f} points; {paired['gained']} problems gained, {paired['lost']} lost, "
-        f"paired p = {paired['p_value']:.2g}; {summary['wall_s']:.0f} s in all"
-    )
+    if paired := summary["paired"]:
+        gain = summary["after"]["accuracy"] - summary["before"]["accuracy"]
+        console.note(
+            f"{100 * gain:+.1f} points; {paired['gained']} problems gained, {paired['lost']} lost, "
+            f"paired p = {paired['p_value']:.2g}; {summary['wall_s']:.0f} s in all"
+        )
     console.note(f"the run lies in {path} (summary.json, curves.png, metrics.jsonl, ...)")
     name = path.name if path.parent == Path("runs") else str(path)
     models = f"run:{name}@0 run:{name}@last" if summary["steps"] else f"run:{name}@last"

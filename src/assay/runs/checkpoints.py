@@ -45,7 +45,7 @@ def saving(run_path: Path, step: int) -> Iterator[Path]:
     target = folder(run_path, step)
     try:
         recover(run_path)
-        with filling(target, step=step, **_metrics_now(run_path)) as temporary:
+        with filling(target, step=step, **_metrics_now(run_path), **_evaluations_now(run_path, step)) as temporary:
             yield temporary
     except BaseException as error:
         if found := trouble(error):
@@ -148,6 +148,16 @@ def metrics_intact(run_path: Path, step: int) -> bool:
     path = run_path / "metrics.jsonl"
     content = path.read_bytes()[:length] if path.is_file() else b""
     return len(content) == (length or 0) and saved in (None, hashlib.sha256(content).hexdigest())
+
+
+def first_evaluations(run_path: Path) -> dict[str, str]:
+    """Checksums of the evaluations that were made by the time step 0 was saved, by file name."""
+    return _marker(folder(run_path, 0)).get("evaluations", {})
+
+
+def evaluation_intact(run_path: Path, path: Path) -> bool:
+    """Whether a file of `evals/` is what it was when step 0 was saved, as far as that is known."""
+    return first_evaluations(run_path).get(path.name) in (None, _sha256(path))
 
 
 def set_best(run_path: Path, step: int, value: float) -> None:
@@ -260,6 +270,12 @@ def _metrics_now(run_path: Path) -> dict[str, Any]:
     sync(path)
     content = path.read_bytes()
     return {"metrics_bytes": len(content), "metrics_sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _evaluations_now(run_path: Path, step: int) -> dict[str, Any]:
+    """For the checkpoint of step 0, which is never pruned: what the end of the run compares with."""
+    paths = sorted((run_path / "evals").glob("step-000000-*.jsonl")) if step == 0 else []
+    return {"evaluations": {path.name: _sha256(path) for path in paths}} if paths else {}
 
 
 def _size(path: Path) -> int | None:

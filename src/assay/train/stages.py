@@ -30,6 +30,7 @@ from assay.train.adapt import draw
 from assay.train.checkpoint import State
 from assay.train.critic import Critic
 from assay.train.data import PromptStream
+from assay.train.first_evaluation import first_report, read_report, was_measured
 from assay.train.reference import freeze_reference
 from assay.train.replay import ReplayBuffer
 from assay.train.setup import eval_params, moves
@@ -239,14 +240,15 @@ def due(every: int, parts: Parts) -> bool:
     return done(parts) or (every > 0 and parts.state.step % every == 0)
 
 
-def measure(parts: Parts, split: str, label: str = "eval") -> dict[str, float]:
-    """Evaluate the policy as it is now, and keep the answers."""
+def measure(parts: Parts, split: str, label: str = "eval", step: int | None = None) -> dict[str, float]:
+    """Evaluate the weights in the engine, and keep the answers, under the current step unless another is given."""
     cfg = parts.cfg
     params = eval_params(cfg.eval, cfg.sampling)
     started = time.perf_counter()
     report, groups = evaluate(parts.collector, parts.evaluations[f"{label}:{split}"], params, cfg.seed)
     if parts.mesh.is_main:
-        rollouts.write_rollouts(parts.run.path, parts.state.step, groups, "eval", split=f"{label}-{split}")
+        of_step = parts.state.step if step is None else step
+        rollouts.write_rollouts(parts.run.path, of_step, groups, "eval", split=f"{label}-{split}")
     found = report.summary()
     return {
         f"{label}/accuracy": report.accuracy,
@@ -352,13 +354,17 @@ def finish(parts: Parts) -> dict[str, Any]:
     cfg, run, state = parts.cfg, parts.run, parts.state
     split = cfg.eval.final_split
     log(parts, measure(parts, split, "after"))
+    saved = parts.mesh.on_main(lambda: rollouts.read_lines(run.path, state.step, "eval", f"after-{split}"))
+    after = Report.read(saved)
+    before = first_report(parts, after, lambda: measure(parts, split, "before", step=0))
     if not parts.mesh.is_main:
         return {}
-    before = Report.read(rollouts.read_lines(run.path, 0, "eval", f"before-{split}"))
-    after = Report.read(rollouts.read_lines(run.path, state.step, "eval", f"after-{split}"))
-    if rollouts.rollout_path(run.path, 0, "eval", f"start-{split}").is_file():
-        start = Report.read(rollouts.read_lines(run.path, 0, "eval", f"start-{split}"))
-        state.facts["sft"] |= {"before": start.summary(), "paired": asdict(compare(start, before))}
+    if before and was_measured(run.path, f"start-{split}"):
+        start, problem = read_report(run.path, f"start-{split}", before.ids)
+        if problem:
+            parts.console.warn(f"{problem}: finishing without the comparison with the model before its warm start")
+        if start:
+            state.facts["sft"] |= {"before": start.summary(), "paired": asdict(compare(start, before))}
     summary = {
         "run": run.name,
         "task": " ".join(filter(None, (cfg.env.name, cfg.task.name))),
@@ -368,9 +374,9 @@ def finish(parts: Parts) -> dict[str, Any]:
         "wall_s": round(time.perf_counter() - parts.clock, 2),
         "train_s": round(training_time(run.path), 2),
         "split": split,
-        "before": before.summary(),
+        "before": before.summary() if before else None,
         "after": after.summary(),
-        "paired": asdict(compare(before, after)),
+        "paired": asdict(compare(before, after)) if before else None,
         "tokens": state.tokens,
         "answers": state.answers,
         "seed": cfg.seed,
