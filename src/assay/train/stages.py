@@ -17,6 +17,7 @@ from assay.engine.base import SamplingParams
 from assay.evals.evaluate import evaluate
 from assay.evals.report import Report, compare
 from assay.mesh import Mesh
+from assay.models.collectives import gather_back
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
@@ -322,6 +323,7 @@ def save(parts: Parts, metrics: Mapping[str, float]) -> None:
     if best:
         parts.state.best = {"step": parts.state.step, "value": metrics["eval/accuracy"]}
     updater = parts.updater
+    gather_back(updater.policy)
     weights = chain(updater.policy.named_parameters(), parts.critic.tensors() if parts.critic else ())
     faults.check_finite(weights, parts.mesh, parts.state.step, path, parts.cfg.optim.lr)
     reference = updater.reference if moves(parts.cfg.algo) else None
