@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_tree import descendants, ended, gone
 
 from assay.rewards import FunctionJudge, JudgePool, MathJudge
 from assay.rewards.batches import Item
@@ -28,7 +29,7 @@ def function(tmp_path: Path) -> Callable[[str], FunctionJudge]:
     def judge(code: str) -> FunctionJudge:
         file = tmp_path / "mine.py"
         file.write_text(
-            "import os, time\ndef reward(completion, answer, **fields):\n"
+            "import os, time\nanswers = []\ndef reward(completion, answer, **fields):\n"
             + textwrap.indent(textwrap.dedent(code), "    ")
         )
         return FunctionJudge(f"{file}:reward")
@@ -115,12 +116,16 @@ def test_signals_that_ask_the_run_to_stop_change_no_verdict(
     function: Callable[[str], FunctionJudge], signum: signal.Signals
 ) -> None:
     """A terminal and a scheduler send them to the whole group: a worker that obeyed would fail an innocent answer."""
-    with JudgePool(function('return {"reward": 1, "parsed": str(os.getpid())}'), workers=1) as pool:
-        (before,) = pool.judge([("", "", {})])
-        os.kill(int(before.parsed or 0), signum)
+    judge = function('answers.append(completion)\nreturn {"reward": 1, "parsed": len(answers)}')
+    with JudgePool(judge, workers=1) as pool:
+        pool.judge([("", "", {})])
+        processes = descendants(os.getpid())
+        assert len(processes) >= 2  # a worker and its supervisor
+        for pid in processes:
+            os.kill(pid, signum)
         time.sleep(0.2)
         (after,) = pool.judge([("", "", {})])
-    assert after == before and after.correct
+    assert after.correct and after.parsed == "2"  # the same worker
 
 
 def test_a_dying_worker_fails_that_answer_alone(function: Callable[[str], FunctionJudge]) -> None:
@@ -242,8 +247,7 @@ import os, sys
 from assay.rewards import JudgePool, FunctionJudge
 print("script starts", flush=True)
 pool = JudgePool(FunctionJudge(sys.argv[1]), workers=2)
-pids = {int(v.parsed) for v in pool.judge([("", "", {})] * 20)}
-print(*pids, flush=True)
+print(all(v.correct for v in pool.judge([("", "", {})] * 20)), flush=True)
 if sys.argv[2] == "wait":
     sys.stdin.read()
 """
@@ -251,46 +255,30 @@ if sys.argv[2] == "wait":
 
 def run_script(tmp_path: Path, mode: str) -> subprocess.Popen[str]:
     (tmp_path / "mine.py").write_text(
-        "import os, time\ndef reward(completion, answer):\n    time.sleep(0.02)\n"
-        "    return {'reward': 1, 'parsed': os.getpid()}"
+        "import os, time\ndef reward(completion, answer):\n    time.sleep(0.02)\n    return 1"
     )
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), f"{tmp_path / 'mine.py'}:reward", mode]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def gone(pid: int, within: float = 10.0) -> bool:
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (ProcessLookupError, FileNotFoundError):
-            return True
-        if state == "Z":  # dead; whoever adopted it has not looked yet
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_plain_scripts_work_and_leave_no_workers(tmp_path: Path) -> None:
     """No `if __name__ == "__main__"`, and no close: the script runs once and its workers end with it."""
     script = run_script(tmp_path, "end")
     output, _ = script.communicate(timeout=60)
-    lines = output.splitlines()
-    assert script.returncode == 0 and lines[0] == "script starts" and len(lines) == 2
-    assert all(gone(int(pid)) for pid in lines[1].split())
+    assert script.returncode == 0 and output.splitlines() == ["script starts", "True"]
+    assert gone(str(tmp_path))
 
 
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = run_script(tmp_path, "wait")
     assert script.stdout is not None and script.stdin is not None
-    script.stdout.readline()
-    pids = [int(pid) for pid in script.stdout.readline().split()]
-    assert pids
+    assert [script.stdout.readline() for _ in range(2)][1] == "True\n"
+    processes = descendants(script.pid)
+    assert len(processes) >= 4  # two workers with their supervisors
     script.send_signal(signal.SIGKILL)
     script.wait()
-    assert all(gone(pid) for pid in pids)
+    assert ended(processes)
     script.stdin.close()
     script.stdout.close()
 

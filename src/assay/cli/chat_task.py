@@ -102,7 +102,7 @@ class TaskDesk:
     def _judge(self, name: str) -> JudgePool:
         if name not in self._judges:
             cfg = self._settings(name).reward
-            judge = setup.build_judge(cfg, self.task(name))
             # One process is enough for one person; a second would only make the first verdict wait.
-            self._judges[name] = JudgePool(judge, min(cfg.workers, 1), cfg.timeout_s)
+            one = cfg.model_copy(update={"workers": min(cfg.workers, 1)})
+            self._judges[name] = setup.build_judge_pool(one, self.task(name))
         return self._judges[name]

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from assay.cli.score import add_sandbox_arguments
 from assay.rewards import JudgePool
 from assay.runs.files import write_text
 from assay.tasks import SPLITS, Task, make_task, overlap
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("name", help="a task's name, or a dotted path such as my_file.py:MyTask")
     add_task_arguments(check)
     check.add_argument("--limit", type=int, help=f"golds checked a split (default all, or {LAZY_CHECKED} if generated)")
+    add_sandbox_arguments(check)
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +171,7 @@ def run_check(args: argparse.Namespace) -> int:
     task = make_task(args.name, args.path, **task_arguments(args.arg))
     splits = present_splits(task)
     judged = {ALL: task.prompts(ALL)} if task.has_all else splits  # a single file as it stands, in its own order
-    with JudgePool(task.judge()) as pool:
+    with JudgePool(task.judge(), sandbox=args.sandbox, pass_env=args.pass_env) as pool:
         golds = {split: check_split_golds(task, prompts, pool, args.limit) for split, prompts in judged.items()}
     train = splits.get("train")
     against = {split: prompts for split, prompts in splits.items() if split != "train" and train is not None}

@@ -44,12 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=5.0, metavar="S", help="seconds an answer may take (default 5)"
     )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="judging processes (default 2)")
+    add_sandbox_arguments(parser)
     parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="where to write the judged rows")
     parser.add_argument("--force", action="store_true", help="replace OUT.jsonl if it is there already")
     parser.add_argument(
         "--against",
         metavar="KIND",
         help=f"judge again and list the disagreements: {forms}|lenient|math-verify, or FILE.py:FN",
+    )
+
+
+def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sandbox", choices=("auto", "strict", "off"), default="auto", help="see the setting reward.sandbox"
+    )
+    parser.add_argument(
+        "--pass-env", action="append", default=[], metavar="NAME", help="an environment variable that the judge may see"
     )
 
 
@@ -162,7 +172,7 @@ def gold_answer(row: Row, task: Task | None) -> str:
 
 
 def judge_all(judge: Judge, items: Sequence[Item], args: argparse.Namespace) -> list[Verdict]:
-    with JudgePool(judge, workers=args.workers, timeout_s=args.timeout) as pool:
+    with JudgePool(judge, args.workers, args.timeout, sandbox=args.sandbox, pass_env=args.pass_env) as pool:
         return pool.judge(items)
 
 

@@ -127,3 +127,12 @@ class RewardConfig(Section):
     """judging processes; 0 judges in the training process, without isolation"""
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 5.0
     """hard time limit for one answer"""
+    sandbox: Literal["auto", "strict", "off"] = "auto"
+    """what judging processes may do; auto: strict for built-in judges, files and network for your own code"""
+    pass_env: list[str] = Field(default_factory=list)
+    """environment variables that judging processes may see, e.g. ["OPENAI_API_KEY"]; others are hidden from them"""
+
+    @field_validator("pass_env", mode="before")
+    @classmethod
+    def _single(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value

@@ -96,8 +96,8 @@ class PythonTool(TaskEnv):
         self.said += action
         if found is None and self.stop[0] not in action:
             return self.answered(self.said)
-        # A timeout, or a process that died for want of memory, is a result like any other.
-        failure = found and (found.detail or str(found.status)).removeprefix("judging ")  # it is no judge to the policy
+        # A timeout, or a process that died for want of memory, is a result like any other, but not one of judging.
+        failure = found and (found.detail or str(found.status)).replace("judging ", "", 1)
         result = "no expression" if found is None else found.parsed or failure
         shown = f"<result>{result}</result>".removeprefix(action.rpartition(self.stop[0])[2])
         self.said += shown

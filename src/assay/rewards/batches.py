@@ -55,13 +55,19 @@ class Batch:
 class Chunk:
     """Some items of a batch, with their places in it; shortened from the front as verdicts come in."""
 
-    def __init__(self, batch: Batch, items: list[tuple[int, str, str, dict[str, Any]]]) -> None:
+    def __init__(self, batch: Batch, items: list[tuple[int, str, str, dict[str, Any]]], retried: bool = False) -> None:
         self.batch = batch
         self.items = items
+        self.retried = retried  # a worker was lost on the first item already
 
     def put(self, verdict: Verdict) -> None:
         self.batch.put(self.items[0][0], verdict)
         del self.items[0]
+        self.retried = False
+
+    def first_again(self) -> Chunk:
+        """Take out the first item, to be judged once more in another worker."""
+        return Chunk(self.batch, [self.items.pop(0)], retried=True)
 
     def halves(self) -> list[Chunk]:
         middle = (len(self.items) + 1) // 2

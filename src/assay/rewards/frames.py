@@ -1,20 +1,31 @@
-"""Messages between processes of ours: a length, then a pickle. Nobody else is ever listened to."""
+"""Messages between processes over pipes: a length, then the content.
+
+`send` and `receive` use pickle, which is only for messages of trusted processes. Judging processes answer in JSON: they
+may run code that a model wrote, and loading a pickle executes code.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import select
 import struct
+import time
 from typing import Any
+
+MAX_JSON = 16 << 20  # bytes of one message
 
 _LENGTH = struct.Struct("<Q")
 
 
-def send(descriptor: int, message: Any) -> None:
-    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    rest = memoryview(_LENGTH.pack(len(payload)) + payload)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+class BadMessage(Exception):
+    """What came is not a message as agreed. Says in one line what is wrong with it."""
+
+
+def send(descriptor: int, message: Any, deadline: float | None = None) -> None:
+    """TimeoutError if the other side has not taken all of it by the deadline; the descriptor is non-blocking then."""
+    send_bytes(descriptor, pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), deadline)
 
 
 def receive(descriptor: int) -> Any:
@@ -23,11 +34,55 @@ def receive(descriptor: int) -> Any:
     return pickle.loads(_read(descriptor, length))
 
 
-def _read(descriptor: int, size: int) -> bytes:
+def send_json(descriptor: int, message: dict[str, Any]) -> None:
+    send_bytes(descriptor, encode_json(message))
+
+
+def encode_json(message: dict[str, Any]) -> bytes:
+    """Surrogates, NaN and infinities survive. BadMessage if it is too long."""
+    payload = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    if len(payload) > MAX_JSON:
+        raise BadMessage(f"it is longer than {MAX_JSON >> 20} MiB")
+    return payload
+
+
+def receive_json(descriptor: int, deadline: float) -> dict[str, Any]:
+    """The next message. EOFError when the other side is gone, TimeoutError at the deadline, BadMessage if malformed."""
+    (length,) = _LENGTH.unpack(_read(descriptor, _LENGTH.size, deadline))
+    if length > MAX_JSON:
+        raise BadMessage(f"it announces {length} bytes")
+    payload = _read(descriptor, length, deadline)
+    try:
+        message = json.loads(payload.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"it is not JSON ({type(error).__name__})") from None
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        raise BadMessage("it has no kind")
+    return message
+
+
+def send_bytes(descriptor: int, payload: bytes, deadline: float | None = None) -> None:
+    rest = memoryview(_LENGTH.pack(len(payload)) + payload)
+    while rest:
+        if deadline is not None and not _ready(descriptor, select.POLLOUT, deadline):
+            raise TimeoutError
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _read(descriptor: int, size: int, deadline: float | None = None) -> bytes:
     parts = bytearray()
     while len(parts) < size:
+        if deadline is not None and not _ready(descriptor, select.POLLIN, deadline):
+            raise TimeoutError
         part = os.read(descriptor, min(size - len(parts), 1 << 20))
         if not part:
             raise EOFError
         parts += part
     return bytes(parts)
+
+
+def _ready(descriptor: int, event: int, deadline: float) -> bool:
+    """Wait until it can be read or written. Past the deadline, look once: a late reader is not a slow judge."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))

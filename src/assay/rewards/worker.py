@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import pickle
+import resource
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from assay.rewards import latex
-from assay.rewards.frames import receive, send
+from assay.rewards import isolation, latex, seccomp, supervisor
+from assay.rewards.frames import BadMessage, encode_json, receive, send_bytes, send_json
 from assay.rewards.fresh import take_pipes
-from assay.rewards.judge import Judge, judge_safely, one_line
-from assay.types import UserError, Verdict
+from assay.rewards.judge import Judge, failed, judge_safely, one_line
+from assay.types import Status, UserError, Verdict
 
-ORPHAN_GRACE_S = 120.0
+CPU_GRACE_S = 120
+MAX_NEW_TASKS = {"strict": 64, "basic": 1024}  # processes and threads beyond those the machine has now
+MAX_FILE_BYTES = {"strict": 0, "basic": 4 << 30}
 
 
 def main() -> None:
+    options = json.loads(sys.argv[2])
+    supervisor.start_worker(options["namespaces"], options["network"])
     incoming, outgoing = take_pipes()
     # Ctrl-C and a scheduler's SIGTERM are the parent's affair: it closes our stdin. To die before it does would give a
     # wrong verdict. (A handler, unlike SIG_IGN, is not passed on to what users' functions start.)
@@ -25,28 +34,29 @@ def main() -> None:
         signal.signal(asked, lambda *_: None)
     try:
         setup = receive(incoming)
-        judge = _start(setup)
+        judge = _load(setup)
+        missing = _confine(setup["level"], setup["user_code"])
     except EOFError:
         return
     except BaseException as error:
-        send(outgoing, ("failed", str(error) if isinstance(error, UserError) else one_line(error)))
+        send_json(outgoing, {"kind": "failed", "why": str(error) if isinstance(error, UserError) else one_line(error)})
         return
     latex.loading = lambda: _clock_stopped(outgoing)
-    send(outgoing, ("ready",))
+    send_json(outgoing, {"kind": "ready", "missing": missing})
     try:
         while True:
             for index, completion, answer, fields in receive(incoming):
-                # The kernel ends us if the parent died while we are stuck: no bytecode need run for that.
-                signal.setitimer(signal.ITIMER_REAL, setup["timeout_s"] + ORPHAN_GRACE_S)
-                verdict = judge_safely(judge, completion, answer, fields)
-                send(outgoing, ("verdict", index, _plain(verdict)))
-            signal.setitimer(signal.ITIMER_REAL, 0)
+                if setup["level"] != "off":
+                    _limit_cpu(setup["timeout_s"])
+                send_bytes(outgoing, _judged(judge, index, completion, answer, fields))
     except (EOFError, BrokenPipeError):
         return
 
 
-def _start(setup: dict[str, Any]) -> Judge:
-    _limit_memory(setup["memory_gb"])
+def _load(setup: Mapping[str, Any]) -> Judge:
+    """Before confinement: the judge is trusted, and modules may be compiled and cached."""
+    if setup["memory_gb"] is not None:
+        isolation.limit("RLIMIT_AS", int(setup["memory_gb"] * 2**30))
     judge: Judge = pickle.loads(setup["judge"])
     prepare = getattr(judge, "prepare", None)
     if prepare is not None:
@@ -54,30 +64,65 @@ def _start(setup: dict[str, Any]) -> Judge:
     return judge
 
 
-def _limit_memory(gigabytes: float | None) -> None:
-    if gigabytes is None:
-        return
-    import resource
+def _confine(level: str, user_code: bool) -> list[str]:
+    """Take away what a judge of this level may not use; returns what the system does not offer for it."""
+    if level == "off":
+        return []
+    isolation.limit("RLIMIT_CORE", 0)
+    isolation.limit("RLIMIT_FSIZE", MAX_FILE_BYTES[level])
+    isolation.limit("RLIMIT_NPROC", isolation.tasks_on_system() + MAX_NEW_TASKS[level])
+    if level == "basic":
+        return []
+    missing, landlock = [], True
+    sys.dont_write_bytecode = True
+    try:
+        isolation.restrict_files(isolation.import_folders(user_code))
+    except OSError as error:
+        landlock = False
+        missing.append(f"limits on reading files ({error.strerror or error})")
+    try:
+        seccomp.confine(read_only=not landlock)
+    except OSError as error:
+        missing.append(f"a filter of system calls ({error.strerror or error})")
+    return missing
 
-    limit = int(gigabytes * 2**30)
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    with suppress(ValueError, OSError):  # not every system lets one limit address space
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+def _limit_cpu(timeout_s: float) -> None:
+    """For what outlives the clock of the parent; CPU time of all threads counts."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cores = os.cpu_count() or 1
+    isolation.limit("RLIMIT_CPU", int(used.ru_utime + used.ru_stime + cores * timeout_s) + CPU_GRACE_S)
 
 
 @contextmanager
 def _clock_stopped(outgoing: int) -> Iterator[None]:
-    send(outgoing, ("loading",))
+    send_json(outgoing, {"kind": "loading"})
     try:
         yield
     finally:
-        send(outgoing, ("loaded",))
+        send_json(outgoing, {"kind": "loaded"})
 
 
-def _plain(verdict: Verdict) -> tuple[float, str, str | None, dict[str, float], str]:
-    """Only plain values travel: what users' functions return may not exist in the parent."""
-    parts = {str(name): float(value) for name, value in verdict.parts.items()}
-    parsed = None if verdict.parsed is None else str(verdict.parsed)
-    return float(verdict.reward), str(verdict.status.value), parsed, parts, str(verdict.detail)
+def _judged(judge: Judge, index: int, completion: str, answer: str, fields: Mapping[str, Any]) -> bytes:
+    """The message with the verdict. Only plain values travel: what users' judges return may not be any."""
+    verdict = judge_safely(judge, completion, answer, fields)
+    try:
+        return _message(index, verdict)
+    except (BadMessage, AttributeError, TypeError, ValueError, OverflowError) as error:
+        return _message(index, failed(judge, Status.ERROR, f"the verdict cannot be used: {one_line(error)}"))
+
+
+def _message(index: int, verdict: Verdict) -> bytes:
+    reward = float(verdict.reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}")
+    message = {
+        "kind": "verdict",
+        "index": index,
+        "reward": reward,
+        "status": str(verdict.status.value),
+        "parsed": None if verdict.parsed is None else str(verdict.parsed),
+        "parts": {str(name): float(value) for name, value in verdict.parts.items()},
+        "detail": str(verdict.detail),
+    }
+    return encode_json(message)

@@ -83,7 +83,7 @@ def build_collector(
     stopper: Stopping | None = None,
 ) -> Collector:
     """The engine with a judge, and the environment if there is one."""
-    judge = JudgePool(build_judge(cfg.reward, task), cfg.reward.workers, cfg.reward.timeout_s)
+    judge = build_judge_pool(cfg.reward, task)
     env = task if isinstance(task, Env) else None
     if cfg.env.max_seconds and mesh and mesh.tp_size > 1:
         raise UserError("env.max_seconds and parallel.tp do not go together: ranks of one model would disagree")
@@ -116,6 +116,11 @@ def eval_params(cfg: EvalConfig, training: SamplingConfig | None = None) -> Samp
         max_new_tokens=length,
         stop=tuple(stop),
     )
+
+
+def build_judge_pool(cfg: RewardConfig, task: Task) -> JudgePool:
+    judge = build_judge(cfg, task)
+    return JudgePool(judge, cfg.workers, cfg.timeout_s, sandbox=cfg.sandbox, pass_env=cfg.pass_env)
 
 
 def build_judge(cfg: RewardConfig, task: Task) -> Judge:

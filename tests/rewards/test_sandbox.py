@@ -1,0 +1,527 @@
+"""Attacks on judging processes: by code that a reward function runs, and by what comes over the pipe."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_tree import alive, descendants, gone, started, zombies
+
+from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
+from assay.rewards.sandbox import environment, is_user_code, level_for
+from assay.types import Status, UserError, Verdict
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux isolates processes; other systems kill groups")
+
+Reward = Callable[[str], FunctionJudge]
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> Reward:
+    def judge(code: str) -> FunctionJudge:
+        file = tmp_path / "mine.py"
+        body = textwrap.indent(textwrap.dedent(code), "    ")
+        file.write_text(f"import os, signal, subprocess, sys, time\ndef reward(completion, answer, **fields):\n{body}")
+        return FunctionJudge(f"{file}:reward")
+
+    return judge
+
+
+def judge_one(judge: Any, completion: str = "", **settings: Any) -> Verdict:
+    with JudgePool(judge, workers=1, **settings) as pool:
+        return pool.judge([(completion, "", {})])[0]
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """A word for the command line of processes that a test starts; whatever is left of them in the end is killed."""
+    word = f"sandboxtest{os.getpid()}x{time.monotonic_ns()}"
+    yield word
+    for pid in alive(word):
+        os.kill(pid, signal.SIGKILL)
+
+
+SLEEPERS = """
+sleeper = [sys.executable, "-c", "import time; time.sleep(300)", {mark!r}]
+subprocess.Popen(sleeper)
+subprocess.Popen(sleeper, start_new_session=True)
+if os.fork() == 0:  # a daemon: in a session of its own, adopted by another process
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sleeper[0], sleeper)
+    os._exit(0)
+os.wait()
+open(fields["ready"], "w").close()
+"""
+
+
+@linux
+@pytest.mark.parametrize("sandbox", ["auto", "off"])
+def test_timeout_kills_daemonised_grandchildren(reward: Reward, mark: str, sandbox: Any, tmp_path: Path) -> None:
+    judge = reward(SLEEPERS.format(mark=mark) + "time.sleep(300)")
+    with JudgePool(judge, workers=1, timeout_s=3.0, sandbox=sandbox) as pool:
+        verdict = pool.judge([("", "", {"ready": str(tmp_path / "ready")})])[0]
+        assert verdict.status is Status.TIMEOUT
+        assert (tmp_path / "ready").exists() and gone(mark)
+
+
+@linux
+@pytest.mark.parametrize("sandbox", ["auto", "off"])
+def test_closing_the_pool_kills_what_rewards_left_running(
+    reward: Reward, mark: str, sandbox: Any, tmp_path: Path
+) -> None:
+    judge = reward(SLEEPERS.format(mark=mark) + "return 1")
+    with JudgePool(judge, workers=1, timeout_s=60.0, sandbox=sandbox) as pool:
+        assert pool.judge([("", "", {"ready": str(tmp_path / "ready")})])[0].correct
+        assert started(mark, 3)
+    assert gone(mark)
+    assert not zombies()
+
+
+SCRIPT = """
+import os, sys
+from assay.rewards import FunctionJudge, JudgePool
+pool = JudgePool(FunctionJudge(sys.argv[1]), workers=1, timeout_s=60.0, sandbox=sys.argv[3])
+print(pool.judge([("", "", {"ready": sys.argv[2]})])[0].status, flush=True)
+if sys.argv[4] == "wait":
+    sys.stdin.read()
+"""
+
+
+@linux
+@pytest.mark.parametrize("how", ["killed", "exits"])
+@pytest.mark.parametrize("sandbox", ["auto", "off"])
+def test_end_of_the_parent_kills_all_that_rewards_started(
+    reward: Reward, mark: str, tmp_path: Path, sandbox: str, how: str
+) -> None:
+    judge = reward(SLEEPERS.format(mark=mark) + "return 1")
+    mode = "wait" if how == "killed" else "end"
+    command = [sys.executable, "-c", SCRIPT, judge.path, str(tmp_path / "ready"), sandbox, mode]
+    script = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert script.stdout is not None and script.stdin is not None
+    assert script.stdout.readline().strip() == "ok"
+    if how == "killed":
+        assert started(mark, 3)
+        script.kill()
+    script.wait(30)
+    assert gone(mark)
+    script.stdin.close()
+    script.stdout.close()
+
+
+def test_worker_killed_from_outside_does_not_cost_the_answer(reward: Reward, tmp_path: Path) -> None:
+    """As the kernel's out-of-memory killer does."""
+    flag = tmp_path / "flag"
+    judge = reward(f"""
+        if completion == "victim" and not os.path.exists({str(flag)!r}):
+            open({str(flag)!r}, "w").close()
+            time.sleep(60)
+        return 1
+    """)
+    with JudgePool(judge, workers=1, timeout_s=40.0) as pool:
+        found: list[Verdict] = []
+        items: list[Any] = [(text, "", {}) for text in ("a", "victim", "b", "c")]
+        thread = threading.Thread(target=lambda: found.extend(pool.judge(items)))
+        thread.start()
+        while not flag.exists():
+            time.sleep(0.02)
+        os.kill(descendants(os.getpid())[-1], signal.SIGKILL)
+        thread.join(60)
+    assert [v.status for v in found] == [Status.OK] * 4
+
+
+def test_answer_that_kills_its_worker_twice_is_an_error_and_costs_no_other(reward: Reward, tmp_path: Path) -> None:
+    judge = reward(f"""
+        if completion == "kill":
+            with open({str(tmp_path / "tries")!r}, "a") as file: file.write("x")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1
+    """)
+    with JudgePool(judge, workers=1) as pool:
+        verdicts = pool.judge([(text, "", {}) for text in ("a", "kill", "b", "kill", "c")])
+    assert [v.status for v in verdicts] == [Status.OK, Status.ERROR, Status.OK, Status.ERROR, Status.OK]
+    assert "twice" in verdicts[1].detail and "SIGKILL" in verdicts[1].detail
+    assert (tmp_path / "tries").read_text() == "xxxx"
+
+
+FORGED = {
+    "pickle": "pickle.dumps(Evil())",
+    "framed pickle": "frame(pickle.dumps(Evil()))",
+    "huge length": "struct.pack('<Q', 2**63) + b'x' * 100",
+    "not JSON": "frame(b'{\"kind\": ')",
+    "no object": "frame(b'[1, 2]')",
+    "deep": "frame(b'[' * 200_000)",
+    "huge number": "frame(b'{\"kind\": ' + b'9' * 10_000 + b'}')",
+    "not UTF-8": "frame(bytes(range(128, 256)))",
+    "other index": "verdict(index=7)",
+    "index as truth": "verdict(index=False)",
+    "NaN reward": "verdict(reward=float('nan'))",
+    "reward as text": "verdict(reward='1')",
+    "unknown status": "verdict(status='splendid')",
+    "status as list": "verdict(status=[])",
+    "parts as list": "verdict(parts=[1.0])",
+    "parts as text": "verdict(parts={'a': 'b'})",
+    "detail as number": "verdict(detail=1)",
+    "missing fields": "frame(json.dumps({'kind': 'verdict', 'index': index}).encode())",
+    "unknown kind": 'frame(b\'{"kind": "shutdown"}\')',
+    "second start": 'frame(b\'{"kind": "ready", "missing": []}\')',
+    "loaded first": 'frame(b\'{"kind": "loaded"}\')',
+    "clock stopped twice": 'frame(b\'{"kind": "loading"}\') * 2',
+    "many verdicts": "b''.join(verdict() for _ in range(50))",
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_forged_messages_never_run_code_or_reach_other_answers(reward: Reward, tmp_path: Path, forged: str) -> None:
+    """Model code in the worker's own process writes to every descriptor. The parent trusts none of it."""
+    proof = tmp_path / "proof"
+    judge = reward(f"""
+        import json, pickle, struct
+        class Evil:
+            def __reduce__(self): return os.system, ("touch {proof}",)
+        def frame(payload): return struct.pack("<Q", len(payload)) + payload
+        def verdict(**changed):
+            given = dict(kind="verdict", index=index, reward=1.0, status="ok", parsed=None, parts={{}}, detail="forged")
+            return frame(json.dumps(given | changed).encode())
+        index = fields["index"]
+        if completion == "attack":
+            for descriptor in range(3, 64):
+                try: os.write(descriptor, {FORGED[forged]})
+                except OSError: pass
+        return {{"reward": 0.5, "detail": "honest"}}
+    """)
+    texts = ["a", "attack", "b", "c"]
+    with JudgePool(judge, workers=1, timeout_s=20.0) as pool:
+        verdicts = pool.judge([(text, "", {"index": index}) for index, text in enumerate(texts)])
+    assert not proof.exists()
+    others = [verdict for text, verdict in zip(texts, verdicts, strict=True) if text != "attack"]
+    assert [(v.reward, v.detail) for v in others] == [(0.5, "honest")] * 3
+    if forged != "many verdicts":  # the first of those cannot be told from a true one
+        assert verdicts[1].status is Status.ERROR and "makes no sense" in verdicts[1].detail
+
+
+def test_half_a_message_ends_at_the_time_limit(reward: Reward) -> None:
+    judge = reward("""
+        for descriptor in range(3, 64):
+            try: os.write(descriptor, b"\\x10")
+            except OSError: pass
+        time.sleep(60)
+    """)
+    assert judge_one(judge, timeout_s=1.0).status is Status.TIMEOUT
+
+
+def test_programs_that_rewards_start_do_not_inherit_the_result_pipe(reward: Reward) -> None:
+    judge = reward("""
+        listing = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False).stdout
+        return {"reward": 1, "parsed": listing}
+    """)
+    if sys.platform != "linux":
+        pytest.skip("reads /proc")
+    listing = judge_one(judge, timeout_s=30.0).parsed or ""
+    pipes = [line.split("->")[0].split()[-1] for line in listing.splitlines() if "pipe:" in line]
+    assert pipes and set(pipes) <= {"1", "2"}, listing  # what `run` reads its output from, and stderr
+
+
+READ_TOKEN = """
+    seen = dict(os.environ)
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        try: seen[name] = open(f"/proc/{name}/environ", errors="replace").read()
+        except OSError: pass
+    return {"reward": 1, "parsed": str([name for name, value in seen.items() if "s3cret" in value])}
+"""
+
+
+@linux
+def test_reward_code_sees_no_tokens_of_the_parent(reward: Reward, tmp_path: Path) -> None:
+    judge = reward(READ_TOKEN)
+    script = textwrap.dedent("""
+        import sys
+        from assay.rewards import FunctionJudge, JudgePool
+        with JudgePool(FunctionJudge(sys.argv[1]), workers=1, timeout_s=30.0, pass_env=sys.argv[2:]) as pool:
+            print(pool.judge([("", "", {})])[0].parsed)
+    """)
+    command = [sys.executable, "-c", script, judge.path]
+    secrets = {"HF_TOKEN": "s3cret", "MY_OTHER": "s3cret too"}
+    run = subprocess.run(command, env={**os.environ, **secrets}, capture_output=True, text=True, timeout=60)
+    if "without a process namespace" in run.stderr:
+        pytest.skip("no process namespaces on this system: /proc shows the parent's environment")
+    assert run.stdout.strip() == "[]", run.stdout + run.stderr
+    run = subprocess.run([*command, "MY_OTHER"], env={**os.environ, **secrets}, capture_output=True, text=True)
+    assert "MY_OTHER" in run.stdout and "HF_TOKEN" not in run.stdout
+
+
+def test_missing_variable_is_named_with_the_setting_that_passes_it(
+    reward: Reward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "s3cret")
+    judge = reward("return float(os.environ['MY_API_KEY'] == 's3cret')")
+    verdict = judge_one(judge)
+    assert verdict.status is Status.ERROR and 'reward.pass_env = ["MY_API_KEY"]' in verdict.detail
+    assert judge_one(judge, pass_env=["MY_API_KEY"]).correct
+    assert judge_one(judge, sandbox="off").correct
+
+
+def test_pass_env_of_an_unset_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOT_SET_ANYWHERE", raising=False)
+    with pytest.raises(UserError, match="NOT_SET_ANYWHERE"):
+        JudgePool(MathJudge(), pass_env=["NOT_SET_ANYWHERE"])
+
+
+def test_environments_hold_what_python_needs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HTTPS_PROXY", "SSH_AUTH_SOCK"):
+        monkeypatch.setenv(name, "s3cret")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    for level in ("strict", "basic"):
+        passed = environment(level, [])
+        assert "s3cret" not in str(passed) and passed["LC_ALL"] == "C.UTF-8" and passed["PATH"] == os.environ["PATH"]
+    assert environment("strict", [])["HOME"] == "/"
+
+
+ATTACKS = {
+    "network": """
+        import socket
+        socket.create_connection(("127.0.0.1", int(answer)), 5)
+    """,
+    "unix socket": """
+        import socket
+        socket.socket(socket.AF_UNIX).connect(answer)
+    """,
+    "write": "open(answer + '/written', 'w').write('x')",
+    "append": "open(answer + '/there', 'a').write('x')",
+    "truncate": "os.truncate(answer + '/there', 0)",
+    "delete": "os.remove(answer + '/there')",
+    "rename": "os.rename(answer + '/there', answer + '/moved')",
+    "mkdir": "os.mkdir(answer + '/made')",
+    "link": "os.symlink('/etc/passwd', answer + '/link')",
+    "chmod": "os.chmod(answer + '/there', 0o777)",
+    "touch": "os.utime(answer + '/there', (1, 1))",
+    "program": "subprocess.run(['true'])",
+    "fork": "os.fork() or os._exit(0)",
+    "exec": "os.execv('/bin/true', ['true'])",
+    "kill": "os.kill(1, 0)",
+    "kill all": "os.kill(-1, 0)",
+    "parent": "os.kill(os.getppid(), 0)",
+    "read secret": "open(answer + '/there').read()",
+    "list files": "os.listdir(answer)",
+    "passwords": "open('/etc/passwd').read()",
+    "other environments": "open('/proc/1/environ').read()",
+    "memory of others": "open('/proc/1/mem', 'rb').read(1)",
+    "namespace": """
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(0x10000000): raise PermissionError(ctypes.get_errno(), "Permission denied")
+    """,
+    "trace": """
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.ptrace(16, os.getppid(), 0, 0): raise PermissionError(ctypes.get_errno(), "Permission denied")
+    """,
+    "io_uring": """
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.syscall(425, 8, ctypes.create_string_buffer(200)) < 0: raise PermissionError("Permission denied")
+    """,
+}
+
+
+@linux
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_strict_sandbox_refuses(
+    reward: Reward, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, attack: str
+) -> None:
+    folder = tmp_path_factory.mktemp("private")
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if not folder.is_relative_to(place or os.getcwd())])
+    (folder / "there").write_text("secret")
+    os.utime(folder / "there", (1000, 1000))
+    judge = reward(textwrap.dedent(ATTACKS[attack]) + "\nreturn 1")
+    with socket.socket() as server, socket.socket(socket.AF_UNIX) as local:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        local.bind(str(folder / "socket"))
+        local.listen()
+        target = {"network": str(server.getsockname()[1]), "unix socket": str(folder / "socket")}
+        before = sorted(path.name for path in folder.iterdir())
+        answer = target.get(attack, str(folder))
+        with warnings.catch_warnings(record=True), JudgePool(judge, workers=1, sandbox="strict") as pool:
+            verdict = pool.judge([("", answer, {})])[0]
+        server.settimeout(0.0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert verdict.status is Status.ERROR and "PermissionError" in verdict.detail, verdict
+    assert "reward.sandbox" in verdict.detail
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert (folder / "there").read_text() == "secret" and (folder / "there").stat().st_mtime == 1000
+
+
+def test_rewards_of_users_may_use_files_network_and_programs(reward: Reward, tmp_path: Path) -> None:
+    """What worked before must not break unless `reward.sandbox = "strict"` is set."""
+    judge = reward("""
+        import socket, threading
+        socket.create_connection(("127.0.0.1", int(answer)), 5).close()
+        said = subprocess.run(["echo", "hi"], capture_output=True, text=True).stdout
+        open(fields["folder"] + "/out", "w").write(said)
+        thread = threading.Thread(target=lambda: None); thread.start(); thread.join()
+        return float(open(fields["folder"] + "/out").read() == "hi\\n" and os.getuid() == fields["user"])
+    """)
+    with socket.socket() as server, JudgePool(judge, workers=1, timeout_s=30.0) as pool:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        fields = {"folder": str(tmp_path), "user": os.getuid()}
+        verdict = pool.judge([("", str(server.getsockname()[1]), fields)])[0]
+    assert verdict.correct, verdict
+
+
+@linux
+def test_code_in_a_namespace_cannot_signal_the_parent(reward: Reward) -> None:
+    judge = reward("os.kill(fields['parent'], 0)\nreturn 1")
+    with warnings.catch_warnings(record=True) as caught, JudgePool(judge, workers=1) as pool:
+        verdict = pool.judge([("", "", {"parent": os.getpid()})])[0]
+    if any("process namespace" in str(warning.message) for warning in caught):
+        pytest.skip("no process namespaces on this system")
+    assert "ProcessLookupError" in verdict.detail
+
+
+@linux
+@pytest.mark.parametrize("judge", [MathJudge(), RewardMix(MathJudge())], ids=["plain", "mixed"])
+def test_math_is_judged_in_the_strict_sandbox(judge: Any) -> None:
+    assert level_for(judge, "auto") == "strict"
+    with JudgePool(judge, workers=1) as pool:
+        assert pool.judge([(r"\boxed{\sqrt{12}}", r"2\sqrt{3}", {})])[0].correct  # imports sympy inside
+
+
+@dataclass(frozen=True)
+class OwnJudge:
+    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
+        return Verdict(float("nan") if completion == "nan" else 1.0, Status.OK, parsed=completion)
+
+
+def test_levels(reward: Reward) -> None:
+    own = [OwnJudge(), reward("return 1"), RewardMix(reward("return 1")), RewardMix(OwnJudge())]
+    assert all(is_user_code(judge) and level_for(judge, "auto") == "basic" for judge in own)
+    assert not is_user_code(RewardMix(MathJudge()))
+    assert level_for(OwnJudge(), "strict") == "strict" and level_for(MathJudge(), "off") == "off"
+
+
+def test_verdicts_that_cannot_be_sent_are_errors() -> None:
+    with JudgePool(OwnJudge(), workers=1, timeout_s=30.0) as pool:
+        verdicts = pool.judge([("nan", "", {}), ("x" * (17 << 20), "", {}), ("fine", "", {})])
+    assert [v.status for v in verdicts] == [Status.ERROR, Status.ERROR, Status.OK]
+    assert "nan" in verdicts[0].detail and "16 MiB" in verdicts[1].detail
+
+
+def test_values_that_are_not_finite_survive_in_parts(reward: Reward) -> None:
+    verdict = judge_one(reward("return {'reward': 1, 'parts': {'a': float('nan'), 'b': float('-inf')}}"))
+    assert str(verdict.parts) == "{'a': nan, 'b': -inf}"
+
+
+def test_files_written_by_rewards_are_limited_in_size(reward: Reward, tmp_path: Path) -> None:
+    judge = reward(f"""
+        with open({str(tmp_path / "big")!r}, "wb") as file:
+            file.seek(5 << 30)
+            file.write(b"x")
+        return 1
+    """)
+    assert "File too large" in judge_one(judge).detail
+    assert "File too large" not in judge_one(judge, sandbox="off").detail
+    (tmp_path / "big").unlink(missing_ok=True)
+
+
+def test_limits_of_cpu_time_and_core_files_are_set(reward: Reward) -> None:
+    judge = reward("""
+        import resource
+        kinds = ("CPU", "CORE", "NPROC")
+        limits = [resource.getrlimit(getattr(resource, "RLIMIT_" + kind))[0] for kind in kinds]
+        return {"reward": 1, "parts": dict(zip(kinds, limits))}
+    """)
+    parts = judge_one(judge).parts
+    assert 0 < parts["CPU"] < 10_000 and parts["CORE"] == 0 and 0 < parts["NPROC"] < 1_000_000
+
+
+def test_what_rewards_print_reaches_stderr_but_stderr_itself_is_out_of_reach(reward: Reward, tmp_path: Path) -> None:
+    judge = reward("""
+        print("from stdout"); print("from stderr", file=sys.stderr, flush=True); sys.stdout.flush()
+        try: os.ftruncate(2, 0)
+        except OSError: pass
+        return 1
+    """)
+    log = tmp_path / "log"
+    log.write_text("earlier lines\n")
+    script = textwrap.dedent("""
+        import sys
+        from assay.rewards import FunctionJudge, JudgePool
+        with JudgePool(FunctionJudge(sys.argv[1]), 1, 30.0) as pool:
+            pool.judge([("", "", {})])
+    """)
+    with log.open("a") as file:
+        subprocess.run([sys.executable, "-c", script, judge.path], stderr=file, check=True, timeout=60)
+    assert log.read_text() == "earlier lines\nfrom stdout\nfrom stderr\n"
+
+
+REFUSED = """
+import sys
+from assay.rewards import seccomp
+seccomp.refuse("unshare")  # as container runtimes do
+from assay.rewards import FunctionJudge, JudgePool, MathJudge
+for judge in (FunctionJudge(sys.argv[1]), MathJudge("hash")):
+    for _ in range(2):
+        with JudgePool(judge, workers=2, timeout_s=3.0) as pool:
+            print([str(v.status) for v in pool.judge([("#### 1", "1", {"ready": sys.argv[2]})] * 2)])
+"""
+
+
+@linux
+def test_refused_namespaces_are_reported_in_one_line_and_processes_still_die(
+    reward: Reward, mark: str, tmp_path: Path
+) -> None:
+    judge = reward(SLEEPERS.format(mark=mark) + "if completion: return 1")
+    command = [sys.executable, "-c", REFUSED, judge.path, str(tmp_path / "ready")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.stdout.splitlines() == ["['ok', 'ok']"] * 4, run.stdout + run.stderr
+    said = [line for line in run.stderr.splitlines() if "process namespace" in line]
+    assert len(said) == 2 and "basic" in said[0] and "strict" in said[1], run.stderr
+    assert gone(mark)
+
+
+@linux
+@pytest.mark.skipif(os.geteuid() == 0, reason="RLIMIT_NPROC does not bind root")
+def test_fork_bomb_ends_at_the_limit(reward: Reward) -> None:
+    judge = reward("""
+        import resource
+        resource.setrlimit(resource.RLIMIT_NPROC, (100, 100))
+        for count in range(200):
+            if os.fork() == 0: time.sleep(60)
+        return 1
+    """)
+    verdict = judge_one(judge, timeout_s=30.0)
+    assert verdict.status is Status.ERROR and "BlockingIOError" in verdict.detail
+
+
+@linux
+def test_number_of_processes_is_limited_in_the_namespace_where_the_kernel_can(reward: Reward) -> None:
+    """Root's too, which RLIMIT_NPROC does not bind."""
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 14):
+        pytest.skip("the kernel counts processes for the whole machine only")
+    machine = Path("/proc/sys/kernel/pid_max").read_text()
+    with warnings.catch_warnings(record=True) as caught:
+        verdict = judge_one(reward("return {'reward': 1, 'parsed': open('/proc/sys/kernel/pid_max').read()}"))
+    if any("process namespace" in str(warning.message) for warning in caught):
+        pytest.skip("no process namespaces on this system")
+    assert int(verdict.parsed or 0) == 1024
+    assert Path("/proc/sys/kernel/pid_max").read_text() == machine
+
+
+def test_strict_sandbox_needs_worker_processes() -> None:
+    with pytest.raises(UserError, match="workers"):
+        JudgePool(MathJudge(), workers=0, sandbox="strict")
