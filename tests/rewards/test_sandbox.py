@@ -525,3 +525,16 @@ def test_number_of_processes_is_limited_in_the_namespace_where_the_kernel_can(re
 def test_strict_sandbox_needs_worker_processes() -> None:
     with pytest.raises(UserError, match="workers"):
         JudgePool(MathJudge(), workers=0, sandbox="strict")
+
+
+@pytest.mark.slow
+def test_bytecode_of_libraries_is_cached_before_confinement(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        from assay.rewards import JudgePool, MathJudge
+        with JudgePool(MathJudge("hash"), workers=1) as pool:
+            pool.judge([("#### 1", "1", {})])
+    """)
+    variables = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    subprocess.run([sys.executable, "-c", script], env=variables, check=True, timeout=300)
+    assert list(tmp_path.rglob("sympy/__pycache__/*.pyc")) or list(tmp_path.rglob("sympy/__init__*.pyc"))

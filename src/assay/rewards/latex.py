@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 import re
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -39,6 +42,16 @@ def _library() -> ModuleType:
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         math_verify.verify(_parse(math_verify, "\\boxed{x^2}"), _parse(math_verify, "\\boxed{x^{2}}"), **_NO_LIMIT)
     return math_verify
+
+
+def cache_bytecode() -> None:
+    """Load the library now if Python has not cached its bytecode yet: a sandboxed process cannot write the cache, and
+    every one of them would compile the library again."""
+    spec = importlib.util.find_spec("sympy")
+    if spec is None or not spec.cached or not spec.origin or sys.dont_write_bytecode or os.path.exists(spec.cached):
+        return
+    if os.access(sys.pycache_prefix or os.path.dirname(spec.origin), os.W_OK):
+        _library()
 
 
 # Its limits use signals: they work in the main thread only, and raise what `except Exception` does not catch.

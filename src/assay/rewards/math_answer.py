@@ -9,7 +9,7 @@ from typing import Any
 from assay.rewards.equality import compare
 from assay.rewards.extract import check_extractor, extract
 from assay.rewards.judge import graded
-from assay.rewards.latex import verify_whole
+from assay.rewards.latex import cache_bytecode, verify_whole
 from assay.rewards.limits import Unreadable, UnreadableGold, clip
 from assay.types import Status, Verdict
 
@@ -31,6 +31,9 @@ class MathJudge:
     def __post_init__(self) -> None:
         check_extractor(self.extract)
 
+    def prepare(self) -> None:
+        cache_bytecode()
+
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
         if not answer.strip():
             return Verdict(0.0, Status.ERROR, detail="the gold answer is empty")
@@ -50,6 +53,9 @@ class MathJudge:
 @dataclass(frozen=True)
 class MathVerifyJudge:
     """math-verify alone, with its own way of finding the answer: a second opinion for audits."""
+
+    def prepare(self) -> None:
+        cache_bytecode()
 
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
         if len(completion) > MAX_AUDIT_CHARS:
