@@ -76,7 +76,7 @@ def test_what_is_there_is_kept_and_what_is_missing_is_made(
     assert small.summary("small-grpo-0") == before and [row["recipe"] for row in rows(small)] == ["grpo", "rloo"]
     (small.runs / "small-rloo-0" / "summary.json").unlink()  # as if it had been stopped at its last checkpoint
     assert compare(small, "grpo,rloo") == 0
-    assert launched[-1] == ["train", "--resume", str(small.runs / "small-rloo-0")] and len(rows(small)) == 2
+    assert launched[-1] == ["train", "--resume", str(small.runs / "small-rloo-0"), "--trust"] and len(rows(small)) == 2
     capsys.readouterr()
     assert compare(small, "grpo,rloo", "--optim.lr", 5e-4) == 2 and len(launched) == 4
     assert "begun with another optim.lr" in capsys.readouterr().err

@@ -217,7 +217,7 @@ def test_odd_paths_and_settings_arrive_as_they_were_given(cluster: Path) -> None
     (cluster / ODD / "tiny-12003").mkdir()
     (cluster / ODD / "tiny-12003" / "config.toml").touch()
     assert run_script(cluster, "0") == 0
-    assert command(cluster)[-3:] == ["--resume", f"{ODD}/tiny-12003", f"--runs_dir={ODD}"]
+    assert command(cluster)[-4:] == ["--resume", f"{ODD}/tiny-12003", "--trust", f"--runs_dir={ODD}"]
 
 
 def test_it_goes_on_with_a_run_that_is_there(cluster: Path) -> None:
@@ -228,7 +228,8 @@ def test_it_goes_on_with_a_run_that_is_there(cluster: Path) -> None:
         (cluster / "runs" / run).mkdir(parents=True)
         (cluster / "runs" / run / "config.toml").touch()
         assert run_script(cluster, "0", *words) == 0
-        assert command(cluster)[-3:] == ["train", "--resume", f"runs/{run}"]
+        trusted = [] if words else ["--trust"]  # a run of this very job
+        assert command(cluster)[-3 - len(trusted) :] == ["train", "--resume", f"runs/{run}", *trusted]
 
 
 @pytest.mark.parametrize("code", ["1", "137", "200"])
