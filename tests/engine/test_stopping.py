@@ -71,9 +71,10 @@ def test_no_token_that_completes_one_is_passed_over(kind: str, draws: list[int],
     ids = [draw % size for draw in draws]
     if (text := decoded(ids[copied : copied + 3])) and BROKEN not in text:  # one that does occur, more often than not
         stops = [*stops, text]
-    if kind == "suffixed":  # a space at the end of a word shows when the next one comes, whichever that is
-        stops = [stop.rstrip() or "a" for stop in stops]
     stopping, names = StopStrings(decoded), tuple(stops)
+    stopping.suspects(
+        np.array(ids[: len(ids) // 2], dtype=np.int64), names
+    )  # what is learned later holds for these too
     suspects = stopping.suspects(np.array(ids), names)
     for end in range(1, len(ids) + 1):
         if any(stop in decoded(ids[:end]) for stop in stops):
@@ -109,6 +110,19 @@ def test_the_beginning_of_a_tail_is_not_taken_for_that_of_a_text() -> None:
     assert not any(completes_stop(ids[:end], ["##"], decoded) for end in range(1, len(ids) + 1))
 
 
+def test_a_space_that_belongs_to_the_word_before_is_found_with_the_next_token() -> None:
+    """The decoder of GPT-1 writes the space of "a</w>" only when another token follows, whichever that is."""
+    size, decoded = tokenizers()["suffixed"]
+    ends, stopping = [2, 3, 4, 5], StopStrings(decoded)
+    for first in ends:
+        stop = decoded([first]) + " "
+        for following in range(size):
+            ids = [0, first, following]
+            assert StopStrings(decoded).suspects(np.array(ids), (stop,)).tolist()[-1]
+            assert [stopping.suspects(np.array([token]), (stop,)).item() for token in ids][-1]  # one call a token
+            assert stopping.completed(ids, (stop,)) and not stopping.completed(ids[:2], (stop,))
+
+
 def test_few_tokens_are_looked_at_closely() -> None:
     size, decoded = tokenizers()["bytes"]
     added = {i: added_by(i, decoded) for i in range(size) if BROKEN not in decoded([i])}
@@ -116,6 +130,14 @@ def test_few_tokens_are_looked_at_closely() -> None:
     assert [text for text, may in kinds.items() if may and "\n" not in text and ">" not in text] == []
     assert kinds["x>\n"] and kinds["\n"] and not kinds["</"] and not kinds["x"] and not kinds["ab"]
     assert not kinds[">"]  # the string goes on behind it
+
+
+def test_broken_characters_do_not_make_every_token_a_suspect() -> None:
+    size, decoded = tokenizers()["bytes"]
+    stopping = StopStrings(decoded)
+    every = np.arange(size)
+    broken = np.array([BROKEN in decoded([token, token]) for token in every])
+    assert broken.any() and stopping.suspects(every, ("</x> ",))[~broken].mean() < 0.2
 
 
 def test_a_token_is_decoded_once() -> None:

@@ -24,6 +24,7 @@ class StopStrings:
         self.decode = decode
         self.added: dict[int, tuple[str, ...]] = {}  # by each token, whatever is looked for
         self.kinds: dict[tuple[str, ...], np.ndarray] = {}  # by token
+        self.word_end: int | None = None  # a token whose space may be written only when another token follows
 
     def suspects(self, tokens: np.ndarray, stops: tuple[str, ...]) -> np.ndarray:
         """Which of these tokens can complete one of the stop strings, whatever stands before them."""
@@ -32,7 +33,10 @@ class StopStrings:
             kinds = self._grown(kinds, 2 * size, stops)
         found = kinds[tokens]
         if not found.all():
-            for token in np.unique(tokens[found == Kind.UNKNOWN]).tolist():
+            unknown = np.unique(tokens[found == Kind.UNKNOWN]).tolist()
+            if self.word_end is None and self._find_word_end(unknown):
+                return self.suspects(tokens, stops)
+            for token in unknown:
                 kinds[token] = Kind.MAY if self._may_complete(token, stops) else Kind.CANNOT
             found = kinds[tokens]
         return found == Kind.MAY
@@ -46,22 +50,39 @@ class StopStrings:
 
     def _may_complete(self, token: int, stops: Sequence[str]) -> bool:
         if token not in self.added:
-            self.added[token] = added_by(token, self.decode)
+            self.added[token] = added_by(token, self.decode, self.word_end)
         return may_complete(self.added[token], stops)
+
+    def _find_word_end(self, tokens: Sequence[int]) -> bool:
+        """Look for a token that may end words, in the manner of "word</w>"; what was learned before it is forgotten.
+
+        It has been seen by the time that its space matters, because it was drawn before the token that shows it.
+        """
+        for token in (token for token in tokens if token not in self.added):
+            first, both = self.decode([token]), self.decode([token, token])
+            if both != first + first and both.startswith(first) and BROKEN not in both:
+                self.word_end = token
+                self.added.clear()
+                self.kinds.clear()
+                return True
+        return False
 
     def completed(self, token_ids: Sequence[int] | np.ndarray, stops: Sequence[str]) -> bool:
         return completes_stop(token_ids, stops, self.decode)
 
 
-def added_by(token: int, decode: Decode) -> tuple[str, ...]:
-    """What a token can add to a text: as its first one, which may lose a space, and after others.
+def added_by(token: int, decode: Decode, word_end: int | None = None) -> tuple[str, ...]:
+    """What a token can add to a text: as its first one, which may lose a space, after itself, and after `word_end`.
 
     `BROKEN` if that depends on its neighbours.
     """
-    first, both = decode([token]), decode([token, token])
-    if BROKEN in both or not both.startswith(first):
-        return (BROKEN,)
-    return tuple({first, both[len(first) :]})
+    found = {decode([token])}
+    for before in (token, token if word_end is None else word_end):
+        alone, both = decode([before]), decode([before, token])
+        if BROKEN in both or not both.startswith(alone):
+            return (BROKEN,)
+        found.add(both[len(alone) :])
+    return tuple(found)
 
 
 def may_complete(added: Sequence[str], stops: Sequence[str]) -> bool:
