@@ -259,7 +259,7 @@ class Driver:
         kept = self.scheduler.resume(self.handles.pop(item.continues)) if item.continues else None
         before = kept.tokens if kept else []
         room = self.blocks.total * self.blocks.size
-        job = job_for(item.request, index, before, max_length=9999, vocabulary=99, can_decode=False, cache_tokens=room)
+        job = job_for(item.request, index, before, max_length=room + 1, vocabulary=99, can_decode=False)
         assert job.tokens == item.tokens
         self.scheduler.add(job.tokens, [Sample(job, i) for i in range(item.request.params.n)], kept)
 

@@ -77,13 +77,10 @@ def test_what_cannot_be_served_is_refused_with_the_name_of_the_request(
         job_of(named, before)
 
 
-def test_a_request_fits_the_cache_to_the_last_token_that_is_fed() -> None:
+def test_an_answer_is_cut_off_where_the_context_ends() -> None:
     asked = request([1] * 20, max_new_tokens=13)
-    assert job_of(asked, cache_tokens=32).limit == 13, "the last token drawn is not fed"
-    with pytest.raises(UserError, match=r"^request 4: 20 prompt tokens and 13 new ones .* holds 31 tokens: raise"):
-        job_of(asked, cache_tokens=31)
-    with pytest.raises(UserError, match="25 prompt tokens and 13 new ones"):
-        job_of(asked, [1] * 5, cache_tokens=32)
+    assert job_of(asked, max_length=33).limit == 13 and job_of(asked, max_length=32).limit == 12
+    assert job_of(asked, [1] * 5, max_length=32).limit == 7
 
 
 def test_what_looks_odd_but_can_be_served() -> None:

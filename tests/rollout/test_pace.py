@@ -14,6 +14,7 @@ from assay.bench import episodes as bench
 from assay.bench.episodes import Rounds
 from assay.engine import RequestError, make_engine
 from assay.engine.base import SamplingParams
+from assay.engine.columns import BLOCK_SIZE
 from assay.envs import Env, make_env
 from assay.mesh import Mesh
 from assay.models import build_preset
@@ -117,6 +118,23 @@ def test_a_cache_that_holds_few_episodes_changes_nothing_and_leaks_nothing() -> 
         assert_nothing_left(part)
     engine: Any = part.engine
     assert engine.blocks.total < 80 and found[0] == found[1]
+
+
+def test_an_episode_that_outgrows_the_cache_is_cut_off_and_the_others_go_on() -> None:
+    """As at the end of the context, which it is in effect: one sequence cannot be longer than the whole cache."""
+    env = Chatter()
+    prompts = env.prompts("train")[:6]
+    part = collector(env, max_batch=4, memory=6.5e-5)
+    engine: Any = part.engine
+    held = engine.blocks.total * BLOCK_SIZE
+    assert held < 80 and engine.max_length == held + 1  # the last token is drawn, and stored nowhere
+    found = rollouts(part.collect(prompts, PARAMS, (7, 1)))
+    cut = [rollout for rollout in found if rollout.cut_off]
+    assert cut and len(cut) < len(found)
+    for rollout in cut:
+        assert rollout.verdict and rollout.verdict.status is Status.NO_ANSWER
+        assert f"context of {held + 1} tokens" in rollout.verdict.detail and rollout.truncated
+    assert_nothing_left(part)
 
 
 class Sleeper(Chatter):

@@ -67,6 +67,8 @@ class NativeEngine:
         total = cache_blocks(spec, max_batch, self.max_length, self.device, dtype, memory)
         if self.group is not None:
             total = least(total, self.group, self.device)
+        # One sequence cannot outgrow the whole cache, and is cut off there; its last token is drawn and stored nowhere.
+        self.max_length = min(self.max_length, total * BLOCK_SIZE + 1)
         self.blocks = Blocks(total, BLOCK_SIZE)
         chunk = prefill_tokens or PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         self.scheduler = Scheduler(self.blocks, max_batch, chunk)
@@ -184,7 +186,6 @@ class NativeEngine:
             max_length=self.max_length,
             vocabulary=self.network.spec.vocab_size,
             can_decode=self.stopping is not None,
-            cache_tokens=self.blocks.total * BLOCK_SIZE,
         )
 
     def _round(self, session: Session) -> None:

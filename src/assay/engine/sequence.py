@@ -112,7 +112,6 @@ def job_for(
     max_length: int,
     vocabulary: int,
     can_decode: bool,
-    cache_tokens: int | None = None,
 ) -> Job:
     """Check what was asked for, before anything is computed. `before`: the sequence that is continued."""
     name, params = name_of(request, index), request.params
@@ -127,20 +126,14 @@ def job_for(
     if length >= max_length:
         raise UserError(
             f"{name}: the prompt has {length} tokens but the context holds {max_length}, answer included: "
-            "shorten the prompt or raise the maximum length"
+            "shorten the prompt, or raise model.max_length or engine.memory, whichever is the limit"
         )
     if request.prompt_ids and (min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocabulary):
         raise UserError(f"{name}: the prompt has token ids outside the vocabulary of {vocabulary}: wrong tokenizer?")
     if params.stop and not can_decode:
         raise UserError(f"{name}: stop strings need an engine that was given `decode`; use stop tokens or pass it")
     check_token_lists(request, name, vocabulary)
-    limit = min(params.max_new_tokens, max_length - length)
-    if cache_tokens is not None and length + limit - 1 > cache_tokens:
-        raise UserError(
-            f"{name}: {length} prompt tokens and {limit} new ones do not fit the key/value cache, which holds "
-            f"{cache_tokens} tokens: raise engine.memory or lower max_new_tokens"
-        )
-    return Job(index, request, tokens, limit)
+    return Job(index, request, tokens, min(params.max_new_tokens, max_length - length))
 
 
 def check_token_lists(request: Request, name: str, vocabulary: int) -> None:
