@@ -30,6 +30,18 @@ def changed(small: SmallRuns, name: str = "small", steps: int = 2) -> bool:
     return any(not first[key].equal(last[key]) for key in first)
 
 
+def test_answers_that_outgrow_the_engines_memory_are_cut_off(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small.train("--engine.memory", 3e-5, "--sampling.max_new_tokens", 60) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("engine.memory holds keys and values of") == 1
+    held = int(said.partition("keys and values of ")[2].split()[0])
+    answers = [rollout for group in read_rollouts(small.runs / "small", 1) for rollout in group.rollouts]
+    assert max(len(rollout.token_ids) for rollout in answers) == held + 1
+    assert all(rollout.truncated for rollout in answers if len(rollout.token_ids) == held + 1)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_runs_and_learns_something(small: SmallRuns, recipe: str) -> None:
     assert small.train("--algo.recipe", recipe) == 0

@@ -152,5 +152,5 @@ class Collector:
             if len(ids) >= limit:
                 raise UserError(
                     f"prompt {prompt.id} has {len(ids)} tokens, which leaves no room in a context of {limit}: "
-                    "leave it out, shorten it (fewer few-shot examples?), or raise model.max_length"
+                    "leave it out, shorten it (fewer few-shot examples?), or raise model.max_length (or engine.memory)"
                 )

@@ -182,8 +182,13 @@ def assemble(
     probe(collector.judge, train[0])
     if collector.env and (warning := check_history(renderer, collector.env, train[0])):
         console.warn(warning)
-    for prompts in (train, *evaluations.values()):
-        check_room(collector, prompts)
+    context = min(cfg.model.max_length or policy.max_length, policy.max_length)
+    splits = (train, *evaluations.values())
+    if longest := max(check_room(collector, prompts, cfg.sampling.max_new_tokens, context) for prompts in splits):
+        console.warn(
+            f"engine.memory holds keys and values of {engine.max_length - 1} tokens, and prompts have up to {longest}: "
+            "what passes that is cut off; raise it, or lower sampling.max_new_tokens"
+        )
     return Parts(
         cfg=cfg,
         run=Run(Path()),
@@ -236,10 +241,16 @@ def probe(judge: JudgePool, prompt: Prompt) -> Verdict:
     return verdicts[0]
 
 
-def check_room(collector: Collector, prompts: Sequence[Prompt]) -> None:
-    """A prompt that fills the context is told now, not when it is drawn; of an endless split the first few are read."""
+def check_room(collector: Collector, prompts: Sequence[Prompt], new_tokens: int, context: int) -> int:
+    """A prompt that fills the context is told now, not when it is drawn; of an endless split the first few are read.
+
+    Returns the longest prompt's length if the engine's memory, and not the context, cuts its answer off; else 0.
+    """
     some = prompts[: READ_FIRST if isinstance(prompts, LazyPrompts) else READ_AT_MOST]
-    collector.check_lengths(some, collector.renderer.all_prompt_ids(some))
+    ids = collector.renderer.all_prompt_ids(some)
+    collector.check_lengths(some, ids)
+    longest, limit = max(map(len, ids)), collector.engine.max_length
+    return longest if limit < context and longest + new_tokens > limit else 0
 
 
 def total_steps(cfg: TrainConfig, prompts: int) -> int:
