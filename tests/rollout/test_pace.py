@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,7 @@ from assay.envs import Env, make_env
 from assay.mesh import Mesh
 from assay.models import build_preset
 from assay.rewards import JudgePool
-from assay.rollout import Collector, Limits
+from assay.rollout import Collector, Limits, stepping
 from assay.tasks import make_task
 from assay.text import Renderer, char_tokenizer, word_tokenizer
 from assay.types import Group, Rollout, Status
@@ -204,6 +206,51 @@ def test_a_step_that_hangs_is_given_up(device: str) -> None:
     assert first.status is Status.ERROR and "longer than 1 s" in first.detail
     assert len(others) == 2 and Status.ERROR not in {verdict.status for verdict in others}
     assert_nothing_left(part)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_steps_with_a_limit_run_side_by_side(device: str) -> None:
+    """Each first step returns only when four of them are under way."""
+    meeting = threading.Barrier(4)
+
+    class Meeting(Chatter):
+        slow = True
+
+        def step(self, action: str) -> Any:
+            if not self.steps:
+                meeting.wait(30)
+            return super().step(action)
+
+    part = collector(Meeting(), Limits(step_tokens=1, seconds=60.0), max_batch=4)
+    part.mesh = Mesh(device=torch.device(device))
+    found = part.collect(Chatter().prompts("train")[:2], replace(PARAMS, n=2), (1, 1))
+    assert Status.ERROR not in {r.verdict.status for r in rollouts(found) if r.verdict}
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_step_that_runs_for_long_without_a_limit_is_reported(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
+    monkeypatch.setattr(stepping, "REPORT_S", 0.05)
+    env = Chatter()
+    env.slow = slow
+
+    def step(episode: Env, action: str) -> Any:
+        until = time.monotonic() + 30
+        while not found and time.monotonic() < until:
+            time.sleep(0.01)
+        return Chatter.step(episode, action)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(
+        env, "step_all", lambda envs, actions: [step(*pair) for pair in zip(envs, actions, strict=True)]
+    )
+    part = collector(env, max_batch=4)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        part.collect(Chatter().prompts("train")[:1], replace(PARAMS, n=2), (1, 1))
+    said = "a step" if slow else "a step of 2 episodes"
+    assert (
+        str(found[0].message)
+        == f"{env.name}: {said} has been running for 0.05 s; env.max_seconds gives up on such steps"
+    )
 
 
 def test_a_failing_step_in_a_thread_ends_its_episode_alone() -> None:

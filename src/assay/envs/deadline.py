@@ -1,9 +1,11 @@
-"""A limit on the time of code that is not ours."""
+"""A limit on the time of code that is not ours, or a report of how long it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import Thread
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Thread, Timer
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -33,3 +35,15 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     if not found:
         raise TimeoutError(f"took longer than {seconds:g} s")
     return found[0]
+
+
+@contextmanager
+def reported_after(seconds: float, text: str) -> Iterator[None]:
+    """A warning if the block is still running after so many seconds. It goes on."""
+    timer = Timer(seconds, warnings.warn, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

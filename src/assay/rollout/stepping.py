@@ -7,9 +7,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Generic, Protocol, TypeVar
 
 from assay.envs.base import Env, Step, failed_step
-from assay.envs.deadline import within
+from assay.envs.deadline import reported_after, within
 
 LEAST_SECONDS = 1.0  # that a step is given, however short an episode may be
+REPORT_S = 60.0  # after which a step without a limit is reported
+SIDE_BY_SIDE = 8  # steps of a slow environment, where each has a limit
 
 
 class HasEnv(Protocol):
@@ -24,7 +26,7 @@ class Stepper(Generic[E]):
 
     With threads, and an environment that says it is slow, every action is answered by itself, and one that takes long
     keeps nobody else waiting: who is answered when then depends on the clock. With a limit, a step that takes longer
-    is given up, and ends its episode as one that failed.
+    is given up, and ends its episode as one that failed. Without one it is reported, and waited for.
     """
 
     def __init__(self, env: Env, threads: int, seconds: float = 0.0) -> None:
@@ -64,7 +66,15 @@ class Stepper(Generic[E]):
 
     def _steps(self, envs: Sequence[Env], actions: Sequence[str]) -> list[Step]:
         if not self.seconds:
-            return self.env.step_all(envs, actions)
+            what = "a step" if len(envs) == 1 else f"a step of {len(envs)} episodes"
+            text = (
+                f"{self.env.name}: {what} has been running for {REPORT_S:g} s; env.max_seconds gives up on such steps"
+            )
+            with reported_after(REPORT_S, text):
+                return self.env.step_all(envs, actions)
+        if self.env.slow and len(envs) > 1:
+            with ThreadPoolExecutor(SIDE_BY_SIDE, "assay-env") as pool:
+                return list(pool.map(self._limited, envs, actions))
         return [self._limited(env, action) for env, action in zip(envs, actions, strict=True)]
 
     def _limited(self, env: Env, action: str) -> Step:
