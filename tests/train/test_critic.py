@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -228,7 +229,8 @@ def trained_on(
     After two the critic is saved in `folder`, and goes on as it lies in `source`.
     """
     policy, algo = tiny_decoder(), make_algorithm("ppo", updates=2)
-    cfg = TrainConfig.model_validate({"critic": {"trunk": trunk, "lr": 1e-2}, "train": {"token_budget": 40}})
+    critic_cfg = {"trunk": trunk, "lr": 1e-2, "bootstrap": True, "gae_lambda": 0.9}
+    cfg = TrainConfig.model_validate({"critic": critic_cfg, "train": {"token_budget": 40}})
     cfg.parallel.mode = mode  # type: ignore[assignment]
     own = make_critic(cfg, algo, policy, mesh, torch.float64)
     assert own is not None
@@ -239,6 +241,7 @@ def trained_on(
     for step in range(3):
         groups = make_groups(tiny_decoder(), seed=step)
         groups[2].rollouts[1].masked = True
+        groups[1].rollouts[0].cut_off, groups[1].rollouts[0].following = True, [7, 8, 9]
         algo.credit(groups)
         found.append(own.credit(groups) | updater.update(groups, algo, 1e-2) | own.learn())
         if step == 1:
@@ -282,6 +285,31 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_any_layout_is_one(tmp_path: Path) -> None:
     start(4, check_ranks, tmp_path, [("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2)])
+
+
+def test_train_recompute_holds_for_a_trunk_of_its_own() -> None:
+    found = []
+    for recompute in (False, True):
+        cfg = TrainConfig.model_validate({"critic": {"lr": 1e-2}, "train": {"recompute": recompute}})
+        own = make_critic(cfg, make_algorithm("ppo"), tiny_decoder(), Mesh(), torch.float64)
+        assert own is not None and own.model.trunk.recompute is recompute
+        own.credit(make_groups(tiny_decoder()))
+        own.learn()
+        found.append(torch.cat([p.detach().flatten() for p in own.model.parameters()]))
+    assert (found[0] - found[1]).abs().max() < 1e-12
+
+
+def test_an_update_with_a_gradient_that_is_not_finite_is_skipped() -> None:
+    own, groups = critic(clip=0.0), make_groups(tiny_decoder())
+    own.credit(groups)
+    own.lessons = [(r, replace(row, returns=[float("inf")] * row.count)) for r, row in own.lessons]
+    before = weights_of(own.model.trunk), own.model.head.weight.detach().clone()
+    with pytest.warns(UserWarning, match="4 of its updates were skipped"):
+        found = own.learn()
+    assert found["critic/skipped"] == 4.0 and not own.optimizer.state
+    assert weights_of(own.model.trunk).equal(before[0]) and own.model.head.weight.equal(before[1])
+    own.credit(groups)
+    assert own.learn()["critic/skipped"] == 0.0 and not own.model.head.weight.equal(before[1])
 
 
 def test_it_learns_what_answers_are_worth() -> None:

@@ -48,6 +48,7 @@ CRITIC = (
     *("--train.token_budget", 40, "--sft.steps", 1),
 )
 SHARED = (*CRITIC, "--critic.trunk", "shared")
+SHARED_LORA = (*SHARED, "--lora.rank", 2)
 REWARD_KL = ("--algo.recipe", "reinforce_pp", "--algo.reward_kl_coef", 0.1, "--train.token_budget", 40)
 
 
@@ -99,7 +100,7 @@ def test_a_grid_of_two_by_two_is_one_process(tmp_path: Path) -> None:
 
 KINDS = {
     **{"rich": RICH, "muon": MUON, "lora": LORA, "sequences": SEQUENCES, "reward-kl": REWARD_KL},
-    **{"critic": CRITIC, "shared": SHARED},
+    **{"critic": CRITIC, "shared": SHARED, "shared-lora": SHARED_LORA},
 }
 
 
@@ -127,6 +128,7 @@ def test_whole_runs_on_any_layout(rich: SmallRuns, layout: str) -> None:
     [
         *(("muon", "4 fsdp x tp"), ("muon", "2 ddp"), ("lora", "2 fsdp"), ("lora", "2 ddp")),
         *(("sequences", "2 fsdp"), ("sequences", "2 tp"), ("sequences", "4 fsdp x tp"), ("reward-kl", "2 fsdp")),
+        *(("shared-lora", "2 ddp"), ("shared-lora", "2 fsdp")),
         *((kind, layout) for kind in ("critic", "shared") for layout in ("2 ddp", "2 fsdp", "2 tp", "4 fsdp x tp")),
     ],
 )
@@ -147,11 +149,11 @@ def test_models_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rich", "lora", "critic"])
+@pytest.mark.parametrize("kind", ["rich", "lora", "critic", "shared", "shared-lora"])
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(rich: SmallRuns, kind: str) -> None:
     """Saved on 4 (or 1), the newest checkpoint damaged: what step 3 left goes on as 2, as 1, and as 4 again."""
     words = KINDS[kind]
-    first = "4 fsdp" if kind == "lora" else "4 fsdp x tp"
+    first = "4 fsdp" if "lora" in kind else "4 fsdp x tp"
     name = f"moving-{kind}"
     ended(rich.launch(LAYOUTS[first][0], "train", rich.config, *WORDS, *words, *LAYOUTS[first][1], "--name", name))
     for layout in ("2 ddp", "1", "4 fsdp"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -149,14 +151,17 @@ class Critic:
         each = value_loss(self.model.values(hidden), part.values, part.returns, self.cfg.clip)
         return self.cfg.coef * (part.weights * each).sum()
 
-    def step(self, usable: bool = True) -> None:
-        """Move its own weights by their gradient, that of all ranks, and forget it."""
+    def step(self, usable: bool = True) -> bool:
+        """Move its own weights by their gradient, that of all ranks, and forget it. False where that is not finite."""
         own = [weight for weight in self.model.own_parameters().values() if weight.grad is not None]
+        finite = True
         if usable and own:  # in a warm start nothing is asked of it
             sum_gradients(own, self.mesh)
-            clip_gradients(own, self.cfg.max_grad_norm)
-            self.optimizer.step()
+            finite = math.isfinite(float(clip_gradients(own, self.cfg.max_grad_norm)))
+            if finite:
+                self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return finite
 
     def learn(self) -> dict[str, float]:
         """`passes` optimizer steps on what the last `credit` has told; nothing is left to do for a shared trunk."""
@@ -175,11 +180,14 @@ class Critic:
                 total += float(loss.detach())
             return total
 
-        total = 0.0
+        total, skipped = 0.0, 0
         for _ in range(self.cfg.passes):
             total += fitted(self, self.model.trunk, rows, accumulate) / self.cfg.passes
-            self.step()
-        return {"critic/loss": sum(self.mesh.all_gather_objects(total)) / self.mesh.tp_size}
+            skipped += not self.step()
+        if skipped:
+            warnings.warn(f"the critic's gradient is not finite: {skipped} of its updates were skipped", stacklevel=2)
+        loss = sum(self.mesh.all_gather_objects(total)) / self.mesh.tp_size
+        return {"critic/loss": loss, "critic/skipped": float(skipped)}
 
     def save(self, folder: Path) -> None:
         """All ranks together: what lies in parts is gathered, and the main one writes it."""
@@ -270,4 +278,5 @@ def make_critic(
     model = ValueModel(policy, shared)
     if not shared:
         parallelise(model.trunk, mesh, cfg.parallel.mode, dtype)
+        model.trunk.recompute = cfg.train.recompute
     return Critic(model, cfg.critic, cfg.train.token_budget, dtype, mesh)
