@@ -47,9 +47,9 @@ task = "abacus"
 name = "stepwise"
 args = {separator = ";", line_reward = 0.1}
 [sft]
-steps = 40
+steps = 80
 batch = 32
-lr = 3e-3
+lr = 6e-3
 [sampling]
 max_new_tokens = 24
 [train]
