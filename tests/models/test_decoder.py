@@ -67,6 +67,24 @@ def test_sequences_do_not_see_each_other():
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "shared"),
+    [([6, 6], [0, 6]), ([4, 6, 6, 6], [0, 0, 6, 6]), ([6, 6, 6, 9], [0, 6, 6, 6]), ([6, 6, 9, 9, 8], [0, 6, 0, 9, 0])],
+)
+def test_identical_sequences_share_all_of_their_tokens(lengths, shared):
+    """A shared prefix may be the whole sequence, and then no token follows it."""
+    model = build_preset("nano", vocab_size=20, max_length=64, seed=0).double()
+    leader, sequences = [], []
+    for number, (length, prefix) in enumerate(zip(lengths, shared, strict=True)):
+        fresh = [(7 * number + 3 * i + i * i) % 20 for i in range(length)]
+        sequences.append(torch.tensor(leader[:prefix] + fresh[prefix:]))
+        leader = leader if prefix else fresh
+    with torch.no_grad():
+        found = model.hidden(torch.cat(sequences), lengths, shared)
+        alone = torch.cat([model.hidden(ids, [len(ids)]) for ids in sequences])
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+
+
 def test_casting_keeps_the_rotary_frequencies_exact():
     model = build_preset("nano", vocab_size=20, max_length=64, seed=0)
     before = model.inv_freq.clone()

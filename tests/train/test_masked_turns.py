@@ -17,13 +17,13 @@ from small_run import SmallRuns
 from test_critic import critic
 from test_update import CHANGES, algorithm, updater
 from torch import Tensor
-from train_parts import give_logprobs, gradients_of, make_turn, tiny_decoder, tokens, weights_of
+from train_parts import cramped, full_logprobs, give_logprobs, gradients_of, make_turn, tiny_decoder, tokens, weights_of
 
 from assay.algos import Algorithm, make_algorithm
 from assay.cli.main import main
 from assay.mesh import Mesh
 from assay.runs.rollouts import read_arrays, read_rollouts
-from assay.train.pack import rows_of
+from assay.train.pack import Row, rows_of
 from assay.train.replay import ReplayBuffer
 from assay.types import Group, Prompt, Rollout, Status, Turn, Verdict
 
@@ -215,6 +215,37 @@ def test_where_nothing_is_left_nothing_is_learnt(recipe: str) -> None:
     assert found == {"optim/lr": 1e-2, "optim/skipped": 1.0, "optim/non_finite": 0.0} and learnt == {}
     assert weights_of(trained.policy).equal(before)
     assert all(not rollout.learns and not rollout.token_advantages for rollout in every(groups))
+
+
+def untrained_and_trained() -> list[Group]:
+    """Two identical rollouts with nothing but masked turns, and a group with trained tokens."""
+    alone = episodes([(1,)], groups=1, samples=1)
+    twin = replace(alone[0].rollouts[0], sample=1)
+    return [replace(alone[0], rollouts=[*alone[0].rollouts, twin]), *episodes(SOME, groups=1, seed=3)]
+
+
+@pytest.mark.parametrize("token_budget", [1, 20, 10_000])
+@pytest.mark.parametrize("by", ["trainer", "reference"])
+def test_identical_rollouts_without_trained_tokens_are_scored_with_kl_in_the_reward(by: Any, token_budget: int) -> None:
+    algo = make_algorithm("grpo", reward_kl_coef=0.3)
+    groups = untrained_and_trained()
+    trained = updater(algo, token_budget=token_budget)
+    model = trained.policy if by == "trainer" else trained.reference
+    found = trained.scores([Row.of(rollout) for rollout in every(groups)], algo, by)
+    for rollout, logprobs in zip(every(groups), found, strict=True):
+        plain = full_logprobs(model, rollout.token_ids)
+        assert logprobs == pytest.approx(
+            [float(plain[place - 1, rollout.token_ids[place]]) for place, _ in trained_places(rollout)], abs=1e-12
+        )
+    algo.credit(groups, trained.ref_logprobs(groups, algo))
+    assert trained.update(groups, algo, 1e-2)["optim/grad_norm"] > 1e-4
+
+
+def test_rollouts_without_trained_tokens_are_not_computed_for_scores() -> None:
+    algo = make_algorithm("grpo", reward_kl_coef=0.3)
+    trained = updater(algo, token_budget=10_000)
+    trained.reference = cramped(0, seed=9)  # fails on any token
+    assert trained.ref_logprobs(untrained_and_trained()[:1], algo) == [[], []]
 
 
 @pytest.mark.filterwarnings("error")

@@ -41,7 +41,8 @@ class PackedCausal:
         if any(shared):
             computed, places = tree.computed()
             self.computed, self.places = upload(computed, self.device), upload(places, self.device)
-            self.branches = Branches(tree, starts, self.device)
+            if any(stem >= 0 for stem in tree.stems):  # identical sequences have no tokens after the shared ones
+                self.branches = Branches(tree, starts, self.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         longest = self.segments.longest

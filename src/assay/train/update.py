@@ -84,19 +84,21 @@ class Updater:
     def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:
         """Log-probabilities of the trained tokens of each row. Ranks share the work, and every one gets all of them."""
         logprobs = self._own_logprobs if by == "trainer" else self._ref_logprobs
+        trained = [row for row in rows if row.count]  # rows without trained tokens need no forward pass
         places = {id(row): place for place, row in enumerate(rows)}
 
         def own_share() -> dict[int, list[float]]:
             found = {}
-            for share in share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares):
+            size, rank = self.mesh.dp_size, self.mesh.dp_rank
+            for share in share_rows(trained, size, rank, self.token_budget, self.policy.shares):
                 part = pack(share, self.policy.device, self._loss_dtype)
                 for row, values in zip(share, logprobs(part).cpu().split(part.trained_lengths), strict=True):
                     found[places.get(id(row), -1)] = values.tolist()
             return found
 
-        shares = self.mesh.all_gather_objects(fitted(self, self.policy, rows, own_share))
+        shares = self.mesh.all_gather_objects(fitted(self, self.policy, trained, own_share))
         every = {place: values for share in shares for place, values in share.items()}
-        return [every[place] for place in range(len(rows))]
+        return [every[place] if row.count else [] for place, row in enumerate(rows)]
 
     def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
         """One optimizer step. The split into micro-batches, and over ranks, changes memory and time, not the result."""
