@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,19 +65,34 @@ def test_torch_gives_the_same() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_words_that_cannot_come() -> None:
-    """Logits of minus infinity: probability and gradient 0, and no NaN from 0 times infinity."""
+@pytest.mark.parametrize("block", ["-inf", "finfo.min"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_blocked_tokens_count_for_nothing(
+    implementation: str, dtype: torch.dtype, temperature: float, block: str
+) -> None:
+    """The values and gradients are those of the vocabulary without the tokens whose logits are -inf or finfo.min."""
+    if implementation == "triton" and dtype == torch.float64:
+        pytest.skip("the kernels compute in float32")
     from assay.models import scoring_kernels
 
-    logits, targets, up, spread = example(4, 5000, torch.float32)
-    logits[:, 7:4100] = float("-inf")
-    targets[:] = 3
-    kept = torch.cat((logits[:, :7], logits[:, 4100:]), 1)
-    expected = torch.distributions.Categorical(logits=kept.double()).entropy()
-    _, entropies, partition = scoring_kernels.scores_of(logits, targets, 1.0)
-    torch.testing.assert_close(entropies.double(), expected, rtol=1e-5, atol=1e-5)
-    grad = scoring_kernels.gradient_of(logits, targets, 1.0, entropies, partition, up, spread)
-    assert grad.isfinite().all() and not grad[:, 7:4100].any()
+    module: Any = scoring_kernels if implementation == "triton" else scoring
+    logits, targets, up, spread = example(4, 5000, dtype)
+    up, spread = (x.double() if dtype == torch.float64 else x for x in (up, spread))
+    logits[:, 7:4100] = -torch.inf if block == "-inf" else torch.finfo(dtype).min
+    targets = targets % 7
+    allowed = torch.cat((logits[:, :7], logits[:, 4100:]), 1)
+    expected = reference(allowed, targets, temperature, up, spread)
+    logprobs, entropies, partition = module.scores_of(logits.clone(), targets, temperature)
+    grad = module.gradient_of(logits, targets, temperature, entropies, partition, up, spread)
+    assert not grad[:, 7:4100].any()
+    grad = torch.cat((grad[:, :7], grad[:, 4100:]), 1)
+    exact = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}[dtype]
+    torch.testing.assert_close(logprobs.double(), expected[0], rtol=exact, atol=exact)
+    torch.testing.assert_close(entropies.double(), expected[1], rtol=exact, atol=exact)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else exact
+    torch.testing.assert_close(grad.double(), expected[2], rtol=tolerance, atol=tolerance)
 
 
 def test_no_rows() -> None:

@@ -63,6 +63,31 @@ def large_logits(mesh: Mesh) -> None:
     torch.testing.assert_close(entropies, torch.zeros(2), rtol=0, atol=1e-6)
 
 
+def blocked_tokens(mesh: Mesh) -> None:
+    """Logits that overflow to -inf count for nothing, also where they are all that a rank has."""
+    mesh = init_mesh(mesh.world)
+    assert mesh.tp_group is not None
+    targets = torch.zeros(COUNT, dtype=torch.int64)
+    for blocked in (slice(5, 9), slice(-(-WORDS // mesh.world), WORDS)):
+        hidden, table = numbers(COUNT, SIZE, seed=1), numbers(WORDS, SIZE, seed=2)
+        hidden[:, 0] = hidden[:, 0].abs() + 1
+        table[blocked] = 0.0
+        table[blocked, 0] = torch.finfo(torch.float64).min
+        allowed = torch.cat((table[: blocked.start], table[blocked.stop :])).requires_grad_(True)
+        hidden.requires_grad_(True)
+        ours = hidden.detach().clone().requires_grad_(True)
+        head = VocabularyHead(split(table.requires_grad_(True), mesh, 0), mesh.tp_rank, mesh.tp_group)
+        expected, found = plain_scores(hidden, allowed, targets, 0.6), head.scores(ours, targets, 0.6, 3 * WORDS)
+        for scores in (expected, found):
+            (scores[0] - 2 * scores[1]).sum().backward()
+        assert hidden.grad is not None and ours.grad is not None and allowed.grad is not None
+        for a, b in ((found[0], expected[0]), (found[1], expected[1]), (ours.grad, hidden.grad)):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        grad = head.weight.grad.full_tensor()  # type: ignore[union-attr]
+        torch.testing.assert_close(torch.cat((grad[: blocked.start], grad[blocked.stop :])), allowed.grad)
+        assert not grad[blocked].any()
+
+
 def embed(mesh: Mesh) -> None:
     mesh = init_mesh(mesh.world)
     assert mesh.tp_group is not None
@@ -80,6 +105,7 @@ def embed(mesh: Mesh) -> None:
 def all_of_it(mesh: Mesh) -> None:
     score(mesh)
     large_logits(mesh)
+    blocked_tokens(mesh)
     embed(mesh)
 
 

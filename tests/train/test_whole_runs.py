@@ -211,6 +211,38 @@ def test_a_fallback_model_trains_is_measured_and_exported(small: SmallRuns, caps
     assert small.resume("small", "--train.steps", 3) == 0
 
 
+@pytest.mark.parametrize(
+    ("block", "temperature", "settings"),
+    [
+        (-np.inf, 1.0, ()),
+        (float(np.finfo(np.float32).min), 0.6, ("--algo.entropy_coef", 0.01, "--algo.kl_coef", 0.1)),
+        (-np.inf, 0.6, ("--algo.recipe", "gspo", "--algo.reward_kl_coef", 0.1, "--sampling.top_p", 0.9)),
+    ],
+)
+def test_a_model_with_a_blocked_token_learns(
+    small: SmallRuns, block: float, temperature: float, settings: tuple[object, ...]
+) -> None:
+    """Its head has a bias, which is -inf (or the least number there is) for one token."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    folder = gpt2_folder(small.folder / "phi")  # for its tokenizer
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = PhiForCausalLM(PhiConfig(vocab_size=size, max_position_embeddings=96, **shape))
+    blocked = size - 2
+    model.lm_head.bias.data[blocked] = block
+    model.save_pretrained(folder)
+    assert small.train("--model", folder, "--sampling.temperature", temperature, *settings) == 0
+    assert changed(small)
+    rows = [row for row in small.metrics() if "reward/mean" in row]
+    for row in rows:
+        assert row["optim/non_finite"] == row["optim/skipped"] == 0 and row["optim/grad_norm"] > 0
+        assert np.isfinite(row["loss/total"]) and 0 < row["policy/entropy"] <= np.log(size - 1)
+    assert rows[0]["policy/entropy"] == pytest.approx(rows[0]["sampling/entropy"], abs=0.05)
+    written = [turn for g in read_rollouts(small.runs / "small", 1) for r in g.rollouts for turn in r.turns]
+    assert not any(blocked in turn.completion.token_ids for turn in written)
+
+
 def test_a_model_without_a_chat_template_is_asked_in_plain_text(small: SmallRuns) -> None:
     folder = gpt2_folder(small.folder / "gpt2", chat=False)
     words = ("--model", folder, "--prompt.style", "raw", "--prompt.template", "{question} :")

@@ -234,7 +234,8 @@ class Algorithm:
             per_token["policy/kl"] = kl_N
         assert batch.ref_logprobs is not None or not self.kl_in_loss, "kl_coef > 0 needs ref_logprobs"
         if batch.entropy is not None:
-            terms["loss/entropy"] = -self.entropy_coef * (batch.weights * batch.entropy).sum()
+            bonus = (batch.weights * batch.entropy).sum() if self.needs_entropy else batch.weights.new_zeros(())
+            terms["loss/entropy"] = -self.entropy_coef * bonus
             per_token["policy/entropy"] = batch.entropy
         assert batch.entropy is not None or not self.needs_entropy, "entropy_coef needs the entropy"
         total = torch.stack(list(terms.values())).sum()

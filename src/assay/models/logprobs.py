@@ -96,7 +96,9 @@ def scores(
     def score(part: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = at_least_float32(model.unembed(part)) / temperature
         every = torch.log_softmax(logits, dim=-1)
-        return every.gather(-1, target[:, None]).squeeze(-1), -(every.exp() * every).sum(-1)
+        shares = every.exp()
+        logs = every.masked_fill(shares == 0, 0.0)  # of a blocked token -inf, and 0 * -inf would be NaN
+        return every.gather(-1, target[:, None]).squeeze(-1), -(shares * logs).sum(-1)
 
     if len(targets) <= size:
         return score(before, targets)

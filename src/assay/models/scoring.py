@@ -29,6 +29,7 @@ def scores_of(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tens
     partition = logits.logsumexp(-1)
     shares = torch.exp(logits - partition[:, None])
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    logits.masked_fill_(shares == 0, 0.0)  # a blocked token has a logit of -inf, and 0 * -inf would be NaN
     return chosen - partition, partition - (shares * logits).sum(-1), partition
 
 
@@ -48,8 +49,10 @@ def gradient_of(
     if kernels := triton_for(logits):
         return kernels.gradient_of(logits, targets, temperature, entropies, partition, up, spread)
     logs = at_least_float32(logits) / temperature - partition[:, None]
+    shares = logs.exp()
+    logs.masked_fill_(shares == 0, 0.0)  # as in `scores_of`
     factor = up[:, None] if spread is None else up[:, None] + spread[:, None] * (logs + entropies[:, None])
-    grad = -logs.exp() * factor
+    grad = -shares * factor
     grad.scatter_add_(1, targets[:, None], up[:, None])
     return (grad / temperature).to(logits.dtype)
 

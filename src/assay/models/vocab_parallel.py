@@ -111,6 +111,7 @@ def scores_of(
     rows, here = own_rows(targets, first, logits.shape[-1])
     chosen = logits.gather(-1, rows[:, None]).squeeze(-1).where(here, 0.0)
     shares = logits.exp()
+    logits.masked_fill_(shares == 0, 0.0)  # a blocked token has a logit of -inf, and 0 * -inf would be NaN
     sums = torch.stack([shares.sum(-1), (shares * logits).sum(-1), chosen])
     dist.all_reduce(sums, group=group)
     total, weighted, chosen = sums
@@ -132,7 +133,9 @@ def gradient_of(
     With p the probabilities: d logprob / d logit = [target] - p, d entropy / d logit = -p (log p + entropy).
     """
     logs = over_temperature(logits, temperature) - partition[:, None]
-    grad = -logs.exp() * (up[:, None] + spread[:, None] * (logs + entropies[:, None]))
+    shares = logs.exp()
+    logs.masked_fill_(shares == 0, 0.0)  # as in `scores_of`
+    grad = -shares * (up[:, None] + spread[:, None] * (logs + entropies[:, None]))
     rows, here = own_rows(targets, first, logits.shape[-1])
     grad.scatter_add_(1, rows[:, None], (up * here)[:, None])
     return (grad / temperature).to(logits.dtype)
