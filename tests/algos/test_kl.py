@@ -60,6 +60,44 @@ def test_expected_gradients_are_as_documented() -> None:
     assert not torch.allclose(k2, k3)
 
 
+def test_k2_is_biased_far_from_the_reference() -> None:
+    """Its value agrees with the divergence up to second order; its gradient, on policy, anywhere."""
+    logprobs, ref = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.5, 0.5], [1e-9, 1 - 1e-9]))
+    values = {name: float((logprobs.exp() * estimate(logprobs, ref)).sum()) for name, estimate in KL.items()}
+    divergence = float((logprobs.exp() * (logprobs - ref)).sum())
+    assert values["k1"] == pytest.approx(divergence) and values["k2"] > 10 * divergence
+    near = (POLICY_LOGITS + 1e-3 * torch.arange(4)).log_softmax(0)
+    logprobs = POLICY_LOGITS.log_softmax(0)
+    small = float((logprobs.exp() * (logprobs - near)).sum())
+    assert float((logprobs.exp() * KL["k2"](logprobs, near)).sum()) == pytest.approx(small, rel=2e-3)
+
+
+def test_the_gradient_of_k2_needs_tokens_of_the_policy_itself() -> None:
+    logits = POLICY_LOGITS.clone().requires_grad_()
+    earlier = (POLICY_LOGITS + torch.tensor([0.5, 0.0, -0.5, 0.3])).softmax(0)
+    mean = (earlier * KL["k2"](logits.log_softmax(0), REF_LOGPROBS)).sum()
+    assert not torch.allclose(torch.autograd.grad(mean, logits)[0], true_gradient("policy||ref")[1], rtol=0.1)
+
+
+def test_the_gradient_of_k2_leaves_out_what_follows_from_a_token() -> None:
+    """Of a whole answer's divergence it is the part of single tokens: prefixes are not differentiated."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 3)))
+    refs = [torch.randn(x.shape, generator=generator, dtype=torch.float64).log_softmax(-1) for x in (first, second)]
+    first.requires_grad_()
+    logprobs = first.log_softmax(0), second.log_softmax(1)
+    joint = logprobs[0].exp()[:, None] * logprobs[1].exp()  # of answers of two tokens
+    ratios = [own - ref for own, ref in zip(logprobs, refs, strict=True)]
+    of_answers = torch.autograd.grad((joint * (ratios[0][:, None] + ratios[1])).sum(), first, retain_graph=True)[0]
+    estimates = [KL["k2"](own, ref) for own, ref in zip(logprobs, refs, strict=True)]
+    found = torch.autograd.grad(
+        (joint.detach() * (estimates[0][:, None] + estimates[1])).sum(), first, retain_graph=True
+    )[0]
+    of_the_token = torch.autograd.grad((logprobs[0].exp() * ratios[0]).sum(), first)[0]
+    torch.testing.assert_close(found, of_the_token)
+    assert not torch.allclose(found, of_answers, rtol=0.1)
+
+
 @pytest.mark.parametrize("name", list(KL))
 def test_far_apart_stays_finite_in_float32(name: str) -> None:
     assert KL[name](torch.tensor([-300.0, 0.0]), torch.tensor([0.0, -300.0])).isfinite().all()

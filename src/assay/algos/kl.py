@@ -1,13 +1,19 @@
 """Estimators of KL(policy || reference), one value a token, from the log-probabilities of tokens the policy sampled.
 
-All have the right expectation or nearly so (k2 is biased by third-order terms), but as a *loss* only the gradient
-counts, and autograd differentiates the estimate, not the sampling. With tokens of the current policy its mean is
+As values, k1 and k3 are unbiased. The mean of k2 is another divergence, E[log(policy / reference)^2] / 2: it agrees
+with the KL up to second order near the reference, and may be many times as large far from it.
+
+As a *loss* only the gradient counts, and autograd differentiates the estimate, not the sampling. If tokens are sampled
+from the policy that is differentiated, the mean gradient at one token, given those before it, is
 
 - k1: zero. It only adds noise: useful as a metric or inside a reward, useless in a loss.
-- k2: exactly that of KL(policy || reference), which is what one usually wants.
-- k3: that of KL(reference || policy), the same to first order near the reference. Low variance; GRPO's choice.
+- k2: that of KL(policy || reference) at this token, although the value of k2 is biased.
+- k3: that of KL(reference || policy) at this token, the same to first order near the reference. Low variance; GRPO's
+  choice. Beyond a log-ratio of 20 it is zero.
 
-So take k3 or k2 in a loss.
+Neither holds for tokens of an earlier policy (later updates on a batch, replay): the estimates carry no importance
+ratio. Neither contains what a token changes in the divergence of later ones, so the sum over an answer is not the
+gradient of the KL between whole answers; a KL in the reward is (see `reward_kl`). Take k3 or k2 in a loss.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log(pi / ref)^2 / 2: low variance, a little biased."""
+    """log(pi / ref)^2 / 2: low variance, never negative, biased unless pi is near ref."""
     return (logprobs - ref_logprobs).square() / 2
 
 
