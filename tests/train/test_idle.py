@@ -36,7 +36,11 @@ def test_shipped_settings_have_an_effect(file: Path) -> None:
     [
         ({"algo__reference": "big"}, "algo.kl_coef and algo.reward_kl_coef are 0", {"algo__kl_coef": 0.1}),
         ({"algo__correction_high": 3.0}, "algo.correction is not set", {"algo__correction": "token_mask"}),
-        ({"algo__cov_fraction": 0.1}, "algo.cov is not set", {"algo__cov": "kl_cov"}),
+        ({"algo__cov_fraction": 0.1}, "algo.cov is not set", {"algo__cov": "clip_cov"}),
+        ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"algo__updates": 2}),
+        ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"train__passes": 2}),
+        ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"replay__groups": 2}),
+        ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"algo__cov": "clip_cov"}),
         ({"algo__entropy_delta": 0.1}, "algo.entropy_target is not set", {"algo__entropy_target": 0.5}),
         ({"algo__pass_rate_retry": 5}, "neither algo.pass_rate_low", {"algo__pass_rate_low": 0.1}),
         ({"algo__recipe": "simple", "algo__dual_clip": 3.0}, "algo.policy_loss is not", {"algo__recipe": "grpo"}),

@@ -27,6 +27,9 @@ def idle_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None) -
 def conditions(cfg: TrainConfig, algo: Algorithm) -> list[tuple[str, bool, list[str]]]:
     """What is missing, whether it is there, and which settings wait for it."""
     of_env = [f"env.{name}" for name in EnvConfig.model_fields if name != "name"]
+    updates = min(algo.updates, cfg.train.prompts) * cfg.train.passes
+    moves = updates > 1 or cfg.replay.groups > 0
+    one_update = "each batch is learnt from in one update, before which the policy has not moved (algo.updates = 4)"
     by_rate = algo.pass_rate_low > 0 or algo.pass_rate_high < 1
     return [
         ("no environment is set (env.name)", bool(cfg.env.name), [*of_env, *OF_EPISODES]),
@@ -35,6 +38,7 @@ def conditions(cfg: TrainConfig, algo: Algorithm) -> list[tuple[str, bool, list[
         ("algo.correction is not set", bool(algo.correction), ["algo.correction_low", "algo.correction_high"]),
         ("algo.policy_loss is not ppo_clip", algo.policy_loss == "ppo_clip", ["algo.dual_clip"]),
         ("algo.cov is not set", bool(algo.cov), [f"algo.cov_{name}" for name in ("fraction", "coef", "low", "high")]),
+        (one_update, algo.cov != "kl_cov" or moves, ["algo.cov"]),
         ("algo.entropy_target is not set", algo.entropy_target is not None, ["algo.entropy_delta"]),
         ("neither algo.pass_rate_low nor algo.pass_rate_high is set", by_rate, ["algo.pass_rate_retry"]),
         ("algo.soft_overlong_buffer is 0", algo.soft_overlong_buffer > 0, ["algo.soft_overlong_weight"]),
