@@ -207,7 +207,7 @@ class Algorithm(ABC):
         dropped, self._dropped = self._dropped, []
         if not groups and not dropped:
             raise UserError("record was given no groups: hand it those that this step has sampled")
-        found = {**metrics, **self._metrics, **stages.describe(groups, dropped)}
+        found = {**metrics, **self._metrics, **stages.describe(groups, dropped, self.parts.algo)}
         found |= adapt.remember(self.parts.algo, self.parts.state, [*groups, *dropped], found)
         self._metrics = {}
         stages.keep_rollouts(self.parts, [*groups, *dropped])

@@ -100,6 +100,26 @@ def test_equal_rewards_give_no_advantage(name: str) -> None:
     np.testing.assert_allclose(give(name, [[0.1] * 7])[0], 0.0, atol=1e-11)
 
 
+NOT_DYADIC = [0.7, 1 / 3, 0.1 + 0.2, 1e-3, 0.9999999]
+
+
+@pytest.mark.parametrize("value", NOT_DYADIC)
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "none"])
+def test_equal_rewards_that_are_not_dyadic_give_advantages_of_exactly_zero(name: str, value: float) -> None:
+    """A rounded mean is not the value that it is the mean of."""
+    for size in range(2, 20):
+        assert give(name, [[value] * size] * 3) == [[0.0] * size] * 3
+
+
+@pytest.mark.parametrize("value", NOT_DYADIC)
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_group_with_equal_rewards_has_advantages_of_exactly_zero_among_others(name: str, value: float) -> None:
+    for size in range(2, 20):
+        found = give(name, [[value] * size, [0.1, 0.7, 0.2, 0.2], [1 / 3, 0.6]])
+        assert found[0] == [0.0] * size
+        assert all(any(advantages) for advantages in found[1:])
+
+
 def test_new_values_by_hand() -> None:
     assert give("batch_norm", [[0, 2], [1]]) == [pytest.approx([-1 / 1.0001, 1 / 1.0001]), [0.0]]
     scale = (0.5 / 3) ** 0.5 + 1e-4  # of -0.5, 0.5, 0 and 0
@@ -128,11 +148,31 @@ def test_beta_norm_has_the_smallest_variance() -> None:
     )
 
 
-def test_beta_norm_falls_back_to_the_mean_and_takes_probabilities_only() -> None:
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 10.0), (-0.25, 0.75), (-3.0, 2.0)])
+def test_beta_norm_reads_any_two_rewards_as_failure_and_success(low: float, high: float) -> None:
+    """Rewards outside of 0 to 1 are mapped to it: with two values, advantages are those of rewards 0 and 1."""
+    binary = [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]]
+    mapped = [[high if reward else low for reward in group] for group in binary]
+    least, most = min(0.0, low), max(1.0, high)
+    expected = give("beta_norm", [[(reward - least) / (most - least) for reward in group] for group in mapped])
+    found = give("beta_norm", mapped)
+    assert [value for group in found for value in group] == pytest.approx([v for group in expected for v in group])
+    if (least, most) == (low, high):
+        assert [value for group in found for value in group] == pytest.approx(
+            [value for group in give("beta_norm", binary) for value in group]
+        )
+
+
+@settings(deadline=None)
+@given(groups=groups_of_rewards)
+def test_beta_norm_is_finite_whatever_the_rewards(groups: list[list[float]]) -> None:
+    for group, advantages in zip(groups, give("beta_norm", groups), strict=True):
+        assert all(map(math.isfinite, advantages)) and any(advantages) <= (max(group) > min(group))
+
+
+def test_beta_norm_falls_back_to_the_mean() -> None:
     assert give("beta_norm", [[1, 0], [0, 1]]) == [[0.5, -0.5], [-0.5, 0.5]]  # all alike
     assert give("beta_norm", [[1, 1], [0, 0]]) == [[0, 0], [0, 0]]  # all 0 and 1
-    with pytest.raises(UserError, match="from 0 to 1"):
-        give("beta_norm", [[1, -0.5]])
 
 
 def test_beta_norm_is_bounded_where_the_density_underflows() -> None:

@@ -47,11 +47,31 @@ def test_mask_overlong() -> None:
 )
 def test_soft_overlong_is_piecewise_linear(length: int, punishment: float) -> None:
     group = make_group("a", [(1.0, length, False)])
-    soft_overlong([group], max_tokens=100, buffer=20, weight=1.0)
+    soft_overlong([group], max_tokens=100, buffer=0.2, weight=1.0)
     assert group.rewards == [pytest.approx(1.0 + punishment)]
     group = make_group("a", [(1.0, length, False)])
-    soft_overlong([group], max_tokens=100, buffer=20, weight=0.3)
+    soft_overlong([group], max_tokens=100, buffer=0.2, weight=0.3)
     assert group.rewards == [pytest.approx(1.0 + 0.3 * punishment)]
+
+
+@pytest.mark.parametrize(("length", "punishment"), [(0, 0), (31, 0), (32, 0), (36, -0.5), (40, -1)])
+def test_soft_overlong_counts_from_the_end_of_the_context_where_that_comes_first(
+    length: int, punishment: float
+) -> None:
+    """Two context tokens leave room for 40 tokens of 42: the buffer is the last 8 of these."""
+    group = make_group("a", [(1.0, length, length == 40)])
+    soft_overlong([group], max_tokens=100, buffer=0.2, weight=1.0, max_length=42)
+    assert group.rewards == [pytest.approx(1.0 + punishment)]
+    far = make_group("a", [(1.0, length, False)])
+    soft_overlong([far], max_tokens=100, buffer=0.2, weight=1.0, max_length=102)
+    assert far.rewards == [1.0]
+
+
+def test_soft_overlong_leaves_out_the_context_of_every_turn() -> None:
+    group = make_group("a", [(1.0, 9, True)])
+    group.rollouts[0].turns.append(make_group("b", [(0.0, 9, True)]).rollouts[0].turns[0])
+    soft_overlong([group], max_tokens=100, buffer=0.5, weight=1.0, max_length=24)  # 2 + 9 + 2 + 9 of 24
+    assert group.rewards == [pytest.approx(1.0 - 8 / 10)]
 
 
 def test_running_pass_rates_take_half_of_what_is_new() -> None:

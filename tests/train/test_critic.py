@@ -118,6 +118,18 @@ def test_advantages_are_whitened_over_tokens() -> None:
     assert float(every.mean()) == pytest.approx(0, abs=1e-6) and float(every.std()) == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.parametrize("reward", [0.7, 1 / 3])
+def test_whitened_advantages_are_exactly_zero_where_all_are_equal(reward: float) -> None:
+    """As in the first step of a run, whose values are all 0, when all answers get the same reward."""
+    own, groups = critic(gae_lambda=1.0), make_groups(tiny_decoder())
+    torch.nn.init.zeros_(own.model.head.weight)
+    torch.nn.init.zeros_(own.model.head.bias)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        rollout.reward = reward
+    own.credit(groups)
+    assert not any(value for g in groups for r in g.rollouts for value in r.token_advantages or ())
+
+
 def test_neither_the_split_changes_what_is_learnt_nor_a_stop_what_follows(tmp_path: Path) -> None:
     groups = make_groups(tiny_decoder())
     found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import warnings
@@ -15,9 +16,10 @@ from torch import Tensor
 from train_parts import SPEC, cramped, full_logprobs, gradients_of, make_groups, tiny_decoder, weights_of
 
 from assay.algos import Algorithm, make_algorithm
+from assay.config import OptimConfig
 from assay.models.decoder import Decoder
 from assay.models.logprobs import LOGITS_AT_ONCE
-from assay.train.optim import make_adamw
+from assay.train.optim import make_adamw, make_optimizer
 from assay.train.pack import marked, rows_of
 from assay.train.replay import mixed
 from assay.train.update import Updater, mini_batches
@@ -415,6 +417,32 @@ def test_a_batch_with_nothing_to_learn_leaves_weights_and_moments_alone() -> Non
     for batch in ([], groups):  # no groups at all: every one was dropped; or groups without an advantage
         assert trained.update(batch, algo, 1e-2)["optim/skipped"] == 1.0
     assert torch.equal(before, weights_of(trained.policy)) and not trained.optimizer.state
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("reward", [0.7, 1 / 3, 1.0])
+@pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "gpg", "bnpo"])
+def test_a_batch_of_equal_rewards_makes_no_step_whatever_the_momentum(
+    recipe: str, reward: float, optimizer: Any
+) -> None:
+    """Neither left out of the batch nor, where an entropy target has every answer measured, by a gradient of 0."""
+    for target in (None, 0.1):
+        algo = make_algorithm(recipe, max_new_tokens=LIMIT, entropy_target=target)
+        trained = updater(algo)
+        cfg = OptimConfig(name=optimizer, lr=1e-2, matrix_lr=1e-2, weight_decay=0.1)
+        trained.optimizer = make_optimizer(trained.policy, cfg)
+        groups = credited(algo)
+        assert trained.update(groups, algo, 1e-2)["optim/skipped"] == 0  # now there is momentum
+        before, moments = weights_of(trained.policy), copy.deepcopy(trained.optimizer.state_dict())
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            assert rollout.verdict is not None
+            rollout.verdict.reward = reward
+        algo.credit(groups)
+        found = trained.update(groups, algo, 1e-2)
+        assert found["optim/skipped"] == 1.0 and found["optim/non_finite"] == 0
+        assert ("policy/entropy" in found) == (target is not None)
+        assert torch.equal(before, weights_of(trained.policy))
+        assert str(moments) == str(trained.optimizer.state_dict())
 
 
 def with_room(room: int, error: type[RuntimeError], token_budget: int) -> Updater:

@@ -16,32 +16,39 @@ MAX_LOG_SCALE = math.log(1e6)  # of 1 / f in beta_norm
 STD_EPS = 1e-4  # keeps a group of nearly equal rewards from blowing up; the value of TRL and TapeAgents
 
 
+def centred(values: Tensor) -> Tensor:
+    """Values minus their mean, exactly 0 where all are equal: the mean of n times 0.7 is not 0.7 in floating point."""
+    if len(values) and values.min() == values.max():
+        return torch.zeros_like(values)
+    return values - values.mean()
+
+
 def group_mean(rewards: list[Tensor]) -> list[Tensor]:
     """Reward minus the mean of its group (Dr. GRPO): a baseline, and no division that favours easy or hard prompts."""
     _require_groups(rewards, "group_mean")
-    return [rewards_G - rewards_G.mean() for rewards_G in rewards]
+    return [centred(rewards_G) for rewards_G in rewards]
 
 
 def group_norm(rewards: list[Tensor]) -> list[Tensor]:
     """(reward - mean) / (std + 1e-4) within the group (GRPO), std being the unbiased one (divided by G - 1)."""
     _require_groups(rewards, "group_norm")
-    return [(rewards_G - rewards_G.mean()) / (rewards_G.std() + STD_EPS) for rewards_G in rewards]
+    return [centred(rewards_G) / (rewards_G.std() + STD_EPS) for rewards_G in rewards]
 
 
 def leave_one_out(rewards: list[Tensor]) -> list[Tensor]:
     """Reward minus the mean of the *other* rewards of its group (RLOO): unbiased, as its own reward is left out."""
     _require_groups(rewards, "leave_one_out")
-    return [(rewards_G - rewards_G.mean()) * (len(rewards_G) / (len(rewards_G) - 1)) for rewards_G in rewards]
+    return [centred(rewards_G) * (len(rewards_G) / (len(rewards_G) - 1)) for rewards_G in rewards]
 
 
 def batch_mean(rewards: list[Tensor]) -> list[Tensor]:
     """Reward minus the mean reward of the whole batch: the classic baseline; one sample a prompt is enough."""
     if not any(map(len, rewards)):  # there may be groups with nothing but masked tokens
         return list(rewards)
-    baseline = torch.cat(rewards)
-    if len(baseline) == 1:
+    every = torch.cat(rewards)
+    if len(every) == 1:
         raise UserError('advantage="batch_mean" needs at least two rollouts in a batch: raise prompts or samples.')
-    return [rewards_G - baseline.mean() for rewards_G in rewards]
+    return list(centred(every).split([len(rewards_G) for rewards_G in rewards]))
 
 
 def batch_norm(rewards: list[Tensor]) -> list[Tensor]:
@@ -51,7 +58,7 @@ def batch_norm(rewards: list[Tensor]) -> list[Tensor]:
     every = torch.cat(rewards)
     if len(every) == 1:
         raise UserError('advantage="batch_norm" needs at least two rollouts in a batch: raise prompts or samples.')
-    return [(rewards_G - every.mean()) / (every.std() + STD_EPS) for rewards_G in rewards]
+    return list((centred(every) / (every.std() + STD_EPS)).split([len(rewards_G) for rewards_G in rewards]))
 
 
 def token_norm(returns: list[Tensor], tokens: list[Tensor] | None = None) -> list[Tensor]:
@@ -77,8 +84,13 @@ def group_mean_token_norm(rewards: list[Tensor], tokens: list[Tensor] | None = N
 
 
 def group_mean_batch_norm(rewards: list[Tensor]) -> list[Tensor]:
-    """Reward minus the mean of its group, then normalised over all answers of the batch."""
-    return batch_norm(group_mean(rewards))
+    """Reward minus the mean of its group, over the std of these differences in the whole batch.
+
+    Their mean over the batch is 0, as it is in each group.
+    """
+    differences = group_mean(rewards)
+    scale = torch.cat(differences).std() + STD_EPS if differences else STD_EPS
+    return [differences_G / scale for differences_G in differences]
 
 
 def group_mean_rescaled(rewards: list[Tensor]) -> list[Tensor]:
@@ -88,7 +100,7 @@ def group_mean_rescaled(rewards: list[Tensor]) -> list[Tensor]:
     """
     _require_groups(rewards, "group_mean_rescaled")
     telling = sum(bool((rewards_G != rewards_G[0]).any()) for rewards_G in rewards)
-    return [(rewards_G - rewards_G.mean()) * (len(rewards) / max(telling, 1)) for rewards_G in rewards]
+    return [centred(rewards_G) * (len(rewards) / max(telling, 1)) for rewards_G in rewards]
 
 
 def beta_norm(rewards: list[Tensor]) -> list[Tensor]:
@@ -98,12 +110,14 @@ def beta_norm(rewards: list[Tensor]) -> list[Tensor]:
     the gradient smallest. a and b are those with the mean and variance of the batch's p. Where there is no such Beta
     (all p alike, or all 0 and 1), f is 1: nothing but the group's mean is taken off. As in the authors' code, the
     variance is the unbiased one, and 1 / f is at most 1e6: far from the mean of a narrow Beta, f underflows.
+    Rewards are read as fractions of success. Where some of the batch lie outside of [0, 1], all are mapped to it
+    linearly: the lowest, or 0 if that is lower, to 0; the highest, or 1 if that is higher, to 1.
     """
     _require_groups(rewards, "beta_norm")
     if not rewards:
         return []
-    if any(bool((rewards_G < 0).any() or (rewards_G > 1).any()) for rewards_G in rewards):
-        raise UserError('advantage="beta_norm" takes rewards for probabilities: keep them from 0 to 1.')
+    low, high = min(0.0, *(float(r.min()) for r in rewards)), max(1.0, *(float(r.max()) for r in rewards))
+    rewards = [(rewards_G - low) / (high - low) for rewards_G in rewards]
     p = torch.stack([rewards_G.mean() for rewards_G in rewards])
     mean, variance = float(p.mean()), float(p.var()) if len(p) > 1 else 0.0
     size = mean * (1 - mean) / variance - 1 if variance > 1e-12 else 0.0  # a + b
@@ -112,7 +126,7 @@ def beta_norm(rewards: list[Tensor]) -> list[Tensor]:
     log_density = (alpha - 1) * inside.log() + (beta - 1) * (1 - inside).log()
     log_density += math.lgamma(alpha + beta) - math.lgamma(alpha) - math.lgamma(beta)
     scales = (-log_density).clamp(max=MAX_LOG_SCALE).exp()
-    return [(rewards_G - rewards_G.mean()) * scale for rewards_G, scale in zip(rewards, scales, strict=True)]
+    return [centred(rewards_G) * scale for rewards_G, scale in zip(rewards, scales, strict=True)]
 
 
 def none(rewards: list[Tensor]) -> list[Tensor]:

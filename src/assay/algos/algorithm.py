@@ -60,7 +60,7 @@ class Algorithm:
     pass_rate_high: float = 1.0
     pass_rate_retry: int = 0  # steps after which they get another try
     mask_overlong: bool = False  # leave rollouts that hit the length limit out of the loss
-    soft_overlong_buffer: float = 0.0  # the last part of max_new_tokens where length is punished, as a fraction of it
+    soft_overlong_buffer: float = 0.0  # the last part of the length limit where length is punished, as a fraction
     soft_overlong_weight: float = 1.0  # the punishment at the limit
     discount: float = 1.0  # of rewards that come later in an episode, a step
     step_credit: bool = False  # each step of an episode has an advantage of its own, from the rewards that follow
@@ -68,6 +68,7 @@ class Algorithm:
     updates: int = 1  # optimizer steps per batch of rollouts; 1 is strictly on-policy
     minibatch_size: int = 0  # groups per optimizer step; above 0 it replaces `updates`
     max_new_tokens: int = 0  # the run's length limit: needed by constant aggregation and the soft punishment
+    max_length: int = 0  # tokens of a whole sequence, which may end an answer earlier; 0: no limit
 
     def __post_init__(self) -> None:
         check(self)
@@ -115,9 +116,9 @@ class Algorithm:
 
     @property
     def needs_every_answer(self) -> bool:
-        """Whether answers with advantage 0 have a gradient too."""
-        own = callable(self.policy_loss)
-        return self.kl_in_loss or self.needs_entropy or self.critic or self.cov is not None or own
+        """Whether answers with advantage 0 have a gradient, or a say in what is measured, too."""
+        by_entropy = self.needs_entropy or self.entropy_target is not None  # whose control follows what is measured
+        return self.kl_in_loss or by_entropy or self.critic or self.cov is not None or callable(self.policy_loss)
 
     def update_count(self, groups: int) -> int:
         """Number of optimizer steps in one pass over a batch of `groups`; a filter may have dropped all of them."""
@@ -141,6 +142,10 @@ class Algorithm:
         if not self.drop_zero_variance:
             return list(groups), []
         return filters.drop_zero_variance(groups, self.discount, self.step_credit)
+
+    def has_zero_variance(self, group: Group) -> bool:
+        """Whether all samples were judged alike: see `filters.has_zero_variance`."""
+        return filters.has_zero_variance(group, self.discount, self.step_credit)
 
     def take_baselines(self, groups: Sequence[Group], greedy: list[Group]) -> None:
         """`greedy` holds one greedy answer to the prompt of each group: its reward is that group's baseline."""
@@ -282,8 +287,8 @@ class Algorithm:
         if self.soft_overlong_buffer > 0:
             if self.max_new_tokens < 1:
                 raise UserError("the soft overlong punishment counts back from max_new_tokens: set it.")
-            buffer = max(round(self.soft_overlong_buffer * self.max_new_tokens), 1)
-            filters.soft_overlong(groups, self.max_new_tokens, buffer, self.soft_overlong_weight)
+            punishment = self.soft_overlong_buffer, self.soft_overlong_weight
+            filters.soft_overlong(groups, self.max_new_tokens, *punishment, self.max_length)
 
 
 def _by_token(found: Any, tokens: int) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -33,7 +33,10 @@ AT_LEAST_0 = (
     *("cov_coef", "soft_overlong_weight", "soft_overlong_buffer", "entropy_delta", "pass_rate_low", "pass_rate_high"),
 )
 ANY = ("entropy_coef", "entropy_target", "cov_low", "cov_high")  # a negative bonus is unusual, but some want it
-WHOLE = (("updates", 1), ("minibatch_size", 0), ("resample", 0), ("max_new_tokens", 0), ("pass_rate_retry", 0))
+WHOLE = (
+    *(("updates", 1), ("minibatch_size", 0), ("resample", 0), ("pass_rate_retry", 0)),
+    *(("max_new_tokens", 0), ("max_length", 0)),
+)
 
 
 def pick(kind: str, name: str, names: Iterable[str]) -> None:
@@ -112,8 +115,7 @@ def check_together(algorithm: Algorithm) -> None:
             f'reward_kl_per = "token" needs an advantage that suits single tokens: take {", ".join(by_token)}, '
             'or reward_kl_per = "sequence".'
         )
-    if algorithm.kl_in_reward and algorithm.advantage == "beta_norm":
-        raise UserError('advantage="beta_norm" takes rewards for probabilities: set reward_kl_coef = 0, or kl_coef.')
+    check_probabilities(algorithm)
     if algorithm.kl_by_token and (algorithm.step_credit or algorithm.discount != 1):
         raise UserError(
             'reward_kl_per = "token" gives credit by whole answers: leave out step_credit and discount, '
@@ -125,3 +127,17 @@ def check_together(algorithm: Algorithm) -> None:
         raise UserError(
             f"resample = {algorithm.resample} refills dropped groups: set resample = 0, or drop_zero_variance = true."
         )
+
+
+def check_probabilities(algorithm: Algorithm) -> None:
+    """beta_norm takes the mean reward of a group for the probability of success: refuse what is added to rewards."""
+    if algorithm.advantage != "beta_norm" or algorithm.critic:
+        return
+    punished = algorithm.soft_overlong_buffer > 0 and algorithm.soft_overlong_weight > 0
+    for added, instead in (
+        (algorithm.kl_in_reward, "reward_kl_coef = 0, or kl_coef instead of it"),
+        (punished, "soft_overlong_buffer = 0, or mask_overlong = true instead of it"),
+        (algorithm.greedy_baseline, "greedy_baseline = false"),
+    ):
+        if added:
+            raise UserError(f'advantage="beta_norm" takes rewards for probabilities: set {instead}.')

@@ -17,20 +17,25 @@ def verdict_reward(rollout: Rollout) -> float:
     return rollout.verdict.reward
 
 
+def has_zero_variance(group: Group, discount: float = 1.0, by_step: bool = False) -> bool:
+    """Whether max == min over the rewards of a group's verdicts: no sample is better than another.
+
+    Rewards are taken as judged, before shaping: as in DAPO, lengths alone must not rescue an all-right group.
+    Where later rewards count less, or steps have credit of their own, the returns that are compared have to differ.
+    """
+    judged = [(one, one.reward if one.verdict is None else one.verdict.reward) for one in group.rollouts]
+    values = [value for one, whole in judged for value in compared_returns(one, whole, discount, by_step)]
+    return not values or max(values) == min(values)
+
+
 def drop_zero_variance(
     groups: list[Group], discount: float = 1.0, by_step: bool = False
 ) -> tuple[list[Group], list[Group]]:
-    """(kept, dropped): a group whose verdicts all give the same reward has no winner to learn from.
-
-    It reads the verdicts, not the shaped rewards: as in DAPO, lengths alone must not rescue an all-right group.
-    Where later rewards count less, or steps have credit of their own, the returns that are compared have to differ.
-    """
+    """(kept, dropped): a group in which all were judged alike has no winner to learn from."""
     kept: list[Group] = []
     dropped: list[Group] = []
     for group in groups:
-        judged = [(rollout, verdict_reward(rollout)) for rollout in group.rollouts]
-        distinct = {value for one, whole in judged for value in compared_returns(one, whole, discount, by_step)}
-        (kept if len(distinct) > 1 else dropped).append(group)
+        (dropped if has_zero_variance(group, discount, by_step) else kept).append(group)
     return kept, dropped
 
 
@@ -42,16 +47,20 @@ def mask_overlong(groups: list[Group]) -> int:
     return len(cut_off)
 
 
-def soft_overlong(groups: list[Group], max_tokens: int, buffer: int, weight: float = 1.0) -> None:
-    """DAPO's soft punishment: nothing up to max_tokens - buffer, then linearly down to -weight at max_tokens.
+def soft_overlong(
+    groups: list[Group], max_tokens: int, buffer: float, weight: float = 1.0, max_length: int = 0
+) -> None:
+    """DAPO's soft punishment: nothing up to the last `buffer` (a fraction) of the limit, then down to -weight at it.
 
+    The limit of an answer is `max_tokens`, or what its contexts leave of a sequence of `max_length` tokens (0: any).
     Adds to `rollout.reward`, so rewards must have been set from the verdicts before.
     """
-    assert 0 < buffer <= max_tokens, "the buffer lies within max_tokens"
-    for group in groups:
-        for rollout in group.rollouts:
-            overrun = rollout.length - (max_tokens - buffer)
-            rollout.reward -= weight * min(max(overrun / buffer, 0.0), 1.0)
+    assert 0 < buffer <= 1, "the buffer is a fraction of the limit"
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        given = sum(len(turn.context_ids) for turn in rollout.turns)
+        limit = min(max_tokens, max_length - given) if max_length else max_tokens
+        last = max(round(buffer * limit), 1)
+        rollout.reward -= weight * min(max((rollout.length - (limit - last)) / last, 0.0), 1.0)
 
 
 def within_reach(rates: PassRates, prompt_id: str, step: int, low: float, high: float, retry: int) -> bool:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from assay.algos import Algorithm
+from assay.algos.advantages import centred
 from assay.algos.gae import gae, value_loss
 from assay.algos.returns import token_rewards
 from assay.config import CriticConfig, TrainConfig
@@ -255,9 +256,9 @@ def whiten(rollouts: Sequence[Rollout]) -> None:
     every = torch.tensor([v for r in rollouts for v in r.token_advantages or ()], dtype=torch.float64)
     if len(every) < 2:
         return
-    mean, scale = float(every.mean()), float(every.std()) + 1e-8
+    whitened = iter((centred(every) / (every.std() + 1e-8)).tolist())
     for rollout in rollouts:
-        rollout.token_advantages = [(value - mean) / scale for value in rollout.token_advantages or ()]
+        rollout.token_advantages = [next(whitened) for _ in rollout.token_advantages or ()]
 
 
 def make_critic(

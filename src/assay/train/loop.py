@@ -28,7 +28,7 @@ def train(parts: Parts) -> dict[str, Any]:
         batch, replayed = recall(parts, groups)
         metrics |= replayed | {"time/sample": time.perf_counter() - started}
         metrics |= learn(parts, batch)
-        metrics |= describe(groups, dropped) | remember(parts.algo, state, [*groups, *dropped], metrics)
+        metrics |= describe(groups, dropped, parts.algo) | remember(parts.algo, state, [*groups, *dropped], metrics)
         metrics |= {f"time/{part}": seconds for part, seconds in parts.collector.seconds.items()}
         keep(parts, [*groups, *dropped])
         count_faults(parts, batch)

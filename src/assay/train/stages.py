@@ -191,7 +191,7 @@ def count(parts: Parts, groups: Sequence[Group]) -> None:
     parts.state.answers += len(rollouts_of)
 
 
-def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, float]:
+def describe(groups: Sequence[Group], dropped: Sequence[Group], algo: Algorithm) -> dict[str, float]:
     """What the rollouts of a step look like."""
     every = [*groups, *dropped]
     answers = [rollout for group in every for rollout in group.rollouts]
@@ -206,7 +206,7 @@ def describe(groups: Sequence[Group], dropped: Sequence[Group]) -> dict[str, flo
         "reward/mean": mean,
         "reward/std": (sum((r.reward - mean) ** 2 for r in answers) / count) ** 0.5,
         "reward/correct": statuses["ok"] / count,
-        "groups/zero_variance": sum(len(set(group.rewards)) == 1 for group in every) / len(every),
+        "groups/zero_variance": sum(map(algo.has_zero_variance, every)) / len(every),
         "groups/dropped": float(len(dropped)),
         "turns/mean": sum(len(r.turns) for r in answers) / count,
         "length/mean": sum(lengths) / count,

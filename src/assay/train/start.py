@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -195,7 +196,7 @@ def assemble(
         tokenizer=tokenizer,
         collector=collector,
         updater=updater,
-        algo=algo,
+        algo=replace(algo, max_length=engine.max_length),
         stream=PromptStream(train, cfg.seed),
         demonstrations=demonstrations,
         evaluations=evaluations,

@@ -109,16 +109,16 @@ class Updater:
         norm = float(clip_gradients(self.policy.parameters(), self.max_grad_norm))
         loss = float(sums.losses["loss/total"])
         finite = math.isfinite(norm) and math.isfinite(loss)
-        if finite:
+        if finite and norm:  # with a gradient of 0 there is nothing to learn, and momentum must not go on by itself
             set_rate(self.optimizer, lr)
             self.optimizer.step()
-        else:
+        elif not finite:
             self.faults = [*self.faults, examine(self.policy, loss, norm)]
             warnings.warn(f"{self.faults[-1].what} is not finite: this update is skipped", stacklevel=2)
         self.optimizer.zero_grad(set_to_none=True)
         if self.critic:
             self.critic.step(finite)
-        return sums, norm, not finite
+        return sums, norm, not (finite and norm)
 
     def _accumulate(self, rows: Sequence[Row], algo: Algorithm) -> Sums:
         self._forget()
