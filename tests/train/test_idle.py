@@ -39,6 +39,7 @@ def test_shipped_settings_have_an_effect(file: Path) -> None:
         ({"algo__cov_fraction": 0.1}, "algo.cov is not set", {"algo__cov": "clip_cov"}),
         ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"algo__updates": 2}),
         ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"train__passes": 2}),
+        ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"algo__minibatch_size": 4}),
         ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"replay__groups": 2}),
         ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"algo__cov": "clip_cov"}),
         ({"algo__entropy_delta": 0.1}, "algo.entropy_target is not set", {"algo__entropy_target": 0.5}),

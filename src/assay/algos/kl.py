@@ -1,7 +1,7 @@
 """Estimators of KL(policy || reference), one value a token, from the log-probabilities of tokens the policy sampled.
 
-As values, k1 and k3 are unbiased. The mean of k2 is another divergence, E[log(policy / reference)^2] / 2: it agrees
-with the KL up to second order near the reference, and may be many times as large far from it.
+As values, k1 and k3 (within its limit) are unbiased. The mean of k2 is another divergence, E[log(policy / reference)^2]
+/ 2: it agrees with the KL up to second order near the reference, and may be many times as large far from it.
 
 As a *loss* only the gradient counts, and autograd differentiates the estimate, not the sampling. If tokens are sampled
 from the policy that is differentiated, the mean gradient at one token, given those before it, is
@@ -9,7 +9,7 @@ from the policy that is differentiated, the mean gradient at one token, given th
 - k1: zero. It only adds noise: useful as a metric or inside a reward, useless in a loss.
 - k2: that of KL(policy || reference) at this token, although the value of k2 is biased.
 - k3: that of KL(reference || policy) at this token, the same to first order near the reference. Low variance; GRPO's
-  choice. Beyond a log-ratio of 20 it is zero.
+  choice. Beyond the limit of its log-ratio, below, it is zero.
 
 Neither holds for tokens of an earlier policy (later updates on a batch, replay): the estimates carry no importance
 ratio. Neither contains what a token changes in the divergence of later ones, so the sum over an answer is not the

@@ -27,8 +27,7 @@ def idle_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None) -
 def conditions(cfg: TrainConfig, algo: Algorithm) -> list[tuple[str, bool, list[str]]]:
     """What is missing, whether it is there, and which settings wait for it."""
     of_env = [f"env.{name}" for name in EnvConfig.model_fields if name != "name"]
-    updates = min(algo.updates, cfg.train.prompts) * cfg.train.passes
-    moves = updates > 1 or cfg.replay.groups > 0
+    moves = algo.update_count(batch_groups(cfg)) * cfg.train.passes > 1 or cfg.replay.groups > 0
     one_update = "each batch is learnt from in one update, before which the policy has not moved (algo.updates = 4)"
     by_rate = algo.pass_rate_low > 0 or algo.pass_rate_high < 1
     return [
