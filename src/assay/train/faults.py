@@ -43,7 +43,7 @@ def examine(policy: PolicyModel, loss: float, grad_norm: float) -> Fault:
         loss,
         grad_norm,
         weights=_not_finite(named),
-        gradients=_not_finite((name, p.grad) for name, p in named if p.grad is not None),
+        gradients=[name for name, p in named if p.grad is not None and not whole(p.grad).isfinite().all()][:NAMED],
     )
 
 
@@ -71,7 +71,7 @@ def diagnosis(fault: Fault, in_a_row: int, run_path: Path | None = None, lr: flo
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh, step: int, run_path: Path, lr: float) -> None:
     """Refuse to save weights that are not finite: no checkpoint ever holds them. All ranks together."""
-    here = [name for name, tensor in tensors if not local(tensor.detach()).isfinite().all()]
+    here = [name for name, tensor in tensors if not _is_sound(local(tensor.detach()))]
     if found := [name for names in mesh.all_gather_objects(here[:NAMED]) for name in names]:
         raise UserError(
             f"the weight {found[0]} is not finite after step {step}, which is not saved: {resume_command(run_path, lr)}"
@@ -100,8 +100,14 @@ def check_loaded(policy: PolicyModel, step: int, run_path: Path) -> None:
 
 def _is_finite(run_path: Path, step: int) -> bool:
     files = (checkpoints.folder(run_path, step) / "model").glob("*.safetensors")
-    return all(tensor.isfinite().all() for file in files for tensor in load_file(file).values())
+    return all(_is_sound(tensor) for file in files for tensor in load_file(file).values())
 
 
 def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    return [name for name, tensor in tensors if not whole(tensor.detach()).isfinite().all()][:NAMED]
+    return [name for name, tensor in tensors if not _is_sound(whole(tensor.detach()))][:NAMED]
+
+
+def _is_sound(weight: Tensor) -> bool:
+    """Finite, but for a bias: -inf there is how a model blocks a token."""
+    finite = weight.isfinite()
+    return bool((finite | weight.isneginf() if weight.dim() == 1 else finite).all())
