@@ -20,6 +20,7 @@ import pytest
 from process_tree import alive, descendants, gone, started, zombies
 
 from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
+from assay.rewards.isolation import import_folders
 from assay.rewards.sandbox import environment, is_user_code, level_for
 from assay.types import Status, UserError, Verdict
 
@@ -405,6 +406,18 @@ def test_math_is_judged_in_the_strict_sandbox(judge: Any) -> None:
 class OwnJudge:
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
         return Verdict(float("nan") if completion == "nan" else 1.0, Status.OK, parsed=completion)
+
+
+def test_folders_of_installed_packages_stay_readable_in_the_strict_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed, project = tmp_path / "target", tmp_path / "project"
+    (installed / "some_package-1.0.dist-info").mkdir(parents=True)  # as by pip install --target
+    project.mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(installed), str(project)])
+    assert str(installed) in import_folders(user_code=False)
+    assert str(project) not in import_folders(user_code=False)
+    assert str(project) in import_folders(user_code=True)
 
 
 def test_levels(reward: Reward) -> None:

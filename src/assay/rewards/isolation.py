@@ -125,11 +125,16 @@ def import_folders(user_code: bool) -> list[str]:
     """What has to stay readable so that modules can still be imported. `user_code`: from all of `sys.path`."""
     paths = sysconfig.get_paths()
     standard = [paths["stdlib"], paths["platstdlib"]]
-    packages = [place for place in sys.path if user_code or Path(place).name in ("site-packages", "dist-packages")]
+    packages = [place for place in sys.path if user_code or _holds_packages(Path(place))]
     ours = str(Path(__file__).resolve().parents[1])
     libraries = [str(Path(prefix, "lib")) for prefix in (sys.prefix, sys.base_prefix)]
     libraries += os.environ.get("LD_LIBRARY_PATH", "").split(":")
     return [place for place in (*standard, *packages, ours, *libraries, *LIBRARIES, *TIME_ZONES) if place]
+
+
+def _holds_packages(folder: Path) -> bool:
+    """Whether packages are installed in this folder, e.g. by `pip install --target`; a project's folder has none."""
+    return folder.name in ("site-packages", "dist-packages") or any(folder.glob("*.dist-info"))
 
 
 def limit(resource_name: str, value: int) -> None:
