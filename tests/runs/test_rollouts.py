@@ -201,6 +201,16 @@ def test_retention(tmp_path: Path, keep: int, left: list[int]) -> None:
     assert rollout_steps(tmp_path, "eval") == [1]
 
 
+def test_retention_deletes_arrays_whose_lines_a_crash_has_deleted(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_rollouts(tmp_path, step, [_group()])
+    (tmp_path / "rollouts" / "step-000001.jsonl").unlink()
+    keep_rollouts(tmp_path, 2)
+    assert len(list((tmp_path / "rollouts").iterdir())) == 4
+    keep_rollouts(tmp_path, 0)
+    assert not any((tmp_path / "rollouts").iterdir())
+
+
 def test_missing_damaged_or_mixed_up_files_are_named(tmp_path: Path) -> None:
     write_rollouts(tmp_path, 1, [_group()])
     with pytest.raises(UserError, match=r"step-000002.*\[1\]"):

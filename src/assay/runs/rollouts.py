@@ -8,6 +8,7 @@ only, in `evals/`; batches that could not be learnt from are in `skipped/`, with
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -98,8 +99,10 @@ def keep_rollouts(run_path: Path, keep: Literal["all"] | int) -> None:
     """Delete all but the last `keep` steps of training rollouts ("all" or -1: delete none). Evaluations stay."""
     if keep == "all" or keep < 0:
         return
-    dropped = set(rollout_steps(run_path)[: -keep or None])
-    _delete(path for step, path in _step_files(run_path, "train") if step in dropped)
+    kept = rollout_steps(run_path)[-keep:] if keep else []
+    oldest = min(kept, default=math.inf)
+    # By number, since a crash may have deleted the lines of a step and left its arrays.
+    _delete(path for step, path in _step_files(run_path, "train") if step < oldest)
 
 
 def cut_back(run_path: Path, step: int) -> None:
