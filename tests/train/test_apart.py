@@ -327,10 +327,31 @@ def test_the_next_process_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UserError, match="no training process can be started"):
         apart.update(credited(algo), algo, 1e-2)
     monkeypatch.setattr(TrainingProcess, "__init__", started)
+    apart.expects_more = False
+    apart.update(credited(algo), algo, 1e-2)
+    assert not apart.spares  # nothing would use another one
+    apart.expects_more = True
     apart.update(credited(algo), algo, 1e-2)
     (last,) = apart.spares
     del apart
     wait_for(lambda: gone(last.process.pid))
+
+
+@pytest.mark.slow
+def test_no_training_process_is_started_that_nothing_will_use(
+    small: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm start and two updates need three; each update but the last starts the next one's ahead."""
+    started: list[TrainingProcess] = []
+    start = TrainingProcess.__init__
+
+    def counted(self: TrainingProcess, files: Any) -> None:
+        start(self, files)
+        started.append(self)
+
+    monkeypatch.setattr(TrainingProcess, "__init__", counted)
+    assert small.train(*WORDS, *SEPARATE) == 0
+    assert len(started) == 3
 
 
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {

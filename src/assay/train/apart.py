@@ -72,14 +72,16 @@ class Apart(Updater):
     def working(self, reference: bool = False) -> Iterator[None]:
         """From the first step within it to its end there is a training process.
 
-        Then the next one is started: what it imports, which takes longest, it imports while others have the device.
+        Then the next one is started if another update is expected: what it imports, which takes longest, it imports
+        while others have the device.
         """
         try:
             yield
             if self.trainer is not None:
                 self._take_back(self.trainer.ask("end"))
-                with suppress(OSError):  # there may be no memory for it now: then it is started when it is needed
-                    self.spares.append(TrainingProcess(self._files()))
+                if self.expects_more:
+                    with suppress(OSError):  # there may be no memory for it now: then it is started when it is needed
+                        self.spares.append(TrainingProcess(self._files()))
         finally:
             if self.trainer is not None:
                 self.trainer.close()

@@ -9,7 +9,7 @@ from assay.train.adapt import adapted
 from assay.train.optim import rate
 from assay.train.reference import move_reference
 from assay.train.replay import mixed
-from assay.train.stages import Parts, progress
+from assay.train.stages import Parts, done, progress
 from assay.train.sync import sync_weights
 from assay.types import Group
 
@@ -49,6 +49,7 @@ def learn(parts: Parts, batch: list[Group]) -> dict[str, float]:
     """A step: the update, a reference that may follow it, and the new weights for the engine."""
     started = time.perf_counter()
     algo = adapted(parts.algo, parts.state)
+    parts.updater.expects_more = not done(parts, ahead=1)
     metrics = parts.updater.update(batch, algo, learning_rate(parts), parts.cfg.train.passes)
     if parts.critic:
         metrics |= parts.critic.learn()

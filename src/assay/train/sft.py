@@ -26,9 +26,8 @@ def warm_start(
 ) -> Iterator[dict[str, float]]:
     """Train on `cfg.steps` batches of solutions; yields each step's metrics. Gives up like the loop (see `faults`)."""
     stream = PromptStream(prompts, seed)
-    imitator = replace(
-        updater, optimizer=make_adamw(updater.policy, cfg.lr, weight_decay=cfg.weight_decay), temperature=1.0
-    )
+    optimizer = make_adamw(updater.policy, cfg.lr, weight_decay=cfg.weight_decay)
+    imitator = replace(updater, optimizer=optimizer, temperature=1.0, expects_more=False)
     in_a_row = 0
     with imitator.working():
         for step in range(cfg.steps):

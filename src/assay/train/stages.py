@@ -229,11 +229,11 @@ def progress(parts: Parts) -> int:
     return min((state.answers - 1) // (loop.prompts * loop.samples), parts.total_steps - 1)
 
 
-def done(parts: Parts, sampled: Sequence[Group] = ()) -> bool:
-    """Whether the run's length is reached; `sampled` counts as well."""
+def done(parts: Parts, sampled: Sequence[Group] = (), ahead: int = 0) -> bool:
+    """Whether the run's length is reached, or will be in `ahead` steps; `sampled` counts as well."""
     budget, state = parts.cfg.train.budget, parts.state
     answers = state.answers + sum(len(group.rollouts) for group in sampled)
-    return state.step >= parts.total_steps or 0 < budget <= answers
+    return state.step + ahead >= parts.total_steps or 0 < budget <= answers
 
 
 def due(every: int, parts: Parts) -> bool:

@@ -49,6 +49,7 @@ class Updater:
     offload_reference: bool = False  # to main memory, whenever it is not asked
     critic: Critic | None = None  # one that shares the policy's trunk, and learns as that does
     mesh: Mesh = field(default_factory=Mesh)  # every rank is handed all rows of a step, and takes its share
+    expects_more: bool = True  # whether another update follows the next one, for which it pays to prepare
     faults: Sequence[Fault] = ()  # what kept the last `update` from making all of its steps
 
     def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
