@@ -1,13 +1,23 @@
-"""Killed again and again at random moments and resumed each time, a run is the run that was never killed."""
+"""Killed at any moment and resumed, a run ends with the files of a run that was never killed.
+
+`test_death_at_every_file_operation` kills at each operation that changes a file, once, and again during the resume.
+"""
 
 from __future__ import annotations
 
 import random
+import shutil
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
+from kill_server import KillServer
 from small_run import SmallRuns
+
+from assay.runs import checkpoints
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 SEED = 20
@@ -88,3 +98,138 @@ def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
     moments = [*("start", "saving", "loop") * 2, *draw.choices(["start", "saving", "loop"], k=16)]
     victim = kill_and_compare(SmallRuns(tmp_path), 120, moments, SEED)
     assert len(victim.kills) >= 20 and victim.torn >= 2, victim.kills
+
+
+# Small, with all that a run writes: warm start, reference, evaluations, best, pruned checkpoints and rollouts.
+EVERYTHING = (
+    *("--train.steps", 3, "--train.prompts", 2, "--train.samples", 2, "--sampling.max_new_tokens", 4),
+    *("--save.every", 1, "--save.keep", 1, "--save.rollouts", 2, "--sft.steps", 1, "--sft.batch", 2),
+    *("--eval.every", 2, "--eval.examples", 2, "--eval.final_examples", 2, "--algo.kl_coef", 0.1),
+)
+LORA = ("--lora.rank", 2, "--lora.alpha", 4, "--replay.groups", 1)
+NOT_COMPARED = ("environment.json", ".lock")  # when, where and by which process
+
+
+class Lives:
+    """A run that is started, killed and resumed in a folder of its own, by one of a few servers."""
+
+    def __init__(self, folder: Path, words: tuple[object, ...], servers: SimpleQueue[KillServer]) -> None:
+        small = SmallRuns(folder)
+        self.folder, self.servers = folder, servers
+        self.words = ("train", small.config, *words, "--runs_dir", "runs")
+        self.whole = folder / "whole"
+        self.whole.mkdir()
+        self.volatile: list[str] = []
+        self.events = self.live(self.whole) or []
+        self.files = files_of(self.whole)
+
+    def live(self, cwd: Path, die_at: int = 0) -> list[str] | None:
+        """Start or resume; the events of a life that came to its end, None for one that was cut short."""
+        begun = (cwd / "runs" / "small" / "config.toml").exists()
+        words = ("train", "--resume", "small", "--runs_dir", "runs") if begun else self.words
+        server = self.servers.get()
+        try:
+            result = server.run(cwd, *words, die_at=die_at)
+        finally:
+            self.servers.put(server)
+        if result.code == -9:
+            return None
+        assert result.code == 0, result.said
+        self.volatile += result.volatile
+        return result.events
+
+    def die_and_compare(self, first: int) -> int:
+        """Die at event `first`, and at another one while resuming; the number of deaths."""
+        cwd = self.folder / f"killed-{first}"
+        cwd.mkdir()
+        assert self.live(cwd, first) is None, "the run came to its end before the event"
+        sound(cwd)
+        # Spread out over what is still to be done, which is less after a late death.
+        second = 1 + random.Random(first).randrange(max(len(self.events) - first, 12))
+        died_again = self.live(cwd, second) is None
+        sound(cwd)
+        if died_again:
+            assert self.live(cwd) is not None
+        left = files_of(cwd)
+        where = f"killed at {first} ({self.events[first - 1]}), then at {second if died_again else 'nothing'}"
+        assert left.keys() == self.files.keys(), f"{where}: {left.keys() ^ self.files.keys()}"
+        differing = [name for name in left if left[name] != self.files[name]]
+        assert not differing, f"{where}: {differing} differ from those of a run that was never killed"
+        shutil.rmtree(cwd)
+        return 1 + died_again
+
+
+def sound(cwd: Path) -> None:
+    """Whatever has the name of a checkpoint can be loaded at any time, by other processes as well."""
+    run = cwd / "runs" / "small"
+    for folder in (*(run / "checkpoints").glob("step-*"), *filter(Path.is_dir, (run / "base", run / "reference"))):
+        assert checkpoints.problems(folder) == []
+
+
+def files_of(cwd: Path) -> dict[str, bytes]:
+    """Every file of the runs folder, byte for byte; clocks stand still in these runs."""
+    files = [path for path in (cwd / "runs").rglob("*") if path.is_file() and path.name not in NOT_COMPARED]
+    return {path.relative_to(cwd).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[SimpleQueue[KillServer]]:
+    queue: SimpleQueue[KillServer] = SimpleQueue()
+    for _ in range(2):
+        queue.put(KillServer())
+    yield queue
+    for _ in range(2):
+        queue.get().close()
+
+
+def kill_everywhere(lives: Lives, events: list[int]) -> int:
+    """The number of deaths; fails with all differences that were found."""
+    failures: list[str] = []
+
+    def attempt(event: int) -> int:
+        try:
+            return lives.die_and_compare(event)
+        except AssertionError as error:
+            failures.append(f"event {event}: {error}")
+            return 0
+
+    with ThreadPoolExecutor(2) as threads:
+        deaths = sum(threads.map(attempt, events))
+    assert not failures, "\n".join([f"{len(failures)} of {len(events)} events", *failures])
+    return deaths
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), LORA], ids=["plain", "lora, replay"])
+def test_files_and_names_are_on_disk_before_a_checkpoint_counts_on_them(
+    tmp_path: Path, servers: SimpleQueue[KillServer], words: tuple[object, ...]
+) -> None:
+    """Each rename is followed by an fsync of its folder, and nothing is unconfirmed when a checkpoint gets its name."""
+    lives = Lives(tmp_path, (*EVERYTHING, *words), servers)
+    assert sum("os.rename" in event for event in lives.events) > 20
+    assert lives.volatile == []
+    resumed = tmp_path / "resumed"
+    resumed.mkdir()
+    assert lives.live(resumed, len(lives.events) // 2) is None
+    assert lives.live(resumed) and lives.volatile == []
+
+
+@pytest.mark.slow
+def test_death_at_every_file_operation_changes_no_file(tmp_path: Path, servers: SimpleQueue[KillServer]) -> None:
+    lives = Lives(tmp_path, EVERYTHING, servers)
+    count = len(lives.events)
+    deaths = kill_everywhere(lives, list(range(1, count + 1)))
+    print(f"{count} events, {deaths} deaths")
+    assert count > 200 and deaths > 1.8 * count
+
+
+@pytest.mark.slow
+def test_death_while_writing_what_lora_and_replay_add_changes_no_file(
+    tmp_path: Path, servers: SimpleQueue[KillServer]
+) -> None:
+    lives = Lives(tmp_path, (*EVERYTHING, *LORA), servers)
+    parts = ("base", "adapter", "replay", "reference")
+    events = [at for at, event in enumerate(lives.events, 1) if any(part in event for part in parts)]
+    deaths = kill_everywhere(lives, events)
+    print(f"{len(events)} of {len(lives.events)} events, {deaths} deaths")
+    assert len(events) > 50 and deaths > 1.8 * len(events)
