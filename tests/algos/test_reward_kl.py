@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -30,6 +31,14 @@ def make_groups(seed: int = 0) -> tuple[list[Group], list[list[float]]]:
             reference.append([-draw.random() for _ in range(rollout.length)])
         groups.append(Group(prompt, rollouts))
     return groups, reference
+
+
+def test_a_reference_that_blocks_a_sampled_token_is_named() -> None:
+    """The KL to it is infinite: no advantage could be made of that."""
+    groups, reference = make_groups()
+    reference[1][0] = -math.inf
+    with pytest.raises(UserError, match=r"the reference gives a token .* to 0 \(sample 1\) probability 0"):
+        make_algorithm("grpo", reward_kl_coef=0.3).credit(groups, reference)
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "rloo", "reinforce", "dr_grpo"])

@@ -6,10 +6,11 @@ and as part of a reward its gradient is that of this KL, for there it is the sam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from assay.types import Group
+from assay.types import Group, UserError
 
 PER = ("sequence", "token")
 
@@ -17,6 +18,13 @@ PER = ("sequence", "token")
 def log_ratios(groups: Sequence[Group], ref_logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
     """For each rollout, log(policy / reference) of each of its tokens in the loss; the policy is who wrote them."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    for rollout, ref in zip(rollouts, ref_logprobs, strict=True):
+        if -math.inf in ref:
+            raise UserError(
+                f"the reference gives a token in the answer to {rollout.prompt.id} (sample {rollout.sample}) "
+                "probability 0, so the KL in the reward is infinite: choose a reference that blocks no tokens, "
+                "or use kl_coef with k3."
+            )
     turns = [[turn.completion for turn in rollout.turns if not turn.masked] for rollout in rollouts]
     written = [[logprob for completion in own for logprob in completion.engine_logprobs] for own in turns]
     return [
