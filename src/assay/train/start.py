@@ -59,7 +59,7 @@ def new_run(cfg: TrainConfig, console: Console) -> Parts:
     mesh.barrier()  # a rank that cannot begin ends them all before there is a run
     if mesh.is_main:
         parts.run = Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg))
-        remember(cfg)
+        remember(cfg, begun=True)
         parts.trackers = make_trackers(cfg.log.wandb or None, cfg.log.tensorboard, parts.run)
     parts.run.path = mesh.broadcast_object(parts.run.path)
     return parts

@@ -2,7 +2,8 @@
 
 A run's config.toml can name Python code (tasks, environments, rewards, losses), and a run folder may come from anybody.
 Consent is remembered in the user's state directory, never in the run folder: one file for each combination of the
-settings that reach code and the content of the files that they name. Runs that the user began are remembered as well.
+settings that reach code, the paths of the files that they name, and the content of these files. Runs that the user
+began are remembered by settings and paths alone, so that users can edit their own files.
 """
 
 from __future__ import annotations
@@ -85,33 +86,35 @@ def check_import(path: str) -> None:
         run.check(path)
 
 
-def remember(cfg: TrainConfig) -> None:
-    """The user began a run with these settings, or trusts it: its code may be imported again without a question."""
+def remember(cfg: TrainConfig, begun: bool = False) -> None:
+    """The user trusts a run with these settings, or has `begun` it: its code may be imported without a question."""
     names = list(code_names(cfg))
     if not names and not cfg.model.trust_remote_code:
         return
     with suppress(OSError, RuntimeError):  # without a home directory the question is asked again, that is all
-        file = record_of(cfg)
+        file = record_of(cfg, contents=not begun)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.write_text("".join(f"{describe(name)}\n" for name in names), encoding="utf-8", errors="backslashreplace")
 
 
 def is_remembered(cfg: TrainConfig) -> bool:
     try:
-        return record_of(cfg).is_file()
+        return any(record_of(cfg, contents).is_file() for contents in (True, False))
     except (OSError, RuntimeError):
         return False
 
 
-def record_of(cfg: TrainConfig) -> Path:
+def record_of(cfg: TrainConfig, contents: bool) -> Path:
     given = Path(os.environ.get("XDG_STATE_HOME", ""))
     state = given if given.is_absolute() else Path.home() / ".local" / "state"
-    return state / "assay" / "trusted" / digest(cfg)
+    return state / "assay" / "trusted" / digest(cfg, contents)
 
 
-def digest(cfg: TrainConfig) -> str:
-    """Of all settings that reach code, arguments included, and of the files that they name."""
-    files = {name: [str(file := code_file(name)), content_hash(file)] for name in code_names(cfg)}
+def digest(cfg: TrainConfig, contents: bool) -> str:
+    """Of all settings that reach code, arguments included, and of the paths, or `contents`, of the files they name."""
+    files = {
+        name: [str(file := code_file(name)), content_hash(file) if contents else "any"] for name in code_names(cfg)
+    }
     text = json.dumps([code_settings(cfg), files], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
