@@ -12,6 +12,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "assay"
 # Room -> the rooms of ours that it may import. Inside a room everything may import everything.
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
+    "terminal": set(),
     "config": set(),
     "settings": {"types"},
     "rewards": {"types"},
@@ -25,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"types", "models"},
     "rollout": {"types", "mesh", "text", "envs", "rewards", "engine"},
     "evals": {"types", "rollout", "engine"},
-    "runs": {"types", "config", "settings"},
+    "runs": {"types", "terminal", "config", "settings"},
     "train": {
         *("types", "config", "settings", "mesh", "rewards", "tasks", "envs", "text", "models", "algos", "engine"),
         *("rollout", "evals", "runs"),
@@ -36,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
         "train",
     },
 }
-NO_TORCH = ("types", "config", "settings", "rewards", "tasks", "envs", "text", "runs")
+NO_TORCH = ("types", "terminal", "config", "settings", "rewards", "tasks", "envs", "text", "runs")
 
 
 def room_of(file: Path) -> str:

@@ -51,6 +51,8 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {file}: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{file} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{file} is nested too deeply for a config file") from None
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def literal(text: str) -> Any:
     """The TOML value that the text spells, or the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 
@@ -133,7 +135,9 @@ def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides:
     if first["type"] == "extra_forbidden":
         text = f"unknown key '{key}' {where}{suggestion(kind, path)}"
     else:
-        text = f"bad value for '{key}' {where}: {first['msg'][0].lower() + first['msg'][1:]}, not {first['input']!r}"
+        text = (
+            f"bad value for '{key}' {where}: {first['msg'][0].lower() + first['msg'][1:]}, not {first['input']!r:.200}"
+        )
     more = len(problems) - 1
     return text + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
 

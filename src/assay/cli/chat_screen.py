@@ -13,13 +13,11 @@ from rich.text import Text
 from assay.cli.chat_grade import summary_line, verdict_line
 from assay.cli.chat_model import OnText, Reply
 from assay.cli.chat_turns import take_turns
+from assay.terminal import one_line, printable, raw_stream
 
 NARROWEST = 24  # characters of a column that can still be read
 FRAME = 6  # lines of the terminal that are not for the text while it is written
 MARGIN = 4  # columns left free: the ^C that a terminal echoes must not wrap, or rewriting would miss by a line
-# A model may write anything: control characters become visible ones instead of commands to the terminal.
-VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-VISIBLE |= dict.fromkeys(range(0x7F, 0xA0), 0x2421)
 
 Ask = Callable[[int, OnText], list[Reply]]  # the place of a speaker -> its replies, told piece by piece on the way
 Grade = Callable[[list[Reply]], None]  # fills in the verdicts, where there is something to grade
@@ -29,28 +27,29 @@ class Screen:
     """Answers go to stdout; whatever is said about them besides goes to stderr."""
 
     def __init__(self) -> None:
-        self._out, self._err = Console(highlight=False), Console(stderr=True, highlight=False)
+        self._out = Console(file=raw_stream(sys.stdout), highlight=False)
+        self._err = Console(file=raw_stream(sys.stderr), highlight=False)
         self._terminal = sys.stdout.isatty() and not self._out.is_dumb_terminal
 
     def note(self, text: str) -> None:
         sys.stdout.flush()
-        self._err.print(Text(text, style="dim"), soft_wrap=True)
+        self._err.print(Text(printable(text), style="dim"), soft_wrap=True)
 
     def complain(self, text: str) -> None:
         sys.stdout.flush()
-        self._err.print(Text(f"assay: {' '.join(text.split())}", style="red"), soft_wrap=True)
+        self._err.print(Text(f"assay: {one_line(text)}", style="red"), soft_wrap=True)
 
     def say(self, text: str, style: str = "") -> None:
         if self._terminal:
-            self._out.print(Text(self.readable(text), style=style))
+            self._out.print(Text(printable(text), style=style))
         else:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def show(self, names: Sequence[str], ask: Ask, grade: Grade, gold: str, samples: int) -> list[list[Reply]]:
         """Have everybody answer; what they answered, in order. After Ctrl-C the last ones may be missing."""
         wide = (self._out.width - MARGIN) // max(len(names), 1) >= NARROWEST
         if self._terminal and wide and (len(names) > 1 or samples > 1):
-            return Board(self._out, names, gold, samples, self.readable).show(ask, grade)
+            return Board(self._out, names, gold, samples).show(ask, grade)
         found: list[list[Reply]] = []
         for place, name in enumerate(names):
             if len(names) > 1:
@@ -65,11 +64,8 @@ class Screen:
                 break
         return found
 
-    def readable(self, text: str) -> str:
-        return text.translate(VISIBLE) if self._terminal else text
-
     def _write(self, _: int, text: str) -> None:
-        sys.stdout.write(self.readable(text))
+        sys.stdout.write(printable(text))
         sys.stdout.flush()
 
     def _report(self, replies: Sequence[Reply], gold: str, samples: int) -> None:
@@ -85,11 +81,8 @@ class Screen:
 class Board:
     """A column for each model, rewritten as the answers grow."""
 
-    def __init__(
-        self, console: Console, names: Sequence[str], gold: str, samples: int, readable: Callable[[str], str]
-    ) -> None:
+    def __init__(self, console: Console, names: Sequence[str], gold: str, samples: int) -> None:
         self._console, self._names, self._gold, self._samples = console, names, gold, samples
-        self._readable = readable
         self._texts = [[""] * samples for _ in names]
         self._replies: list[list[Reply]] = [[] for _ in names]
         self._finished = False
@@ -106,14 +99,14 @@ class Board:
     def table(self) -> Table:
         table = Table(width=self._width, show_edge=False, pad_edge=False)
         for name in self._names:
-            table.add_column(Text(name, style="bold"), ratio=1, overflow="fold")
+            table.add_column(Text(one_line(name), style="bold"), ratio=1, overflow="fold")
         table.add_row(*(self._cell(place) for place in range(len(self._names))))
         return table
 
     def _job(self, ask: Ask, place: int) -> Callable[[Callable[[], None]], list[Reply]]:
         def job(pause: Callable[[], None]) -> list[Reply]:
             def on_text(sample: int, text: str) -> None:
-                self._texts[place][sample] += self._readable(text)
+                self._texts[place][sample] += printable(text)
                 pause()
 
             return ask(place, on_text)
@@ -128,7 +121,7 @@ class Board:
         for reply, text in zip(replies, self._numbered(self._texts[place]), strict=False):
             parts.append(text)
             if reply.verdict is not None:
-                parts.append(Text(self._readable(verdict_line(reply.verdict, self._gold)), style=colour(reply)))
+                parts.append(Text(printable(verdict_line(reply.verdict, self._gold)), style=colour(reply)))
         if summary := summary_line(replies):
             parts.append(Text(summary, style="bold"))
         return Group(*parts)

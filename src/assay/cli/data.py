@@ -69,7 +69,7 @@ def task_arguments(pairs: Sequence[str]) -> dict[str, Any]:
             raise UserError(f'--arg needs NAME=VALUE, not "{pair}"')
         try:
             parsed[name] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             parsed[name] = value
     return parsed
 

@@ -11,8 +11,8 @@ from typing import Any
 from assay.cli.ranks import many
 from assay.config import TrainConfig
 from assay.runs.resolve import PREFIX, find_run, split_tag
-from assay.runs.terminal import one_line
 from assay.settings import load_settings
+from assay.terminal import one_line
 
 SECTIONS = ("task", "env", "prompt", "reward", "eval")
 

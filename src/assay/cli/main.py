@@ -15,6 +15,7 @@ from types import ModuleType
 
 from assay import __version__
 from assay.cli.ranks import is_main, many, may_tell
+from assay.terminal import one_line, printable_output
 from assay.types import UserError
 
 COMMANDS = {
@@ -35,6 +36,7 @@ OUT_OF_MEMORY = (
     "the GPU has no memory left: see with nvidia-smi who else is on it, lower engine.memory or engine.max_batch, or "
     "take a smaller model; --debug tells where it happened"
 )
+MAX_LINE = 1_000  # characters of an error: names may be of any length
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,16 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     # OpenMP threads that spin while they wait slow all down several times as soon as another process wants a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
+    with printable_output():  # data, models and file names may come from anybody
+        return run([word for word in words if word != "--debug"], debug, own_process=argv is None)
+
+
+def run(words: list[str], debug: bool, own_process: bool) -> int:
+    """A command's exit code; mistakes and troubles are told in one line."""
     try:
         return dispatch(words)
     except UserError as error:
         if debug:
             traceback.print_exc()
         if may_tell():
-            print(f"assay: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            print(f"assay: {one_line(str(error), MAX_LINE)}", file=sys.stderr, flush=True)
         # The launcher stops the other ranks as soon as one has ended: each keeps its own exit code.
-        if many() and argv is None:
+        if many() and own_process:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return 2
     except BrokenPipeError:  # e.g. `assay runs | head`
@@ -64,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = None if debug else explained(error)
         if line is None:
             raise
-        print(f"assay: {line}", file=sys.stderr)
+        print(f"assay: {one_line(line, MAX_LINE)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         with suppress(OSError):  # the terminal may be closed
@@ -84,7 +91,7 @@ def silence_closed_streams() -> None:
 
 
 def explained(error: Exception) -> str | None:
-    """One line on what the machine has run out of; None for everything else."""
+    """One line on what the machine refuses or has run out of; None for everything else."""
     from assay.runs.files import trouble
 
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be imported yet
@@ -92,6 +99,13 @@ def explained(error: Exception) -> str | None:
     if found := trouble(error):
         what, remedy = found
         return f"{what} ({getattr(error, 'filename', None) or error}): {remedy} first"
+    if isinstance(error, OSError):
+        place = f" {error.filename}" if error.filename else ""
+        return f"cannot read or write{place}: {error.strerror or error or type(error).__name__}"
+    if isinstance(error, RecursionError):
+        return "something in the input is nested too deeply to be read; --debug tells where it happened"
+    if isinstance(error, MemoryError):
+        return "there is not enough main memory for this; --debug tells where it happened"
     return None
 
 

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         runs = [Run.open(find_run(split_tag(name.removeprefix(PREFIX))[0], args.dir)) for name in args.names]
     else:
         runs = list_runs(args.dir)
-    facts = [describe(run) if args.names else describe_anyhow(run) for run in runs]
+    facts = [describe_sound(run) if args.names else describe_anyhow(run) for run in runs]
     differences = config_differences(facts) if args.names else {}
     if args.json:
         shown = {"runs": facts, "differences": differences} if args.names else facts
@@ -76,10 +76,20 @@ def describe(run: Run) -> dict[str, Any]:
     return facts | {key: summary.get(key) for key in ("before", "after", "paired", "tokens")}
 
 
+def describe_sound(run: Run) -> dict[str, Any]:
+    """The same, where all of it can be shown; files of other people's runs may hold anything."""
+    try:
+        facts = describe(run)
+        cells(facts)
+        return facts
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
+        raise UserError(f"{run.path} cannot be read as a run ({type(error).__name__}: {error})") from error
+
+
 def describe_anyhow(run: Run) -> dict[str, Any]:
     """One damaged run must not hide the others from a list."""
     try:
-        return describe(run)
+        return describe_sound(run)
     except UserError as error:
         known = dict.fromkeys(("started", "task", "model", "algorithm", "seed", "steps_planned", "wall_s"))
         known |= dict.fromkeys(("before", "after", "paired", "tokens"))
@@ -89,7 +99,7 @@ def describe_anyhow(run: Run) -> dict[str, Any]:
 def read_config(run: Run) -> dict[str, Any]:
     try:
         return tomllib.loads(run.config_toml)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{run.path / 'config.toml'} is not valid TOML ({error}): mend it or delete the run") from error
 
 
@@ -115,10 +125,10 @@ def cells(fact: Mapping[str, Any]) -> dict[str, str]:
     return {
         "run": fact["run"],
         "state": fact["state"],
-        "started": fact["started"] or _UNKNOWN,
-        "task": fact["task"] or _UNKNOWN,
-        "model": shortened(fact["model"] or _UNKNOWN),
-        "algorithm": fact["algorithm"] or _UNKNOWN,
+        "started": str(fact["started"] or _UNKNOWN),
+        "task": shortened(str(fact["task"] or _UNKNOWN)),
+        "model": shortened(str(fact["model"] or _UNKNOWN)),
+        "algorithm": shortened(str(fact["algorithm"] or _UNKNOWN)),
         "seed": _UNKNOWN if fact["seed"] is None else str(fact["seed"]),
         "steps": f"{fact['steps']}/{planned}" if planned else str(fact["steps"]),
         "before": accuracy(fact["before"]),

@@ -111,7 +111,10 @@ def go(parts: Any, console: Console) -> int:
                 f"rank {os.environ['RANK']} lost another process, which has ended or hangs ({str(error)[:200]}): "
                 f"see what that one said; go on with: assay train --resume {path}"
             ) from error
-        if isinstance(error, UserError) or (found := trouble(error)) is None:
+        found = trouble(error)
+        if found is None and isinstance(error, OSError):
+            found = f"reading or writing failed ({error})", "see to it"
+        if isinstance(error, UserError) or found is None:
             raise
         what, remedy = found
         raise UserError(

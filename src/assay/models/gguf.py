@@ -15,7 +15,7 @@ from assay.models.base import PolicyModel
 from assay.models.decoder import llama3_frequencies
 from assay.models.fallback import load_fallback
 from assay.models.fill import Filler
-from assay.models.spec import FAMILIES, LLAMA3_SCALING, ModelSpec
+from assay.models.spec import FAMILIES, LLAMA3_SCALING, ModelSpec, checked_size
 from assay.types import UserError
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def load_gguf(path: Path, *, device: str | torch.device, dtype: torch.dtype) -> 
     spec = spec_from_gguf(reader, tensors, path)
     if spec is None:
         return load_fallback(path.parent, device=device, dtype=dtype, gguf_file=path.name)
+    if spec.parameters > 8 * path.stat().st_size:  # before memory is taken for them; no format has less than a bit
+        raise UserError(f"'{path}' asks for {spec.parameters:,} weights, which it is too small to hold: fetch it again")
     filler = Filler(spec, f"the model in '{path}'", device, dtype)
     for name, tensor in tensors.items():
         if name == "rope_freqs.weight" or (name == "token_embd.weight" and spec.tied and "output.weight" in tensors):
@@ -116,20 +118,24 @@ def spec_from_gguf(reader: GGUFReader, tensors: dict[str, ReaderTensor], path: P
         return None
     if "token_embd.weight" not in tensors:
         raise UserError(f"'{path}' has no token embedding: it is not a whole language model")
-    heads, hidden = int(number("attention.head_count")), int(number("embedding_length"))
-    head_dim = int(number("attention.key_length", hidden // heads))
+
+    def size(key: str, default: Any = None) -> int:
+        return checked_size(number(key, default), key, f"'{path}'")
+
+    heads, hidden = size("attention.head_count"), size("embedding_length")
+    head_dim = size("attention.key_length", hidden // heads)
     if number("rope.dimension_count", head_dim) != head_dim:
         return None
     return ModelSpec(
         family=family,
         vocab_size=int(tensors["token_embd.weight"].shape[1]),
         hidden=hidden,
-        layers=int(number("block_count")),
+        layers=size("block_count"),
         heads=heads,
-        kv_heads=int(number("attention.head_count_kv", heads)),
+        kv_heads=size("attention.head_count_kv", heads),
         head_dim=head_dim,
-        intermediate=int(number("feed_forward_length")),
-        max_length=int(number("context_length")),
+        intermediate=size("feed_forward_length"),
+        max_length=size("context_length"),
         rope_theta=shortest(number("rope.freq_base", 10_000.0)),
         rope_scaling=rope_scaling(number, tensors, head_dim, path),
         norm_eps=shortest(number("attention.layer_norm_rms_epsilon", 1e-6)),

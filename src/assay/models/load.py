@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -23,6 +22,7 @@ from assay.types import UserError
 
 FORMS = "a Hugging Face folder, a .gguf file, a hub id such as org/name, preset:NAME, or run:NAME@STEP"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SMALL = 10_000_000  # weights that any machine has room for: files that lack some are told of by their names
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
@@ -70,9 +70,21 @@ def load_folder(
     config = read_json(folder / "config.json", f"'{folder}' is not a model folder: it has no config.json; give {FORMS}")
     spec = spec_from_hf(config)
     files = weight_files(folder)
+    if spec is not None:
+        check_size(folder, spec, files)
     if spec is None:
         return load_fallback(folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     return load_decoder(folder, spec, files, device=device, dtype=dtype)
+
+
+def check_size(folder: Path, spec: ModelSpec, files: list[Path]) -> None:
+    """Refuse a config that asks for more weights than the files can hold, before memory is taken for them."""
+    stored = sum(file.stat().st_size for file in files)
+    if spec.parameters > stored + SMALL:  # no format here takes less than a byte for a weight
+        raise UserError(
+            f"config.json in '{folder}' asks for {spec.parameters:,} weights, but its files have {stored:,} bytes: "
+            "fetch the model again"
+        )
 
 
 def load_decoder(
@@ -113,8 +125,13 @@ def read_pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Weights of a pytorch_model.bin, read without running anything that it may carry."""
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        plain = isinstance(stored, dict) and all(
+            isinstance(name, str) and isinstance(value, Tensor) for name, value in stored.items()
+        )
+    except Exception as error:  # damaged or malicious files make the reader fail in any way
         raise UserError(f"'{file}' is damaged, or holds more than plain weights: fetch safetensors instead") from error
+    if not plain:
+        raise UserError(f"'{file}' holds more than plain weights: fetch safetensors instead")
     yield from stored.items()
 
 
@@ -136,7 +153,10 @@ def indexed_files(index: Path) -> list[Path]:
     places = read_json(index, f"'{index}' is missing").get("weight_map")
     if not isinstance(places, dict) or not places:
         raise UserError(f"'{index}' names no weights: fetch the model again")
-    files = [index.parent / name for name in sorted(set(places.values()))]
+    names = {str(name) for name in places.values()}
+    if any(Path(name).name != name for name in names):
+        raise UserError(f"'{index}' names files outside of its folder: fetch the model again")
+    files = [index.parent / name for name in sorted(names)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(f"'{index.parent}' lacks {', '.join(missing)}, which its index names: fetch the model again")
@@ -148,7 +168,7 @@ def read_json(file: Path, if_missing: str) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(if_missing) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"'{file}' cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise UserError(f"'{file}' holds no JSON object: fetch the model again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+MAX_SIZE = 1 << 30  # of a vocabulary, a width, a context, or a number of layers
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -52,7 +54,10 @@ class ModelSpec:
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
     """The spec for a Hugging Face config, or None where our decoder does not cover the model."""
     family = str(config.get("model_type", ""))
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"config.json: rope_parameters must be an object, not {rope!r:.80}")
+    scaling = dict(rope)
     theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
@@ -70,30 +75,52 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
     absent += [key for key in REQUIRED if config.get(key) is None]
     if absent:
         raise UserError(f"config.json of this {family} model lacks {', '.join(absent)}: fetch the model again")
-    heads = int(config["num_attention_heads"])
-    head_dim = config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads)
+    heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
+    default_dim = 128 if family == "qwen3" else max(hidden // heads, 1)
     bias = bool(config.get("attention_bias", False))
     return ModelSpec(
         family=family,
-        vocab_size=int(config["vocab_size"]),
-        hidden=int(config["hidden_size"]),
-        layers=int(config["num_hidden_layers"]),
+        vocab_size=whole(config, "vocab_size"),
+        hidden=hidden,
+        layers=whole(config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(head_dim),
-        intermediate=int(config["intermediate_size"]),
-        max_length=int(config.get("max_position_embeddings", 2048)),
-        rope_theta=float(theta),
+        kv_heads=whole(config, "num_key_value_heads", heads),
+        head_dim=whole(config, "head_dim", default_dim),
+        intermediate=whole(config, "intermediate_size"),
+        max_length=whole(config, "max_position_embeddings", 2048),
+        rope_theta=positive("rope_theta", theta),
         rope_scaling=()
         if kind == "default"
-        else (*((key, scaling[key]) for key in sorted(needed)), ("rope_type", kind)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        else (*((key, positive(key, scaling[key])) for key in sorted(needed)), ("rope_type", kind)),
+        norm_eps=positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=True if family == "qwen2" else bias,
         out_bias=False if family == "qwen2" else bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=family == "qwen3",
     )
+
+
+def whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    return checked_size(default if value is None or (value == 0 and default is not None) else value, key)
+
+
+def checked_size(value: Any, key: str, where: str = "config.json") -> int:
+    """A size that a file names. Files come from anywhere: what cannot be a size is refused before it is used."""
+    if not is_number(value) or value != int(value) or not 1 <= value <= MAX_SIZE:
+        raise UserError(f"{where}: {key} must be a whole number from 1 to {MAX_SIZE:,}, not {value!r:.80}")
+    return int(value)
+
+
+def positive(key: str, value: Any) -> Any:
+    if not is_number(value) or value <= 0:
+        raise UserError(f"config.json: {key} must be a number above 0, not {value!r:.80}")
+    return float(value) if isinstance(value, float) or key in ("rope_theta", "rms_norm_eps") else value
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:

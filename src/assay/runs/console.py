@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from assay.runs.names import find
+from assay.terminal import one_line, printable, raw_stream
 
 _WINDOW = 20  # steps that the estimate of the remaining time looks back on
 _PAUSE = 0.5  # seconds between plain lines: the short steps of a warm start would flood a log
@@ -47,7 +48,7 @@ class Console:
     """Progress, notes and tables of one run. Plain lines go through the same calls when nobody watches a terminal."""
 
     def __init__(self, file: IO[str] | None = None, *, quiet: bool = False) -> None:
-        self._file = LenientStream(file or sys.stdout or nowhere())  # a daemon may have no output at all
+        self._file = LenientStream(raw_stream(file or sys.stdout or nowhere()))  # a daemon may have no output at all
         self._live = self._file.isatty() and not quiet
         self._quiet = quiet
         self._rich = RichConsole(file=cast(IO[str], self._file), highlight=False)
@@ -59,6 +60,7 @@ class Console:
 
     def start(self, total: int, name: str, done: int = 0) -> None:
         """Begin to count: `total` steps, of which `done` were made before a resume."""
+        name = one_line(name)
         self.stop()
         self._total = total
         self._clock = [(done, time.monotonic())]
@@ -93,6 +95,7 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Something that the user should know of; said even when quiet."""
+        text = printable(text)
         if self._live:
             self._rich.print(f"[yellow]warning:[/yellow] {escape(text)}")
         else:
@@ -101,13 +104,15 @@ class Console:
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         if self._quiet:
             return
-        lines = aligned([columns, *rows])
+        columns = [one_line(column) for column in columns]
+        cells = [[one_line(str(cell)) for cell in row] for row in rows]
+        lines = aligned([columns, *cells])
         if self._live and max(map(len, lines)) + 3 * len(columns) > self._rich.width:
-            self._say("\n".join([title, *(line for row in rows for line in listed(columns, row))]))
+            self._say("\n".join([title, *(line for row in cells for line in listed(columns, row))]))
         elif self._live:
-            table = Table(*map(escape, columns), title=escape(title), title_justify="left")
-            for row in rows:
-                table.add_row(*(escape(str(cell)) for cell in row))
+            table = Table(*map(escape, columns), title=escape(one_line(title)), title_justify="left")
+            for row in cells:
+                table.add_row(*map(escape, row))
             self._rich.print(table)
         else:
             self._say("\n".join([title, *lines]))
@@ -127,6 +132,7 @@ class Console:
     def _say(self, text: str) -> None:
         if self._quiet:
             return
+        text = printable(text)
         if self._live:
             self._rich.print(escape(text))
         else:

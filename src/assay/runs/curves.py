@@ -100,7 +100,7 @@ def _splits(run_path: Path) -> tuple[str, str]:
     """Names, in brackets, of the problems that are measured now and then, and of those before and after."""
     try:
         settings = tomllib.loads((run_path / "config.toml").read_text("utf-8")).get("eval", {})
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         settings = {}
     names = (settings.get(key) for key in ("split", "final_split"))
     periodic, final = (f" ({name})" if name else "" for name in names)

@@ -167,7 +167,7 @@ def _metrics_lines(run_path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for count, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise UserError(f"{path}, line {count}: not a line of metrics; mend or delete it")

@@ -20,6 +20,8 @@ _TROUBLES = {  # why nothing more can be written, and what to do about it
     errno.ENOSPC: ("the disk is full", "free some space"),
     errno.EDQUOT: ("the disk is full", "free some space"),
     errno.EFBIG: ("a file would be larger than this shell or disk allows (see ulimit -f)", "raise that limit"),
+    errno.EIO: ("the disk or network drive fails (input/output error)", "check it"),
+    errno.ESTALE: ("the network drive has lost a file (stale file handle)", "mount it again"),
     errno.EROFS: ("the disk can only be read", "make it writable"),
 }
 
@@ -89,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty when the file is missing, damaged or holds something else."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -78,8 +78,9 @@ def split_tag(text: str) -> tuple[str, str]:
 def find_run(name: str, runs_dir: Path) -> Path:
     """A run by its name in `runs_dir`, or by its path."""
     for path in (runs_dir / name, Path(name)):
-        if name and (path / "config.toml").is_file():
-            return path
+        with suppress(OSError):  # a name that is too long is no run's
+            if name and (path / "config.toml").is_file():
+                return path
     there = [run.name for run in list_runs(runs_dir)]
     near = difflib.get_close_matches(name, there, n=3, cutoff=0.5) or there[-5:]
     hint = f"did you mean {', '.join(near)}?" if near else "there are none yet, `assay train` makes one"

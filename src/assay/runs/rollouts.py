@@ -76,7 +76,7 @@ def read_lines(run_path: Path, step: int, kind: Kind = "train", split: str = "")
             return [json.loads(line) for line in file]
     except FileNotFoundError as error:
         raise UserError(f"no rollouts at {path}: steps there are {rollout_steps(run_path, kind)}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): delete it") from error
 
 

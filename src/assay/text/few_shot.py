@@ -55,7 +55,7 @@ def few_shot_from_prompts(prompts: Iterable[Prompt], n: int) -> list[Shot]:
 def _shot_of_line(line: str, where: str) -> Shot:
     try:
         row: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error})") from error
     if isinstance(row, Mapping):
         for question, solution in COLUMNS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,22 +27,25 @@ def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
     try:
         # Not AutoTokenizer: it reads all of the file only to learn the architecture, which this needs not know.
         hf = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        _mend(hf, metadata)
+    except BaseException as error:  # damaged metadata makes it fail in any way, panics of its Rust part included
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f'cannot build the tokenizer of "{path}": {first_line}') from error
-    _mend(hf, metadata)
-    if not hf.chat_template:
-        hf.chat_template = metadata.get("tokenizer.chat_template")
+    template = metadata.get("tokenizer.chat_template")
+    if not hf.chat_template and isinstance(template, str):
+        hf.chat_template = template
     names = ("eos", "eot", "eom")
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-    return hf, [index for index in ends if index is not None]
+    return hf, [index for index in ends if isinstance(index, int) and 0 <= index < len(hf)]
 
 
 def _mend(hf: Any, metadata: dict[str, Any]) -> None:
     """What llama.cpp derives from the metadata and transformers does not: digit splits, whole words first, bos."""
     from tokenizers import pre_tokenizers
 
-    pre = metadata.get("tokenizer.ggml.pre", "")
+    pre = str(metadata.get("tokenizer.ggml.pre", ""))
     backend = hf.backend_tokenizer
     if pre in DIGIT_BY_DIGIT:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -68,7 +72,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
             _number(file, "<Q")  # how many tensors
             pairs = _number(file, "<Q")
             return {_string(file): _value(file, _number(file, "<I")) for _ in range(pairs)}
-    except (struct.error, KeyError, UnicodeDecodeError) as error:
+    except (struct.error, KeyError, ValueError, OSError, OverflowError, MemoryError, RecursionError) as error:
         raise UserError(f'"{path}" is damaged: its GGUF header cannot be read') from error
 
 
@@ -77,7 +81,10 @@ def _number(file: BinaryIO, form: str) -> Any:
 
 
 def _string(file: BinaryIO) -> str:
-    return file.read(_number(file, "<Q")).decode("utf-8")
+    length = _number(file, "<Q")
+    if length > os.fstat(file.fileno()).st_size:
+        raise ValueError("a text longer than the file")
+    return file.read(length).decode("utf-8")
 
 
 def _value(file: BinaryIO, kind: int) -> Any:

@@ -147,7 +147,7 @@ def _from_pretrained(source: str, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=local_only, use_fast=True
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # files from anywhere make transformers fail in any way
         if "trust_remote_code" in str(error):
             advice = "it runs code of its own: read that code, then allow it with trust_remote_code"
         elif is_folder:
@@ -182,7 +182,7 @@ def _end_ids_of_folder(folder: Path) -> list[int]:
             continue
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f'"{file}" is not valid JSON: {error}') from error
         found = values.get("eos_token_id") if isinstance(values, dict) else None
         if found is not None:

@@ -141,7 +141,11 @@ def save_base(run_path: Path, policy: PolicyModel, tokenizer: Tokenizer, writes:
 
 
 def load_state(run_path: Path, step: int) -> State:
-    return State(**json.loads((checkpoints.folder(run_path, step) / "state.json").read_text()))
+    file = checkpoints.folder(run_path, step) / "state.json"
+    try:
+        return State(**json.loads(file.read_text()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{file} is not the state of a run ({error}): resume from another checkpoint") from error
 
 
 def load_replay(run_path: Path, step: int, replay: ReplayBuffer) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import IO, Any
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, cast
 
 # Control characters become their visible pictures, e.g. U+241B for escape; newlines and tabs stay.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
@@ -19,9 +22,10 @@ def printable(text: str) -> str:
     return text.replace("\r\n", "\n").translate(_VISIBLE) if _HARMFUL.search(text) else text
 
 
-def one_line(text: str) -> str:
-    """The same on one line."""
-    return printable(" ".join(text.split()))
+def one_line(text: str, limit: int = 0) -> str:
+    """The same on one line; with a limit, the middle of a longer text is left out."""
+    line = printable(" ".join(text.split()))
+    return f"{line[: limit // 2]} ... {line[-limit // 2 :]}" if 0 < limit < len(line) else line
 
 
 class PrintableStream:
@@ -45,3 +49,14 @@ class PrintableStream:
 def raw_stream(stream: Any) -> Any:
     """The stream beneath, for libraries that write terminal codes of their own."""
     return stream.stream if isinstance(stream, PrintableStream) else stream
+
+
+@contextmanager
+def printable_output() -> Iterator[None]:
+    """Whatever is printed in the meantime is printable."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(Any, stream and PrintableStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
