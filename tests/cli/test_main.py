@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -97,6 +98,29 @@ def test_an_interrupt_is_not_an_error_of_ours(
     monkeypatch.setattr("assay.cli.main.dispatch", stopped)
     assert main(["x"]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EIO, "Input/output error", "runs/a/config.toml"), "input/output error) (runs/a/config.toml)"),
+        (OSError(errno.ESTALE, "Stale file handle", "x"), "stale file handle) (x)"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), "cannot read or write x: Permission denied"),
+        (RuntimeError("Error while serializing: I/O error: Input/output error (os error 5)"), "input/output error"),
+        (RecursionError("maximum recursion depth exceeded"), "nested too deeply"),
+        (MemoryError(), "main memory"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(
+    error: Exception, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("assay.cli.main.dispatch", fails)
+    assert main(["x"]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and shown.startswith("assay: ") and shown.count("\n") == 1
 
 
 def test_a_gpu_without_memory_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

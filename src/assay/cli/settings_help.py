@@ -30,4 +30,4 @@ def entry(key: str, field: Any) -> str:
     default = field.get_default(call_default_factory=True)
     shown = "" if default in (None, "", PydanticUndefined) or default == {} else f" [{toml_value(default)}]"
     text = textwrap.wrap((field.description or "").strip() + shown, WIDTH - 32) or [""]
-    return "\n".join([f"  --{key:<28}{text[0]}", *(f"{'':32}{line}" for line in text[1:])])
+    return "\n".join([f"  --{key:<27} {text[0]}", *(f"{'':32}{line}" for line in text[1:])])

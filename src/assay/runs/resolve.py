@@ -54,7 +54,7 @@ def load_resolved(source: str, runs_dir: Path, load: Callable[[str], T]) -> T:
         try:
             loaded = load(path)
         except (UserError, OSError):
-            if _identity(path) == before:
+            if before is not None and _identity(path) == before:
                 raise
         else:
             if _identity(path) == before:
