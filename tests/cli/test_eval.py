@@ -45,6 +45,17 @@ def test_a_runs_checkpoints_measure_as_the_run_measured_itself(small: SmallRuns,
     assert "paired" not in first and (first["task"], first["split"]) == ("abacus", "test")
 
 
+def test_settings_changed_since_the_checkpoint_are_warned_about(small: SmallRuns, tmp_path: Path) -> None:
+    config = small.runs / "small" / "config.toml"
+    before = config.read_text()
+    config.write_text(before.replace("final_examples = 8", "final_examples = 6"))
+    try:
+        with pytest.warns(UserWarning, match=r"eval\.final_examples changed since step 3: 8 -> 6"):
+            assert measured(small, tmp_path, "run:small@0")[0]["n"] == 6
+    finally:
+        config.write_text(before)
+
+
 def test_the_paired_test_is_mcnemars_on_the_answers_written(
     small: SmallRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

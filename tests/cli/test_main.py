@@ -6,12 +6,13 @@ import errno
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from assay import __version__
-from assay.cli.main import COMMANDS, Parser, main, split_words
+from assay.cli.main import COMMANDS, Parser, main, run, split_words
 from assay.config import TrainConfig
 from assay.settings import keys, parse_overrides
 
@@ -87,6 +88,20 @@ def test_a_mistake_of_several_lines_is_told_in_one(
     monkeypatch.setattr("assay.cli.main.dispatch", fails)
     assert main(["x"]) == 2
     assert capsys.readouterr().err == "assay: one two three\n"
+
+
+def test_a_warning_is_one_line_without_a_place_in_the_source(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warning(words: list[str]) -> int:
+        warnings.warn("two\nlines", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr("assay.cli.main.dispatch", warning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert run([], debug=False, own_process=True) == 0
+    assert capsys.readouterr().err == "warning: two lines\n"
 
 
 def test_an_interrupt_is_not_an_error_of_ours(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from assay.cli.ranks import many
 from assay.config import TrainConfig
+from assay.runs import checkpoints
+from assay.runs.changes import SETTINGS, describe, run_settings, saved_settings
 from assay.runs.resolve import PREFIX, find_run, split_tag
-from assay.settings import load_settings
 from assay.terminal import one_line
 
 SECTIONS = ("task", "env", "prompt", "reward", "eval")
@@ -30,7 +32,8 @@ def inherited_settings(
         if model.startswith(PREFIX):
             name, _ = split_tag(model.removeprefix(PREFIX))
             folder = find_run(name, runs_dir)
-            cfg = load_settings(TrainConfig, folder / "config.toml", {})
+            cfg = run_settings(folder)
+            warn_of_changes(cfg, folder)
             guard_run(cfg, folder, typed=texts(dict(overrides)), trust=trust, ask=asker())
             tree = cfg.model_dump()
             for key in ("max_new_tokens", "stop"):
@@ -38,6 +41,15 @@ def inherited_settings(
             found = {f"{s}.{key}": value for s in SECTIONS for key, value in tree[s].items()}
             return found | {"seed": tree["seed"], "model.max_length": tree["model"]["max_length"]}
     return {}
+
+
+def warn_of_changes(cfg: TrainConfig, folder: Path) -> None:
+    """Warn where the settings that are inherited are no longer those of the last checkpoint."""
+    last = checkpoints.last(folder)
+    saved = None if last is None else saved_settings(folder, last)
+    for key, change in describe(saved, cfg).items() if saved else ():
+        if key.partition(".")[0] in (*SECTIONS, "sampling", "seed"):
+            warnings.warn(f"{folder / SETTINGS}: {key} changed since step {last}: {change}", stacklevel=2)
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from types import ModuleType
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(words: list[str], debug: bool, own_process: bool) -> int:
     """A command's exit code; mistakes and troubles are told in one line."""
+    if own_process:
+        warnings.showwarning = lambda message, *_: show_warning(str(message))
     try:
         return dispatch(words)
     except UserError as error:
@@ -79,6 +82,12 @@ def run(words: list[str], debug: bool, own_process: bool) -> int:
                 print("assay: stopped", file=sys.stderr)
         silence_closed_streams()
         return 128 + getattr(stop, "signum", signal.SIGINT)  # as a shell says it of what a signal ended
+
+
+def show_warning(text: str) -> None:
+    """One line without the place in the source, which users cannot act on."""
+    if is_main():
+        print(f"warning: {one_line(text, MAX_LINE)}", file=sys.stderr, flush=True)
 
 
 def silence_closed_streams() -> None:
