@@ -147,12 +147,17 @@ def test_a_checkpoint_that_is_deleted_while_it_is_loaded_is_replaced_by_the_newe
     assert loaded == ["step-000030"] + ["step-000040"] * newer
 
 
-def test_errors_of_loading_a_checkpoint_that_is_still_there_are_raised(runs_dir: Path) -> None:
+@pytest.mark.parametrize("source", ["run:demo@last", "nobody/no-such-model"])
+def test_errors_of_loading_what_was_not_deleted_are_raised(runs_dir: Path, source: str) -> None:
+    asked = []
+
     def load(path: str) -> None:
+        asked.append(path)
         raise UserError(f"{path} is unsuitable")
 
-    with pytest.raises(UserError, match="step-000030/model is unsuitable"):
-        load_resolved("run:demo@last", runs_dir, load)
+    with pytest.raises(UserError, match="(step-000030/model|nobody/no-such-model) is unsuitable"):
+        load_resolved(source, runs_dir, load)
+    assert len(asked) == 1
 
 
 def test_a_step_that_is_deleted_while_it_is_loaded_is_named_with_those_left(runs_dir: Path) -> None:

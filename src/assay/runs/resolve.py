@@ -48,6 +48,8 @@ def load_resolved(source: str, runs_dir: Path, load: Callable[[str], T]) -> T:
 
     A run in progress deletes older checkpoints: where that happens while one of them is loaded, the newer one is taken.
     """
+    if not source.startswith(PREFIX):
+        return load(resolve_model(source, runs_dir))
     for _ in range(ATTEMPTS):
         path = resolve_model(source, runs_dir)
         before = _identity(path)
