@@ -155,7 +155,7 @@ def test_errors_of_loading_what_was_not_deleted_are_raised(runs_dir: Path, sourc
         asked.append(path)
         raise UserError(f"{path} is unsuitable")
 
-    with pytest.raises(UserError, match="(step-000030/model|nobody/no-such-model) is unsuitable"):
+    with pytest.raises(UserError, match=r"(step-000030/model|nobody/no-such-model) is unsuitable"):
         load_resolved(source, runs_dir, load)
     assert len(asked) == 1
 
