@@ -16,7 +16,9 @@ from typing import Any
 
 MAX_JSON = 16 << 20  # bytes of one message
 
+_PART = 1 << 16  # bytes read at a time: what a pipe holds
 _LENGTH = struct.Struct("<Q")
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class BadMessage(Exception):
@@ -40,25 +42,44 @@ def send_json(descriptor: int, message: dict[str, Any]) -> None:
 
 def encode_json(message: dict[str, Any]) -> bytes:
     """Surrogates, NaN and infinities survive. BadMessage if it is too long."""
-    payload = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    payload = _encode(message).encode("utf-8", "surrogatepass")
     if len(payload) > MAX_JSON:
         raise BadMessage(f"it is longer than {MAX_JSON >> 20} MiB")
     return payload
 
 
-def receive_json(descriptor: int, deadline: float) -> dict[str, Any]:
-    """The next message. EOFError when the other side is gone, TimeoutError at the deadline, BadMessage if malformed."""
-    (length,) = _LENGTH.unpack(_read(descriptor, _LENGTH.size, deadline))
-    if length > MAX_JSON:
-        raise BadMessage(f"it announces {length} bytes")
-    payload = _read(descriptor, length, deadline)
-    try:
-        message = json.loads(payload.decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError) as error:
-        raise BadMessage(f"it is not JSON ({type(error).__name__})") from None
-    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-        raise BadMessage("it has no kind")
-    return message
+class JsonReader:
+    """Messages from a process that is not trusted. All that has arrived is read at once."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._arrived = bytearray()
+
+    def receive(self, deadline: float) -> dict[str, Any]:
+        """The next one. EOFError when the other side is gone, TimeoutError at the deadline, BadMessage if malformed."""
+        (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline))
+        if length > MAX_JSON:
+            raise BadMessage(f"it announces {length} bytes")
+        payload = self._take(length, deadline)
+        try:
+            message = json.loads(payload.decode("utf-8", "surrogatepass"))
+        except (ValueError, RecursionError) as error:
+            raise BadMessage(f"it is not JSON ({type(error).__name__})") from None
+        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+            raise BadMessage("it has no kind")
+        return message
+
+    def _take(self, size: int, deadline: float) -> bytes:
+        while len(self._arrived) < size:
+            if not _ready(self._descriptor, select.POLLIN, deadline):
+                raise TimeoutError
+            part = os.read(self._descriptor, _PART)
+            if not part:
+                raise EOFError
+            self._arrived += part
+        taken = bytes(self._arrived[:size])
+        del self._arrived[:size]
+        return taken
 
 
 def send_bytes(descriptor: int, payload: bytes, deadline: float | None = None) -> None:
@@ -69,12 +90,10 @@ def send_bytes(descriptor: int, payload: bytes, deadline: float | None = None) -
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _read(descriptor: int, size: int, deadline: float | None = None) -> bytes:
+def _read(descriptor: int, size: int) -> bytes:
     parts = bytearray()
     while len(parts) < size:
-        if deadline is not None and not _ready(descriptor, select.POLLIN, deadline):
-            raise TimeoutError
-        part = os.read(descriptor, min(size - len(parts), 1 << 20))
+        part = os.read(descriptor, min(size - len(parts), _PART))
         if not part:
             raise EOFError
         parts += part

@@ -151,7 +151,7 @@ def limit(resource_name: str, value: int) -> None:
         resource.setrlimit(kind, (value, hard if resource_name in _RAISABLE else value))
 
 
-_RAISABLE = ("RLIMIT_AS", "RLIMIT_CPU")  # raised again for each answer, or by users' functions that know what they do
+_RAISABLE = ("RLIMIT_AS", "RLIMIT_CPU")  # raised again for more answers, or by users' functions that know what they do
 
 
 def tasks_on_system() -> int:

@@ -20,6 +20,7 @@ from assay.rewards.judge import Judge, failed, judge_safely, one_line
 from assay.types import Status, UserError, Verdict
 
 CPU_GRACE_S = 120
+_CORES = os.cpu_count() or 1
 MAX_NEW_TASKS = {"strict": 64, "basic": 1024}  # processes and threads beyond those the machine has now
 MAX_FILE_BYTES = {"strict": 0, "basic": 4 << 30}
 
@@ -45,9 +46,10 @@ def main() -> None:
     send_json(outgoing, {"kind": "ready", "missing": missing})
     try:
         while True:
-            for index, completion, answer, fields in receive(incoming):
-                if setup["level"] != "off":
-                    _limit_cpu(setup["timeout_s"])
+            items = receive(incoming)
+            if setup["level"] != "off":
+                _limit_cpu(len(items) * setup["timeout_s"])
+            for index, completion, answer, fields in items:
                 send_bytes(outgoing, _judged(judge, index, completion, answer, fields))
     except (EOFError, BrokenPipeError):
         return
@@ -87,11 +89,10 @@ def _confine(level: str, user_code: bool) -> list[str]:
     return missing
 
 
-def _limit_cpu(timeout_s: float) -> None:
-    """For what outlives the clock of the parent; CPU time of all threads counts."""
+def _limit_cpu(seconds: float) -> None:
+    """So much time on all cores, for what outlives the clock of the parent."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    cores = os.cpu_count() or 1
-    isolation.limit("RLIMIT_CPU", int(used.ru_utime + used.ru_stime + cores * timeout_s) + CPU_GRACE_S)
+    isolation.limit("RLIMIT_CPU", int(used.ru_utime + used.ru_stime + _CORES * seconds) + CPU_GRACE_S)
 
 
 @contextmanager

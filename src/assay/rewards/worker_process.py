@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from assay.rewards.frames import BadMessage, receive_json, send
+from assay.rewards.frames import BadMessage, JsonReader, send
 from assay.rewards.fresh import command, ending
 from assay.rewards.judge import Judge, one_line
 from assay.rewards.sandbox import FINDINGS, Sandbox, environment, is_user_code, level_for, with_hint
@@ -21,6 +21,7 @@ from assay.rewards.supervisor import KILL_LIMIT_S, STOP
 from assay.types import Status, UserError, Verdict
 
 START_LIMIT_S = 120.0  # to start an interpreter and import what the judge needs
+_STATUSES = [str(status.value) for status in Status]
 LOST = (EOFError, BrokenPipeError, BadMessage)  # what a worker raises that died, or that cannot be trusted any more
 
 
@@ -71,7 +72,8 @@ class WorkerProcess:
             start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._input = self._process.stdin.fileno()
+        self._messages = JsonReader(self._process.stdout.fileno())
         os.set_blocking(self._input, False)
 
     def prepare(self) -> bool:
@@ -79,7 +81,7 @@ class WorkerProcess:
         deadline = time.monotonic() + START_LIMIT_S
         try:
             send(self._input, self._settings.setup, deadline)
-            message = receive_json(self._output, deadline)
+            message = self._messages.receive(deadline)
         except TimeoutError:
             raise StartFailed(f"a judging process was not ready after {START_LIMIT_S:g} s") from None
         if message["kind"] == "refused":
@@ -105,7 +107,7 @@ class WorkerProcess:
         deadline = time.monotonic() + self._settings.timeout_s
         loading = False
         while True:
-            message = receive_json(self._output, deadline)
+            message = self._messages.receive(deadline)
             if message["kind"] == "loading" and not self._loads:  # once: a worker must not stop its clock at will
                 self._loads, loading = 1, True
                 deadline = time.monotonic() + START_LIMIT_S
@@ -120,7 +122,7 @@ class WorkerProcess:
             raise BadMessage("it is not the verdict that was asked for")
         reward, status, parsed = message.get("reward"), message.get("status"), message.get("parsed")
         parts, detail = message.get("parts"), message.get("detail")
-        if type(reward) is not float or not math.isfinite(reward) or status not in [str(one.value) for one in Status]:
+        if type(reward) is not float or not math.isfinite(reward) or status not in _STATUSES:
             raise BadMessage("its reward or status is none")
         if not isinstance(parsed, str | None) or not isinstance(detail, str) or not isinstance(parts, dict):
             raise BadMessage("its fields are not what a verdict has")
