@@ -119,6 +119,19 @@ def test_the_path_of_a_checkpoint_is_verified_like_its_name(runs_dir: Path) -> N
         resolve_model(str(model), runs_dir)
 
 
+def test_symbolic_links_and_relative_paths_to_a_checkpoint_are_verified(
+    runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = checkpoints.folder(runs_dir / "demo", 30) / "model"
+    (tmp_path / "newest").symlink_to(model)
+    flip_bit(model / "config.json")
+    with pytest.raises(UserError, match=r"config\.json is damaged"):
+        resolve_model(str(tmp_path / "newest"), runs_dir)
+    monkeypatch.chdir(model)
+    with pytest.raises(UserError, match=r"config\.json is damaged"):
+        resolve_model(".", runs_dir)
+
+
 def save_and_prune(run: Path, step: int) -> None:
     with checkpoints.saving(run, step) as folder:
         (folder / "model").mkdir()
@@ -158,6 +171,19 @@ def test_errors_of_loading_what_was_not_deleted_are_raised(runs_dir: Path, sourc
     with pytest.raises(UserError, match=r"(step-000030/model|nobody/no-such-model) is unsuitable"):
         load_resolved(source, runs_dir, load)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("source", ["/nonexistent/folder", "someone/model"])
+def test_errors_of_loading_anything_but_a_run_are_raised_at_once(runs_dir: Path, source: str) -> None:
+    attempts = []
+
+    def load(path: str) -> None:
+        attempts.append(path)
+        raise UserError(f"there is no {path}")
+
+    with pytest.raises(UserError, match=f"there is no {source}"):
+        load_resolved(source, runs_dir, load)
+    assert attempts == [source]
 
 
 def test_a_step_that_is_deleted_while_it_is_loaded_is_named_with_those_left(runs_dir: Path) -> None:

@@ -118,6 +118,7 @@ def problems(checkpoint: Path, part: str = "") -> list[str]:
 
 def verify(path: Path) -> None:
     """Refuse a folder with checksums, or a subfolder of one, that has a damaged file. Any other folder passes."""
+    path = path.resolve()  # a link, or "." within the folder, leads to the same files
     for sealed, part in ((path, ""), (path.parent, path.name)):
         if (sealed / MARKER).is_file():
             if found := problems(sealed, part):
