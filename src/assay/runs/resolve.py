@@ -50,8 +50,6 @@ def load_resolved(source: str, runs_dir: Path, load: Callable[[str], T]) -> T:
     """
     if not source.startswith(PREFIX):
         return load(resolve_model(source, runs_dir))
-    if not source.startswith(PREFIX):
-        return load(resolve_model(source, runs_dir))
     for _ in range(ATTEMPTS):
         path = resolve_model(source, runs_dir)
         before = _identity(path)
