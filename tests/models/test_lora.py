@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from assay.engine import Request, SamplingParams, make_engine
@@ -174,6 +174,30 @@ def test_saved_adapters_come_back_to_the_last_bit(base: Loader, tmp_path: Path) 
         dict(other.named_parameters())["model.norm.weight"][0] += 1e-6
     with pytest.raises(UserError, match="other base weights"):
         load_adapter(other, tmp_path / "adapter")
+
+
+def test_the_same_adapters_are_saved_as_the_same_bytes(base: Loader, tmp_path: Path) -> None:
+    policy = adapt(base())
+    saved = []
+    for number in range(8):
+        save_adapter(policy, tmp_path / str(number))
+        saved.append({file.name: file.read_bytes() for file in (tmp_path / str(number)).iterdir()})
+    assert all(files == saved[0] for files in saved)
+
+
+def test_adapters_of_earlier_checkpoints_name_their_base_in_the_weights(base: Loader, tmp_path: Path) -> None:
+    policy = adapt(base())
+    save_adapter(policy, tmp_path)
+    weights, note = tmp_path / "adapter_model.safetensors", tmp_path / "base.json"
+    fingerprint = json.loads(note.read_text())["fingerprint"]
+    note.unlink()
+    with pytest.raises(UserError, match=r"base\.json' is missing"):
+        load_adapter(adapt(base()), tmp_path)
+    save_file(load_file(weights), weights, {"format": "pt", "base": fingerprint})
+    load_adapter(adapt(base(), trained=False), tmp_path)
+    save_file(load_file(weights), weights, {"format": "pt", "base": "another"})
+    with pytest.raises(UserError, match="other base weights"):
+        load_adapter(adapt(base()), tmp_path)
 
 
 @pytest.mark.peer

@@ -13,11 +13,13 @@ from assay.models.base import PolicyModel
 from assay.models.collectives import whole
 from assay.models.export import share, write_json
 from assay.models.fingerprint import fingerprint
+from assay.models.load import read_json
 from assay.models.lora import adapted_layers, adapters_off, is_adapter
 from assay.types import UserError
 
 PREFIX = "base_model.model."  # what PEFT puts before a weight's own name
 WEIGHTS = "adapter_model.safetensors"
+BASE = "base.json"  # the fingerprint of the weights that the adapters were trained on
 
 
 def adapter_weights(policy: PolicyModel) -> dict[str, nn.Parameter]:
@@ -33,7 +35,7 @@ def save_adapter(policy: PolicyModel, folder: Path, writes: bool = True) -> None
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS, {"format": "pt", "base": base})
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})  # of several entries safetensors shuffles the order
     share(folder / WEIGHTS)
     config = {
         "peft_type": "LORA",
@@ -48,6 +50,7 @@ def save_adapter(policy: PolicyModel, folder: Path, writes: bool = True) -> None
         "inference_mode": True,
     }
     write_json(folder / "adapter_config.json", config)
+    write_json(folder / BASE, {"fingerprint": base})
 
 
 @torch.no_grad()
@@ -56,11 +59,14 @@ def load_adapter(policy: PolicyModel, folder: Path) -> None:
     weights = adapter_weights(policy)
     with safe_open(folder / WEIGHTS, framework="pt") as stored:
         saved = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (a file, not a dict)
-        base = (stored.metadata() or {}).get("base")
+        metadata = stored.metadata() or {}
     if {n: w.shape for n, w in saved.items()} != {n: w.shape for n, w in weights.items()}:
         raise UserError(
             f"the adapters in {folder} have other targets or another rank: use the lora settings of the run"
         )
+    base = metadata.get("base")  # where earlier checkpoints have it
+    if base is None:
+        base = read_json(folder / BASE, f"'{folder / BASE}' is missing: restore it from a backup").get("fingerprint")
     if base != base_fingerprint(policy):
         raise UserError(f"the adapters in {folder} were trained on other base weights than these: put those back")
     for name, weight in weights.items():
