@@ -80,6 +80,9 @@ def test_lines_are_steps_and_true_sums_are_rewarded() -> None:
         ("4 + 5 = 9", 1),
         ("so (4+5)*2 = 18 apples", 1),
         ("4 + 5 = 9 and 9 + 1 = 11", -1),
+        ("4 + 5 = 9, 9 + 1 = 11", -1),
+        ("first, 4 + 5 = 9", 1),
+        ("1,004 + 5 = 9", 0),  # a comma within a number
         ("4 + 5 = 8", -1),
         ("4 + 5 = 9 + 1 = 10", 1),  # only the last equation has a number on its right
         ("x = 4 + 5 = 9", 1),

@@ -17,7 +17,7 @@ TURNS = 8  # that a line with calls may take at most, on average: every "=" ends
 _RIGHT_SIDE = re.compile(r"\s*(-?[0-9.]++)(?!\s*[-+*/x×÷·^%(]|\s[0-9]|,[0-9])")  # a number, and all of it
 _OPERATOR = re.compile(r"[0-9)]\s*[-+*/]")
 _SUM_CHARACTERS = "0123456789.+-*/() "
-_CONTINUES = "x×÷·^%,$="  # before a sum, these are operations that belong to it but are not read
+_CONTINUES = "x×÷·^%$="  # before a sum, these are operations that belong to it but are not read
 
 
 class Stepwise(TaskEnv):
@@ -93,7 +93,8 @@ def sums(line: str) -> list[tuple[str, str]]:
         left = before[len(rest) :]
         right = _RIGHT_SIDE.match(line, equals.end())
         start = equals.end()
-        cut_off = rest[-1:] in (*_CONTINUES,) or (rest and left.lstrip()[:1] in ("+", "-", "*", "/"))
+        comma = rest.endswith(",") and left[:1].isdigit()  # "1,004 + 5", but not "first, 4 + 5"
+        cut_off = comma or rest[-1:] in (*_CONTINUES,) or (rest and left.lstrip()[:1] in ("+", "-", "*", "/"))
         whole = (left[-1:].isdigit() or left.endswith(")")) and not cut_off
         if right and whole and _OPERATOR.search(left):
             stated.append((left, right[1]))
