@@ -128,6 +128,24 @@ def test_signals_that_ask_the_run_to_stop_change_no_verdict(
     assert after.correct and after.parsed == "2"  # the same worker
 
 
+def test_processes_that_a_reward_forks_obey_sigterm(function: Callable[[str], FunctionJudge]) -> None:
+    """multiprocessing.Pool ends its processes that way, and waits for them."""
+    judge = function("""
+        import signal
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(writing, b"started")
+            signal.pause()
+        os.read(reading, 7)
+        os.kill(child, signal.SIGTERM)
+        return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM)
+    """)
+    with JudgePool(judge, workers=1, timeout_s=10) as pool:
+        (verdict,) = pool.judge([("", "", {})])
+    assert verdict.correct, verdict
+
+
 def test_a_dying_worker_fails_that_answer_alone(function: Callable[[str], FunctionJudge]) -> None:
     judge = function("""
         if completion == "exit": os._exit(3)

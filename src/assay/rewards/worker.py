@@ -30,9 +30,10 @@ def main() -> None:
     supervisor.start_worker(options["namespaces"], options["network"])
     incoming, outgoing = take_pipes()
     # Ctrl-C and a scheduler's SIGTERM are the parent's affair: it closes our stdin. To die before it does would give a
-    # wrong verdict. (A handler, unlike SIG_IGN, is not passed on to what users' functions start.)
+    # wrong verdict. What users' functions start obeys them: programs do not inherit a handler, unlike SIG_IGN.
     for asked in (signal.SIGINT, signal.SIGTERM):
         signal.signal(asked, lambda *_: None)
+    os.register_at_fork(after_in_child=_obey_signals)
     try:
         setup = receive(incoming)
         judge = _load(setup)
@@ -53,6 +54,11 @@ def main() -> None:
                 send_bytes(outgoing, _judged(judge, index, completion, answer, fields))
     except (EOFError, BrokenPipeError):
         return
+
+
+def _obey_signals() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _load(setup: Mapping[str, Any]) -> Judge:
