@@ -7,9 +7,10 @@ words and multiple-choice letters as text; any other expression by math-verify (
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from functools import lru_cache, partial
 
-from assay.rewards.latex import check_vocabulary, same_expression
+from assay.rewards.latex import check_vocabulary, numeric_value, same_expression
 from assay.rewards.limits import MAX_ANSWER_CHARS, Unreadable, UnreadableGold, WrongForm, check_expression, check_work
 from assay.rewards.numeric import REMEMBERED, Quantity, read_quantity, tidy
 from assay.rewards.structure import as_list, read_structure, same_structure
@@ -27,8 +28,12 @@ _MATHS = re.compile(r"[0-9]|\\[A-Za-z]|(?<![A-Za-z])(?:pi|e|i)(?![A-Za-z])")
 _EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
 _NAME = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?")
 _LETTERS = re.compile(r"[A-Za-z\\{}()|,'\s]{1,60}")
-_LEFT_SIDE = re.compile(r"[\w\s()\[\]{}|^+*/.,'\\:-]{0,99}[\w)\]}|']")
-_RELATION = re.compile(r"[<>!≠]|\\(?:neq?|not|leq?|geq?|lt|gt|lor|land|vee|wedge)(?![A-Za-z])")
+_LEFT_SIDE = re.compile(r"[\w\s()\[\]{}|^+*/.,'\\:$%!-]{0,99}[\w)\]}|'%!]")
+_RELATION = re.compile(
+    r"[<>≠]|(?<![0-9)}])!|!=|\\(?:neq?|neg|not|sim|leq?|geq?|lt|gt|lor|land|vee|wedge|[bx]?cancel|phantom)(?![A-Za-z])"
+)
+_ROUNDED = re.compile(r"(.*\S)\s*\\approx\s*([-+]?[0-9][0-9,]*(?:\.([0-9]+))?)", re.DOTALL)
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 _TWO_SIGNS = re.compile(r"[-+]\s*[-+]")
 _ADJACENT_LETTER = re.compile(r"[0-9}][A-Za-z]")
 _IN_BRACKETS = re.compile(r"\(([^()]*)\)|\\\{([^{}]*)\\\}")
@@ -61,6 +66,9 @@ def _same(answer: str, gold: str, strict: bool) -> bool:
     if answer == gold:
         return True
     number = _gold_number(gold)
+    rounded = _ROUNDED.fullmatch(answer)
+    if rounded and _is_rounded(rounded, gold, number) and _same_part(rounded[1], gold, strict):
+        return True
     if number is not None and (ours := read_quantity(answer)) is not None:
         return _same_numbers(ours, number, strict)
     if "=" not in gold:
@@ -86,6 +94,13 @@ def _same_part(answer: str, gold: str, strict: bool) -> bool:
         return _same(answer, gold, strict)
     except (WrongForm, Unreadable):
         return False
+
+
+def _is_rounded(rounded: re.Match[str], gold: str, number: Quantity | None) -> bool:
+    r"""Whether the decimals of "\frac{1}{3} \approx 0.33" are those of the gold answer, rounded or cut off."""
+    value = number.value if number is not None else numeric_value(gold)
+    step = Fraction(1, 10 ** len(rounded[3] or ""))
+    return value is not None and abs(Fraction(value) - Fraction(rounded[2].replace(",", ""))) < step
 
 
 def _same_scalar(answer: str, gold: str) -> bool:
@@ -173,7 +188,7 @@ def _is_left_side(side: str) -> bool:
     """Whether it names or computes one thing: "x", "f(1, 2)", "Total cost", "6 \\cdot 7", but not "17 or x"."""
     if not _LEFT_SIDE.fullmatch(side) or read_structure(side) is not None:
         return False
-    return keeps_the_number(side.lower().split())
+    return keeps_the_number(_COMMAND.sub(" ", side).lower().split())
 
 
 def _same_name(answer: str, gold: str) -> bool:

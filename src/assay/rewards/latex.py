@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from assay.rewards.limits import Unreadable, UnreadableGold, WrongForm, check_expression, check_work
-from assay.rewards.sampling import differ, proportional
+from assay.rewards.sampling import differ, proportional, value_at
 
 # A worker process puts its own here, to stop the clock of an answer while the library loads.
 loading: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -109,6 +109,13 @@ def _parse_gold(gold: str) -> list[Any]:
     except Unreadable as error:
         raise UnreadableGold(str(error)) from None
     return _parse(_library(), _as_box(gold))
+
+
+def numeric_value(gold: str) -> float | None:
+    """The value of a tidied expression, if it is a real number."""
+    parsed = _parse_gold(gold)
+    value = value_at(parsed[0], {}) if parsed else None
+    return value.real if value is not None and not value.imag else None
 
 
 def _as_box(text: str) -> str:

@@ -31,6 +31,8 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?:s)?(?![A-Za-z])|°")
 _TIGHT_COMMA = re.compile(r",\\!\s*")  # 11,\! 111 is one number, 11, 111 are two
 _NOISE = re.compile(r"\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\displaystyle(?![A-Za-z])|\\!")
+_SLANTED = re.compile(r"\\([lg]eq)slant(?![A-Za-z])")
+_REPEATING = re.compile(r"(?<![0-9.,])([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar)\s*\{([0-9]{1,20})\}")
 _SPACE = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~")
 _LEAD_IN = re.compile(r"(?:(?:the )?(?:final )?answer\b(?: is\b)?\s*[:=]?|=)\s*(?=\S)", re.IGNORECASE)
 _DELIMITERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
@@ -97,6 +99,8 @@ def tidy(text: str) -> str:
     text = _SPACE.sub(" ", text)
     text = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\#", "#")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
+    text = _SLANTED.sub(r"\\\1", text)
+    text = _REPEATING.sub(_repeating_decimal, text)
     text = _DEGREES.sub(" degrees ", text)
     for _ in range(3):  # wrappers may wrap wrappers
         text, replaced = _WRAPPER.subn(r" \1 ", text)
@@ -105,6 +109,13 @@ def tidy(text: str) -> str:
     text = _unwrap(" ".join(text.split()))
     lead_in = _LEAD_IN.match(text)
     return _unwrap(text[lead_in.end() :]) if lead_in else text
+
+
+def _repeating_decimal(found: re.Match[str]) -> str:
+    r"""The fraction that "0.1\overline{6}" is."""
+    fixed, period = found[1] + found[2], found[3]
+    top = int(fixed + period) - int(fixed or "0")
+    return f"\\frac{{{top}}}{{{(10 ** len(period) - 1) * 10 ** len(found[2])}}}"
 
 
 def _unwrap(text: str) -> str:

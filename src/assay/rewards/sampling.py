@@ -48,12 +48,13 @@ def _values(first: Any, second: Any) -> Iterator[tuple[complex, complex]]:
     for point in range(POINTS if symbols else 1):
         # Fractions without a pattern, between 0.4 and 2.7, so that roots and logarithms are defined.
         where = {symbol: 0.4 + (0.7548776662 * (7 * point + index + 1)) % 2.3 for index, symbol in enumerate(symbols)}
-        pair = [_value(expression, where) for expression in (first, second)]
+        pair = [value_at(expression, where) for expression in (first, second)]
         if pair[0] is not None and pair[1] is not None:
             yield pair[0], pair[1]
 
 
-def _value(expression: Any, where: dict[Any, float]) -> complex | None:
+def value_at(expression: Any, where: dict[Any, float]) -> complex | None:
+    """The value of a sympy expression where its symbols have these values."""
     try:
         value = complex(expression.evalf(DIGITS, subs=where))
     except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError):

@@ -14,6 +14,7 @@ _PART = re.compile(r"[a-z$€£¥₹%¢]+")
 
 _SCALES = {
     "dozen": 12,
+    "dozens": 12,
     "thousand": 10**3,
     "million": 10**6,
     "mn": 10**6,
@@ -25,7 +26,7 @@ _ADJACENT_SCALES = {"k": 10**3, "K": 10**3, "M": 10**6, "mn": 10**6, "bn": 10**9
 _NUMBER_WORDS_TEXT = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
     "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million "
-    "billion trillion hundreds thousands millions billions trillions tens zillion dozen"
+    "billion trillion hundreds thousands millions billions trillions tens zillion dozen dozens"
 )
 _NUMBER_WORDS = frozenset(_NUMBER_WORDS_TEXT.split())
 # As the first word after a number, these make it another number or the start of an expression.
@@ -33,7 +34,7 @@ _NOT_A_UNIT_TEXT = (
     "pi sqrt root sin cos tan log ln exp squared cubed times over and to by of point mod choose third thirds "
     "fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth "
     "hundredths thousandth thousandths millionth millionths infinity mil mio mln tn kilo mega giga lakh lakhs "
-    "crore crores"
+    "crore crores score scores gross"
 )
 _NOT_A_UNIT = frozenset(_NOT_A_UNIT_TEXT.split())
 # Anywhere after a number, these negate it, change its value or offer an alternative.
@@ -41,7 +42,8 @@ _ALTERS_TEXT = (
     "or nor if unless either neither than below under above negative minus plus times divided multiplied "
     "factorial is isn are aren was wasn were be not no none never nothing but except without maybe perhaps "
     "possibly probably wrong incorrect false wait actually instead rather versus vs half halves halved quarter "
-    "quarters doubled tripled quadrupled twice thrice reciprocal inverse inverted negated reversed modulo"
+    "quarters doubled tripled quadrupled twice thrice reciprocal inverse inverted negated reversed modulo "
+    "mille permille"
 )
 _ALTERS = frozenset(_ALTERS_TEXT.split())
 _PERCENT = frozenset({"%", "percent", "percents", "percentage", "pct"})
