@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
+# The launcher sends SIGTERM to the other rank as soon as one has ended; `assay` ignores it once it is about to exit.
+STOP = "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.exit(143)"
 ENDS = {  # what ranks 0 and 1 do, and the code that becomes of it
     "well": (["pass", "pass"], 0),
-    "stopped": (["sys.exit(143)", "sys.exit(143)"], 143),
-    "stopped but for one": (["sys.exit(143)", "sys.exit(2)"], 200),
+    "stopped": ([STOP, STOP], 143),
+    "stopped but for one": ([STOP, "sys.exit(2)"], 200),
     "killed": (["time.sleep(60)", "os.kill(os.getpid(), 9)"], 200),
 }
 
 
 def launch(folder: Path, name: str) -> subprocess.Popen[str]:
     script = folder / f"{name}.py"
-    script.write_text("import os, sys, time\n" + f"exec({ENDS[name][0]}[int(os.environ['RANK'])])\n")
+    script.write_text("import os, signal, sys, time\n" + f"exec({ENDS[name][0]}[int(os.environ['RANK'])])\n")
     command = [sys.executable, "-m", "assay.cli.launch", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "SLURM_NODEID": "0", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)

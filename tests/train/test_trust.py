@@ -38,6 +38,9 @@ SETTINGS = {
     "rows of a task": 'task = {{name = "jsonl", path = "{data}", args = {{map = "{file}:reward"}}}}',
     "judge of a task": 'task = {{name = "jsonl", path = "{data}", args = {{judge = "{file}:reward"}}}}',
     "environment": 'env = "{file}:Task"',
+    "rows, by a path like a built-in task's": (
+        'task = {{name = "jsonl", path = "{data}", args = {{map = "reasoning_gym:/{up}{file}:reward"}}}}'
+    ),
     "reward function": (
         'task = {{name = "abacus", args = {{train_size = 9, eval_size = 9}}}}\nreward = {{function = "{file}:reward"}}'
     ),
@@ -61,6 +64,7 @@ class Gift:
         self.file.write_text(EVIL)
         (self.folder / "data.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 9)
         names = {"file": self.file, "module": "evil_code", "data": self.folder / "data.jsonl"}
+        names["up"] = ".." + "/.." * 20
         (self.folder / "config.toml").write_text(settings.format(**names) + '\nmodel = "preset:nano"\n')
 
     def __call__(self, command: str, *words: str) -> int:

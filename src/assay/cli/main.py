@@ -63,9 +63,7 @@ def run(words: list[str], debug: bool, own_process: bool) -> int:
             traceback.print_exc()
         if may_tell():
             print(f"assay: {one_line(str(error), MAX_LINE)}", file=sys.stderr, flush=True)
-        # The launcher stops the other ranks as soon as one has ended: each keeps its own exit code.
-        if many() and own_process:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        keep_exit_code(own_process)
         return 2
     except BrokenPipeError:  # e.g. `assay runs | head`
         silence_closed_streams()
@@ -81,7 +79,14 @@ def run(words: list[str], debug: bool, own_process: bool) -> int:
             if is_main():
                 print("assay: stopped", file=sys.stderr)
         silence_closed_streams()
+        keep_exit_code(own_process)
         return 128 + getattr(stop, "signum", signal.SIGINT)  # as a shell says it of what a signal ended
+
+
+def keep_exit_code(own_process: bool) -> None:
+    """Ignore SIGTERM from now on: the launcher sends it to the other ranks as soon as one has ended."""
+    if many() and own_process:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def show_warning(text: str) -> None:

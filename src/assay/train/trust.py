@@ -135,7 +135,12 @@ def code_settings(cfg: TrainConfig) -> dict[str, Any]:
 def code_names(cfg: TrainConfig) -> Iterator[str]:
     """Every text in those settings that has the form of a path to an object: file.py:name or package.module:name."""
     model = code_settings(cfg) | {"model": None}
-    return (text for text in texts(model) if ":" in text.strip(":") and not text.startswith(REASONING_GYM))
+    return (text for text in texts(model) if ":" in text.strip(":") and not names_data_set(text))
+
+
+def names_data_set(text: str) -> bool:
+    """Whether this is one of reasoning-gym's data sets, and not a path that only begins like one."""
+    return text.startswith(REASONING_GYM) and text.removeprefix(REASONING_GYM).isidentifier()
 
 
 def texts(tree: Any) -> Iterator[str]:
