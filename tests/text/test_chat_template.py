@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from assay.text import Tokenizer, char_tokenizer, chat_template
@@ -45,6 +47,7 @@ BAD = {
     "sums in a loop": "{% for a in range(99999) %}{{ range(99999) | sum }}{% endfor %}",
     "lazy sums in a loop": "{% for a in range(99999) %}{{ range(99999) | map('abs') | sum }}{% endfor %}",
     "lorem ipsum": "{{ lipsum(n=99999999) }}",
+    "long words of lorem ipsum": "{{ lipsum(n=9999, max=999999) }}",
     "deep brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "deep blocks": "{% if 1 %}" * 500 + "{% endif %}" * 500,
     "division by zero": "{{ 1 // 0 }}",
@@ -83,6 +86,43 @@ def test_malicious_and_broken_templates_end_in_one_line(name: str, monkeypatch: 
 def test_malicious_templates_end_within_the_real_budget(name: str) -> None:
     with pytest.raises(UserError, match="chat template"):
         with_template(BAD[name]).chat_text(MESSAGES)
+
+
+LONG, SHORT = "('a' * 100000)", "('a' * 1000)"
+EXPANDING = [
+    f"{{{{ {LONG}.join(['a'] * 1000) }}}}",
+    f"{{{{ (['a'] * 1000) | join({LONG}) }}}}",
+    f"{{{{ range(1000) | map('string') | join({LONG}) }}}}",
+    f"{{{{ ([{LONG}] * 1000) | join }}}}",
+    "{{ ('\\t' * 1000).expandtabs(100000) }}",
+    "{{ ('a\\n' * 1000) | indent(100000) }}",
+    "{{ ('a\\n' * 1000) | indent(width=100000) }}",
+    f"{{{{ ('a ' * 1000) | wordwrap(1, wrapstring={LONG}) }}}}",
+    f"{{{{ ('{{0}}' * 1000).format({LONG}) }}}}",
+    f"{{{{ ('%(a)s' * 1000) % {{'a': {LONG}}} }}}}",
+    f"{{{{ ('%(a)s' * 1000) | format(a={LONG}) }}}}",
+]
+
+
+@pytest.mark.parametrize("template", EXPANDING)
+def test_texts_that_would_be_too_long_are_refused_before_they_take_memory(template: str) -> None:
+    tokenizer = with_template(template)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="characters"):
+            tokenizer.chat_text(MESSAGES)
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_filters_and_methods_of_ordinary_size_are_not_refused() -> None:
+    template = (
+        "{{ (m.content * 1000) | wordwrap(79) | length }} {{ (m.content * 1000) | indent(4) | length }} "
+        "{{ ', '.join(messages | map(attribute='role')) }} {{ '%s and {}' % m.role }} {{ 'a\\tb'.expandtabs(4) }}"
+    )
+    text = with_template("{% set m = messages[0] %}" + template).chat_text([Message(role="user", content="word " * 40)])
+    assert text.endswith("user user and {} a   b")
 
 
 def test_the_work_of_a_long_conversation_is_within_the_budget() -> None:

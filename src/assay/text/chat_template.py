@@ -95,17 +95,18 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 self.spend(len(arg))
             elif isinstance(arg, int) and abs(arg) > MAX_CHARACTERS:
                 raise SecurityError(f"an argument of {name or 'a call'} is too large")
-        texts = [arg for arg in args if isinstance(arg, str)]
-        if name == "replace" and len(texts) == 3 and texts[0].count(texts[1]) * len(texts[2]) > MAX_CHARACTERS:
+        given = [list(self.count(arg)) if isinstance(arg, GeneratorType) else arg for arg in args]
+        if text_size(name, given) > MAX_CHARACTERS:
             raise SecurityError(f"it makes a text of more than {MAX_CHARACTERS:,} characters")
-        return [self.count(arg) if isinstance(arg, GeneratorType) else arg for arg in args]
+        return given
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if name in ("format", "format_map") and isinstance(owner, str) and WIDE_FORMAT.search(owner):
             raise SecurityError("it asks for a text of too many characters")
-        self.paid(name, [owner, *args, *kwargs.values()])
+        _, *given = self.paid(name, [owner, *args, *kwargs.values()])
+        args, kwargs = tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
         if isinstance(function, LoopContext):  # a recursive loop: loop(children)
             args = tuple(Counted(self, arg) for arg in args)
         return self.checked(super().call(context, function, *args, **kwargs))
@@ -117,7 +118,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                     raise SecurityError("it repeats a text or a list too often")
         if operator == "**" and not (isinstance(right, (int, float)) and abs(right) <= MAX_INT_BITS):
             raise SecurityError("a number is too large")
-        if operator == "%" and isinstance(left, str) and WIDE_PERCENT.search(left):
+        is_format = operator == "%" and isinstance(left, str)
+        if is_format and (WIDE_PERCENT.search(left) or text_size("format", [left, right]) > MAX_CHARACTERS):
             raise SecurityError("it asks for a text of too many characters")
         return self.checked(super().call_binop(context, operator, left, right))
 
@@ -127,6 +129,32 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         replace_concatenations(source)
         source.set_environment(self)
         return super()._generate(source, *args, **kwargs)
+
+
+def text_size(name: str, args: Sequence[Any]) -> int:
+    """At most so many characters come out of the methods and filters that can make a long text of short ones."""
+    texts = [arg for arg in args if isinstance(arg, str)]
+    if name == "replace" and len(texts) == 3:
+        return texts[0].count(texts[1]) * len(texts[2])
+    if name == "join":
+        between = sum(map(len, texts))
+        return sum(between + content_size(item) for arg in args if isinstance(arg, (list, tuple)) for item in arg)
+    if name in ("format", "format_map") and texts:
+        return (texts[0].count("{") + texts[0].count("%")) * sum(map(content_size, args[1:]))
+    if name in ("expandtabs", "indent", "wordwrap") and texts:
+        widths = [len(text) for text in texts[1:]] + [
+            arg for arg in args if isinstance(arg, int) and name != "wordwrap"
+        ]
+        return texts[0].count({"expandtabs": "\t", "indent": "\n"}.get(name, "")) * max(widths, default=0)
+    return 0
+
+
+def content_size(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(map(content_size, value))
+    if isinstance(value, dict):
+        return sum(map(content_size, value.values()))
+    return len(value) if isinstance(value, str) else 1
 
 
 class Counted:
@@ -149,6 +177,7 @@ def limited_environment() -> LimitedEnvironment:
     limited: LimitedEnvironment = object.__new__(LimitedEnvironment)
     limited.__dict__.update(_compile_jinja_template("").environment.overlay().__dict__)
     limited.work = 0
+    limited.globals = {name: value for name, value in limited.globals.items() if name != "lipsum"}  # text without end
     limited.extensions = {key: extension.bind(limited) for key, extension in limited.extensions.items()}
     limited.filters = {name: limited_filter(limited, name, function) for name, function in limited.filters.items()}
     limited.filters[LOOP] = lambda items: Counted(limited, items)
@@ -159,8 +188,9 @@ def limited_environment() -> LimitedEnvironment:
 def limited_filter(environment: LimitedEnvironment, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)  # keeps the marks by which jinja passes its context first
     def limited(*args: Any, **kwargs: Any) -> Any:
-        environment.paid(name, list(kwargs.values()))
-        return environment.checked(function(*environment.paid(name, args), **kwargs))
+        given = environment.paid(name, [*args, *kwargs.values()])
+        named = dict(zip(kwargs, given[len(args) :], strict=True))
+        return environment.checked(function(*given[: len(args)], **named))
 
     return limited
 
