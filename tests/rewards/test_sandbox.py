@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from process_tree import alive, descendants, gone, started, zombies
 
+from assay.envs.python_tool import Evaluator
 from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
 from assay.rewards.isolation import import_folders
 from assay.rewards.sandbox import environment, is_user_code, level_for
@@ -278,6 +279,17 @@ def test_pass_env_of_an_unset_variable_is_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("NOT_SET_ANYWHERE", raising=False)
     with pytest.raises(UserError, match="NOT_SET_ANYWHERE"):
         JudgePool(MathJudge(), pass_env=["NOT_SET_ANYWHERE"])
+
+
+def test_results_of_the_python_tool_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    expressions = ["{'a', 'b', 'c', 'd', 'e', 'f'}", "(i for i in [1])", "reversed([1])"]
+    results = []
+    for _ in range(3):
+        with JudgePool(Evaluator(), workers=1) as pool:
+            results.append([verdict.parsed for verdict in pool.judge([(text, "", {}) for text in expressions])])
+    assert results[0] == results[1] == results[2]
+    assert results[0][1] == "<generator object <genexpr>>"
 
 
 def test_environments_hold_what_python_needs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ _NODES = (
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.comprehension),
     *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
 )
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # of generators and the like: another in every process
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Evaluator:
 
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
         try:
-            result = repr(evaluate(completion))
+            result = _ADDRESS.sub(">", repr(evaluate(completion)))
         except Exception as error:
             return Verdict(0.0, Status.OK, f"{type(error).__name__}: {error}"[:MAX_RESULT])
         return Verdict(1.0, Status.OK, result if len(result) <= MAX_RESULT else result[: MAX_RESULT - 3] + "...")

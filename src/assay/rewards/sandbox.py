@@ -61,7 +61,8 @@ def environment(level: Level, pass_env: Sequence[str] = ()) -> dict[str, str]:
         return {"OMP_NUM_THREADS": "1", **os.environ}
     names = {*_ALWAYS, *pass_env, *(_FOR_USERS if level == "basic" else ())}
     passed = {name: value for name, value in os.environ.items() if name in names or _PATTERN.fullmatch(name)}
-    return {"OMP_NUM_THREADS": "1", "HOME": "/", **passed}
+    # With a fixed hash seed, sets of texts have the same order in every process.
+    return {"OMP_NUM_THREADS": "1", "HOME": "/", "PYTHONHASHSEED": "0", **passed}
 
 
 def with_hint(detail: str, level: Level, passed: Mapping[str, str]) -> str:
