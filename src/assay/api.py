@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.config import TrainConfig
-from assay.engine.base import Request
+from assay.engine.base import Request, generate
 from assay.envs import Env
 from assay.envs.base import is_message
 from assay.rollout.collect import request_seed
@@ -74,7 +74,7 @@ class Policy:
         ids = renderer.prompt_ids(prompt)
         parts.collector.check_lengths([prompt], [ids])
         seed = request_seed(parts.cfg.seed, self.version, key)
-        ((completion,),) = engine.generate([Request(ids, params, seed, name=prompt.id)])
+        ((completion,),) = generate(engine, [Request(ids, params, seed, name=prompt.id)])
         return Rollout(prompt, 0, [Turn(list(ids), completion, renderer.decode(completion.token_ids))])
 
 

@@ -79,10 +79,20 @@ class Completion:
     engine_logprobs: list[float]  # at the sampling temperature, before top-k/top-p: what the trainer recomputes
     sampling_logprobs: list[float]  # after truncation: what the token was really drawn with
     finish: Finish
-    version: int = 0  # of the weights that wrote it
+    version: int = 0  # of the weights that sampled its first token
     kept_mass: float = 1.0  # mean probability of what could be drawn; 1 without truncation and forbidden tokens
     entropy: float = 0.0  # mean over its tokens, of the distribution that `engine_logprobs` belong to
     handle: int | None = None  # by which the engine can continue it, where that was asked for
+    version_spans: tuple[tuple[int, int], ...] = ()  # (version, tokens), if the weights changed while it was sampled
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """(weights version, number of tokens that it sampled), in the order of the tokens."""
+        return self.version_spans or ((self.version, len(self.token_ids)),)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(version for version, _ in self.versions)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from engine_parts import assert_same_tokens, logits_after, needed_library, rando
 from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, compiled
-from assay.engine.columns import Column, State
+from assay.engine.columns import Column, RowState
 from assay.engine.compiled import CompiledAttention, CompiledRunner, SmallModel, library, library_for
 from assay.engine.rows import Rows
 from assay.engine.runner import Runner
@@ -29,7 +29,7 @@ def some_rows(size: int, vocabulary: int) -> Rows:
     rows.ints[:size, Column.KEY] = noise_keys(place * 77, place)
     rows.ints[:size, Column.COUNT] = place % 5
     rows.ints[:size, Column.LIMIT] = 5
-    rows.ints[:size, Column.STATE] = torch.where(place % 7 == 3, State.STOP, State.RUNNING)
+    rows.ints[:size, Column.STATE] = torch.where(place % 7 == 3, RowState.STOP, RowState.RUNNING)
     rows.ints[:size, Column.STOPS :] = -1
     rows.ints[:size, Column.STOPS + 1] = place % vocabulary
     rows.floats[:size, 0] = torch.tensor(TEMPERATURES).repeat(size)[:size]
@@ -57,7 +57,7 @@ def test_draws_are_those_of_torch(vocabulary: int) -> None:
     assert torch.equal(ours.log_tokens, theirs.log_tokens)
     assert (ours.log_scores - theirs.log_scores).abs().max() < 1e-5
     if vocabulary > 1:
-        assert set(ours.ints[:200, Column.STATE].tolist()) == {State.RUNNING, State.LENGTH, State.STOP}
+        assert set(ours.ints[:200, Column.STATE].tolist()) == {RowState.RUNNING, RowState.LENGTH, RowState.STOP}
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -75,7 +75,7 @@ def test_logits_that_are_no_numbers_break_their_own_row(broken: float) -> None:
     if broken == -math.inf:
         logits[4] = broken
     ours, theirs = drawn_both_ways(logits)
-    assert [row for row in range(9) if ours.ints[row, Column.STATE] == State.BROKEN] == [4]
+    assert [row for row in range(9) if ours.ints[row, Column.STATE] == RowState.BROKEN] == [4]
     others = [row for row in range(9) if row != 4]
     assert torch.equal(ours.ints[others], theirs.ints[others])
 

@@ -8,7 +8,7 @@ import torch
 
 from assay.engine.base import Request, SamplingParams
 from assay.engine.history import STEPS, History, rows_of
-from assay.engine.rows import Look
+from assay.engine.rows import StepOutput
 from assay.engine.scheduler import close_gaps, seat
 from assay.engine.sequence import Job, Sample
 
@@ -17,12 +17,12 @@ def new_sample(index: int, limit: int = 10_000) -> Sample:
     return Sample(Job(index, Request([1], SamplingParams(), seed=0), [1], limit), 0)
 
 
-def look_at(running: list[Sample], first: int, steps: int) -> Look:
+def look_at(running: list[Sample], first: int, steps: int) -> StepOutput:
     """What a device would have logged: a token is told by its step and row, scores by both and their kind."""
     step = torch.arange(first, first + steps)[:, None]
     tokens = step * 100 + torch.arange(len(running))
     scores = torch.stack([tokens + 0.125 * kind for kind in range(4)])
-    return Look(list(running), first, tokens.int(), scores.float(), torch.zeros(2, len(running)))
+    return StepOutput(list(running), first, tokens.int(), scores.float(), torch.zeros(2, len(running)))
 
 
 def assert_reads(history: History, samples: list[Sample], told: dict[Sample, list[int]]) -> None:
@@ -44,7 +44,7 @@ def test_sequences_find_their_tokens_wherever_they_were_drawn(window: int, late:
     step, named = first, 0
     running: list[Sample] = []
     told: dict[Sample, list[int]] = {}  # the tokens of each, written down one by one
-    looks: list[Look] = []
+    looks: list[StepOutput] = []
     for _ in range(5 * STEPS // window):
         while len(running) < 6 and draw.random() < 0.3:
             seat(new_sample(named), running, step)

@@ -209,7 +209,7 @@ class Device:
 # -- the host
 
 
-class Look(NamedTuple):
+class StepOutput(NamedTuple):
     """What the host can see of a window."""
 
     samples: list[Sample]  # by row
@@ -227,7 +227,7 @@ class Driver:
         self.blocks = Blocks(total, case.size)
         self.scheduler = Scheduler(self.blocks, case.max_batch, case.budget)
         self.device = Device(self.blocks)
-        self.looks: list[Look] = []
+        self.looks: list[StepOutput] = []
         self.handles: dict[Name, int] = {}
         self.draw = random.Random(case.seed)
         self.rounds = self.preempted = 0
@@ -338,7 +338,7 @@ class Driver:
             assert len(row.history) - 1 <= stored <= len(sample.blocks) * self.blocks.size
             assert row.over or len(row.history) - 1 == stored
         counts = [row.drawn + len(row.new) for row in device.rows]
-        self.looks.append(Look(list(scheduler.running), counts, [row.over for row in device.rows]))
+        self.looks.append(StepOutput(list(scheduler.running), counts, [row.over for row in device.rows]))
 
     def check_outlook(self, sample: Sample) -> None:
         """It has drawn all it may by `last`, and its blocks suffice up to `dry` but not for one step more."""
@@ -348,7 +348,7 @@ class Driver:
         assert sample.dry > sample.last or sample.stored(before + 1) > room
 
     def collect(self) -> None:
-        """Look at the oldest window that has not been looked at, and let go of whoever is done."""
+        """StepOutput at the oldest window that has not been looked at, and let go of whoever is done."""
         done = []
         for sample, count, over in zip(*self.looks.pop(0), strict=True):
             item = self.items[sample.job.index]

@@ -26,8 +26,8 @@ from native_parts import (
 )
 
 from assay.engine import Request, RequestError, SamplingParams
-from assay.engine.columns import State
-from assay.engine.rows import Look
+from assay.engine.columns import RowState
+from assay.engine.rows import StepOutput
 from assay.engine.scheduler import close_gaps, seat
 from assay.engine.sequence import Job, Sample
 from assay.engine.session import Session
@@ -203,10 +203,10 @@ def new_session(requests: int = 3) -> Session:
     return session
 
 
-def a_look(samples: list[Sample], first: int, tokens: list[list[int]], after: list[tuple[int, State]]) -> Look:
+def an_output(samples: list[Sample], first: int, tokens: list[list[int]], after: list[tuple[int, RowState]]) -> StepOutput:
     ids = torch.tensor(tokens, dtype=torch.int32)
     scores = torch.stack([-ids.float(), -2.0 * ids, ids / 100, ids / 10])
-    return Look(samples, first, ids, scores, torch.tensor(after).T)
+    return StepOutput(samples, first, ids, scores, torch.tensor(after).T)
 
 
 def test_completions_are_cut_out_of_the_log() -> None:
@@ -216,16 +216,16 @@ def test_completions_are_cut_out_of_the_log() -> None:
     for sample in (Sample(jobs[0], 1), Sample(jobs[0], 0), Sample(jobs[1], 0), Sample(jobs[2], 0)):
         seat(sample, running, 0)
     samples = list(running)
-    run = State.RUNNING
+    run = RowState.RUNNING
     ended = session.take(
-        a_look(samples, 0, [[1, 2, 3, 4], [5, 6, 7, 8]], [(2, run), (1, State.STOP), (2, State.LENGTH), (2, run)]),
+        an_output(samples, 0, [[1, 2, 3, 4], [5, 6, 7, 8]], [(2, run), (1, RowState.STOP), (2, RowState.LENGTH), (2, run)]),
         running,
     )
-    assert ended == [(samples[1], State.STOP), (samples[2], State.LENGTH)]
+    assert ended == [(samples[1], RowState.STOP), (samples[2], RowState.LENGTH)]
     close_gaps(running, [sample for sample, _ in ended], 2)
-    assert session.take(a_look(running, 2, [[9, 10]], [(3, run), (3, State.BROKEN)]), running)[0][0] is samples[3]
+    assert session.take(an_output(running, 2, [[9, 10]], [(3, run), (3, RowState.BROKEN)]), running)[0][0] is samples[3]
     close_gaps(running, [samples[3]], 3)
-    session.take(a_look(running, 3, [[11]], [(4, State.LENGTH)]), running)
+    session.take(an_output(running, 3, [[11]], [(4, RowState.LENGTH)]), running)
     with pytest.raises(RequestError, match=r"request 2: .*token 2 of sample 0 is not a number") as caught:
         session.completions()
     assert list(caught.value.errors) == [2]
@@ -248,8 +248,8 @@ def test_what_was_drawn_before_a_preemption_comes_first_and_counts_by_its_length
         session.history.first = min(session.history.first, step)
         if count:
             tokens = [[10 * step + i] for i in range(count)]
-            state = State.LENGTH if step == 6 else State.RUNNING
-            session.take(a_look(running, step, tokens, [(len(sample.drawn) + count, state)]), running)
+            state = RowState.LENGTH if step == 6 else RowState.RUNNING
+            session.take(an_output(running, step, tokens, [(len(sample.drawn) + count, state)]), running)
         if step < 6:
             sample.drawn = session.drawn(sample, len(sample.drawn) + count)
             close_gaps(running, [sample], step + count)
@@ -271,9 +271,9 @@ def test_stop_strings_are_looked_for_where_they_were_asked_for() -> None:
         seat(Sample(job, 0), running, 0)
     samples = list(running)
     tokens = [[8, 10, 12], [9, 7, 8], [7, 8, 13]]
-    assert session.take(a_look(samples, 0, tokens, [(3, State.RUNNING)] * 3), running) == [
-        (samples[0], State.STOP),
-        (samples[2], State.STOP),
+    assert session.take(an_output(samples, 0, tokens, [(3, RowState.RUNNING)] * 3), running) == [
+        (samples[0], RowState.STOP),
+        (samples[2], RowState.STOP),
     ]
     assert [found[0].token_ids if found else [] for found in session.results] == [[8, 9, 7], [], [12, 8]]
     assert session.stopping is not None

@@ -98,7 +98,7 @@ def one_step(parts: Parts, steps: Steps) -> list[Group]:
     collector.seconds.clear()
     start = now(device)
     groups, _ = parts.algo.keep(collector.collect(prompts, parts.params, (parts.work.seed, number)))
-    parts.engine.rest()
+    parts.engine.sleep()
     parts.algo.credit(groups)
     scored = now(device)
     metrics = parts.updater.update(groups, parts.algo, parts.cfg.optim.lr, parts.cfg.train.passes)

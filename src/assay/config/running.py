@@ -103,6 +103,8 @@ class EngineConfig(Section):
     """GiB for keys and values; 0: what max_batch sequences can use, within 40 % (CUDA) or 25 % of what is free"""
     lend: bool = False
     """give the memory of keys and values back while the trainer works (CUDA); recorded graphs stay as they are"""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """KV cache of sequences that are running when new weights arrive: computed again with them, or kept as it is"""
     prefill_tokens: Count = 0
     """prompt tokens computed between two stretches of decoding; 0: 8,192 on CUDA, 1,024 elsewhere"""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"

@@ -1,4 +1,4 @@
-"""Engines: prompts in, completions out."""
+"""Generation engines: requests in, completions out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from assay.engine.base import Engine, OnFinish, OnToken, Request, RequestError, SamplingParams
+from assay.engine.base import (
+    Capabilities,
+    Engine,
+    EngineInfo,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    RequestError,
+    SamplingParams,
+    TokenChunk,
+    WeightSource,
+    generate,
+)
 from assay.engine.hf import HFEngine
-from assay.engine.native import NativeEngine
+from assay.engine.native import KvOnUpdate, NativeEngine
 from assay.engine.stopping import Decode
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
@@ -18,23 +31,29 @@ from assay.types import UserError
 
 __all__ = [
     "ENGINES",
+    "Capabilities",
     "Engine",
+    "EngineInfo",
+    "Event",
+    "Failed",
+    "Finished",
     "HFEngine",
     "NativeEngine",
-    "OnFinish",
-    "OnToken",
     "Request",
     "RequestError",
     "SamplingParams",
+    "TokenChunk",
+    "WeightSource",
+    "generate",
     "make_engine",
 ]
 BATCH = {"cpu": 256, "cuda": 1024}  # sequences decoded at once, unless told otherwise
 
 
-def make_native(model: PolicyModel, *, memory: float, prefill_tokens: int, lend: bool, **options: Any) -> Engine:
+def make_native(model: PolicyModel, **options: Any) -> Engine:
     if not isinstance(model, Decoder):
         raise UserError("the native engine serves the Llama, Qwen2 and Qwen3 families: use engine 'hf' for this model")
-    return NativeEngine(model.spec, memory=memory, prefill_tokens=prefill_tokens, lend=lend, **options)
+    return NativeEngine(model.spec, **options)
 
 
 def make_hf(
@@ -43,10 +62,11 @@ def make_hf(
     memory: float,
     prefill_tokens: int,
     lend: bool,
+    kv_on_update: KvOnUpdate,
     group: dist.ProcessGroup | None,
     **options: Any,
 ) -> Engine:
-    """Budgets of memory and prefill, and lending, are the native engine's."""
+    """Budgets of memory and prefill, sleeping, and weight updates while requests run are the native engine's."""
     if group is not None and group.size() > 1:
         raise UserError("the hf engine cannot be split over devices: set parallel.tp to 1")
     if isinstance(model, Decoder):
@@ -70,11 +90,13 @@ def make_engine(
     decode: Decode | None = None,
     group: dist.ProcessGroup | None = None,
     lend: bool = False,
+    kv_on_update: KvOnUpdate = "recompute",
 ) -> Engine:
     """An engine with its own copy of the model's weights, as version 0; "auto" picks by the kind of model.
 
     A `max_batch`, `memory` (GiB for keys and values) or `prefill_tokens` of 0 leaves the choice to the engine.
-    `lend`: give the memory of keys and values away while the engine is at `rest`.
+    `lend`: `sleep` releases the memory of the KV cache.
+    `kv_on_update`: whether `update_weights` recomputes or keeps the KV cache of running sequences.
     `group`: ranks that hold one model together, each of which makes this call and all that follow, alike.
     """
     if name == "auto":
@@ -92,6 +114,7 @@ def make_engine(
         decode=decode,
         group=group,
         lend=lend,
+        kv_on_update=kv_on_update,
     )
-    engine.load_weights(model.weights(), version=0)
+    engine.update_weights(model, version=0)
     return engine

@@ -1,11 +1,12 @@
-"""The one interface to generation: token ids in; tokens, log-probabilities and finish reasons out."""
+"""The engine interface: add requests, step the engine, receive events with tokens and log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from assay.engine.collection import gc_paused
 from assay.types import Completion, UserError
 
 if TYPE_CHECKING:
@@ -15,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    n: int = 1  # samples a prompt
+    n: int = 1  # samples per request
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # 0: off; else tokens less likely than this share of the likeliest one are not drawn
+    min_p: float = 0.0  # 0: off; else tokens less likely than this fraction of the most likely one are never sampled
     max_new_tokens: int = 256
-    min_new_tokens: int = 0  # stop tokens are not drawn before there are as many
+    min_new_tokens: int = 0  # stop tokens are not sampled before this number of tokens
     stop_token_ids: tuple[int, ...] = ()  # the stop token is kept as the completion's last token
     stop: tuple[str, ...] = ()  # stop strings; the token that completes one is kept
-    forbidden_token_ids: tuple[int, ...] = ()  # never drawn
+    forbidden_token_ids: tuple[int, ...] = ()  # never sampled
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens that the model would draw cannot be drawn."""
+        """Whether some tokens to which the model gives a positive probability are never sampled."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def complaint(self) -> str:
@@ -48,69 +49,176 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    prompt_ids: Sequence[int]  # of a continuation: what comes after the sequence so far
+    prompt_ids: Sequence[int]  # of a continuation: the tokens that follow the sequence so far
     params: SamplingParams
-    seed: int  # 64-bit; noise for a token is keyed by (seed, sample index, position) and nothing else
+    seed: int  # 64-bit; sampling noise is a function of (seed, sample index, position) alone
     name: str = ""  # what error messages call it, e.g. the prompt's id
-    keep: bool = False  # keep what was computed, so that the completion's `handle` can be continued
-    continues: int | None = None  # handle of a kept completion; continuing uses it up
+    keep: bool = False  # keep the KV cache of the finished sequence, so that `continues` can name its handle
+    continues: int | None = None  # handle of a kept completion; a handle can be continued once
+    stream: bool = False  # also yield `TokenChunk` events while the completions are written
 
 
-class RequestError(UserError):
-    """Some requests failed; the others are finished, and here."""
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """New tokens of one sample of a streaming request."""
 
-    def __init__(self, errors: dict[int, str], completions: list[list[Completion]]) -> None:
-        more = f" ({len(errors) - 1} more requests failed)" if len(errors) > 1 else ""
-        super().__init__(errors[min(errors)] + more)
-        self.errors = errors  # by the request's index
-        self.completions = completions  # as `generate` returns them; those of failed requests are missing
+    request_id: int
+    sample: int
+    token_ids: list[int]
+    logprobs: list[float]  # as `Completion.engine_logprobs`
 
 
-# (request index, sample index, token id), called for every token soon after it is drawn, in order
-OnToken = Callable[[int, int, int], None]
-# (request index, sample index, completion), called for every completion as it is finished
-OnFinish = Callable[[int, int, Completion], None]
-# (whether there is nothing else to do) -> requests that have come up meanwhile, which join those that are being served
-More = Callable[[bool], Sequence["Request"]]
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One sample of a request is complete."""
+
+    request_id: int
+    sample: int
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request could not be served. It is the request's last event; its other samples are aborted."""
+
+    request_id: int
+    error: str  # one line
+
+
+Event = TokenChunk | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine backend supports."""
+
+    exact_seeds: bool = False  # a sample depends on its request's seed and tokens only, not on other requests
+    temperature_logprobs: bool = False  # `engine_logprobs` are those at the sampling temperature, before truncation
+    entropy: bool = False  # completions report the entropy of the sampling distribution
+    kept_mass: bool = False  # completions report the probability mass left by truncation
+    handles: bool = False  # `Request.keep` and `Request.continues`; elsewhere the whole sequence is sent again
+    inflight_updates: bool = False  # `update_weights` while requests are running
+    score: bool = False  # log-probabilities of given tokens
+    fingerprint: bool = False  # a fingerprint of the weights that are served
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    version: int  # of the weights that are served; -1: none yet
+    max_length: int  # longest prompt + completion, in tokens
+    max_batch: int  # sequences decoded at once
+    dtype: torch.dtype  # of the served weights
+    capabilities: Capabilities
+
+
+class WeightSource(Protocol):
+    """Where `update_weights` gets weights from. A policy in the same process is one."""
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Every weight once, as (Hugging Face name, full tensor)."""
+        ...
 
 
 class Engine(Protocol):
-    version: int  # of the weights it serves
-    max_length: int  # longest prompt + completion, in tokens
-    max_batch: int  # sequences decoded at once
-    dtype: torch.dtype  # of the weights it serves
+    """One thread calls `step`. All other methods may be called from any thread; they take effect between two steps."""
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        on_token: OnToken | None = None,
-        on_finish: OnFinish | None = None,
-        more: More | None = None,
-    ) -> list[list[Completion]]:
-        """For each request, in order, its `params.n` completions, in order of sample index.
+    @property
+    def info(self) -> EngineInfo: ...
 
-        A request that cannot be served does not keep the others from finishing: then a `RequestError` names it.
-        `more` is asked between stretches of decoding. What it returns is counted on from `requests` and may continue
-        what `on_finish` was just given. With nothing else to do it may wait, and the call ends if it returns nothing.
+    def add(self, request: Request) -> int:
+        """Queue a request and return its id, without waiting. An invalid request yields a `Failed` event."""
+        ...
+
+    def step(self, wait: bool = True) -> list[Event]:
+        """Advance all requests and return new events.
+
+        With `wait`, return as soon as there is an event; the list is empty only if there is no unfinished request.
+        Without, return after one iteration, with or without events.
+        """
+        ...
+
+    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
+        """Drop requests, or single samples given as (request id, sample). No event follows for them.
+
+        Ids of finished or unknown requests are ignored.
         """
         ...
 
     def release(self, handles: Iterable[int]) -> None:
-        """Let go of kept completions that will not be continued."""
+        """Free kept sequences that will not be continued. Unknown handles are ignored."""
         ...
 
-    def forget(self) -> None:
-        """Drop prompts remembered from earlier calls: what comes next depends on nothing that came before."""
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """For each sequence, the log-probability of every token but the first, given the tokens before it."""
         ...
 
-    def rest(self) -> None:
-        """Until the next call to `generate` others may need the memory: what can be lent to them is."""
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Copy new weights into place; cached prefixes of the previous weights are never used again.
+
+        Returns when the weights are in place. Engines without `inflight_updates` refuse it while requests are running.
+        """
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights (Hugging Face names, full tensors) into place and drop everything computed with earlier ones."""
+    def fingerprint(self) -> str | None:
+        """Digest of the served weights, over canonical names in the engine's dtype; None if not supported."""
         ...
 
-    def fingerprint(self) -> str:
-        """Over canonical names in the engine's own dtype: proof of what is being served."""
+    def sleep(self) -> None:
+        """Release memory that only generation needs; requires that no request is running."""
         ...
+
+    def wake(self) -> None:
+        """Take that memory again. A `step` with requests does it too."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Drop cached prefixes, so that later results do not depend on earlier requests."""
+        ...
+
+    def close(self) -> None:
+        """Release all resources. The engine cannot be used afterwards."""
+        ...
+
+
+class RequestError(UserError):
+    """Some requests of a call to `generate` failed; all others were served."""
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        more = f" ({len(errors) - 1} more requests failed)" if len(errors) > 1 else ""
+        super().__init__(errors[min(errors)] + more)
+        self.errors = errors  # by the request's index
+
+
+def generate(engine: Engine, requests: Sequence[Request]) -> list[list[Completion]]:
+    """Serve requests to the end: for each request, in order, its `params.n` completions in order of sample index.
+
+    If a request fails, all others are served first; then a `RequestError` is raised. The caller must be the only
+    consumer of the engine's events; several consumers share an engine through a `Dispatcher`.
+    """
+    completions: list[dict[int, Completion]] = [{} for _ in requests]
+    errors: dict[int, str] = {}
+    with gc_paused():
+        index = {engine.add(request): place for place, request in enumerate(requests)}
+        unfinished = {request_id: max(requests[place].params.n, 1) for request_id, place in index.items()}
+        try:
+            while unfinished:
+                events = engine.step()
+                assert events, "the engine has no work left, but some requests are unfinished"
+                for event in events:
+                    if event.request_id not in unfinished:
+                        raise RuntimeError("another consumer's event: share an engine through a Dispatcher")
+                    place = index[event.request_id]
+                    if isinstance(event, Finished):
+                        completions[place][event.sample] = event.completion
+                        unfinished[event.request_id] -= 1
+                    elif isinstance(event, Failed):
+                        errors[place] = event.error
+                        unfinished[event.request_id] = 0
+                    if not unfinished[event.request_id]:
+                        del unfinished[event.request_id]
+        except BaseException:
+            engine.abort(index)
+            raise
+    if errors:
+        raise RequestError(errors)
+    return [[done[sample] for sample in sorted(done)] for done in completions]

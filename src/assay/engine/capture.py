@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.engine.columns import BLOCK_SIZE, Column, State
+from assay.engine.columns import BLOCK_SIZE, Column, RowState
 from assay.engine.network import FusedDecoder
 from assay.engine.operations import Places
 from assay.engine.rows import Rows
@@ -81,6 +81,10 @@ class GraphRunner(Runner):
         for _ in range(steps):
             self.graphs[key].replay()
 
+    def close(self) -> None:
+        self.graphs.clear()
+        super().close()
+
     def _record(self, size: int, sharing: bool, splits: int) -> torch.cuda.CUDAGraph:
         self._warm_up(size, sharing, splits)
         graph = torch.cuda.CUDAGraph()
@@ -92,7 +96,7 @@ class GraphRunner(Runner):
         """Run once before recording, so that all is compiled and loaded; with idle rows this changes nothing."""
         states = self.rows.ints[:, Column.STATE]
         before = states.clone()
-        states.fill_(int(State.IDLE))
+        states.fill_(int(RowState.IDLE))
         self._whole_step(size, sharing, splits)
         states.copy_(before)
         self.rows.step -= 1

@@ -25,7 +25,7 @@ class Column(IntEnum):
     STOPS = 10  # the first of the stop tokens
 
 
-class State(IntEnum):
+class RowState(IntEnum):
     """Of those that end a sequence the larger wins where several hold at once."""
 
     RUNNING = 0

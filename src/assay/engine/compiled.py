@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.engine.columns import BLOCK_SIZE, WIDTH, Column, State
+from assay.engine.columns import BLOCK_SIZE, WIDTH, Column, RowState
 from assay.engine.network import FusedDecoder
 from assay.engine.operations import Places
 from assay.engine.rows import LOG_STEPS, Rows
@@ -31,7 +31,7 @@ from assay.models.spec import ModelSpec
 
 SOURCE = Path(__file__).parent / "kernels" / "cpu.c"
 DEFINES = {
-    **{member.name: member.value for member in (*Column, *State)},
+    **{member.name: member.value for member in (*Column, *RowState)},
     "WIDTH": WIDTH,
     "PART": BLOCK,
     "GOLDEN": f"{GOLDEN % 2**64}u",

@@ -11,28 +11,33 @@ import copy
 import inspect
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from assay.engine.base import More, OnFinish, OnToken, Request
-from assay.engine.columns import Column
-from assay.engine.rows import Rows
+from assay.engine.base import Capabilities, EngineInfo, Event, Request, WeightSource
+from assay.engine.columns import Column, RowState
+from assay.engine.commands import StepBoundary
+from assay.engine.outputs import OutputProcessor
+from assay.engine.rows import Rows, StepOutput
 from assay.engine.scheduler import close_gaps, seat
 from assay.engine.sequence import Job, Sample, job_for, nothing_kept
-from assay.engine.session import Session
 from assay.engine.stopping import Decode, StopStrings
 from assay.engine.weights import copy_weights
 from assay.models.base import PolicyModel
 from assay.models.fingerprint import fingerprint
 from assay.models.lora import drop_lora
-from assay.types import Completion, UserError
+from assay.types import UserError
 
 PREFILL_TOKENS = 8192  # of prompts that start together
 
 
 class HFEngine:
+    """Requests run in waves: samples that start together, until the last of them has finished."""
+
     def __init__(
         self,
         model: PolicyModel,
@@ -49,111 +54,202 @@ class HFEngine:
         self.device = torch.device(device) if device is not None else model.device
         self.model = own_copy(model, self.device, dtype)
         self.hf: Any = self.model.hf
-        self.dtype = dtype or next(model.parameters()).dtype
-        self.version = 0
-        self.max_length = min(model.max_length, max_length or model.max_length)
-        self.max_batch, self.stopping = max_batch, StopStrings(decode) if decode else None
+        self.stopping = StopStrings(decode) if decode else None
+        self.info = EngineInfo(
+            version=0,
+            max_length=min(model.max_length, max_length or model.max_length),
+            max_batch=max_batch,
+            dtype=dtype or next(model.parameters()).dtype,
+            capabilities=Capabilities(
+                exact_seeds=True,
+                temperature_logprobs=True,
+                entropy=True,
+                kept_mass=True,
+                handles=True,
+                score=True,
+                fingerprint=True,
+            ),
+        )
         accepted = inspect.signature(self.hf.forward).parameters
         self.takes_positions = "position_ids" in accepted
-        self.extra = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self.kept: dict[int, list[int]] = {}
-        self.next_handle = 0
+        self.next_handle, self.next_id = count(1), count()
+        self.outputs = OutputProcessor(max_batch, self.stopping, self._keep)
+        self.incoming: deque[tuple[int, Request]] = deque()
+        self.waiting: deque[Sample] = deque()
+        self.wave: Wave | None = None
+        self.boundary = StepBoundary()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        copy_weights(dict(self.model.weights()), weights)
-        self.version = version
-
-    def forget(self) -> None:
-        """Nothing is remembered between calls but the tokens of what is kept."""
-
-    def rest(self) -> None:
-        """There is nothing but the weights."""
-
-    def fingerprint(self) -> str:
-        return fingerprint(self.model.weights())
-
-    def release(self, handles: Iterable[int]) -> None:
-        for handle in handles:
-            self.kept.pop(handle, None)
+    def add(self, request: Request) -> int:
+        request_id = next(self.next_id)
+        self.incoming.append((request_id, request))
+        return request_id
 
     @torch.inference_mode()
-    def generate(
-        self,
-        requests: Sequence[Request],
-        on_token: OnToken | None = None,
-        on_finish: OnFinish | None = None,
-        more: More | None = None,
-    ) -> list[list[Completion]]:
-        """`more` is asked between waves, which run until their last sample has finished."""
-        session = Session(self.max_batch, self.version, self.stopping, self._keep, on_token, on_finish)
-        before = dict(self.kept)
-        try:
-            waiting = deque(self._samples(requests, session))
-            while True:
-                if more is not None:
-                    with torch.inference_mode(False):
-                        waiting += self._samples(more(not waiting), session)
-                if not waiting:
-                    break
-                Wave(self, session, self._next(waiting)).run()
-        except BaseException:
-            self.kept = before
-            raise
-        return session.completions()
-
-    def _samples(self, requests: Sequence[Request], session: Session) -> list[Sample]:
-        jobs = []
-        for index, request in session.numbered(requests):
+    def step(self, wait: bool = True) -> list[Event]:
+        with self.boundary.stepping():
             try:
-                job = self._job(request, index)
+                while self._admit():
+                    self._iterate()
+                    if not wait or self.outputs.events:
+                        break
+                    self.boundary.run_queued()
+            except BaseException:
+                self._drop_everything()
+                raise
+            return self.outputs.take_events()
+
+    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
+        ids = list(ids)
+        self.boundary.post(lambda: self._abort(ids))
+
+    def release(self, handles: Iterable[int]) -> None:
+        handles = list(handles)
+        self.boundary.post(lambda: [self.kept.pop(handle, None) for handle in handles])
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        return self.boundary.call(lambda: [self._score(sequence, temperature) for sequence in sequences])
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        self.boundary.call(lambda: self._update_weights(source, version))
+
+    def fingerprint(self) -> str:
+        return self.boundary.call(lambda: fingerprint(self.model.weights()))
+
+    def sleep(self) -> None:
+        """It holds nothing but weights between requests."""
+
+    def wake(self) -> None:
+        """See `sleep`."""
+
+    def reset_prefix_cache(self) -> None:
+        """There is none: every prompt is computed again."""
+
+    def close(self) -> None:
+        self.boundary.call(self._drop_everything)
+
+    def _update_weights(self, source: WeightSource, version: int) -> None:
+        if self.wave is not None or self.waiting or self.incoming:
+            raise UserError("the hf engine cannot update weights while requests are running: finish or abort them")
+        copy_weights(dict(self.model.weights()), source.weights())
+        self.info = replace(self.info, version=version)
+        self.outputs.versions.current = version
+
+    def _abort(self, ids: Sequence[int | tuple[int, int]]) -> None:
+        self._accept()
+        samples: list[Sample] = []
+        for one in ids:
+            request_id, index = one if isinstance(one, tuple) else (one, None)
+            if (job := self.outputs.jobs.get(request_id)) is not None:
+                samples += [s for s in job.samples if not s.done and index in (None, s.index)]
+        self._drop(samples)
+
+    def _drop(self, samples: Sequence[Sample]) -> None:
+        """Take samples out without a result."""
+        for sample in samples:
+            sample.done = True
+            sample.job.unfinished -= 1
+            if not sample.job.unfinished:
+                self.outputs.remove(sample.job)
+        self.waiting = deque(sample for sample in self.waiting if not sample.done)
+        if self.wave is not None and (running := [sample for sample in samples if sample.row >= 0]):
+            self._shrink(running)
+
+    def _drop_everything(self) -> None:
+        """After an error within a step: all requests are dropped, and what they continued is kept again."""
+        for job in self.outputs.jobs.values():
+            if (handle := job.request.continues) is not None:
+                self.kept[handle] = list(job.tokens[: len(job.tokens) - len(job.request.prompt_ids)])
+        self.incoming.clear()
+        self.waiting.clear()
+        self.wave = None
+        self.outputs.clear(0)
+
+    def _admit(self) -> bool:
+        """Accept new requests; whether there is anything to do."""
+        self._accept()
+        return self.wave is not None or bool(self.waiting)
+
+    def _accept(self) -> None:
+        jobs = []
+        while self.incoming:
+            request_id, request = self.incoming.popleft()
+            try:
+                job = self._job(request, request_id)
             except UserError as error:
-                session.errors[index] = str(error)
+                self.outputs.fail(request_id, str(error))
                 continue
-            session.expect(job)
+            self.outputs.add(job)
             jobs.append(job)
             if request.continues is not None:
                 del self.kept[request.continues]
         if not self.takes_positions:
             jobs.sort(key=lambda job: len(job.tokens))
-        return [Sample(job, index) for job in jobs for index in range(job.request.params.n)]
+        self.waiting.extend(sample for job in jobs for sample in job.samples)
 
-    def _job(self, request: Request, index: int) -> Job:
+    def _job(self, request: Request, request_id: int) -> Job:
         before: list[int] = []
         if request.continues is not None:
             if request.continues not in self.kept:
-                raise nothing_kept(request, index)
+                raise nothing_kept(request, request_id)
             before = self.kept[request.continues]
         return job_for(
             request,
-            index,
+            request_id,
             before,
-            max_length=self.max_length,
+            max_length=self.info.max_length,
             vocabulary=self.model.vocab_size,
             can_decode=self.stopping is not None,
         )
 
     def _keep(self, sample: Sample, tokens: list[int]) -> int:
         """Only the tokens: a continuation computes them again."""
-        self.next_handle += 1
-        self.kept[self.next_handle] = tokens
-        return self.next_handle
+        handle = next(self.next_handle)
+        self.kept[handle] = tokens
+        return handle
 
-    def _next(self, waiting: deque[Sample]) -> list[Sample]:
-        """Who runs together: as many as there are rows and prompt tokens allowed, one at least."""
+    def _iterate(self) -> None:
+        """One token for every sample of the wave; without a wave, start the next one."""
+        if self.wave is None:
+            self.outputs.start(0)
+            self.wave = Wave(self, self._next())
+        output = self.wave.step()
+        ended = self.outputs.process(output, self.wave.running)
+        failed = {sample.job.id for sample, state in ended if state == RowState.BROKEN}
+        self._shrink([sample for sample, _ in ended])
+        if failed:
+            everyone = [*(self.wave.running if self.wave else ()), *self.waiting]
+            self._drop([sample for sample in everyone if sample.job.id in failed])
+
+    def _shrink(self, samples: Sequence[Sample]) -> None:
+        assert self.wave is not None
+        self.wave.remove(samples)
+        if not self.wave.running:
+            self.wave = None
+
+    def _next(self) -> list[Sample]:
+        """The samples of the next wave: as many as there are rows and prompt tokens allowed, one at least."""
         samples: list[Sample] = []
         tokens = 0
-        while waiting and len(samples) < self.max_batch:
-            job = waiting[0].job
+        while self.waiting and len(samples) < self.info.max_batch:
+            job = self.waiting[0].job
             if samples and samples[-1].job is not job:
                 tokens += len(samples[-1].job.tokens)
                 uneven = not self.takes_positions and len(job.tokens) != len(samples[0].job.tokens)
                 if uneven or tokens + len(job.tokens) > PREFILL_TOKENS:
                     break
-            samples.append(waiting.popleft())
+            samples.append(self.waiting.popleft())
         return samples
 
+    def _score(self, sequence: Sequence[int], temperature: float) -> list[float]:
+        ids = torch.tensor([list(sequence)], device=self.device)
+        logits = self.hf(input_ids=ids, return_dict=True).logits[0, :-1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
-        extra = {**self.extra, "position_ids": positions} if self.takes_positions else self.extra
+        extra = {**self.last_only, **({"position_ids": positions} if self.takes_positions else {})}
         return self.hf(
             input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **extra
         )
@@ -178,27 +274,31 @@ def own_copy(model: PolicyModel, device: torch.device, dtype: torch.dtype | None
 class Wave:
     """Samples that start together and run until the last has finished."""
 
-    def __init__(self, engine: HFEngine, session: Session, samples: list[Sample]) -> None:
-        self.engine, self.session = engine, session
-        self.step = session.history.first = 0
+    def __init__(self, engine: HFEngine, samples: list[Sample]) -> None:
+        self.engine = engine
+        self.steps = 0
         self.running: list[Sample] = []
         for sample in samples:
-            seat(sample, self.running, self.step)
+            seat(sample, self.running, self.steps)
         self.rows = Rows(len(samples), 0, engine.device)
         self.rows.enter(samples)
         self.mask = torch.empty(0)  # [rows, tokens]: which are no padding
         self.cache: Any = None
 
-    def run(self) -> None:
-        logits = self._prefill()
-        while True:
-            self._draw(logits)
-            if not self.running:
-                return
-            size = len(self.running)
-            self.mask = torch.cat((self.mask, self.mask.new_ones(size, 1)), dim=1)
-            token, position = (self.rows.column(column, size)[:, None] for column in (Column.TOKEN, Column.POSITION))
-            logits = self.engine._forward(token, self.mask, position, self.cache).logits[:, -1]
+    def step(self) -> StepOutput:
+        """Sample a token for each row."""
+        logits = self._prefill() if self.cache is None else self._forward()
+        self.rows.note_modes(self.running)
+        self.rows.draw(logits)
+        output = self.rows.read(list(self.running), self.steps, 1)
+        self.steps += 1
+        return output
+
+    def _forward(self) -> Tensor:
+        size = len(self.running)
+        self.mask = torch.cat((self.mask, self.mask.new_ones(size, 1)), dim=1)
+        token, position = (self.rows.column(column, size)[:, None] for column in (Column.TOKEN, Column.POSITION))
+        return self.engine._forward(token, self.mask, position, self.cache).logits[:, -1]
 
     def _prefill(self) -> Tensor:
         """Logits with one row for each sample, from one pass over the prompts."""
@@ -219,23 +319,15 @@ class Wave:
         self.mask = mask[owners]
         return output.logits[:, -1][owners]
 
-    def _draw(self, logits: Tensor) -> None:
-        """Everyone draws a token; who has finished leaves, and mask and cache keep the rows of those who remain."""
-        rows = self.rows
-        rows.note_modes(self.running)
-        rows.draw(logits)
-        look = rows.look(list(self.running), self.step, 1)
-        self.step += 1
-        ended = [sample for sample, _ in self.session.take(look, self.running)]
-        if not ended:
-            return
+    def remove(self, samples: Sequence[Sample]) -> None:
+        """Take samples out: mask and cache keep the rows of the others."""
         before = len(self.running)
-        moves = close_gaps(self.running, ended, self.step)
-        rows.move(moves, len(self.running), before)
+        moves = close_gaps(self.running, samples, self.steps)
+        self.rows.move(moves, len(self.running), before)
         order = list(range(before))
         for source, destination in moves:
             order[destination] = source
-        if self.running:
+        if self.running and samples and self.cache is not None:
             kept = torch.tensor(order[: len(self.running)], device=self.mask.device)
             self.cache.reorder_cache(kept)
             self.mask = self.mask[kept]

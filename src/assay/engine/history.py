@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from assay.engine.rows import Look
+from assay.engine.rows import StepOutput
 from assay.engine.sequence import Sample
 
 STEPS = 256  # room to begin with
@@ -18,13 +18,13 @@ class History:
         self.tokens = np.zeros((rows, STEPS), dtype=np.int32)
         self.scores = np.zeros((4, rows, STEPS), dtype=float_type)
 
-    def write(self, look: Look, running: Sequence[Sample]) -> None:
-        steps, rows = look.tokens.shape
-        if look.first + steps - self.first > self.tokens.shape[1]:
-            self._make_room(look.first, steps, running)
-        place = slice(look.first - self.first, look.first - self.first + steps)
-        self.tokens[:rows, place] = look.tokens.numpy().T
-        self.scores[:, :rows, place] = look.scores.numpy().swapaxes(1, 2)
+    def write(self, output: StepOutput, running: Sequence[Sample]) -> None:
+        steps, rows = output.tokens.shape
+        if output.first + steps - self.first > self.tokens.shape[1]:
+            self._make_room(output.first, steps, running)
+        place = slice(output.first - self.first, output.first - self.first + steps)
+        self.tokens[:rows, place] = output.tokens.numpy().T
+        self.scores[:, :rows, place] = output.scores.numpy().swapaxes(1, 2)
 
     def read(self, samples: Sequence[Sample], count: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [samples, count] and scores [4, samples, count] since they last entered, all in the same step."""
@@ -49,7 +49,7 @@ class History:
 
     def _make_room(self, first: int, steps: int, running: Sequence[Sample]) -> None:
         """Drop what nobody running can need; if that is not half of it, grow."""
-        oldest = min([first, *(sample.entered for sample in running)])  # all may have come after this look's steps
+        oldest = min([first, *(sample.entered for sample in running)])  # all may have entered after these steps
         held = slice(oldest - self.first, first - self.first)
         tokens, scores = self.tokens[:, held], self.scores[:, :, held]
         rows, size = self.tokens.shape

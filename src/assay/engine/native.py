@@ -1,38 +1,41 @@
-"""Our own engine: continuous batching over a paged cache, prompts computed once for all their samples."""
+"""The native engine: continuous batching over a paged KV cache, with prompts computed once for all their samples."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
+from itertools import count
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from assay.engine.base import More, OnFinish, OnToken, Request
+from assay.engine.base import Capabilities, EngineInfo, Event, Request, WeightSource
 from assay.engine.blocks import Blocks
-from assay.engine.columns import BLOCK_SIZE, State
+from assay.engine.columns import BLOCK_SIZE, RowState
+from assay.engine.commands import StepBoundary
 from assay.engine.compiled import CompiledRunner, library_for
 from assay.engine.lockstep import check_drawn, check_requests, least
 from assay.engine.memory import cache_blocks
 from assay.engine.network import FusedDecoder
-from assay.engine.rows import LOG_STEPS, Look, Rows
+from assay.engine.outputs import OutputProcessor
+from assay.engine.rows import LOG_STEPS, Rows, StepOutput
 from assay.engine.runner import Runner, new_cache
 from assay.engine.scheduler import Plan, Scheduler
 from assay.engine.sequence import Job, Kept, Sample, job_for, nothing_kept
-from assay.engine.session import Session
 from assay.engine.stats import Stats
 from assay.engine.stopping import Decode, StopStrings
-from assay.engine.undisturbed import without_collection
 from assay.engine.weights import copy_weights
 from assay.models.device import uses_triton
 from assay.models.fingerprint import fingerprint
 from assay.models.spec import ModelSpec
-from assay.types import Completion, UserError
+from assay.types import UserError
 
 COUNT_EVERY = 7  # windows, for what takes time to count; odd, or it would always be at the same place in a block
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed between two stretches of decoding, unless told otherwise
+KvOnUpdate = Literal["recompute", "keep"]
 
 
 class NativeEngine:
@@ -49,177 +52,254 @@ class NativeEngine:
         decode: Decode | None = None,
         group: dist.ProcessGroup | None = None,
         lend: bool = False,
+        kv_on_update: KvOnUpdate = "recompute",
     ) -> None:
-        """`memory`: GiB for keys and values; 0: as much as is useful and free. `decode`: tokens to text.
+        """`memory`: GiB for the KV cache; 0: as much as is useful and free. `decode`: tokens to text.
 
-        `lend`: between `rest` and the next call to `generate` that memory is free for others (on CUDA).
+        `lend`: `sleep` releases the memory of the KV cache (CUDA).
         `group`: the ranks that serve this model together. All of them must make the same calls (see `lockstep`).
+        `kv_on_update`: what becomes of the KV cache of running sequences when weights are updated. "recompute": it is
+        computed again with the new weights; "keep": it stays, and only new tokens use the new weights.
         """
         if max_batch < 1:
             raise UserError(f"max_batch must be at least 1, not {max_batch}")
-        self.version = -1  # no weights yet
-        self.max_length = min(spec.max_length, max_length or spec.max_length)
-        self.max_batch, self.stopping = max_batch, StopStrings(decode) if decode else None
-        self.device, self.dtype = torch.device(device), dtype
+        max_length = min(spec.max_length, max_length or spec.max_length)
+        self.device, self.kv_on_update = torch.device(device), kv_on_update
+        self.stopping = StopStrings(decode) if decode else None
         self.group = group if group is not None and group.size() > 1 else None
-        self.network = FusedDecoder(spec, self.max_length, self.device, dtype, self.group)
+        self.network = FusedDecoder(spec, max_length, self.device, dtype, self.group)
         spec = self.network.spec
-        total = cache_blocks(spec, max_batch, self.max_length, self.device, dtype, memory)
+        total = cache_blocks(spec, max_batch, max_length, self.device, dtype, memory)
         if self.group is not None:
             total = least(total, self.group, self.device)
-        # One sequence cannot outgrow the whole cache, and is cut off there; its last token is drawn and stored nowhere.
-        self.max_length = min(self.max_length, total * BLOCK_SIZE + 1)
+        # A sequence cannot outgrow the whole cache; its last token is sampled but never stored.
+        max_length = min(max_length, total * BLOCK_SIZE + 1)
+        able = Capabilities(**dict.fromkeys(Capabilities.__dataclass_fields__, True))
+        self.info = EngineInfo(-1, max_length, max_batch, dtype, able)
         self.blocks = Blocks(total, BLOCK_SIZE)
         chunk = prefill_tokens or PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         self.scheduler = Scheduler(self.blocks, max_batch, chunk)
-        self.rows = Rows(max_batch, -(-self.max_length // BLOCK_SIZE), self.device, dtype)
+        self.rows = Rows(max_batch, -(-max_length // BLOCK_SIZE), self.device, dtype)
         # The last block takes what is to be stored nowhere.
         kv, self.lent = new_cache(spec, total + 1, self.device, dtype, lend)
         self.runner = make_runner(self.network, self.rows, kv)
-        self.looks: deque[Look] = deque()
+        self.outputs = OutputProcessor(
+            max_batch, self.stopping, self._keep, self.rows.float_type, digests=self.group is not None
+        )
+        self.in_flight: deque[StepOutput] = deque()  # windows of steps whose results the host has not read yet
+        self.incoming: deque[tuple[int, Request]] = deque()
+        self.next_id = count()
+        self.boundary = StepBoundary()
         self.rows_changed = False
+        self.busy = False  # whether there were requests since it was last idle
         self.stats = Stats()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.scheduler.forget()
-        copy_weights(self.network.canonical(), weights, self.network.shares)
-        self.version = version
+    # -- requests
 
-    def forget(self) -> None:
-        self.scheduler.forget()
+    def add(self, request: Request) -> int:
+        request_id = next(self.next_id)
+        # Requests that arrive one by one are collected for some steps before they are let in.
+        self.scheduler.open = self.scheduler.open or self.scheduler.unfinished
+        self.incoming.append((request_id, request))
+        return request_id
 
-    def rest(self) -> None:
-        if self.lent is not None:
-            self.scheduler.forget()
-            self.lent.unmap()
+    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
+        ids = list(ids)
+        self.boundary.post(lambda: self._abort(ids))
+
+    def release(self, handles: Iterable[int]) -> None:
+        handles = list(handles)
+        self.boundary.post(lambda: self.scheduler.drop(handles))
+
+    @torch.inference_mode()
+    def step(self, wait: bool = True) -> list[Event]:
+        with self.boundary.stepping():
+            try:
+                while self._admit():
+                    self._iterate()
+                    if not wait or self.outputs.events:
+                        break
+                    self.boundary.run_queued()
+                if self.busy and not self.scheduler.unfinished:
+                    self._become_idle()
+            except BaseException:
+                self._drop_everything()
+                raise
+            return self.outputs.take_events()
+
+    # -- weights and memory
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        self.boundary.call(lambda: self._update_weights(source, version))
 
     def fingerprint(self) -> str:
-        return fingerprint(self.network.weights())
+        return self.boundary.call(lambda: fingerprint(self.network.weights()))
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        return self.boundary.call(lambda: self.runner.score(sequences, temperature, self.scheduler.prefill_tokens))
+
+    def sleep(self) -> None:
+        self.boundary.call(self._sleep)
+
+    def wake(self) -> None:
+        if self.lent is not None:
+            self.boundary.call(self.lent.map)
+
+    def reset_prefix_cache(self) -> None:
+        self.boundary.call(self._reset_prefix_cache)
+
+    def close(self) -> None:
+        self.boundary.call(self._close)
 
     def reset_stats(self) -> None:
         self.stats = Stats()
 
-    def release(self, handles: Iterable[int]) -> None:
-        for handle in handles:
-            self.scheduler.drop(handle)
+    # -- at the boundary between two steps
 
-    @torch.inference_mode()
-    def generate(
-        self,
-        requests: Sequence[Request],
-        on_token: OnToken | None = None,
-        on_finish: OnFinish | None = None,
-        more: More | None = None,
-    ) -> list[list[Completion]]:
-        if self.group is not None:
-            check_requests(requests, self.group, self.device)
-        if not requests and more is None:
-            return []
-        if self.version < 0:
-            raise UserError("the engine has no weights yet: call load_weights first")
+    def _abort(self, ids: Sequence[int | tuple[int, int]]) -> None:
+        samples = {one if isinstance(one, tuple) else (one, None) for one in ids}
+        named = {request_id for request_id, _ in samples}
+        for _ in range(len(self.incoming)):  # in place: another thread may be adding requests
+            request_id, request = self.incoming.popleft()
+            if (request_id, None) not in samples:
+                if request_id in named:
+                    self._accept(request_id, request)
+                else:
+                    self.incoming.append((request_id, request))
+        gone: list[Sample] = []
+        for request_id, index in samples:
+            if (job := self.outputs.jobs.get(request_id)) is not None:
+                gone += [s for s in job.samples if not s.done and (index is None or s.index == index)]
+        self._drop(gone)
+
+    def _drop(self, samples: Sequence[Sample]) -> None:
+        """Take samples out without a result."""
+        running = [sample for sample in samples if sample.row >= 0]
+        waiting = [sample for sample in samples if sample.row < 0]
+        for sample in samples:
+            sample.done = True
+            sample.job.unfinished -= 1
+            if not sample.job.unfinished:
+                self.outputs.remove(sample.job)
+        if running:
+            self._leave(running)
+        if waiting:
+            self.scheduler.remove_waiting(waiting)
+
+    def _update_weights(self, source: WeightSource, version: int) -> None:
+        keep = self.kv_on_update == "keep"
+        if not keep:
+            self._preempt_all()
+        self.scheduler.weights_changed(keep)
+        copy_weights(self.network.canonical(), source.weights(), self.network.shares)
+        step = self.scheduler.step
+        self.outputs.versions.update(version, step, min([step, *(s.entered for s in self.scheduler.running)]))
+        self.info = replace(self.info, version=version)
+
+    def _preempt_all(self) -> None:
+        """Store what all running samples have written and put them back into the queue, in their order."""
+        while self.in_flight:
+            self._collect()
+        for sample in sorted(self.scheduler.running, key=lambda sample: (sample.job.id, sample.index), reverse=True):
+            self._preempt(sample)
+
+    def _sleep(self) -> None:
+        if self.scheduler.unfinished or self.incoming:
+            raise UserError("the engine cannot sleep while requests are running: finish or abort them first")
         if self.lent is not None:
+            self._reset_prefix_cache()
+            self.lent.unmap()
+
+    def _reset_prefix_cache(self) -> None:
+        self.scheduler.drop_kept_blocks()
+        self.scheduler.reset_prefix_cache()
+
+    def _close(self) -> None:
+        self._drop_everything()
+        self.runner.close()
+        if self.lent is not None:
+            self.lent.unmap()
+
+    # -- one iteration
+
+    def _admit(self) -> bool:
+        """Accept new requests; whether there is anything to do."""
+        if self.incoming and self.group is not None and not self.scheduler.unfinished:
+            check_requests([request for _, request in self.incoming], self.group, self.device)
+        # Checking requests takes time, in which those already accepted can run.
+        while self.incoming and self.scheduler.pending < self.info.max_batch:
+            self._accept(*self.incoming.popleft())
+        if self.scheduler.unfinished and self.lent is not None:
             self.lent.map()
-        callbacks = self.stopping, self._keep, on_token, on_finish
-        session = Session(self.rows.size, self.version, *callbacks, self.rows.float_type)
-        session.history.first = self.scheduler.step
-        before = dict(self.scheduler.kept)
-        # Who is asked for more may make circles, and the call may be long.
-        with nullcontext() if more else without_collection():
-            try:
-                self.scheduler.open = more is not None and self.group is None
-                self._serve(deque(session.numbered(requests)), session, more)
-            except BaseException:
-                self._start_over(before)
-                raise
-            self.looks.clear()  # of steps taken before it was seen that all had ended
-            self.stats.decoded_tokens += session.tokens
-            if self.group is not None:
-                check_drawn(session.results, self.group, self.device)
-            return session.completions()
+        return self.scheduler.unfinished
 
-    def _serve(self, coming: deque[tuple[int, Request]], session: Session, more: More | None) -> None:
-        while True:
-            idle = not (coming or self.scheduler.unfinished)
-            if more is not None and (idle or self.scheduler.open):
-                coming += session.numbered(self._asked(more, idle))
-            if not (coming or self.scheduler.unfinished):
-                return
-            # Looking at requests takes time, in which those already here can run.
-            while coming and self.scheduler.pending < self.max_batch:
-                self._add(*coming.popleft(), session)
-            if self.scheduler.unfinished:
-                self._round(session)
-
-    @torch.inference_mode(False)
-    def _asked(self, more: More, idle: bool) -> Sequence[Request]:
-        """Ranks that serve a model together ask only when all is done, and compare what they have been given."""
-        requests = more(idle)
-        if self.group is not None:
-            check_requests(requests, self.group, self.device)
-        return requests
-
-    def _add(self, index: int, request: Request, session: Session) -> None:
+    def _accept(self, request_id: int, request: Request) -> None:
+        if self.info.version < 0:
+            raise UserError("the engine has no weights yet: call update_weights first")
         try:
-            kept = self._continued(request, index)
-            job = self._job(request, index, kept)
+            kept = self._continued(request, request_id)
+            job = self._job(request, request_id, kept)
         except UserError as error:
-            session.errors[index] = str(error)
+            self.outputs.fail(request_id, str(error))
             return
-        session.expect(job)
         if request.continues is not None and kept is not None:
             self.scheduler.resume(request.continues)
-        self.scheduler.add(job.tokens, [Sample(job, sample) for sample in range(request.params.n)], kept)
+        self.busy = True
+        self.outputs.add(job)
+        self.scheduler.add(job.tokens, job.samples, kept)
 
-    def _continued(self, request: Request, index: int) -> Kept | None:
+    def _continued(self, request: Request, request_id: int) -> Kept | None:
         if request.continues is None:
             return None
         kept = self.scheduler.kept.get(request.continues)
         if kept is None:
-            raise nothing_kept(request, index)
+            raise nothing_kept(request, request_id)
         return kept
 
-    def _job(self, request: Request, index: int, kept: Kept | None) -> Job:
+    def _job(self, request: Request, request_id: int, kept: Kept | None) -> Job:
         return job_for(
             request,
-            index,
+            request_id,
             kept.tokens if kept else [],
-            max_length=self.max_length,
+            max_length=self.info.max_length,
             vocabulary=self.network.spec.vocab_size,
             can_decode=self.stopping is not None,
         )
 
-    def _round(self, session: Session) -> None:
-        """Let in who can enter, take some steps, and look at those before."""
+    def _iterate(self) -> None:
+        """Admit samples, take some decoding steps, and process the results of earlier ones."""
         window = self.runner.window
-        self._make_room(session, window)
+        self._make_room(window)
         plan = self.scheduler.plan(window)
         self._carry_out(plan)
         steps = self._steps(window)
         if steps:
             self._decode(steps)
         else:
-            assert self.looks or plan.chunks or not self.scheduler.unfinished, "nothing can go on"
-        while len(self.looks) > (self.runner.ahead if steps else 0):
-            self._collect(session)
+            assert self.in_flight or plan.chunks or not self.scheduler.unfinished, "no sequence can continue"
+        while len(self.in_flight) > (self.runner.ahead if steps else 0):
+            self._collect()
 
     def _steps(self, window: int) -> int:
-        """Steps that somebody can use, until the host looks."""
+        """Number of steps that some sample can use, before the host reads results."""
         scheduler = self.scheduler
-        # Those who run may all be past their last step, not yet seen, when one who would have gone on has stopped.
+        # All running samples may be past their last step, not yet seen, when one that would have gone on has stopped.
         useful = max([scheduler.step, *(sample.last for sample in scheduler.running)]) - scheduler.step
         return min(window, useful, LOG_STEPS - scheduler.step % LOG_STEPS)
 
-    def _make_room(self, session: Session, window: int) -> None:
-        """Blocks for those who run; if there are too few, after all that is known, the last to come has to go."""
+    def _make_room(self, window: int) -> None:
+        """Make sure that running samples have blocks for the next steps; preempt the newest ones if necessary."""
         while self.scheduler.lack(window) > 0:
-            if self.looks:
-                self._collect(session)
+            if self.in_flight:
+                self._collect()
                 continue
-            sample = self.scheduler.preempt()
-            sample.drawn = session.drawn(sample, len(sample.drawn) + self.scheduler.step - sample.entered)
-            self._leave([sample])
-            self.scheduler.restart(sample)
+            self._preempt(self.scheduler.preempt())
             self.stats.preemptions += 1
+
+    def _preempt(self, sample: Sample) -> None:
+        self.outputs.pause(sample, len(sample.drawn) + self.scheduler.step - sample.entered)
+        self._leave([sample])
+        self.scheduler.restart(sample)
 
     def _carry_out(self, plan: Plan) -> None:
         if plan.chunks:
@@ -240,7 +320,7 @@ class NativeEngine:
             self.runner.arrange(running)
             self.rows_changed = False
         self.runner.decode(len(running), steps, width * BLOCK_SIZE)
-        self.looks.append(self.rows.look(list(running), scheduler.step, steps))
+        self.in_flight.append(self.rows.read(list(running), scheduler.step, steps))
         scheduler.advance(steps)
         self.stats.decode_steps += steps
         self.stats.windows += 1
@@ -260,14 +340,22 @@ class NativeEngine:
         if held >= stats.peak_places:
             stats.peak_places, stats.kv_waste_peak = held, empty / held
 
-    def _collect(self, session: Session) -> None:
-        ended = session.take(self.looks.popleft(), self.scheduler.running)
+    def _collect(self) -> None:
+        """Process the oldest results, and take out the samples that have ended."""
+        tokens = self.outputs.tokens
+        ended = self.outputs.process(self.in_flight.popleft(), self.scheduler.running)
+        self.stats.decoded_tokens += self.outputs.tokens - tokens
+        failed: set[int] = set()
         for sample, state in ended:
-            if state == State.BROKEN:
+            if state == RowState.BROKEN:
                 self.blocks.release(sample.blocks, forget=True)
                 sample.blocks = []
+                failed.add(sample.job.id)
         if ended:
             self._leave([sample for sample, _ in ended])
+        if failed:
+            jobs = {id(sample.job): sample.job for sample, _ in ended if sample.job.id in failed}.values()
+            self._drop([sample for job in jobs for sample in job.samples if not sample.done])
 
     def _leave(self, samples: list[Sample]) -> None:
         before = len(self.scheduler.running)
@@ -276,22 +364,35 @@ class NativeEngine:
         self.rows_changed = True
 
     def _keep(self, sample: Sample, tokens: list[int]) -> int:
-        handle = self.scheduler.keep(tokens, sample.blocks)
-        sample.blocks = []
-        return handle
+        return self.scheduler.keep(sample, tokens)
 
-    def _start_over(self, kept: dict[int, Kept]) -> None:
-        """Something broke off in the middle: what is half done goes, what was kept before will be computed again."""
-        self.looks.clear()
-        self.blocks = Blocks(self.blocks.total, BLOCK_SIZE)
-        step, handle = self.scheduler.step, self.scheduler.next_handle
-        self.scheduler = Scheduler(self.blocks, self.max_batch, self.scheduler.prefill_tokens)
-        self.scheduler.step, self.scheduler.next_handle = step, handle
+    def _become_idle(self) -> None:
+        """Nothing is unfinished: drop results of steps that were taken before the host saw that."""
+        self.in_flight.clear()
+        self.scheduler.open = self.busy = False
+        if self.group is not None:
+            check_drawn(self.outputs.digest(), self.group, self.device)
+        self.outputs.start(self.scheduler.step)
+
+    def _drop_everything(self) -> None:
+        """After an error within a step: all requests are dropped. Kept sequences stay, and are computed again."""
+        kept = dict(self.scheduler.kept)
+        for job in self.outputs.jobs.values():
+            if (handle := job.request.continues) is not None:
+                kept[handle] = Kept(list(job.tokens[: len(job.tokens) - len(job.request.prompt_ids)]), [])
         for one in kept.values():
-            one.blocks = []
+            one.blocks, one.mixed = [], False
+        self.in_flight.clear()
+        self.incoming.clear()
+        old = self.scheduler
+        self.blocks = Blocks(self.blocks.total, BLOCK_SIZE)
+        self.scheduler = Scheduler(self.blocks, self.info.max_batch, old.prefill_tokens)
+        self.scheduler.step, self.scheduler.next_handle = old.step, old.next_handle
         self.scheduler.kept.update(kept)
+        self.outputs.clear(old.step)
+        self.busy = False
         self.rows.move([], 0, self.rows.size)
-        self.rows.step.fill_(step)
+        self.rows.step.fill_(old.step)
 
 
 def make_runner(network: FusedDecoder, rows: Rows, kv: Tensor) -> Runner:

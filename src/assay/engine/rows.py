@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, State
+from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, RowState
 from assay.engine.sampler import draw_rows, noise_keys, signed
 from assay.engine.sequence import Job, Sample
 from assay.engine.staging import Staging
@@ -28,17 +28,17 @@ class Modes:
 
 
 @dataclass(slots=True)
-class Look:
-    """What the host sees of some steps: tokens and scores by step and row, counts and states after the last."""
+class StepOutput:
+    """Results of some decoding steps: tokens and scores by step and row, counts and states after the last step."""
 
-    samples: list[Sample]  # who was in the rows
-    first: int  # step
+    samples: list[Sample]  # by row
+    first: int  # index of the first step
     tokens: Tensor  # [steps, rows] int32
     scores: Tensor  # [4, steps, rows]: engine and sampling log-probabilities, kept mass, entropy
     after: Tensor  # [2, rows]: tokens drawn in all, state
     ready: torch.cuda.Event | None = None
 
-    def wait(self) -> Look:
+    def wait(self) -> StepOutput:
         if self.ready is not None:
             self.ready.synchronize()
         return self
@@ -52,7 +52,7 @@ class Rows:
         self.float_type: type[np.floating] = np.float64 if wide == torch.float64 else np.float32
         self.staging = Staging(device)
         self.ints = torch.zeros(rows, WIDTH, dtype=torch.int64, device=device)
-        self.ints[:, Column.STATE] = State.IDLE
+        self.ints[:, Column.STATE] = RowState.IDLE
         self.floats = torch.zeros(rows, 4, dtype=wide, device=device)  # temperature, top-p, min-p, nothing
         self.forbidden = torch.full((rows, FORBIDDEN_SLOTS), -1, dtype=torch.int64, device=device)
         self.tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
@@ -147,23 +147,23 @@ class Rows:
             sources, destinations = self.upload(froms), self.upload(tos)
             for table in (self.ints, self.floats, self.forbidden):
                 table.index_copy_(0, destinations, table.index_select(0, sources))
-        self.ints[size:before, Column.STATE] = State.IDLE
+        self.ints[size:before, Column.STATE] = RowState.IDLE
 
-    def look(self, samples: list[Sample], first: int, steps: int) -> Look:
-        """What the last `steps` steps gave; on a GPU the copy is under way when this returns."""
+    def read(self, samples: list[Sample], first: int, steps: int) -> StepOutput:
+        """Results of the last `steps` steps; on a GPU the copy to the host is still under way when this returns."""
         place, size = first % LOG_STEPS, len(samples)
         assert place + steps <= LOG_STEPS
         tokens = self.log_tokens[place : place + steps, :size]
         scores = self.log_scores[:, place : place + steps, :size]
         after = torch.stack((self.column(Column.COUNT, size), self.column(Column.STATE, size)))
-        look = Look(samples, first, tokens, scores, after)
+        output = StepOutput(samples, first, tokens, scores, after)
         if self.device.type == "cuda":
-            look.tokens, look.scores, look.after = (to_host(x) for x in (tokens, scores, after))
-            look.ready = torch.cuda.Event()
-            look.ready.record()
+            output.tokens, output.scores, output.after = (to_host(x) for x in (tokens, scores, after))
+            output.ready = torch.cuda.Event()
+            output.ready.record()
         elif self.device.type != "cpu":
-            look.tokens, look.scores, look.after = (x.cpu() for x in (tokens, scores, after))
-        return look
+            output.tokens, output.scores, output.after = (x.cpu() for x in (tokens, scores, after))
+        return output
 
 
 def row_of(job: Job) -> list[int]:
@@ -179,7 +179,7 @@ def row_of(job: Job) -> list[int]:
         Column.MIN_NEW: params.min_new_tokens,
         Column.KEY: 0,
         Column.TOP_K: params.top_k,
-        Column.STATE: State.RUNNING,
+        Column.STATE: RowState.RUNNING,
         Column.FORBIDDEN: len(forbidden),
     }
     stops = sorted(set(params.stop_token_ids) - forbidden)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from assay.engine.attention import ChunkAttention, RowAttention
-from assay.engine.columns import BLOCK_SIZE, Column, State
+from assay.engine.columns import BLOCK_SIZE, Column, RowState
 from assay.engine.lending import Lendable
 from assay.engine.memory import GIB
 from assay.engine.network import FusedDecoder
+from assay.engine.operations import Places
 from assay.engine.rows import Rows
 from assay.engine.scheduler import Chunk
 from assay.engine.sequence import Sample
@@ -23,6 +24,7 @@ from assay.models.varlen import has_varlen
 from assay.types import UserError
 
 ALIGNED = 64  # bytes
+LOGITS = 1 << 25  # held at once in `score`
 
 
 class Runner:
@@ -38,17 +40,63 @@ class Runner:
         self.ahead = 0  # windows in flight while the host works on the one before
 
     def compute(self, chunks: Sequence[Chunk]) -> None:
-        """Keys and values of prompt tokens."""
+        """Compute keys and values of prompt tokens."""
+        self.network.fill(*self._inputs(chunks), self.kv, self._attention(chunks))
+
+    def _inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Places]:
+        """Token ids of chunks, one behind the other, and where they belong."""
         ids = np.concatenate([np.asarray(chunk.tokens[chunk.start : chunk.stop], dtype=np.int64) for chunk in chunks])
         positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
         slots = np.concatenate([slots_of(chunk, chunk.start, chunk.stop, BLOCK_SIZE) for chunk in chunks])
         upload = self.rows.upload
         places = self.network.ops.places(upload(positions), upload(slots))
+        return upload(ids), places
+
+    def _attention(self, chunks: Sequence[Chunk]) -> VarlenAttention | ChunkAttention:
         if has_varlen(self.device, self.dtype):
-            attend: VarlenAttention | ChunkAttention = VarlenAttention(chunks, BLOCK_SIZE, upload)
-        else:
-            attend = ChunkAttention(chunks, BLOCK_SIZE, self.device, self.dtype)
-        self.network.fill(upload(ids), places, self.kv, attend)
+            return VarlenAttention(chunks, BLOCK_SIZE, self.rows.upload)
+        return ChunkAttention(chunks, BLOCK_SIZE, self.device, self.dtype)
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float, budget: int) -> list[list[float]]:
+        """Log-probabilities of every token but the first; at most `budget` tokens (or one sequence) per pass."""
+        scores: list[list[float]] = []
+        batch: list[Sequence[int]] = []
+        for sequence in sequences:
+            if batch and sum(map(len, batch)) + len(sequence) > budget:
+                scores += self._score(batch, temperature)
+                batch = []
+            batch.append(sequence)
+        return scores + self._score(batch, temperature) if batch else scores
+
+    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        """Uses a cache of its own, so that running sequences need not make room."""
+        counts = [-(-len(sequence) // BLOCK_SIZE) for sequence in sequences]
+        ends = np.cumsum(counts).tolist()
+        pairs = zip(sequences, counts, ends, strict=True)
+        chunks = [Chunk(sequence, 0, len(sequence), range(end - count, end)) for sequence, count, end in pairs]
+        kv, _ = new_cache(self.network.spec, ends[-1] + 1, self.device, self.dtype)
+        hidden = self.network.forward(*self._inputs(chunks), kv, self._attention(chunks))
+        lengths = [len(sequence) for sequence in sequences]
+        predicts = np.ones(sum(lengths), dtype=bool)
+        predicts[np.cumsum(lengths) - 1] = False
+        hidden = hidden[self.rows.upload(predicts)]
+        targets = self.rows.upload(np.concatenate([np.asarray(one[1:], dtype=np.int64) for one in sequences]))
+        size = max(LOGITS // self.network.spec.vocab_size, 1)
+        parts = [
+            self._target_logprobs(hidden[start : start + size], targets[start : start + size], temperature)
+            for start in range(0, len(targets), size)
+        ]
+        logprobs = torch.cat(parts) if parts else hidden.new_empty(0)
+        return [part.tolist() for part in logprobs.cpu().split([length - 1 for length in lengths])]
+
+    def _target_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        logits = self.network.unembed(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    def close(self) -> None:
+        """Release the cache."""
+        self.kv = self.kv.new_empty(0)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Blocks (from, to)."""
@@ -66,7 +114,7 @@ class Runner:
 
     def _step(self, size: int, span: int) -> None:
         rows = self.rows
-        positions, running = rows.column(Column.POSITION, size), rows.column(Column.STATE, size) == State.RUNNING
+        positions, running = rows.column(Column.POSITION, size), rows.column(Column.STATE, size) == RowState.RUNNING
         tables = rows.tables[:size]
         slots = tables.gather(1, positions[:, None] // BLOCK_SIZE)[:, 0] * BLOCK_SIZE + positions % BLOCK_SIZE
         slots = torch.where(running & (positions >= rows.column(Column.STORED, size)), slots, -1)

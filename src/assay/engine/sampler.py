@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.engine.columns import STOP_SLOTS, Column, State
+from assay.engine.columns import STOP_SLOTS, Column, RowState
 
 BLOCK = 256  # tokens whose probabilities are summed first when drawing
 SMALL = 4096  # a vocabulary for which a table of products costs less than a loop over rows
@@ -346,7 +346,7 @@ def draw_rows(
         random=random,
         truncate=truncate,
     )
-    running = rows[:, Column.STATE] == State.RUNNING
+    running = rows[:, Column.STATE] == RowState.RUNNING
     tokens = torch.where(running, draw.tokens, rows[:, Column.TOKEN])
     scores = torch.stack((draw.engine_logprobs, draw.sampling_logprobs, draw.kept_mass, draw.entropies))
     at = step % len(log_tokens)
@@ -361,9 +361,9 @@ def draw_rows(
 
 def state_after(rows: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
     """The state of rows that ran, now that they have drawn these tokens."""
-    ended = (rows[:, Column.COUNT] + 1 >= rows[:, Column.LIMIT]) * State.LENGTH
-    stopped = (rows[:, Column.STOPS : Column.STOPS + STOP_SLOTS] == tokens[:, None]).any(1) * State.STOP
-    return torch.maximum(torch.maximum(ended, stopped), logprobs.isnan() * State.BROKEN)
+    ended = (rows[:, Column.COUNT] + 1 >= rows[:, Column.LIMIT]) * RowState.LENGTH
+    stopped = (rows[:, Column.STOPS : Column.STOPS + STOP_SLOTS] == tokens[:, None]).any(1) * RowState.STOP
+    return torch.maximum(torch.maximum(ended, stopped), logprobs.isnan() * RowState.BROKEN)
 
 
 def banned(rows: Tensor, forbidden: Tensor, forbids: bool | None) -> Tensor | None:

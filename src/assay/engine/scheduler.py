@@ -61,7 +61,7 @@ class Scheduler:
         """`kept`: the sequence that these tokens continue."""
         prefix = Prefix(tokens, deque(samples))
         if kept is not None:
-            prefix.blocks, prefix.computed = kept.blocks, kept.stored
+            prefix.blocks, prefix.computed, prefix.mixed = kept.blocks, kept.stored, kept.mixed
         self.pending += len(prefix.samples)
         self.waiting.append(prefix)
 
@@ -78,9 +78,12 @@ class Scheduler:
         return max(0, wanted - self.blocks.available)
 
     def preempt(self) -> Sample:
-        """Who has to make room: the last to have come. The caller completes its `drawn`, then lets it restart."""
+        """Return the newest running sample, which is preempted first.
+
+        The caller stores what it has written, releases it and calls `restart`.
+        """
         self.preemptions += 1
-        return max(self.running, key=lambda sample: (sample.job.index, sample.index))
+        return max(self.running, key=lambda sample: (sample.job.id, sample.index))
 
     def restart(self, sample: Sample) -> None:
         """Put a sample that was released in front of those who wait."""
@@ -128,8 +131,7 @@ class Scheduler:
         growth = self._growth(prefix.samples[0], steps, have=missing + len(prefix.blocks))
         if not self._can_spare(missing + growth, prefix):
             if searched:  # nothing but found blocks, which others may need before they are found again
-                self.blocks.release(prefix.blocks)
-                prefix.blocks, prefix.computed = [], 0
+                self.blocks.release(prefix.drop_blocks())
             return False
         prefix.blocks = prefix.blocks + self.blocks.take(missing)
         return True
@@ -140,7 +142,8 @@ class Scheduler:
         if start < stop:
             plan.chunks.append(Chunk(prefix.tokens, start, stop, prefix.blocks))
             prefix.computed = stop
-            self.blocks.remember(prefix.tokens, prefix.blocks, stop)
+            if not prefix.mixed:
+                self.blocks.remember(prefix.tokens, prefix.blocks, stop)
         return stop - start
 
     def _enter(self, prefix: Prefix, plan: Plan, steps: int) -> bool:
@@ -156,8 +159,9 @@ class Scheduler:
                     return False
                 takes = True  # a cache so small that one sequence fills it
             prefix.samples.popleft()
+            sample.mixed = prefix.mixed
             if takes:
-                sample.blocks, prefix.blocks, prefix.computed = prefix.blocks, [], 0
+                sample.blocks = prefix.drop_blocks()
             else:
                 self._share(prefix, sample, plan)
             if growth:
@@ -219,14 +223,13 @@ class Scheduler:
             if wanted <= self.blocks.available:
                 return True
             self.blocks.release(kept.blocks)
-            kept.blocks = []
+            kept.blocks, kept.mixed = [], False
         if not (sparing is not None and self.running):  # who waits in front of the queue may go on waiting
             for prefix in reversed(self.waiting):
                 if wanted <= self.blocks.available:
                     return True
                 if prefix is not sparing and prefix.blocks:
-                    self.blocks.release(prefix.blocks)
-                    prefix.blocks, prefix.computed = [], 0
+                    self.blocks.release(prefix.drop_blocks())
         return wanted <= self.blocks.available
 
     # -- after some steps
@@ -241,31 +244,64 @@ class Scheduler:
             sample.blocks = []
         return close_gaps(self.running, samples, self.step)
 
+    def remove_waiting(self, samples: Sequence[Sample]) -> None:
+        """Take samples that have not entered, or were preempted, out of the queue."""
+        gone = {id(sample) for sample in samples}
+        for prefix in self.waiting:
+            left = deque(sample for sample in prefix.samples if id(sample) not in gone)
+            self.pending -= len(prefix.samples) - len(left)
+            prefix.samples = left
+            if not left:
+                self.blocks.release(prefix.drop_blocks())
+        self.waiting = deque(prefix for prefix in self.waiting if prefix.samples)
+
     # -- sequences kept for later
 
-    def keep(self, tokens: list[int], blocks: list[int]) -> int:
-        """Remember a finished sequence; only the blocks that hold some of it stay."""
+    def keep(self, sample: Sample, tokens: list[int]) -> int:
+        """Keep a finished sequence, given all of its tokens; only the blocks that hold some of them stay."""
         needed = self.blocks.needed(len(tokens) - 1)
-        self.blocks.release(blocks[needed:])
+        self.blocks.release(sample.blocks[needed:])
         handle, self.next_handle = self.next_handle, self.next_handle + 1
-        self.kept[handle] = Kept(tokens, blocks[:needed])
+        self.kept[handle] = Kept(tokens, sample.blocks[:needed], sample.mixed)
+        sample.blocks = []
         return handle
 
     def resume(self, handle: int) -> Kept | None:
         """A kept sequence, which is no longer kept."""
         return self.kept.pop(handle, None)
 
-    def drop(self, handle: int) -> None:
-        kept = self.kept.pop(handle, None)
-        if kept is not None:
-            self.blocks.release(kept.blocks)
+    def drop(self, handles: Iterable[int]) -> None:
+        """Free kept sequences; unknown handles are ignored."""
+        for handle in handles:
+            if (kept := self.kept.pop(handle, None)) is not None:
+                self.blocks.release(kept.blocks)
 
-    def forget(self) -> None:
-        """Whatever was computed is no longer right; nothing may be running."""
-        assert not self.unfinished
+    # -- cached prefixes
+
+    def reset_prefix_cache(self) -> None:
+        """No cached prefix is found again. Running and kept sequences keep their blocks."""
+        self.blocks.forget_all()
+
+    def drop_kept_blocks(self) -> None:
+        """Kept sequences are computed again when they are continued."""
         for kept in self.kept.values():
             self.blocks.release(kept.blocks)
-            kept.blocks = []
+            kept.blocks, kept.mixed = [], False
+
+    def weights_changed(self, keep_kv: bool) -> None:
+        """Cached prefixes are void. With `keep_kv`, running and kept sequences continue from what earlier weights
+        computed; otherwise nothing may be running, and kept sequences are computed again. What waits always is.
+        """
+        assert keep_kv or not self.running
+        for prefix in self.waiting:
+            self.blocks.release(prefix.drop_blocks())
+        if keep_kv:
+            for sample in self.running:
+                sample.mixed = True
+            for kept in self.kept.values():
+                kept.mixed = bool(kept.blocks)
+        else:
+            self.drop_kept_blocks()
         self.blocks.forget_all()
 
 

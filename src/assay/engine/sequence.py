@@ -1,4 +1,4 @@
-"""What the engine is working on, seen from the host: jobs, the prefixes they start from, their samples. No tensors."""
+"""What the engine is working on, as the host sees it: jobs, the prefixes they start from, their samples. No tensors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ NEVER = 1 << 60  # steps
 
 @dataclass(slots=True)
 class Job:
-    """One request."""
+    """One request that is being served."""
 
-    index: int  # in this call
+    id: int
     request: Request
-    tokens: Sequence[int]  # all that comes before the first new token
-    limit: int  # new tokens that each sample may have
+    tokens: Sequence[int]  # everything before the first new token
+    limit: int  # maximum number of new tokens per sample
+    samples: list[Sample] = field(default_factory=list)
+    unfinished: int = 0  # samples that are neither finished nor aborted
+
+    def __post_init__(self) -> None:
+        self.unfinished = self.request.params.n
+        self.samples = [Sample(self, index) for index in range(self.unfinished)]
 
     @property
     def name(self) -> str:
-        return name_of(self.request, self.index)
+        return name_of(self.request, self.id)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +50,9 @@ class Sample:
     dry: int = 0  # `lasts_until`, as of when it last entered or grew: they are asked for often
     spans: list[tuple[int, int]] = field(default_factory=list)  # (row, first step there) since it last entered
     scores: list[np.ndarray] = field(default_factory=list)  # of `drawn`, one [4, tokens] for each stay
-    done: bool = False
+    versions: list[tuple[int, int]] = field(default_factory=list)  # of `drawn`: (weights version, tokens)
+    mixed: bool = False  # its KV cache comes from several weights versions
+    done: bool = False  # finished or aborted
 
     @property
     def start(self) -> int:
@@ -74,6 +82,12 @@ class Prefix:
     samples: deque[Sample]  # yet to start
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose computation has been scheduled
+    mixed: bool = False  # some of its blocks were computed with earlier weights: other sequences must not use them
+
+    def drop_blocks(self) -> list[int]:
+        """Forget what was computed; returns the blocks to release."""
+        blocks, self.blocks, self.computed, self.mixed = self.blocks, [], 0, False
+        return blocks
 
     @property
     def ready(self) -> bool:
@@ -86,6 +100,7 @@ class Kept:
 
     tokens: list[int]
     blocks: list[int]
+    mixed: bool = False  # some of its blocks were computed with earlier weights than the current ones
 
     @property
     def stored(self) -> int:
@@ -93,20 +108,20 @@ class Kept:
         return len(self.tokens) - 1 if self.blocks else 0
 
 
-def name_of(request: Request, index: int) -> str:
-    return f"request '{request.name}'" if request.name else f"request {index}"
+def name_of(request: Request, request_id: int) -> str:
+    return f"request '{request.name}'" if request.name else f"request {request_id}"
 
 
-def nothing_kept(request: Request, index: int) -> UserError:
+def nothing_kept(request: Request, request_id: int) -> UserError:
     return UserError(
-        f"{name_of(request, index)}: there is nothing to continue under handle {request.continues}: "
+        f"{name_of(request, request_id)}: there is nothing to continue under handle {request.continues}: "
         "it was not kept, or it was continued or released before"
     )
 
 
 def job_for(
     request: Request,
-    index: int,
+    request_id: int,
     before: Sequence[int],
     *,
     max_length: int,
@@ -114,7 +129,7 @@ def job_for(
     can_decode: bool,
 ) -> Job:
     """Check what was asked for, before anything is computed. `before`: the sequence that is continued."""
-    name, params = name_of(request, index), request.params
+    name, params = name_of(request, request_id), request.params
     if complaint := params.complaint():
         raise UserError(f"{name}: {complaint}")
     tokens = [*before, *request.prompt_ids]
@@ -133,7 +148,7 @@ def job_for(
     if params.stop and not can_decode:
         raise UserError(f"{name}: stop strings need an engine that was given `decode`; use stop tokens or pass it")
     check_token_lists(request, name, vocabulary)
-    return Job(index, request, tokens, min(params.max_new_tokens, max_length - length))
+    return Job(request_id, request, tokens, min(params.max_new_tokens, max_length - length))
 
 
 def check_token_lists(request: Request, name: str, vocabulary: int) -> None:

@@ -30,7 +30,7 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     with parts.collector.judge as judge:
         prompts = parts.stream.next(min(cfg.train.prompts, 64))
         lengths = [*map(len, parts.collector.renderer.all_prompt_ids(prompts))]
-        longest, limit = max(lengths), parts.collector.engine.max_length
+        longest, limit = max(lengths), parts.collector.engine.info.max_length
         what = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
         yield f"task {what}: {len(parts.stream.prompts):,} train problems; {parts.total_steps} steps"
         new = cfg.sampling.max_new_tokens
@@ -72,7 +72,7 @@ def memory(parts: Parts, prompt: int) -> dict[str, float]:
     kept = 4 if cfg.algo.reference_ema else half
     other = parts.updater.reference  # by now, where the settings name one
     compared = count if other is None else sum(p.numel() for p in other.parameters())
-    served = torch.finfo(engine.dtype).bits // 8
+    served = torch.finfo(engine.info.dtype).bits // 8
     found = {
         "weights, gradients, AdamW": 4.0 * count + 12.0 * trained,
         "engine's copy of the weights": float(served * count),
@@ -80,12 +80,12 @@ def memory(parts: Parts, prompt: int) -> dict[str, float]:
     }
     if parts.critic is not None and not parts.critic.shared:
         found["critic, gradients, AdamW"] = 16.0 * count
-    length = min(prompt + cfg.sampling.max_new_tokens, engine.max_length)
+    length = min(prompt + cfg.sampling.max_new_tokens, engine.info.max_length)
     sequences = cfg.train.prompts * cfg.train.samples
     tokens = min(cfg.train.token_budget, sequences * length)
     if isinstance(policy, Decoder):
         spec = policy.spec
-        sequences = min(engine.max_batch, sequences)
+        sequences = min(engine.info.max_batch, sequences)
         found["KV cache"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * served * length * sequences
         # What backward keeps of one token in one layer: about 10 hidden-sized tensors, attention's, and 4 of the MLP's.
         numbers = 10 * spec.hidden + 4 * spec.heads * spec.head_dim + 4 * spec.intermediate

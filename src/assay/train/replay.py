@@ -107,7 +107,7 @@ class ReplayBuffer:
 
 def version_of(group: Group) -> int:
     """Of the oldest policy that wrote any of it."""
-    return min(turn.completion.version for rollout in group.rollouts for turn in rollout.turns)
+    return min(turn.completion.oldest_version for rollout in group.rollouts for turn in rollout.turns)
 
 
 def make_buffer(cfg: ReplayConfig) -> ReplayBuffer | None:

@@ -155,7 +155,7 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
     """One step's groups, and those the algorithm dropped; new prompts replace dropped ones for as long as it allows."""
     cfg, state = parts.cfg, parts.state
     parts.stopping.check()
-    parts.collector.engine.forget()  # a run that is resumed here has no evaluation's prompts to fall back on
+    parts.collector.engine.reset_prefix_cache()  # a resumed run has no cached prompts either
     params = sampling_params(cfg, cfg.train.samples)
     kept: list[Group] = []
     dropped: list[Group] = []
@@ -171,7 +171,7 @@ def sample(parts: Parts) -> tuple[list[Group], list[Group]]:
         dropped += rejected
         if len(kept) == cfg.train.prompts or done(parts, [*kept, *dropped]):
             break
-    parts.collector.engine.rest()
+    parts.collector.engine.sleep()
     state.cursor = parts.stream.cursor
     count(parts, [*kept, *dropped])
     return kept, dropped

@@ -187,8 +187,8 @@ def assemble(
     splits = (train, *evaluations.values())
     if longest := max(check_room(collector, prompts, cfg.sampling.max_new_tokens, context) for prompts in splits):
         console.warn(
-            f"engine.memory holds keys and values of {engine.max_length - 1} tokens, and prompts have up to {longest}: "
-            "what passes that is cut off; raise it, or lower sampling.max_new_tokens"
+            f"engine.memory holds keys and values of {engine.info.max_length - 1} tokens, and prompts have up to "
+            f"{longest}: what passes that is cut off; raise it, or lower sampling.max_new_tokens"
         )
     return Parts(
         cfg=cfg,
@@ -196,7 +196,7 @@ def assemble(
         tokenizer=tokenizer,
         collector=collector,
         updater=updater,
-        algo=replace(algo, max_length=engine.max_length),
+        algo=replace(algo, max_length=engine.info.max_length),
         stream=PromptStream(train, cfg.seed),
         demonstrations=demonstrations,
         evaluations=evaluations,
@@ -250,7 +250,7 @@ def check_room(collector: Collector, prompts: Sequence[Prompt], new_tokens: int,
     some = prompts[: READ_FIRST if isinstance(prompts, LazyPrompts) else READ_AT_MOST]
     ids = collector.renderer.all_prompt_ids(some)
     collector.check_lengths(some, ids)
-    longest, limit = max(map(len, ids)), collector.engine.max_length
+    longest, limit = max(map(len, ids)), collector.engine.info.max_length
     return longest if limit < context and longest + new_tokens > limit else 0
 
 

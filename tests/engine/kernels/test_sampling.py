@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from assay.engine.columns import FORBIDDEN_SLOTS, WIDTH, Column, State
+from assay.engine.columns import FORBIDDEN_SLOTS, WIDTH, Column, RowState
 from assay.engine.kernels import sampling
 from assay.engine.sampler import draw_rows, noise_keys
 
@@ -30,7 +30,7 @@ class Row:
     min_new: int = 0
     limit: int = 1000
     count: int = 0
-    state: State = State.RUNNING
+    state: RowState = RowState.RUNNING
 
 
 class Step:
@@ -211,8 +211,8 @@ def test_rows_are_logged_and_moved_on(small_chunks: None) -> None:
         Row(limit=1),
         Row(),
         Row(top_p=0.5),
-        Row(state=State.IDLE, forbidden=[1]),
-        Row(state=State.STOP),
+        Row(state=RowState.IDLE, forbidden=[1]),
+        Row(state=RowState.STOP),
         Row(stops=[8], min_new=1),  # may not stop yet
         Row(forbidden=[0, *range(9, 37)]),
     ]
@@ -222,8 +222,8 @@ def test_rows_are_logged_and_moved_on(small_chunks: None) -> None:
     logits[7, 2] = logits[8, 1] = 0.0
     step = Step(rows, logits).run()
     ran, well = [0, 1, 2, 3, 4, 7, 8], [0, 1, 2, 7, 8]
-    states = [State.RUNNING, State.STOP, State.LENGTH, State.BROKEN, State.BROKEN, State.IDLE, State.STOP]
-    assert step.ints[:9, Column.STATE].tolist() == [*states, State.RUNNING, State.RUNNING]
+    states = [RowState.RUNNING, RowState.STOP, RowState.LENGTH, RowState.BROKEN, RowState.BROKEN, RowState.IDLE, RowState.STOP]
+    assert step.ints[:9, Column.STATE].tolist() == [*states, RowState.RUNNING, RowState.RUNNING]
     assert step.tokens[well].tolist() == [3, 4, 5, 2, 1]
     assert step.ints[ran, Column.TOKEN].tolist() == step.tokens[ran].tolist()
     assert step.ints[ran, Column.COUNT].tolist() == [1] * 7 and step.ints[ran, Column.POSITION].tolist() == [41] * 7
@@ -248,7 +248,7 @@ def test_a_row_of_which_nothing_is_allowed_breaks_alone(small_chunks: None) -> N
     logits[5, 3] = float("nan")  # forbidden, yet the log-probability of others depends on it
     step = Step(rows, logits).run()
     assert step.scores[0].isnan().tolist() == [True, False, True, True, True, True]
-    assert step.ints[:6, Column.STATE].tolist() == [State.BROKEN, State.RUNNING, *[State.BROKEN] * 4]
+    assert step.ints[:6, Column.STATE].tolist() == [RowState.BROKEN, RowState.RUNNING, *[RowState.BROKEN] * 4]
     assert ((step.tokens >= 0) & (step.tokens < 37)).all()
     assert step.scores[0, 1].item() == pytest.approx(-math.log(37), abs=1e-6)
     assert step.scores[3, 1].item() == pytest.approx(math.log(37), abs=1e-6)

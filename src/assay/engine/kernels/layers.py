@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from assay.engine.columns import Column, State
+from assay.engine.columns import Column, RowState
 
 MLP_BLOCK = 1024  # elements of a row that one program of silu_mul takes
 HEADS_BLOCK = 8  # heads that one program of rope_store takes
@@ -18,7 +18,7 @@ TOKEN = tl.constexpr(int(Column.TOKEN))
 POSITION = tl.constexpr(int(Column.POSITION))
 STORED = tl.constexpr(int(Column.STORED))
 STATE = tl.constexpr(int(Column.STATE))
-RUNNING = tl.constexpr(int(State.RUNNING))
+RUNNING = tl.constexpr(int(RowState.RUNNING))
 
 
 def warps_for(elements: int) -> int:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from assay.engine import sampler
-from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS, Column, State
+from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS, Column, RowState
 
 CHUNK = 2048
 SPAN = 8192  # logits that truncation takes at a time; a multiple of CHUNK
@@ -25,7 +25,7 @@ TOKEN, POSITION, COUNT, LIMIT, MIN_NEW, KEY, TOP_K, STATE, FORBIDDEN, STOPS = (
     tl.constexpr(int(Column[name]))
     for name in ["TOKEN", "POSITION", "COUNT", "LIMIT", "MIN_NEW", "KEY", "TOP_K", "STATE", "FORBIDDEN", "STOPS"]
 )
-RUNNING, LENGTH, STOP, BROKEN = (tl.constexpr(int(State[name])) for name in ["RUNNING", "LENGTH", "STOP", "BROKEN"])
+RUNNING, LENGTH, STOP, BROKEN = (tl.constexpr(int(RowState[name])) for name in ["RUNNING", "LENGTH", "STOP", "BROKEN"])
 GOLDEN = tl.constexpr(sampler.GOLDEN % 2**64)
 FIRST_MULTIPLIER, SECOND_MULTIPLIER = (tl.constexpr(value % 2**64) for value in sampler.MULTIPLIERS)
 SHORT = tl.constexpr(1 - sampler.SLACK)

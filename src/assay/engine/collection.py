@@ -1,4 +1,4 @@
-"""What would only disturb a call of the engine, turned off while it lasts."""
+"""Garbage collection, paused where it would only cost time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
-    """Many small objects are made and none in circles: looking for circles would stop a busy GPU for nothing."""
+def gc_paused() -> Iterator[None]:
+    """Generation makes many small objects and no reference cycles: searching for cycles would stall a busy GPU."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,0 +1,67 @@
+"""Calls from any thread that must take effect between two steps of an engine."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+RETRY_S = 0.01  # between two attempts to run a queued command oneself, if no other thread has
+
+
+class StepBoundary:
+    """A lock that is held during a step, and a queue of commands for the next boundary.
+
+    Whoever gets the lock runs the queued commands: the thread that steps the engine, or, if none does, the caller.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._queue: deque[tuple[Callable[[], Any], Future | None]] = deque()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        with self._lock:
+            self.run_queued()
+            yield
+
+    def run_queued(self) -> None:
+        """The lock has to be held."""
+        while self._queue:
+            work, future = self._queue.popleft()
+            # A weight source may do more than read tensors, e.g. gather shards: outside of inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                if future is None:
+                    work()
+                    continue
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Run `work` at the next boundary; at once if no step is running."""
+        self._queue.append((work, None))
+        if self._lock.acquire(blocking=False):
+            try:
+                self.run_queued()
+            finally:
+                self._lock.release()
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run `work` at the next boundary and return its result."""
+        future: Future[T] = Future()
+        self._queue.append((work, future))
+        while not future.done():
+            if self._lock.acquire(timeout=RETRY_S):
+                try:
+                    self.run_queued()
+                finally:
+                    self._lock.release()
+        return future.result()
