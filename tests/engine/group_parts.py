@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from engine_parts import small_decoder, small_spec
-from native_parts import MODES, SPECS, engine_for, idle, mixed_prompts, mixed_requests, served, words
+from native_parts import MODES, SPECS, Weights, engine_for, idle, mixed_prompts, mixed_requests, served, words
 from torch import Tensor
 
-from assay.engine import NativeEngine, Request, SamplingParams, make_engine
+from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.columns import BLOCK_SIZE
 from assay.engine.memory import SHARE
 from assay.engine.shares import split_along
@@ -49,20 +49,20 @@ def serve(engine: NativeEngine, model: Decoder, other: Decoder) -> Found:
         replace(request, params=replace(KINDS[i % len(KINDS)], stop_token_ids=request.params.stop_token_ids))
         for i, request in enumerate(mixed_requests(MIXED))
     ]
-    found["first"] = rows(engine.generate(requests))
+    found["first"] = rows(generate(engine, requests))
     short = SamplingParams(n=2, max_new_tokens=9)
-    kept = engine.generate([Request(p, short, seed=i, keep=True) for i, p in enumerate(mixed_prompts(seed=2)[4:9])])
+    kept = generate(engine, [Request(p, short, seed=i, keep=True) for i, p in enumerate(mixed_prompts(seed=2)[4:9])])
     handles = [completion.handle for group in kept for completion in group]
     found["kept"] = rows(kept)
     turns = [Request([4, 8, 6], short, seed=70 + i, keep=True, continues=handle) for i, handle in enumerate(handles)]
-    continued = engine.generate(turns[:6])
+    continued = generate(engine, turns[:6])
     found["continued"] = rows(continued)
-    engine.load_weights(other.weights(), version=7)
+    engine.update_weights(other, version=7)
     found["after"] = engine.fingerprint()
-    found["with other weights"] = rows(engine.generate(turns[6:]))
+    found["with other weights"] = rows(generate(engine, turns[6:]))
     engine.release(completion.handle for group in continued for completion in group if completion.handle is not None)
-    engine.load_weights(model.weights(), version=8)
-    found["again"] = rows(engine.generate(requests[:5]))
+    engine.update_weights(model, version=8)
+    found["again"] = rows(generate(engine, requests[:5]))
     found["stats"] = asdict(engine.stats)
     return found
 
@@ -119,9 +119,9 @@ def wrong_parts_are_found(mesh: Mesh) -> None:
         assert engine.fingerprint() == right
         parts = copy.deepcopy(model)
         shard_decoder(parts, mesh)
-        engine.load_weights(((name, torch.zeros_like(weight)) for name, weight in model.weights()), version=1)
+        engine.update_weights(Weights((name, torch.zeros_like(weight)) for name, weight in model.weights()), version=1)
         assert engine.fingerprint() != right
-        engine.load_weights(parts.weights(), version=2)  # gathered from the trainer's parts
+        engine.update_weights(parts, version=2)  # gathered from the trainer's parts
         assert engine.fingerprint() == right
 
 
@@ -138,8 +138,8 @@ def mistakes_are_told(mesh: Mesh) -> None:
     weights: dict[str, Tensor] = dict(model.weights())
     table = "model.embed_tokens.weight"
     with pytest.raises(UserError, match=r"has shape \(62, 32\), the engine's model has \(61, 32\)"):
-        engine.load_weights((weights | {table: torch.zeros(62, 32)}).items(), version=1)
-    engine.load_weights(weights.items(), version=2)
+        engine.update_weights(Weights((weights | {table: torch.zeros(62, 32)}).items()), version=1)
+    engine.update_weights(Weights(weights.items()), version=2)
 
     params = SamplingParams(n=2, max_new_tokens=12)
     good = [Request([1, 2, 3], params, seed=0), Request([4, 5], params, seed=1)]
@@ -147,8 +147,8 @@ def mistakes_are_told(mesh: Mesh) -> None:
     bad = [good[::-1], [*good, good[0]], [], *([good[0], one] for one in changed)]
     for other in bad:
         with pytest.raises(RuntimeError, match="given different requests"):
-            engine.generate(other if rank else good)
-    expected = rows(engine.generate(good))
+            generate(engine, other if rank else good)
+    expected = rows(generate(engine, good))
 
     enter = engine.rows.enter
 
@@ -159,10 +159,10 @@ def mistakes_are_told(mesh: Mesh) -> None:
 
     engine.rows.enter = enter_colder  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="drew different tokens"):
-        engine.generate(good)
+        generate(engine, good)
     engine.rows.enter = enter  # type: ignore[method-assign]
-    engine.forget()
-    assert rows(engine.generate(good)) == expected and idle(engine)
+    engine.reset_prefix_cache()
+    assert rows(generate(engine, good)) == expected and idle(engine)
 
 
 def caches_are_of_one_size(mesh: Mesh) -> None:
@@ -218,7 +218,7 @@ def more_comes_when_all_is_done(mesh: Mesh) -> None:
         def on_finish(index: int, sample: int, done: Completion) -> None:
             ended.append((index, done))
 
-        engine.generate([turn(owner, 0) for owner in range(3)], on_finish=on_finish, more=more)
+        generate(engine, [turn(owner, 0) for owner in range(3)], on_finish=on_finish, more=more)
         assert idle(engine) and not engine.scheduler.kept
         return found, asked
 

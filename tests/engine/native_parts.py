@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from engine_parts import assert_same_tokens, logits_after, small_spec
 from torch import Tensor
 
-from assay.engine import Engine, NativeEngine, Request, RequestError, SamplingParams, make_engine
+from assay.engine import Engine, Event, Finished, NativeEngine, Request, SamplingParams, TokenChunk, make_engine
 from assay.engine.columns import BLOCK_SIZE
 from assay.engine.memory import GIB
 from assay.engine.sampler import noise_keys, signed, uniform
@@ -133,10 +133,88 @@ def mixed_requests(params: SamplingParams, seed: int = 0) -> list[Request]:
 
 def served(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[Completion]], dict[int, str]]:
     """Completions and errors by index."""
-    try:
-        return engine.generate(requests), {}
-    except RequestError as error:
-        return error.completions, error.errors
+    consumer = Consumer(engine)
+    consumer.run(requests)
+    failed = consumer.errors
+    return [[] if index in failed else group for index, group in enumerate(consumer.groups())], failed
+
+
+class Weights:
+    """A source of weights from pairs of names and tensors."""
+
+    def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        self.pairs = pairs
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self.pairs
+
+
+@dataclass
+class Consumer:
+    """Adds requests and reads events, one step at a time. Requests are numbered in the order they are added."""
+
+    engine: Engine
+    on_token: Callable[[int, int, int], None] | None = None  # (request, sample, token): makes all requests stream
+    on_finish: Callable[[int, int, Completion], None] | None = None
+    more: Callable[[bool], Sequence[Request]] | None = None  # (engine idle?) -> requests, asked before every step
+    ids: dict[int, int] = field(default_factory=dict)  # number by request id
+    tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # that were streamed
+    logprobs: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    finished: dict[tuple[int, int], Completion] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)  # unfinished samples, by number
+
+    def add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            number = len(self.ids)
+            self.left[number] = max(request.params.n, 1)
+            self.ids[self.engine.add(replace(request, stream=request.stream or self.on_token is not None))] = number
+
+    def run(self, requests: Sequence[Request] = ()) -> None:
+        """To the end; an exception aborts all requests."""
+        try:
+            self.add(requests)
+            while True:
+                if self.more is not None:
+                    self.add(self.more(not self.left))
+                if not self.left:
+                    return
+                events = self.engine.step(wait=self.more is None)
+                assert events or self.more is not None
+                for event in events:
+                    self.take(event)
+        except BaseException:
+            self.engine.abort(self.ids)
+            raise
+
+    def take(self, event: Event) -> None:
+        number = self.ids[event.request_id]
+        assert number in self.left, "an event after the last one"
+        if isinstance(event, TokenChunk):
+            assert event.token_ids and (number, event.sample) not in self.finished
+            self.tokens.setdefault((number, event.sample), []).extend(event.token_ids)
+            self.logprobs.setdefault((number, event.sample), []).extend(event.logprobs)
+            for token in event.token_ids:
+                assert self.on_token is not None
+                self.on_token(number, event.sample, token)
+            return
+        if isinstance(event, Finished):
+            assert (number, event.sample) not in self.finished
+            self.finished[number, event.sample] = event.completion
+            if self.on_finish is not None:
+                self.on_finish(number, event.sample, event.completion)
+            self.left[number] -= 1
+        else:
+            self.errors[number], self.left[number] = event.error, 0
+        if not self.left[number]:
+            del self.left[number]
+
+    def groups(self) -> list[list[Completion]]:
+        """Completions of each request, by sample."""
+        groups: list[list[Completion]] = [[] for _ in self.ids]
+        for (number, _), completion in sorted(self.finished.items(), key=lambda item: item[0]):
+            groups[number].append(completion)
+        return groups
 
 
 def tokens_of(groups: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
@@ -150,7 +228,7 @@ def words(ids: Sequence[int]) -> str:
 
 def idle(engine: NativeEngine) -> bool:
     """Whether nothing is left of what ran: no row, no block, nothing under way."""
-    return not (engine.scheduler.unfinished or engine.blocks.in_use or engine.looks or engine.scheduler.pending)
+    return not (engine.scheduler.unfinished or engine.blocks.in_use or engine.in_flight or engine.scheduler.pending)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from engine_parts import assert_same_tokens, logits_after, needed_library, random_prompts, small_decoder, small_spec
 from torch import Tensor
 
-from assay.engine import NativeEngine, Request, SamplingParams, compiled
+from assay.engine import NativeEngine, Request, SamplingParams, compiled, generate
 from assay.engine.columns import Column, RowState
 from assay.engine.compiled import CompiledAttention, CompiledRunner, SmallModel, library, library_for
 from assay.engine.rows import Rows
@@ -98,7 +98,7 @@ def test_more_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine_of(model: Decoder, kind: type[Runner]) -> NativeEngine:
     engine = NativeEngine(model.spec, device="cpu", dtype=torch.float32, max_batch=5)
-    engine.load_weights(model.weights(), 0)
+    engine.update_weights(model, 0)
     assert type(engine.runner) is kind
     return engine
 
@@ -128,7 +128,7 @@ def test_an_engine_without_a_compiler_writes_the_same(name: str, whole: bool, mo
     without = engine_of(model, Runner)
     for some in (kinds, kinds + special):
         requests = [Request(p, params, seed=i) for i, (p, params) in enumerate(zip(prompts, some, strict=False))]
-        ours, theirs = with_compiler.generate(requests), without.generate(requests)
+        ours, theirs = generate(with_compiler, requests), generate(without, requests)
         for request, a, b in zip(requests, ours, theirs, strict=True):
             for one, other in zip(a, b, strict=True):
                 assert_same_tokens(model, request.prompt_ids, one.token_ids, other.token_ids)
@@ -154,7 +154,7 @@ def test_logits_of_whole_steps_are_those_of_torch(monkeypatch: pytest.MonkeyPatc
         draw(logits)
 
     monkeypatch.setattr(runner, "_draw", compare)
-    engine.generate(requests)
+    generate(engine, requests)
     assert len(seen) == engine.stats.decode_steps and max(seen) < 1e-5 * logits_scale(model)
 
 

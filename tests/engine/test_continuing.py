@@ -22,7 +22,7 @@ from native_parts import (
     words,
 )
 
-from assay.engine import NativeEngine, Request, SamplingParams
+from assay.engine import NativeEngine, Request, SamplingParams, generate
 from assay.models.decoder import Decoder
 from assay.types import Completion, Finish
 
@@ -45,9 +45,9 @@ def fresh() -> NativeEngine:
 
 def assert_as_fresh(before: list[int], request: Request, group: list[Completion]) -> None:
     """`before`: all tokens that the completions follow."""
-    fresh().forget()
+    fresh().reset_prefix_cache()
     whole = Request(before, request.params, request.seed)
-    assert_same_draws(model(), whole, group, fresh().generate([whole])[0])
+    assert_same_draws(model(), whole, group, generate(fresh(), [whole])[0])
     for completion in group:
         assert_scores(model(), before, completion, request.params)
 
@@ -68,7 +68,7 @@ def test_several_turns_equal_one_long_list(mode: str) -> None:
     finishes = set()
     for turn in range(4):
         engine.reset_stats()
-        groups = engine.generate(requests)
+        groups = generate(engine, requests)
         if turn > 0 and mode != "all at once":  # what was kept is used: only what is new, and the token drawn last
             assert engine.stats.prefill_tokens == sum(len(request.prompt_ids) + 1 for request in requests)
         for i, (request, group) in enumerate(zip(requests, groups, strict=True)):
@@ -88,7 +88,7 @@ def test_one_sequence_goes_on_in_several_ways(mode: str) -> None:
     engine = engine_for(model(), WAYS[mode])
     prompts = mixed_prompts(seed=2)[4:8]
     params = SamplingParams(n=3, max_new_tokens=20)
-    first = engine.generate(requests_for(prompts, params, keep=True))
+    first = generate(engine, requests_for(prompts, params, keep=True))
     handles = [completion.handle for group in first for completion in group]
     assert None not in handles and len(set(handles)) == 12
     engine.reset_stats()
@@ -97,7 +97,7 @@ def test_one_sequence_goes_on_in_several_ways(mode: str) -> None:
     ]
     # Each of the samples of a group, in another order, and each in several ways.
     requests = [Request([i], params, seed=i, continues=handle) for i, handle in enumerate(handles)][::-1]
-    groups = engine.generate(requests)
+    groups = generate(engine, requests)
     assert (engine.stats.preemptions > 0) == (mode == "all at once")
     if mode != "all at once":
         assert engine.stats.prefill_tokens == 2 * 12
@@ -111,12 +111,14 @@ def test_an_empty_continuation_goes_on_where_the_limit_cut_it_off() -> None:
         engine = engine_for(model(), mode)
         for prompt in mixed_prompts(seed=3)[:9:2]:
             greedy = SamplingParams(temperature=0.0, max_new_tokens=8)
-            (whole,) = engine.generate([Request(prompt, SamplingParams(temperature=0.0, max_new_tokens=24), seed=0)])[0]
-            (part,) = engine.generate([Request(prompt, greedy, seed=0, keep=True)])[0]
+            (whole,) = generate(engine, [Request(prompt, SamplingParams(temperature=0.0, max_new_tokens=24), seed=0)])[
+                0
+            ]
+            (part,) = generate(engine, [Request(prompt, greedy, seed=0, keep=True)])[0]
             written = list(part.token_ids)
             for _ in range(2):
                 engine.reset_stats()
-                (part,) = engine.generate([Request([], greedy, seed=0, keep=True, continues=part.handle)])[0]
+                (part,) = generate(engine, [Request([], greedy, seed=0, keep=True, continues=part.handle)])[0]
                 assert engine.stats.prefill_tokens == 1
                 written += part.token_ids
             assert_same_tokens(model(), prompt, written, whole.token_ids)
@@ -124,7 +126,7 @@ def test_an_empty_continuation_goes_on_where_the_limit_cut_it_off() -> None:
 
 def kept_with_blocks(engine: NativeEngine) -> tuple[list[int], Completion]:
     prompt = mixed_prompts(seed=4)[-1]
-    (completion,) = engine.generate([Request(prompt, SamplingParams(max_new_tokens=12), seed=0, keep=True)])[0]
+    (completion,) = generate(engine, [Request(prompt, SamplingParams(max_new_tokens=12), seed=0, keep=True)])[0]
     assert completion.handle is not None and engine.scheduler.kept[completion.handle].blocks
     return [*prompt, *completion.token_ids], completion
 
@@ -134,12 +136,12 @@ def test_kept_blocks_are_given_up_for_others_and_computed_again() -> None:
     before, completion = kept_with_blocks(engine)
     params = SamplingParams(max_new_tokens=60)
     others = requests_for(mixed_prompts(seed=5)[:6], params)
-    for request, group in zip(others, engine.generate(others), strict=True):
+    for request, group in zip(others, generate(engine, others), strict=True):
         assert_scores(model(), request.prompt_ids, group[0], params)
     assert completion.handle is not None and not engine.scheduler.kept[completion.handle].blocks
     engine.reset_stats()
     request = Request([1, 2], SamplingParams(n=2, max_new_tokens=9), seed=3, continues=completion.handle)
-    assert_as_fresh([*before, 1, 2], request, engine.generate([request])[0])
+    assert_as_fresh([*before, 1, 2], request, generate(engine, [request])[0])
     assert engine.stats.prefill_tokens == len(before) + 2
 
 
@@ -147,10 +149,10 @@ def test_new_weights_compute_what_was_kept_anew() -> None:
     other = small_decoder(SPECS["qwen3"], seed=5)
     engine = engine_for(other)
     before, completion = kept_with_blocks(engine)
-    engine.load_weights(model().weights(), version=4)
+    engine.update_weights(model(), version=4)
     engine.reset_stats()
     request = Request([1, 2], SamplingParams(n=2, max_new_tokens=9), seed=3, continues=completion.handle)
-    group = engine.generate([request])[0]
+    group = generate(engine, [request])[0]
     assert_as_fresh([*before, 1, 2], request, group)
     assert engine.stats.prefill_tokens == len(before) + 2
     assert completion.version == 0 and {continued.version for continued in group} == {4}
@@ -159,11 +161,11 @@ def test_new_weights_compute_what_was_kept_anew() -> None:
 def test_forgetting_computes_what_was_kept_anew() -> None:
     engine = engine_for(model())
     before, completion = kept_with_blocks(engine)
-    engine.forget()
+    engine.reset_prefix_cache()
     assert idle(engine)
     engine.reset_stats()
     request = Request([1], SamplingParams(max_new_tokens=9), seed=3, continues=completion.handle)
-    assert_as_fresh([*before, 1], request, engine.generate([request])[0])
+    assert_as_fresh([*before, 1], request, generate(engine, [request])[0])
     assert engine.stats.prefill_tokens == len(before) + 1
 
 
@@ -197,13 +199,13 @@ def test_a_continuation_that_cannot_be_served_leaves_its_handle() -> None:
     for ids in ([1] * 96, [61]):
         assert served(engine, [Request(ids, SamplingParams(), seed=0, continues=completion.handle)])[1]
     request = Request([7], SamplingParams(max_new_tokens=5), seed=0, continues=completion.handle)
-    assert_as_fresh([*before, 7], request, engine.generate([request])[0])
+    assert_as_fresh([*before, 7], request, generate(engine, [request])[0])
 
 
 def test_only_what_is_asked_for_is_kept() -> None:
     engine = engine_for(model())
     params = SamplingParams(n=2, max_new_tokens=5)
-    kept, free = engine.generate([Request([1], params, seed=0, keep=True), Request([2], params, seed=0)])
+    kept, free = generate(engine, [Request([1], params, seed=0, keep=True), Request([2], params, seed=0)])
     assert set(engine.scheduler.kept) == {completion.handle for completion in kept}
     assert all(completion.handle is None for completion in free)
     assert tokens_of([kept])[0] == [kept_one.tokens[1:] for kept_one in engine.scheduler.kept.values()]

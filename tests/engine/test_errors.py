@@ -9,10 +9,22 @@ from typing import Any
 
 import pytest
 from engine_parts import small_decoder, small_spec
-from native_parts import MODES, Mode, assert_same_groups, engine_for, idle, mixed_prompts, requests_for, served, words
+from native_parts import (
+    MODES,
+    Consumer,
+    Mode,
+    Weights,
+    assert_same_groups,
+    engine_for,
+    idle,
+    mixed_prompts,
+    requests_for,
+    served,
+    words,
+)
 from torch import Tensor
 
-from assay.engine import NativeEngine, Request, RequestError, SamplingParams
+from assay.engine import NativeEngine, Request, RequestError, SamplingParams, generate
 from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS
 from assay.models.decoder import Decoder
 
@@ -52,22 +64,23 @@ BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
 def test_bad_requests_are_named_and_the_others_finish() -> None:
     good = requests_for(mixed_prompts(seed=1), SamplingParams(n=2, max_new_tokens=10, stop_token_ids=(1, 2)))
     engine = engine_for(model(), Mode(max_batch=6, cache=80))
-    expected = engine.generate(good)
+    expected = generate(engine, good)
     bad = [Request(prompt, SamplingParams(**params), seed=0, name=name) for name, (prompt, params, _) in BAD.items()]
     order = random.Random(1).sample(range(len(good) + len(bad)), len(good) + len(bad))
     mixed = [(*good, *bad)[i] for i in order]
     with pytest.raises(RequestError) as caught:
-        engine.generate(mixed)
+        generate(engine, mixed)
     error = caught.value
     places = {request.name: place for place, request in enumerate(mixed)}
     assert set(error.errors) == {places[name] for name in BAD}
     for name, (_, _, message) in BAD.items():
         assert re.match(f"request '{name}': .*{message}", error.errors[places[name]])
     assert str(error) == f"{error.errors[min(error.errors)]} ({len(BAD) - 1} more requests failed)"
-    assert [error.completions[places[name]] for name in BAD] == [[]] * len(BAD)
-    finished = [error.completions[places[request.name]] for request in good]
-    assert_same_groups(model(), good, finished, expected)
-    assert_same_groups(model(), good, engine.generate(good), expected)
+    groups, errors = served(engine, mixed)
+    assert errors == error.errors
+    assert [groups[places[name]] for name in BAD] == [[]] * len(BAD)
+    assert_same_groups(model(), good, [groups[places[request.name]] for request in good], expected)
+    assert_same_groups(model(), good, generate(engine, good), expected)
     assert idle(engine)
 
 
@@ -79,12 +92,12 @@ def test_what_just_fits_is_served() -> None:
         Request([1], SamplingParams(forbidden_token_ids=tuple(range(60)), max_new_tokens=3), seed=0),
         Request([1], SamplingParams(stop_token_ids=tuple(range(100, 100 + STOP_SLOTS)), max_new_tokens=3), seed=0),
     ]
-    groups = engine.generate(requests)
+    groups = generate(engine, requests)
     assert [len(group[0].token_ids) for group in groups] == [41, 1, 3, 3]
     assert groups[2][0].token_ids == [60] * 3
-    whole = engine_for(model()).generate([Request([1] * 95, SamplingParams(max_new_tokens=9), seed=0)])
+    whole = generate(engine_for(model()), [Request([1] * 95, SamplingParams(max_new_tokens=9), seed=0)])
     assert len(whole[0][0].token_ids) == 1
-    assert engine.generate([]) == []
+    assert generate(engine, []) == []
 
 
 # -- weights that are not numbers
@@ -98,7 +111,7 @@ def with_broken_token(token: int) -> dict[str, Tensor]:
 
 def broken_engine(mode: Mode, token: int = ODD) -> NativeEngine:
     engine = engine_for(model(), mode, decode=words)
-    engine.load_weights(with_broken_token(token).items(), version=1)
+    engine.update_weights(Weights(with_broken_token(token).items()), version=1)
     return engine
 
 
@@ -115,28 +128,27 @@ def odd_and_good(params: SamplingParams) -> tuple[list[Request], set[int]]:
 def test_prompts_that_give_no_numbers_break_nobody_else(mode: str) -> None:
     params = SamplingParams(n=2, max_new_tokens=9, forbidden_token_ids=(ODD,))
     requests, odd = odd_and_good(params)
-    expected = engine_for(model()).generate(requests)
+    expected = generate(engine_for(model()), requests)
     engine = broken_engine(WAYS[mode])
     seen: dict[tuple[int, int], list[int]] = {}
     watchers = (None, lambda request, sample, token: seen.setdefault((request, sample), []).append(token))
     for watcher in watchers:
-        with pytest.raises(
-            RequestError, match=r"request 'p0': .*token 0 of sample 0 is not a number \(NaN\)"
-        ) as caught:
-            engine.generate(requests, watcher)
-        assert set(caught.value.errors) == odd
-        assert all(f"'p{index}'" in caught.value.errors[index] for index in odd)
-        ours = caught.value.completions
+        consumer = Consumer(engine, watcher)
+        consumer.run(requests)
+        assert set(consumer.errors) == odd
+        assert re.match(r"request 'p0': .*token 0 of sample 0 is not a number \(NaN\)", consumer.errors[0])
+        assert all(f"'p{index}'" in consumer.errors[index] for index in odd)
+        ours = consumer.groups()
         assert_same_groups(model(), requests, ours, [[] if i in odd else group for i, group in enumerate(expected)])
         assert idle(engine)
     assert seen == {(r, s): completion.token_ids for r, group in enumerate(ours) for s, completion in enumerate(group)}
     # Those who use the blocks after it are right too, and nothing of a broken prefix is found again.
     good = [request for index, request in enumerate(requests) if index not in odd]
     assert_same_groups(
-        model(), good, engine.generate(good), [group for index, group in enumerate(expected) if index not in odd]
+        model(), good, generate(engine, good), [group for index, group in enumerate(expected) if index not in odd]
     )
-    engine.load_weights(model().weights(), version=2)
-    assert_same_groups(model(), requests, engine.generate(requests), expected)
+    engine.update_weights(model(), version=2)
+    assert_same_groups(model(), requests, generate(engine, requests), expected)
 
 
 @pytest.mark.parametrize("mode", WAYS)
@@ -144,7 +156,7 @@ def test_a_token_that_breaks_its_sequence_breaks_no_other(mode: str) -> None:
     """Drawn on the way: some samples of a request break, others of the same prompt would not."""
     params = SamplingParams(n=2, max_new_tokens=24)
     requests = requests_for([[t % 60 for t in prompt] for prompt in mixed_prompts(seed=9)], params)
-    expected = engine_for(model()).generate(requests)
+    expected = generate(engine_for(model()), requests)
     # A sequence breaks one step after the odd token is drawn, if there is such a step.
     places = [[c.token_ids.index(ODD) if ODD in c.token_ids[:-1] else None for c in group] for group in expected]
     odd = {index for index, group in enumerate(places) if group != [None, None]}
@@ -164,22 +176,22 @@ def test_what_is_drawn_behind_a_stop_string_may_be_broken() -> None:
     """The device does not know of stop strings: it goes on to the odd token, in blocks that others use next."""
     params = SamplingParams(temperature=1.0, max_new_tokens=16)
     prompt = [1, 2, 3]
-    (free,) = engine_for(model()).generate([Request(prompt, params, seed=2)])[0]
+    (free,) = generate(engine_for(model()), [Request(prompt, params, seed=2)])[0]
     odd = next(token for token in free.token_ids[4:] if token not in (*prompt, *free.token_ids[:4]))
     stop = words(free.token_ids[2:4])
     engine = broken_engine(Mode(window=16, ahead=1, cache=18, max_batch=1), token=odd)
     stopping = Request(prompt, SamplingParams(max_new_tokens=16, stop=(stop,)), seed=2, keep=True)
-    (stopped,) = engine.generate([stopping])[0]
+    (stopped,) = generate(engine, [stopping])[0]
     assert stopped.token_ids == free.token_ids[:4]
     assert stopped.handle is not None
     assert engine.runner.kv[:, :, :, engine.scheduler.kept[stopped.handle].blocks].isnan().any()  # there it lies
     healthy = engine_for(model())
     more = SamplingParams(max_new_tokens=8, forbidden_token_ids=(odd,))
-    continued = engine.generate([Request([4], more, seed=3, continues=stopped.handle)])
+    continued = generate(engine, [Request([4], more, seed=3, continues=stopped.handle)])
     whole = [Request([*prompt, *stopped.token_ids, 4], more, seed=3)]
-    assert_same_groups(model(), whole, continued, healthy.generate(whole))
-    (stopped,) = engine.generate([stopping])[0]
+    assert_same_groups(model(), whole, continued, generate(healthy, whole))
+    (stopped,) = generate(engine, [stopping])[0]
     assert stopped.handle is not None
     engine.release([stopped.handle])
     others = requests_for([[5, 6], [7], [1, 2, 3, 4]], more)
-    assert_same_groups(model(), others, engine.generate(others), healthy.generate(others))
+    assert_same_groups(model(), others, generate(engine, others), generate(healthy, others))

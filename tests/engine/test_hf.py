@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from engine_parts import assert_same_tokens, greedy_by_transformers, random_prompts
-from native_parts import assert_same_draws, assert_same_groups, assert_scores, served, words
+from native_parts import Consumer, Weights, assert_same_draws, assert_same_groups, assert_scores, served, words
 
-from assay.engine import HFEngine, Request, RequestError, SamplingParams, make_engine
+from assay.engine import HFEngine, Request, RequestError, SamplingParams, generate, make_engine
 from assay.engine.rows import LOG_STEPS
 from assay.models.fallback import HFModel
 from assay.models.fingerprint import fingerprint
@@ -66,7 +66,7 @@ def test_greedy_equals_transformers_with_mixed_prompts(kind: str) -> None:
     model = small_model(kind)
     prompts = random_prompts(7, VOCABULARY, seed=1, longest=14)
     params = SamplingParams(n=2, temperature=0.0, max_new_tokens=16, stop_token_ids=(3, 5, 7))
-    groups = engine_for(model, max_batch=5).generate([Request(p, params, seed=i) for i, p in enumerate(prompts)])
+    groups = generate(engine_for(model, max_batch=5), [Request(p, params, seed=i) for i, p in enumerate(prompts)])
     for prompt, group in zip(prompts, groups, strict=True):
         theirs = greedy_by_transformers(model.hf, prompt, 16, params.stop_token_ids)
         for completion in group:
@@ -84,9 +84,9 @@ def test_log_probabilities_equal_the_trainers_and_batches_do_not_matter(kind: st
     ]
     requests = [Request(p, kinds[i], seed=50 + i) for i, p in enumerate(prompts)]
     engine = engine_for(model)
-    together = engine.generate(requests)
-    assert_same_groups(model, requests, together, [engine.generate([request])[0] for request in requests])
-    assert_same_groups(model, requests, together, engine_for(model, max_batch=4).generate(requests))
+    together = generate(engine, requests)
+    assert_same_groups(model, requests, together, [generate(engine, [request])[0] for request in requests])
+    assert_same_groups(model, requests, together, generate(engine_for(model, max_batch=4), requests))
     for request, group in zip(requests, together, strict=True):
         for completion in group:
             assert_scores(model, request.prompt_ids, completion, request.params)
@@ -99,17 +99,17 @@ def test_weights_are_its_own() -> None:
     engine = engine_for(model)
     assert engine.fingerprint() == fingerprint(model.weights(), torch.float32)
     request = Request([1, 2, 3], SamplingParams(max_new_tokens=60, n=2), seed=4)
-    before = [c.token_ids for c in engine.generate([request])[0]]
+    before = [c.token_ids for c in generate(engine, [request])[0]]
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1.5)
-    assert [c.token_ids for c in engine.generate([request])[0]] == before
-    engine.load_weights(model.weights(), version=3)
-    after = engine.generate([request])[0]
+    assert [c.token_ids for c in generate(engine, [request])[0]] == before
+    engine.update_weights(model, version=3)
+    after = generate(engine, [request])[0]
     assert [c.token_ids for c in after] != before and after[0].version == 3
     assert engine.fingerprint() == fingerprint(model.weights(), torch.float32)
     with pytest.raises(UserError, match="no weight 'other'"):
-        engine.load_weights([("other", torch.zeros(1))], 4)
+        engine.update_weights(Weights([("other", torch.zeros(1))]), 4)
 
 
 def test_gradients_stay_with_the_model_and_bf16_is_exact() -> None:
@@ -121,24 +121,26 @@ def test_gradients_stay_with_the_model_and_bf16_is_exact() -> None:
     assert all(weight.grad is not None for weight in model.parameters())
     assert all(weight.grad is None and not weight.requires_grad for weight in engine.model.parameters())
     assert engine.fingerprint() == fingerprint(model.weights(), torch.bfloat16)
-    assert len(engine.generate([Request([1], SamplingParams(max_new_tokens=3), seed=0)])[0][0].token_ids) == 3
+    assert len(generate(engine, [Request([1], SamplingParams(max_new_tokens=3), seed=0)])[0][0].token_ids) == 3
 
 
 def test_context_end_stream_and_bad_prompts() -> None:
     engine = engine_for(small_model("gpt2"))
     seen: list[int] = []
     request = Request([1] * 60, SamplingParams(max_new_tokens=30), seed=0, name="long")
-    completion = engine.generate([request], on_token=lambda r, s, token: seen.append(token))[0][0]
+    consumer = Consumer(engine, on_token=lambda r, s, token: seen.append(token))
+    consumer.run([request])
+    completion = consumer.finished[0, 0]
     assert completion.finish is Finish.LENGTH and len(completion.token_ids) == 4 and seen == completion.token_ids
     with pytest.raises(UserError, match=r"'long'.* 64 tokens"):
-        engine.generate([Request([1] * 64, SamplingParams(), seed=0, name="long")])
+        generate(engine, [Request([1] * 64, SamplingParams(), seed=0, name="long")])
 
 
 def test_generations_longer_than_the_log() -> None:
     model = small_model("gpt2")
     params = SamplingParams(n=2, max_new_tokens=LOG_STEPS + 20)
     requests = [Request([i + 1], replace(params, max_new_tokens=LOG_STEPS + 20 - 9 * i), seed=i) for i in range(3)]
-    groups = engine_for(model, max_batch=3, max_length=128).generate(requests)
+    groups = generate(engine_for(model, max_batch=3, max_length=128), requests)
     for request, group in zip(requests, groups, strict=True):
         for completion in group:
             assert len(completion.token_ids) == request.params.max_new_tokens
@@ -153,10 +155,10 @@ def test_several_turns_equal_one_long_list(kind: str) -> None:
     sequences = random_prompts(4, VOCABULARY, seed=3, longest=9)
     requests = [Request(ids, params, seed=i, keep=True) for i, ids in enumerate(sequences)]
     for turn in range(3):
-        groups = engine.generate(requests)
+        groups = generate(engine, requests)
         for i, (request, group) in enumerate(zip(requests, groups, strict=True)):
             whole = Request(sequences[i], params, seed=request.seed)
-            assert_same_draws(model, whole, group, engine_for(model).generate([whole])[0])
+            assert_same_draws(model, whole, group, generate(engine_for(model), [whole])[0])
             more = [turn + 1] * (i % 3)
             sequences[i] = [*sequences[i], *group[turn % 2].token_ids, *more]
             requests[i] = Request(more, params, seed=9 * turn + i, keep=True, continues=group[turn % 2].handle)
@@ -168,7 +170,7 @@ def test_handles_are_used_up_unless_nothing_comes_of_it() -> None:
     model = small_model("gpt2")
     engine = engine_for(model)
     params = SamplingParams(max_new_tokens=4)
-    (first,) = engine.generate([Request([1, 2], params, seed=0, keep=True)])[0]
+    (first,) = generate(engine, [Request([1, 2], params, seed=0, keep=True)])[0]
     going_on = Request([3], params, seed=1, name="again", continues=first.handle)
     assert list(served(engine, [Request([1] * 64, params, seed=1, continues=first.handle)])[1]) == [0]  # too long
 
@@ -176,11 +178,11 @@ def test_handles_are_used_up_unless_nothing_comes_of_it() -> None:
         raise ConnectionError("nobody listens")
 
     with pytest.raises(ConnectionError):
-        engine.generate([going_on], on_token=complain)
+        Consumer(engine, on_token=complain).run([Request([1, 2], params, seed=0)])
     groups, errors = served(engine, [going_on, going_on])
     assert list(errors) == [1] and f"'again': there is nothing to continue under handle {first.handle}" in errors[1]
     whole = Request([1, 2, *first.token_ids, 3], params, seed=1)
-    assert_same_draws(model, whole, groups[0], engine.generate([whole])[0])
+    assert_same_draws(model, whole, groups[0], generate(engine, [whole])[0])
     assert list(served(engine, [going_on])[1]) == [0] and not engine.kept
 
 
@@ -189,18 +191,14 @@ def test_stop_strings_and_streams() -> None:
     engine = engine_for(model, max_batch=3)
     free = SamplingParams(n=2, max_new_tokens=20)
     requests = [Request([i + 1], free, seed=i) for i in range(4)]
-    whole = engine.generate(requests)
+    whole = generate(engine, requests)
     stops = [words(group[0].token_ids[8:10]) for group in whole]
     stopping = [replace(r, params=replace(free, stop=(stop,))) for r, stop in zip(requests, stops, strict=True)]
-    quiet = engine.generate(stopping)
+    quiet = generate(engine, stopping)
     tokens: dict[tuple[int, int], list[int]] = {}
-    finished: dict[tuple[int, int], Any] = {}
-
-    def on_finish(request: int, sample: int, completion: Any) -> None:
-        assert (request, sample) not in finished
-        finished[request, sample] = completion
-
-    groups = engine.generate(stopping, lambda r, s, token: tokens.setdefault((r, s), []).append(token), on_finish)
+    consumer = Consumer(engine, lambda r, s, token: tokens.setdefault((r, s), []).append(token))
+    consumer.run(stopping)
+    groups, finished = consumer.groups(), consumer.finished
     every = {(r, s): completion for r, group in enumerate(groups) for s, completion in enumerate(group)}
     assert finished == every and tokens == {key: completion.token_ids for key, completion in every.items()}
     assert_same_groups(model, stopping, groups, quiet)
@@ -216,17 +214,18 @@ def test_bad_requests_are_named_and_the_others_finish() -> None:
     engine = engine_for(model, max_batch=3)
     params = SamplingParams(n=2, max_new_tokens=10, forbidden_token_ids=(9,))
     good = [Request([i + 1, i + 2], params, seed=i) for i in range(3)]
-    expected = engine.generate(good)
+    expected = generate(engine, good)
     weights = {name: weight.detach().clone() for name, weight in model.weights()}
     weights["transformer.wte.weight"][9] = float("nan")  # of the tied head too, so that all its logits are none
     bad = [Request([], params, seed=0, name="empty"), Request([1], replace(params, n=0), seed=0, name="none")]
     with pytest.raises(RequestError, match=r"'empty': the prompt is empty.*\(1 more requests failed\)") as caught:
-        engine.generate([good[0], bad[0], good[1], bad[1], good[2]])
+        generate(engine, [good[0], bad[0], good[1], bad[1], good[2]])
     assert list(caught.value.errors) == [1, 3] and "samples must be at least 1" in caught.value.errors[3]
-    assert_same_groups(model, good, [group for group in caught.value.completions if group], expected)
-    engine.load_weights(weights.items(), version=1)
-    with pytest.raises(RequestError, match=r"request 0: .*token 0 of sample 0 is not a number") as caught:
-        engine.generate(good)
+    groups, _ = served(engine, [good[0], bad[0], good[1], bad[1], good[2]])
+    assert_same_groups(model, good, [group for group in groups if group], expected)
+    engine.update_weights(Weights(weights.items()), version=1)
+    with pytest.raises(RequestError, match=r"request \d+: .*token 0 of sample 0 is not a number") as caught:
+        generate(engine, good)
     assert list(caught.value.errors) == [0, 1, 2]
-    engine.load_weights(model.weights(), version=2)
-    assert_same_groups(model, good, engine.generate(good), expected)
+    engine.update_weights(model, version=2)
+    assert_same_groups(model, good, generate(engine, good), expected)

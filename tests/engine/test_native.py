@@ -24,7 +24,9 @@ from engine_parts import (
 from native_parts import (
     MODES,
     SPECS,
+    Consumer,
     Mode,
+    Weights,
     assert_same_groups,
     assert_scores,
     engine_for,
@@ -38,7 +40,7 @@ from native_parts import (
 )
 from torch import Tensor
 
-from assay.engine import NativeEngine, Request, SamplingParams, make_engine
+from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.columns import BLOCK_SIZE
 from assay.engine.scheduler import Chunk
 from assay.models import load_model
@@ -79,7 +81,7 @@ def assert_ran_as_asked(engine: NativeEngine, mode: Mode) -> None:
 def test_greedy_equals_transformers(name: str, mode: str) -> None:
     model, requests = model_of(name), mixed_requests(GREEDY)
     engine = engine_for(model, MODES[mode])
-    groups = engine.generate(requests)
+    groups = generate(engine, requests)
     assert_ran_as_asked(engine, MODES[mode])
     assert len({len(theirs) for theirs in by_transformers(name)}) > 2  # or all would leave at the same time
     for request, group, theirs in zip(requests, groups, by_transformers(name), strict=True):
@@ -96,7 +98,7 @@ def test_log_probabilities_equal_the_trainers(name: str, mode: str) -> None:
     params = SamplingParams(n=2, temperature=1.7, max_new_tokens=40, stop_token_ids=(1, 2))
     requests = mixed_requests(params, seed=4)[4:12]
     engine = engine_for(model, MODES[mode])
-    groups = engine.generate(requests)
+    groups = generate(engine, requests)
     assert_ran_as_asked(engine, MODES[mode])
     for request, group in zip(requests, groups, strict=True):
         for completion in group:
@@ -128,7 +130,7 @@ def test_smollm2_equals_transformers() -> None:
     for mode in (Mode(), everything):
         engine = engine_for(model, mode, max_length=128)
         for prompt, group, expected in zip(
-            prompts, engine.generate(requests_for(prompts, params)), theirs, strict=True
+            prompts, generate(engine, requests_for(prompts, params)), theirs, strict=True
         ):
             for completion in group:
                 assert_same_tokens(model, prompt, completion.token_ids, expected)
@@ -144,17 +146,17 @@ def test_a_sample_depends_on_nothing_else() -> None:
         *(replace(plain, temperature=0.0), replace(plain, forbidden_token_ids=(4, 8), min_new_tokens=5)),
     ]
     requests = [Request(prompt, kinds[i % len(kinds)], seed=77 + i) for i, prompt in enumerate(prompts)]
-    together = engine_for(model).generate(requests)
+    together = generate(engine_for(model), requests)
     order = random.Random(1).sample(range(len(requests)), len(requests))
     others: dict[str, Sequence[Sequence[Completion]]] = {}
     for mode in ("chunks", "windows", "small cache"):
         engine = engine_for(model, MODES[mode])
-        others[mode] = engine.generate(requests)
+        others[mode] = generate(engine, requests)
         assert_ran_as_asked(engine, MODES[mode])
     one = engine_for(model, Mode(max_batch=3))
-    others["in halves"] = one.generate(requests[:3]) + one.generate(requests[3:])
-    others["alone"] = [one.generate([request])[0] for request in requests]
-    shuffled = engine_for(model, MODES["all at once"]).generate([requests[i] for i in order])
+    others["in halves"] = generate(one, requests[:3]) + generate(one, requests[3:])
+    others["alone"] = [generate(one, [request])[0] for request in requests]
+    shuffled = generate(engine_for(model, MODES["all at once"]), [requests[i] for i in order])
     others["shuffled, all at once"] = [shuffled[order.index(i)] for i in range(len(requests))]
     for other in others.values():
         assert_same_groups(model, requests, together, other)
@@ -195,7 +197,7 @@ def assert_settings_do_not_matter(seed: int) -> None:
     engine = engine_for(model, mode, decode=words)
     for _ in range(2):
         requests = random_requests(draw)
-        ours, theirs = engine.generate(requests), engine_for(model, decode=words).generate(requests)
+        ours, theirs = generate(engine, requests), generate(engine_for(model, decode=words), requests)
         assert idle(engine)
         assert_same_groups(model, requests, ours, theirs)
 
@@ -230,7 +232,7 @@ def test_prompts_are_computed_once_whatever_their_samples_and_the_rows(monkeypat
         engine = engine_for(model_of("qwen2"), mode)
         passes = computed_chunks(engine, monkeypatch)
         params = SamplingParams(n=11, max_new_tokens=9, stop_token_ids=STOPS)
-        groups = engine.generate(requests_for(prompts, params))
+        groups = generate(engine, requests_for(prompts, params))
         assert engine.stats.prefill_tokens == sum(len(prompt) for prompt in prompts)
         assert engine.stats.decoded_tokens == sum(len(c.token_ids) for group in groups for c in group)
         sizes = [sum(chunk.stop - chunk.start for chunk in chunks) for chunks in passes]
@@ -248,17 +250,17 @@ def test_common_beginnings_are_computed_once_and_found_by_later_calls() -> None:
     prompts = [[*system, i, *draw.choices(range(61), k=draw.randint(0, 9))] for i in range(6)]
     params = SamplingParams(n=2, max_new_tokens=6)
     engine = engine_for(model_of("qwen3"), Mode(max_batch=5))
-    first = engine.generate(requests_for(prompts, params))
+    first = generate(engine, requests_for(prompts, params))
     assert engine.stats.prefill_tokens == full + sum(len(prompt) - full for prompt in prompts)
     engine.reset_stats()
-    again = engine.generate(requests_for(prompts, params))
+    again = generate(engine, requests_for(prompts, params))
     assert engine.stats.prefill_tokens == sum(len(prompt) % BLOCK_SIZE for prompt in prompts)
     engine.reset_stats()
-    whole = engine.generate(requests_for([prompts[0][:full]], params))  # nothing is left to be computed
+    whole = generate(engine, requests_for([prompts[0][:full]], params))  # nothing is left to be computed
     assert engine.stats.prefill_tokens == 0
-    engine.forget()
+    engine.reset_prefix_cache()
     engine.reset_stats()
-    anew = engine.generate(requests_for(prompts, params))
+    anew = generate(engine, requests_for(prompts, params))
     assert engine.stats.prefill_tokens == full + sum(len(prompt) - full for prompt in prompts)
     for groups, asked in ((first, prompts), (again, prompts), (whole, [prompts[0][:full]]), (anew, prompts)):
         for prompt, group in zip(asked, groups, strict=True):
@@ -282,7 +284,7 @@ def test_decoding_writes_only_to_blocks_of_its_own(mode: str, monkeypatch: pytes
 
     monkeypatch.setattr(engine.runner, "_step", note)
     prompts = [prompt for prompt in mixed_prompts(seed=5) if len(prompt) >= BLOCK_SIZE]
-    engine.generate(requests_for(prompts, SamplingParams(n=3, max_new_tokens=20)))
+    generate(engine, requests_for(prompts, SamplingParams(n=3, max_new_tokens=20)))
     assert len(written) == engine.stats.decode_steps and max(written) > 1
 
 
@@ -292,17 +294,17 @@ def test_nothing_of_earlier_weights_is_used(mode: str) -> None:
     prompts = mixed_prompts(seed=9)[4:10]
     params = SamplingParams(n=2, max_new_tokens=20)
     engine = engine_for(before, MODES[mode])
-    old = engine.generate(requests_for(prompts, params))
-    engine.load_weights(after.weights(), version=7)
-    new = engine.generate(requests_for(prompts, params))
-    fresh = engine_for(after, MODES[mode]).generate(requests_for(prompts, params))
+    old = generate(engine, requests_for(prompts, params))
+    engine.update_weights(after, version=7)
+    new = generate(engine, requests_for(prompts, params))
+    fresh = generate(engine_for(after, MODES[mode]), requests_for(prompts, params))
     assert_same_groups(after, requests_for(prompts, params), new, fresh)
     assert tokens_of(new) != tokens_of(old)
     for prompt, group in zip(prompts, new, strict=True):
         for completion in group:
             assert_scores(after, prompt, completion, params)
     assert {c.version for group in old for c in group} == {0} and {c.version for group in new for c in group} == {7}
-    assert engine.version == 7 and engine.fingerprint() == fingerprint(after.weights(), torch.float32)
+    assert engine.info.version == 7 and engine.fingerprint() == fingerprint(after.weights(), torch.float32)
 
 
 def test_all_may_be_found_to_have_ended_when_blocks_run_short() -> None:
@@ -310,13 +312,13 @@ def test_all_may_be_found_to_have_ended_when_blocks_run_short() -> None:
     model, greedy = model_of("qwen3"), SamplingParams(temperature=0.0, max_new_tokens=2 * BLOCK_SIZE)
     first = BLOCK_SIZE - 3  # tokens, which with those of a window just fill a block
     requests = requests_for([list(range(first)), list(range(20, 20 + first))], greedy)
-    free = engine_for(model).generate(requests)
+    free = generate(engine_for(model), requests)
     stops = tuple(group[0].token_ids[1] for group in free)
     requests = [replace(request, params=replace(greedy, stop_token_ids=stops)) for request in requests]
     engine = engine_for(model, Mode(window=4, ahead=1, cache=3 * BLOCK_SIZE))
-    groups = engine.generate(requests)
+    groups = generate(engine, requests)
     assert engine.stats.decode_steps == 4 and idle(engine)
-    assert_same_groups(model, requests, groups, engine_for(model).generate(requests))
+    assert_same_groups(model, requests, groups, generate(engine_for(model), requests))
 
 
 def test_long_generations_reach_the_end_of_the_context() -> None:
@@ -324,7 +326,7 @@ def test_long_generations_reach_the_end_of_the_context() -> None:
     params = SamplingParams(max_new_tokens=1000)
     requests = requests_for(random_prompts(3, 61, seed=9), params)
     engine = engine_for(model, Mode(max_batch=2, window=8, ahead=1, cache=400))
-    groups = engine.generate(requests)
+    groups = generate(engine, requests)
     assert engine.stats.preemptions > 0
     for request, (completion,) in zip(requests, groups, strict=True):
         assert completion.finish is Finish.LENGTH
@@ -362,7 +364,7 @@ def test_scores_are_those_of_float64(mode: str) -> None:
     kinds = [replace(params, n=4, max_new_tokens=18) for params in KINDS.values()]
     prompts = mixed_prompts(seed=11)
     requests = [Request(prompts[i], params, seed=i) for i, params in enumerate(kinds)]
-    by_kind = dict(zip(KINDS, engine_for(model, MODES[mode]).generate(requests), strict=True))
+    by_kind = dict(zip(KINDS, generate(engine_for(model, MODES[mode]), requests), strict=True))
     for request, group in zip(requests, by_kind.values(), strict=True):
         for completion in group:
             assert_scores(exact, request.prompt_ids, completion, request.params)
@@ -378,19 +380,19 @@ def test_scores_are_those_of_float64(mode: str) -> None:
 
 def test_stop_tokens_and_limits() -> None:
     engine = engine_for(small_decoder(small_spec(), seed=10))
-    free = engine.generate([Request([4, 5], SamplingParams(max_new_tokens=12), seed=1)])[0][0]
+    free = generate(engine, [Request([4, 5], SamplingParams(max_new_tokens=12), seed=1)])[0][0]
     assert free.finish is Finish.LENGTH and len(free.token_ids) == 12
     stop = free.token_ids[6]
     first = free.token_ids.index(stop)
     params = SamplingParams(max_new_tokens=12, stop_token_ids=(60, stop))
-    stopped = engine.generate([Request([4, 5], params, seed=1)])[0][0]
+    stopped = generate(engine, [Request([4, 5], params, seed=1)])[0][0]
     assert stopped.finish is Finish.STOP and stopped.token_ids == free.token_ids[: first + 1]
     limits = [Request([4, 5], SamplingParams(max_new_tokens=k), seed=1) for k in (1, 3, 7)]
-    assert [group[0].token_ids for group in engine.generate(limits)] == [free.token_ids[:k] for k in (1, 3, 7)]
+    assert [group[0].token_ids for group in generate(engine, limits)] == [free.token_ids[:k] for k in (1, 3, 7)]
     last = SamplingParams(max_new_tokens=first + 1, stop_token_ids=(stop,))
-    assert engine.generate([Request([4, 5], last, seed=1)])[0][0].finish is Finish.STOP
+    assert generate(engine, [Request([4, 5], last, seed=1)])[0][0].finish is Finish.STOP
     forbidden = SamplingParams(max_new_tokens=12, stop_token_ids=(stop,), forbidden_token_ids=(stop,))
-    assert stop not in engine.generate([Request([4, 5], forbidden, seed=1)])[0][0].token_ids
+    assert stop not in generate(engine, [Request([4, 5], forbidden, seed=1)])[0][0].token_ids
 
 
 def test_the_cache_wastes_only_last_partial_blocks() -> None:
@@ -401,14 +403,14 @@ def test_the_cache_wastes_only_last_partial_blocks() -> None:
 
     def look(request: int, sample: int, token: int) -> None:
         """Blocks in use against slots that were ever written, while nobody has left yet."""
-        if request == sample == 0:
+        if request == sample == 0 and engine.blocks.in_use:  # all have left after the last step
             written = int((engine.runner.kv[0, 0, 0, : engine.blocks.total] != 0).any(-1).sum())
             held.append((engine.blocks.in_use * BLOCK_SIZE, engine.blocks.in_use * BLOCK_SIZE - written))
 
-    engine.generate(requests_for(prompts, SamplingParams(n=3, max_new_tokens=300)), on_token=look)
+    Consumer(engine, on_token=look).run(requests_for(prompts, SamplingParams(n=3, max_new_tokens=300)))
     stats, shares = engine.stats, [empty / slots for slots, empty in held]
     most = BLOCK_SIZE / 400  # a good half of a block for each sequence
-    assert stats.preemptions == 0 and len(shares) == 300 and max(shares[250:]) < most
+    assert stats.preemptions == 0 and len(shares) == 299 and max(shares[250:]) < most
     assert stats.kv_waste_peak < most
     assert stats.kv_waste_peak == pytest.approx(shares[7 * (300 // 7) - 1], abs=1e-3)  # the last that it counted
     for counted, tolerance in ((held[6::7], 1e-3), (held, 3e-3)):  # a seventh of the steps stands for all of them
@@ -434,7 +436,7 @@ def test_no_logits_outlive_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = alive()  # a weight may lie by columns
     monkeypatch.setattr(engine.runner, "_step", look)
     params = SamplingParams(n=4, top_p=0.9, max_new_tokens=5, forbidden_token_ids=(1,))
-    engine.generate(requests_for(random_prompts(3, vocabulary, seed=1), params))
+    generate(engine, requests_for(random_prompts(3, vocabulary, seed=1), params))
     assert len(tables) == engine.stats.decode_steps > 5 and not any(tables)
 
 
@@ -453,7 +455,7 @@ def test_a_float64_engine_computes_in_float64(monkeypatch: pytest.MonkeyPatch) -
     for temperature in (0.0, 1.0, 0.7):
         logits.clear()
         params = SamplingParams(temperature=temperature, max_new_tokens=20)
-        (completion,) = engine.generate(requests_for([prompt], params))[0]
+        (completion,) = generate(engine, requests_for([prompt], params))[0]
         with torch.no_grad():
             ids = torch.tensor([*prompt, *completion.token_ids])
             exact = model.unembed(model.hidden(ids, [len(ids)]))[len(prompt) - 1 : -1]
@@ -472,7 +474,7 @@ def test_bf16_follows_the_trainer(mode: str) -> None:
     engine = engine_for(model, MODES[mode], dtype=torch.bfloat16)
     prompts = mixed_prompts(seed=14)[4:10]
     params = SamplingParams(n=4, max_new_tokens=16)
-    for prompt, group in zip(prompts, engine.generate(requests_for(prompts, params)), strict=True):
+    for prompt, group in zip(prompts, generate(engine, requests_for(prompts, params)), strict=True):
         for completion in group:
             logprobs = torch.log_softmax(logits_after(model, [*prompt, *completion.token_ids]), -1)
             expected = logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
@@ -484,7 +486,7 @@ def test_bf16_follows_the_trainer(mode: str) -> None:
 def test_fingerprint_is_over_canonical_weights(name: str, dtype: torch.dtype) -> None:
     model = small_decoder(SPECS[name])
     engine = make_engine("auto", model, device="cpu", dtype=dtype)
-    assert isinstance(engine, NativeEngine) and engine.version == 0
+    assert isinstance(engine, NativeEngine) and engine.info.version == 0
     assert engine.fingerprint() == fingerprint(model.weights(), dtype)
     with torch.no_grad():
         dict(model.weights())["model.layers.1.mlp.up_proj.weight"][3, 2] += 1.0
@@ -497,15 +499,15 @@ def test_weights_that_do_not_fit_are_named() -> None:
     weights = dict(model.weights())
     norm = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(UserError, match=norm):
-        engine.load_weights((weights | {norm: torch.zeros(2, 3)}).items(), 1)
+        engine.update_weights(Weights((weights | {norm: torch.zeros(2, 3)}).items()), 1)
     with pytest.raises(UserError, match=r"model\.layers\.9\.odd"):
-        engine.load_weights((weights | {"model.layers.9.odd": torch.zeros(1)}).items(), 1)
+        engine.update_weights(Weights((weights | {"model.layers.9.odd": torch.zeros(1)}).items()), 1)
     with pytest.raises(UserError, match=norm):
-        engine.load_weights([(name, weight) for name, weight in weights.items() if name != norm], 1)
-    assert engine.version == 0
+        engine.update_weights(Weights([(name, weight) for name, weight in weights.items() if name != norm]), 1)
+    assert engine.info.version == 0
     empty = NativeEngine(model.spec, device="cpu", dtype=torch.float32)
-    with pytest.raises(UserError, match="load_weights"):
-        empty.generate(requests_for([[1]], SamplingParams()))
+    with pytest.raises(UserError, match="update_weights"):
+        generate(empty, requests_for([[1]], SamplingParams()))
 
 
 def test_unknown_or_unfit_engines() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from engine_parts import small_decoder, small_spec
-from test_more import model as talker
-from test_more import talks
+from native_parts import Consumer
+from test_arrivals import model as talker
+from test_arrivals import talks
 
 from assay.algos import make_algorithm
-from assay.engine import NativeEngine, RequestError, make_engine
+from assay.engine import NativeEngine, generate, make_engine
 from assay.engine.base import Request, SamplingParams
 from assay.engine.columns import BLOCK_SIZE
 from assay.engine.memory import GIB
@@ -36,7 +37,7 @@ def test_cuda_writes_what_the_cpu_writes_with_the_same_logprobs(temperature: flo
     for device in ("cpu", "cuda"):
         engine = make_engine("native", model.to(device), device=torch.device(device), dtype=torch.float32, max_batch=8)
         assert engine.fingerprint() == fingerprint(model.weights(), torch.float32)
-        written.append([c for group in engine.generate(requests(temperature)) for c in group])
+        written.append([c for group in generate(engine, requests(temperature)) for c in group])
     same = sum(a.token_ids == b.token_ids for a, b in zip(*written, strict=True))
     assert same >= 0.8 * len(written[0])  # a near-tie may fall differently: floating point is not the same on both
     for a, b in zip(*written, strict=True):
@@ -47,7 +48,7 @@ def test_cuda_writes_what_the_cpu_writes_with_the_same_logprobs(temperature: flo
 def test_bfloat16_serving_stays_close_to_float32() -> None:
     model = build_preset("nano", vocab_size=101, max_length=128, seed=0).to("cuda")
     engine = make_engine("native", model, device=torch.device("cuda"), dtype=torch.bfloat16, max_batch=8)
-    completions = [c for group in engine.generate(requests(1.0)) for c in group]
+    completions = [c for group in generate(engine, requests(1.0)) for c in group]
     for request, group in zip(requests(1.0), [completions[i : i + 3] for i in range(0, 15, 3)], strict=True):
         for completion in group:
             ids = torch.tensor([*request.prompt_ids, *completion.token_ids], device="cuda")
@@ -62,11 +63,11 @@ def test_bfloat16_serving_stays_close_to_float32() -> None:
 def test_turns_that_come_while_others_run_are_those_asked_alone(batch: int) -> None:
     """The host looks late here, and takes in who comes between two windows."""
     engine, talk = native(copy.deepcopy(talker()).to("cuda"), "cuda", max_batch=batch), talks()
-    engine.generate([], on_finish=talk.on_finish, more=talk.more)
+    Consumer(engine, on_finish=talk.on_finish, more=talk.more).run()
     ours = [talk.done[number, turn] for number, turn, _, _ in talk.asked]
     alone = native(talker(), "cpu")
     whole = [Request([*before, *r.prompt_ids], r.params, r.seed) for _, _, before, r in talk.asked]
-    assert share_of_equals(ours, flat(alone.generate(whole))) >= 0.9
+    assert share_of_equals(ours, flat(generate(alone, whole))) >= 0.9
     assert not (engine.scheduler.kept or engine.blocks.in_use or engine.scheduler.unfinished)
 
 
@@ -96,9 +97,9 @@ def test_recorded_steps_write_what_the_cpu_writes_for_every_kind_of_request(fami
         replace(plain, min_p=0.1, min_new_tokens=9, forbidden_token_ids=(4, 8, 15)),
     ]
     asked = [Request([(i * j) % 61 for j in range(1, 20 + 9 * i)], kinds[i % 4], seed=i) for i in range(9)]
-    expected = flat(native(model, "cpu").generate(asked))
+    expected = flat(generate(native(model, "cpu"), asked))
     engine = native(model, "cuda", max_batch=8, prefill_tokens=32)
-    found = flat(engine.generate(asked))
+    found = flat(generate(engine, asked))
     assert share_of_equals(found, expected) >= 0.8  # a near-tie may fall differently
     for a, b in zip(found, expected, strict=True):
         if a.token_ids == b.token_ids:
@@ -116,13 +117,13 @@ def test_a_small_cache_and_new_weights_change_nothing_and_record_nothing_anew() 
     block = 2 * spec.layers * spec.kv_heads * spec.head_dim * 4 * BLOCK_SIZE
     engine = native(model, "cuda", max_batch=8, memory=(blocks * block + 1) / GIB)
     assert engine.blocks.total == blocks
-    expected = flat(native(model, "cuda", max_batch=8).generate(asked))
-    assert share_of_equals(flat(engine.generate(asked)), expected) >= 0.8
+    expected = flat(generate(native(model, "cuda", max_batch=8), asked))
+    assert share_of_equals(flat(generate(engine, asked)), expected) >= 0.8
     assert engine.stats.preemptions > 0
     recorded = dict(engine.runner.graphs)  # type: ignore[attr-defined]
-    engine.load_weights(other.weights(), 1)
-    fresh = flat(native(other, "cuda", max_batch=8).generate(asked))
-    new = flat(engine.generate(asked))
+    engine.update_weights(other, 1)
+    fresh = flat(generate(native(other, "cuda", max_batch=8), asked))
+    new = flat(generate(engine, asked))
     assert share_of_equals(new, fresh) >= 0.8
     assert share_of_equals(new, expected) < 0.2
     assert {c.version for c in new} == {1}
@@ -135,11 +136,11 @@ def test_long_shared_prompts_are_read_together_and_nothing_changes() -> None:
     prompts = [[(i + 3) * j % 61 for j in range(300 + 50 * i)] for i in range(2)]
     asked = [Request(p, SamplingParams(n=128, max_new_tokens=12), seed=i) for i, p in enumerate(prompts)]
     engine = native(model, "cuda", torch.bfloat16, max_batch=256)
-    together = flat(engine.generate(asked))
+    together = flat(generate(engine, asked))
     assert (256, True, 1) in engine.runner.graphs  # type: ignore[attr-defined]
     engine.runner.least_shared = 1 << 20  # type: ignore[attr-defined]
-    engine.load_weights(model.weights(), 1)
-    alone = flat(engine.generate(asked))
+    engine.update_weights(model, 1)
+    alone = flat(generate(engine, asked))
     assert any(key[:2] == (256, False) for key in engine.runner.graphs)  # type: ignore[attr-defined]
     assert share_of_equals(together, alone) >= 0.5  # bfloat16: rounding differs
     first = torch.tensor([[a.engine_logprobs[0], b.engine_logprobs[0]] for a, b in zip(together, alone, strict=True)])
@@ -152,18 +153,18 @@ def test_continuing_streaming_and_errors_on_cuda() -> None:
     model = small_decoder(small_spec("llama", head_dim=64, max_length=160), seed=7)
     engine = native(model, "cuda", max_batch=8)
     greedy = SamplingParams(temperature=0.0, max_new_tokens=9)
-    (first,) = engine.generate([Request([1, 2, 3], greedy, seed=0, keep=True)])[0]
+    (first,) = generate(engine, [Request([1, 2, 3], greedy, seed=0, keep=True)])[0]
     engine.reset_stats()
-    (more,) = engine.generate([Request([4, 5], greedy, seed=1, continues=first.handle)])[0]
+    (more,) = generate(engine, [Request([4, 5], greedy, seed=1, continues=first.handle)])[0]
     assert engine.stats.prefill_tokens == 3
     whole = [1, 2, 3, *first.token_ids, 4, 5]
-    (again,) = native(model, "cuda", max_batch=8).generate([Request(whole, greedy, seed=1)])[0]
+    (again,) = generate(native(model, "cuda", max_batch=8), [Request(whole, greedy, seed=1)])[0]
     assert more.token_ids == again.token_ids
     seen: list[int] = []
     bad = [Request([], greedy, seed=0, name="nothing"), Request([1, 2, 3], greedy, seed=0)]
-    with pytest.raises(RequestError, match="nothing") as caught:
-        engine.generate(bad, on_token=lambda request, sample, token: seen.append(token))
-    assert caught.value.completions[1][0].token_ids == first.token_ids == seen
+    consumer = Consumer(engine, on_token=lambda request, sample, token: seen.append(token))
+    consumer.run(bad)
+    assert "nothing" in consumer.errors[0] and consumer.finished[1, 0].token_ids == first.token_ids == seen
 
 
 def test_every_recipe_is_made_of_parts_that_run_on_cuda() -> None:
@@ -189,17 +190,17 @@ def test_memory_is_lent_and_taken_back_and_nothing_is_recorded_anew() -> None:
     assert size > GIB
     torch.cuda.empty_cache()  # what torch gives back later would be counted with the cache
     at_rest = torch.cuda.mem_get_info()[0]
-    expected = flat(engine.generate(asked))
+    expected = flat(generate(engine, asked))
     recorded = dict(engine.runner.graphs)  # type: ignore[attr-defined]
     assert torch.cuda.mem_get_info()[0] <= at_rest - size
     for _ in range(3):
-        engine.rest()
-        engine.rest()
+        engine.sleep()
+        engine.sleep()
         assert torch.cuda.mem_get_info()[0] >= at_rest - GIB // 4  # but for what torch keeps
         taken = torch.full((size // 4,), float("nan"), device="cuda")  # somebody else makes use of it
         del taken
         torch.cuda.empty_cache()
-        assert [c.token_ids for c in flat(engine.generate(asked))] == [c.token_ids for c in expected]
+        assert [c.token_ids for c in flat(generate(engine, asked))] == [c.token_ids for c in expected]
     assert engine.runner.graphs == recorded  # type: ignore[attr-defined]
     del engine
     torch.cuda.empty_cache()
@@ -210,8 +211,10 @@ def test_a_kept_sequence_goes_on_after_a_rest() -> None:
     found = []
     for lend in (False, True):
         engine = native(model, "cuda", max_batch=8, lend=lend)
-        [[first]] = engine.generate([Request([1, 2, 3], SamplingParams(max_new_tokens=20), seed=1, keep=True)])
-        engine.rest()
-        [[more]] = engine.generate([Request([5, 6], SamplingParams(max_new_tokens=20), seed=2, continues=first.handle)])
+        [[first]] = generate(engine, [Request([1, 2, 3], SamplingParams(max_new_tokens=20), seed=1, keep=True)])
+        engine.sleep()
+        [[more]] = generate(
+            engine, [Request([5, 6], SamplingParams(max_new_tokens=20), seed=2, continues=first.handle)]
+        )
         found.append((first.token_ids, more.token_ids))
     assert found[0] == found[1]

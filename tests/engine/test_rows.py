@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, State
+from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, RowState
 from assay.engine.rows import LOG_STEPS, Modes, Rows
 from assay.engine.sampler import noise_keys, signed
 from assay.engine.scheduler import close_gaps, seat
@@ -50,7 +50,7 @@ def test_newcomers_fill_their_rows_and_no_others() -> None:
             Column.MIN_NEW: 2,
             Column.KEY: int(noise_keys(torch.tensor([-3]), torch.tensor([index]))),
             Column.TOP_K: 4,
-            Column.STATE: State.RUNNING,
+            Column.STATE: RowState.RUNNING,
             Column.FORBIDDEN: 0,
         }
         assert rows.ints[row, : Column.STOPS].tolist() == [expected[Column(place)] for place in range(Column.STOPS)]
@@ -61,7 +61,7 @@ def test_newcomers_fill_their_rows_and_no_others() -> None:
     assert rows.forbidden[2].tolist() == [3, 5] + [-1] * (FORBIDDEN_SLOTS - 2)
     assert stops_of(rows, 2) == [1] + [-1] * (STOP_SLOTS - 1)  # what is forbidden never stops
     assert rows.floats[2].tolist() == [1.0, 1.0, 0.125, 0.0]
-    assert rows.ints[3:, Column.STATE].tolist() == [State.IDLE] * 2 and not rows.ints[3:, Column.TOKEN].any()
+    assert rows.ints[3:, Column.STATE].tolist() == [RowState.IDLE] * 2 and not rows.ints[3:, Column.TOKEN].any()
 
 
 def test_who_was_preempted_goes_on_after_its_last_token() -> None:
@@ -116,9 +116,9 @@ def test_rows_move_with_all_they_have() -> None:
     rows.write_tables(3, 2)
     for sample in running:
         for table, old in zip((rows.ints, rows.floats, rows.forbidden), before, strict=True):
-            assert table[sample.row].tolist() == old[sample.job.index].tolist()
+            assert table[sample.row].tolist() == old[sample.job.id].tolist()
         assert rows.tables[sample.row, :2].tolist() == sample.blocks
-    assert rows.ints[:, Column.STATE].tolist() == [State.RUNNING] * 3 + [State.IDLE] * 3
+    assert rows.ints[:, Column.STATE].tolist() == [RowState.RUNNING] * 3 + [RowState.IDLE] * 3
 
 
 def test_tables_are_written_when_they_have_changed() -> None:
@@ -147,19 +147,19 @@ def test_a_look_shows_what_was_drawn_even_where_the_log_begins_again() -> None:
     draw = np.random.default_rng(0)
     for step in range(LOG_STEPS + 5):
         logits = torch.from_numpy(draw.normal(size=(2, 50))).float()
-        before = rows.ints[:2, Column.STATE] == State.RUNNING
+        before = rows.ints[:2, Column.STATE] == RowState.RUNNING
         rows.draw(logits)
         expected = logits.log_softmax(-1).amax(-1)
-        look = rows.look(list(running), step, 1)
+        look = rows.read(list(running), step, 1)
         assert look.samples == running and look.tokens.shape == (1, 2) and look.scores.shape == (4, 1, 2)
         drawn.append(logits.argmax(-1).tolist())
         for row in range(2):
             if before[row]:
                 assert look.tokens[0, row] == drawn[-1][row]
                 assert torch.allclose(look.scores[:2, 0, row], torch.tensor([float(expected[row]), 0.0]), atol=1e-6)
-    assert look.after.tolist() == [[3, LOG_STEPS + 5], [State.LENGTH, State.LENGTH]]
-    window = rows.look(list(running), LOG_STEPS, 5)
+    assert look.after.tolist() == [[3, LOG_STEPS + 5], [RowState.LENGTH, RowState.LENGTH]]
+    window = rows.read(list(running), LOG_STEPS, 5)
     assert window.tokens[:, 1].tolist() == [tokens[1] for tokens in drawn[-5:]]
     assert rows.ints[:2, Column.POSITION].tolist() == [3, LOG_STEPS + 5]
     assert rows.ints[0, Column.TOKEN] == drawn[2][0]  # it has ended, and stays as it was
-    assert rows.ints[2, Column.STATE] == State.IDLE
+    assert rows.ints[2, Column.STATE] == RowState.IDLE

@@ -11,7 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from assay.engine import sampler
-from assay.engine.columns import FORBIDDEN_SLOTS, WIDTH, Column, State
+from assay.engine.columns import FORBIDDEN_SLOTS, WIDTH, Column, RowState
 from assay.engine.sampler import Draw, draw_rows, kept, noise_keys, sample, signed, uniform
 
 LOGITS = [2.0, -1.0, 0.5, 0.5, 3.0, -4.0, 1.0, 0.0]
@@ -327,7 +327,7 @@ def test_rows_are_drawn_logged_and_moved_on() -> None:
     ints[1, Column.STOPS + 2] = 4  # stops
     ints[1, Column.LIMIT] = 1  # and is as long as it may be: the stop token counts
     ints[2, Column.LIMIT] = 1
-    ints[4, Column.STATE] = State.IDLE
+    ints[4, Column.STATE] = RowState.IDLE
     ints[5, Column.STOPS], ints[5, Column.MIN_NEW] = 8, 1  # may not stop yet
     logits[5, 2] = 0.0
     ints[6, Column.FORBIDDEN], forbidden[6, :2] = 1, torch.tensor([0, 1])  # only the first is in use
@@ -338,7 +338,8 @@ def test_rows_are_drawn_logged_and_moved_on() -> None:
 
     ran = [0, 1, 2, 3, 5, 6]
     assert ints[:, Column.STATE].tolist() == [
-        State.RUNNING, State.STOP, State.LENGTH, State.BROKEN, State.IDLE, State.RUNNING, State.RUNNING, State.RUNNING
+        RowState.RUNNING, RowState.STOP, RowState.LENGTH, RowState.BROKEN,
+        RowState.IDLE, RowState.RUNNING, RowState.RUNNING, RowState.RUNNING
     ]  # fmt: skip
     assert log_tokens[2, [0, 1, 2, 5, 6]].tolist() == [3, 4, 5, 2, 1]
     assert ints[ran, Column.TOKEN].tolist() == log_tokens[2, ran].tolist()

@@ -209,7 +209,7 @@ class Device:
 # -- the host
 
 
-class StepOutput(NamedTuple):
+class Window(NamedTuple):
     """What the host can see of a window."""
 
     samples: list[Sample]  # by row
@@ -218,7 +218,7 @@ class StepOutput(NamedTuple):
 
 
 def order(sample: Sample) -> tuple[int, int]:
-    return sample.job.index, sample.index
+    return sample.job.id, sample.index
 
 
 class Driver:
@@ -227,14 +227,14 @@ class Driver:
         self.blocks = Blocks(total, case.size)
         self.scheduler = Scheduler(self.blocks, case.max_batch, case.budget)
         self.device = Device(self.blocks)
-        self.looks: list[StepOutput] = []
+        self.looks: list[Window] = []
         self.handles: dict[Name, int] = {}
         self.draw = random.Random(case.seed)
         self.rounds = self.preempted = 0
 
     def generate(self, number: int, call: Call) -> None:
         if call.new_weights:
-            self.scheduler.forget()
+            self.scheduler.weights_changed(keep_kv=False)
             self.device.weights -= 1
         self.number, self.items = number, call.items
         self.results: dict[tuple[int, int], list[int]] = {}
@@ -317,7 +317,7 @@ class Driver:
             self.enter(sample)
 
     def enter(self, sample: Sample) -> None:
-        item, job = self.items[sample.job.index], sample.job
+        item, job = self.items[sample.job.id], sample.job
         assert sample.row == len(self.device.rows)
         assert sample.spans == [(sample.row, self.scheduler.step)]
         history = self.device.histories([*job.tokens, *sample.drawn])
@@ -338,7 +338,7 @@ class Driver:
             assert len(row.history) - 1 <= stored <= len(sample.blocks) * self.blocks.size
             assert row.over or len(row.history) - 1 == stored
         counts = [row.drawn + len(row.new) for row in device.rows]
-        self.looks.append(StepOutput(list(scheduler.running), counts, [row.over for row in device.rows]))
+        self.looks.append(Window(list(scheduler.running), counts, [row.over for row in device.rows]))
 
     def check_outlook(self, sample: Sample) -> None:
         """It has drawn all it may by `last`, and its blocks suffice up to `dry` but not for one step more."""
@@ -348,10 +348,10 @@ class Driver:
         assert sample.dry > sample.last or sample.stored(before + 1) > room
 
     def collect(self) -> None:
-        """StepOutput at the oldest window that has not been looked at, and let go of whoever is done."""
+        """Look at the oldest window that has not been looked at, and let go of whoever is done."""
         done = []
         for sample, count, over in zip(*self.looks.pop(0), strict=True):
-            item = self.items[sample.job.index]
+            item = self.items[sample.job.id]
             if sample.done or not (over or 0 < item.cut <= count):
                 continue
             sample.done = True
@@ -360,7 +360,7 @@ class Driver:
             self.results[order(sample)] = tokens
             if item.request.keep:
                 handle = self.scheduler.keep([*sample.job.tokens, *tokens], sample.blocks)
-                self.handles[self.number, sample.job.index, sample.index] = handle
+                self.handles[self.number, sample.job.id, sample.index] = handle
                 sample.blocks = []
             done.append(sample)
         self.leave(done)
@@ -406,7 +406,7 @@ class Driver:
         assert not self.scheduler.kept
         assert self.blocks.available == self.blocks.total
         assert self.blocks.users == [0] * self.blocks.total
-        self.scheduler.forget()
+        self.scheduler.reset_prefix_cache()
         assert sorted(self.blocks.free) == list(range(self.blocks.total))
 
 
@@ -847,13 +847,11 @@ def test_those_who_run_get_the_blocks_of_those_who_wait_from_the_back_of_the_que
 def test_new_weights_leave_nothing_to_be_found() -> None:
     scheduler = make(20)
     (sample,) = add(scheduler, job(0, 32))
-    with pytest.raises(AssertionError):
-        scheduler.forget()
     go_on(scheduler, 4)
     with pytest.raises(AssertionError):
-        scheduler.forget()
+        scheduler.weights_changed(keep_kv=False)
     handle = keep(scheduler, sample, drawn=4)
-    scheduler.forget()
+    scheduler.weights_changed(keep_kv=False)
     assert scheduler.blocks.available == scheduler.blocks.total == len(scheduler.blocks.free)
     kept = scheduler.resume(handle)
     assert kept is not None

@@ -35,8 +35,7 @@ class StepBoundary:
         """The lock has to be held."""
         while self._queue:
             work, future = self._queue.popleft()
-            # A weight source may do more than read tensors, e.g. gather shards: outside of inference mode.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode():
                 if future is None:
                     work()
                     continue

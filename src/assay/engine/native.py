@@ -109,7 +109,7 @@ class NativeEngine:
 
     def release(self, handles: Iterable[int]) -> None:
         handles = list(handles)
-        self.boundary.post(lambda: self.scheduler.drop(handles))
+        self.boundary.post(lambda: self._release(handles))
 
     @torch.inference_mode()
     def step(self, wait: bool = True) -> list[Event]:
@@ -185,6 +185,10 @@ class NativeEngine:
             self._leave(running)
         if waiting:
             self.scheduler.remove_waiting(waiting)
+
+    def _release(self, handles: Sequence[int]) -> None:
+        for handle in handles:
+            self.scheduler.drop(handle)
 
     def _update_weights(self, source: WeightSource, version: int) -> None:
         keep = self.kv_on_update == "keep"
@@ -364,7 +368,9 @@ class NativeEngine:
         self.rows_changed = True
 
     def _keep(self, sample: Sample, tokens: list[int]) -> int:
-        return self.scheduler.keep(sample, tokens)
+        handle = self.scheduler.keep(tokens, sample.blocks, sample.mixed)
+        sample.blocks = []
+        return handle
 
     def _become_idle(self) -> None:
         """Nothing is unfinished: drop results of steps that were taken before the host saw that."""

@@ -257,24 +257,22 @@ class Scheduler:
 
     # -- sequences kept for later
 
-    def keep(self, sample: Sample, tokens: list[int]) -> int:
-        """Keep a finished sequence, given all of its tokens; only the blocks that hold some of them stay."""
+    def keep(self, tokens: list[int], blocks: list[int], mixed: bool = False) -> int:
+        """Keep a finished sequence; only the blocks that hold some of its tokens stay."""
         needed = self.blocks.needed(len(tokens) - 1)
-        self.blocks.release(sample.blocks[needed:])
+        self.blocks.release(blocks[needed:])
         handle, self.next_handle = self.next_handle, self.next_handle + 1
-        self.kept[handle] = Kept(tokens, sample.blocks[:needed], sample.mixed)
-        sample.blocks = []
+        self.kept[handle] = Kept(tokens, blocks[:needed], mixed)
         return handle
 
     def resume(self, handle: int) -> Kept | None:
         """A kept sequence, which is no longer kept."""
         return self.kept.pop(handle, None)
 
-    def drop(self, handles: Iterable[int]) -> None:
-        """Free kept sequences; unknown handles are ignored."""
-        for handle in handles:
-            if (kept := self.kept.pop(handle, None)) is not None:
-                self.blocks.release(kept.blocks)
+    def drop(self, handle: int) -> None:
+        """Free a kept sequence; an unknown handle is ignored."""
+        if (kept := self.kept.pop(handle, None)) is not None:
+            self.blocks.release(kept.blocks)
 
     # -- cached prefixes
 

@@ -23,7 +23,7 @@ class Job:
     request: Request
     tokens: Sequence[int]  # everything before the first new token
     limit: int  # maximum number of new tokens per sample
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list, compare=False)
     unfinished: int = 0  # samples that are neither finished nor aborted
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from assay.engine.shares import Shares
 from assay.types import UserError
 
 
+@torch.inference_mode(False)  # a source may do more than read tensors, e.g. gather shards
 @torch.no_grad()
 def copy_weights(
     targets: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], shares: Shares | None = None

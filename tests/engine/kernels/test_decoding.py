@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_parts import assert_same_tokens, random_prompts, small_decoder, small_spec
 
-from assay.engine import NativeEngine, Request, SamplingParams
+from assay.engine import NativeEngine, Request, SamplingParams, generate
 from assay.engine.capture import GraphRunner, sizes_up_to
 from assay.engine.operations import TritonOperations
 from assay.models.decoder import Decoder, rope_frequencies
@@ -35,7 +35,7 @@ class SteppedRunner(GraphRunner):
 
 def kernel_engine(model: Decoder, window: int, splits: int, **options: object) -> NativeEngine:
     engine = NativeEngine(model.spec, device="cpu", dtype=torch.float32, **options)  # type: ignore[arg-type]
-    engine.load_weights(model.weights(), 0)
+    engine.update_weights(model, 0)
     angles = torch.arange(model.spec.max_length)[:, None].float() * rope_frequencies(model.spec)
     engine.network.ops = TritonOperations(model.spec, torch.cat((angles.cos(), angles.sin()), dim=-1))
     engine.runner = SteppedRunner(engine, window, splits)
@@ -57,9 +57,9 @@ def test_steps_in_kernels_write_what_steps_in_torch_write(family: str, splits: i
     prompts = [list(range(40)), *random_prompts(3, 61, seed=4)]
     requests = [Request(p, kinds[i], seed=i) for i, p in enumerate(prompts)]
     expected_engine = NativeEngine(model.spec, device="cpu", dtype=torch.float32, max_batch=5)
-    expected_engine.load_weights(model.weights(), 0)
-    expected = expected_engine.generate(requests)
-    found = kernel_engine(model, window=3, splits=splits, max_batch=5).generate(requests)
+    expected_engine.update_weights(model, 0)
+    expected = generate(expected_engine, requests)
+    found = generate(kernel_engine(model, window=3, splits=splits, max_batch=5), requests)
     for request, ours, theirs in zip(requests, found, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert_same_tokens(model, request.prompt_ids, a.token_ids, b.token_ids)

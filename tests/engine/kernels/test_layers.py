@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.engine.columns import BLOCK_SIZE, WIDTH, Column, State
+from assay.engine.columns import BLOCK_SIZE, WIDTH, Column, RowState
 from assay.engine.kernels.layers import rms_norm, rope_store, silu_mul, start_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,7 +116,7 @@ def test_start_step(n: int, block_size: int) -> None:
     expected = []
     for row, table in zip(ints[:n].tolist(), tables.tolist(), strict=False):
         position, slot = row[Column.POSITION], -1
-        if row[Column.STATE] != State.RUNNING:
+        if row[Column.STATE] != RowState.RUNNING:
             expected.append([0, 0, -1, 0])
             continue
         if position >= row[Column.STORED]:

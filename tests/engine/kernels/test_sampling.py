@@ -222,7 +222,15 @@ def test_rows_are_logged_and_moved_on(small_chunks: None) -> None:
     logits[7, 2] = logits[8, 1] = 0.0
     step = Step(rows, logits).run()
     ran, well = [0, 1, 2, 3, 4, 7, 8], [0, 1, 2, 7, 8]
-    states = [RowState.RUNNING, RowState.STOP, RowState.LENGTH, RowState.BROKEN, RowState.BROKEN, RowState.IDLE, RowState.STOP]
+    states = [
+        RowState.RUNNING,
+        RowState.STOP,
+        RowState.LENGTH,
+        RowState.BROKEN,
+        RowState.BROKEN,
+        RowState.IDLE,
+        RowState.STOP,
+    ]
     assert step.ints[:9, Column.STATE].tolist() == [*states, RowState.RUNNING, RowState.RUNNING]
     assert step.tokens[well].tolist() == [3, 4, 5, 2, 1]
     assert step.ints[ran, Column.TOKEN].tolist() == step.tokens[ran].tolist()

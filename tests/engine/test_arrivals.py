@@ -15,6 +15,7 @@ from engine_parts import small_decoder
 from native_parts import (
     MODES,
     SPECS,
+    Consumer,
     Mode,
     assert_same_draws,
     engine_for,
@@ -24,7 +25,7 @@ from native_parts import (
     words,
 )
 
-from assay.engine import Engine, NativeEngine, Request, RequestError, SamplingParams, make_engine
+from assay.engine import Engine, NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.scheduler import PATIENCE
 from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel
@@ -97,9 +98,13 @@ def in_rounds(engine: Engine, talk: Talks) -> None:
     """What `more` spares: every turn waits for the longest of its round."""
     count = 0
     while requests := talk.more(True):
-        for place, group in enumerate(engine.generate(requests)):
+        for place, group in enumerate(generate(engine, requests)):
             talk.on_finish(count + place, 0, group[0])
         count += len(requests)
+
+
+def at_own_pace(engine: Engine, talk: Talks) -> None:
+    Consumer(engine, on_finish=talk.on_finish, more=talk.more).run()
 
 
 def hf_engine() -> Engine:
@@ -116,14 +121,16 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 @pytest.mark.parametrize("kind", ENGINES)
 def test_turns_at_their_own_pace_equal_whole_lists_asked_alone(kind: str) -> None:
     engine, talk = ENGINES[kind](), talks(long=45)
-    groups = engine.generate([], on_finish=talk.on_finish, more=talk.more)
+    consumer = Consumer(engine, on_finish=talk.on_finish, more=talk.more)
+    consumer.run()
+    groups = consumer.groups()
     assert [group[0] for group in groups] == [talk.done[t, turn] for t, turn, _, _ in talk.asked]
     assert len(groups) == 9 * TURNS and len(talk.done) == 9 * TURNS
     fresh = engine_for(model(), decode=words)
     for number, turn, before, request in talk.asked:
         whole = Request([*before, *request.prompt_ids], request.params, request.seed)
-        fresh.forget()
-        assert_same_draws(model(), whole, [talk.done[number, turn]], fresh.generate([whole])[0])
+        fresh.reset_prefix_cache()
+        assert_same_draws(model(), whole, [talk.done[number, turn]], generate(fresh, [whole])[0])
     assert talk.calls[0] and talk.calls[-1]  # the last finds nothing to do, and brings nothing
     if isinstance(engine, NativeEngine):
         assert idle(engine) and not engine.scheduler.kept
@@ -135,7 +142,7 @@ def test_turns_at_their_own_pace_equal_whole_lists_asked_alone(kind: str) -> Non
 
 def test_nobody_waits_for_the_longest_of_a_round() -> None:
     steps = []
-    for play in (in_rounds, lambda engine, talk: engine.generate([], None, talk.on_finish, talk.more)):
+    for play in (in_rounds, at_own_pace):
         engine, talk = engine_for(model()), talks(count=9, turns=7)
         play(engine, talk)
         assert len(talk.done) == 9 * 7
@@ -155,11 +162,12 @@ def test_a_bad_request_that_comes_later_is_named_and_stops_nobody() -> None:
         return requests
 
     named: list[str] = []
-    with pytest.raises(RequestError, match=r"request 'bad': .*outside the vocabulary") as caught:
-        engine.generate([], on_finish=talk.on_finish, more=more)
+    consumer = Consumer(engine, on_finish=talk.on_finish, more=more)
+    consumer.run()
     assert len(talk.done) == 3 * TURNS
-    (place,) = caught.value.errors
-    assert talk.asked[place][3].name == "bad" and caught.value.completions[place] == []
+    ((place, error),) = consumer.errors.items()
+    assert "request 'bad': " in error and "outside the vocabulary" in error
+    assert talk.asked[place][3].name == "bad" and consumer.groups()[place] == []
     assert idle(engine) and not engine.scheduler.kept
 
 
@@ -167,27 +175,29 @@ def test_a_bad_request_that_comes_later_is_named_and_stops_nobody() -> None:
 def test_who_fails_to_say_what_comes_next_breaks_off_the_call_and_nothing_else(kind: str) -> None:
     engine, talk = ENGINES[kind](), talks()
     params = SamplingParams(max_new_tokens=8)
-    kept = engine.generate([Request([4, 5, 6], params, seed=1, keep=True), Request([7], params, seed=2, keep=True)])
+    kept = generate(engine, [Request([4, 5, 6], params, seed=1, keep=True), Request([7], params, seed=2, keep=True)])
     handle = kept[0][0].handle
+    foreign = Request([9, 8, 7], SamplingParams(n=2, max_new_tokens=60), seed=5)
+    other = Consumer(engine)
+    other.add([foreign])
 
     def more(nothing_else: bool) -> list[Request]:
         if len(talk.done) > 9:
             raise ConnectionError("nobody knows")
         return talk.more(nothing_else)
 
+    consumer = Consumer(engine, on_finish=talk.on_finish, more=more)
+    take = consumer.take
+    consumer.take = lambda event: (other.take if event.request_id in other.ids else take)(event)  # type: ignore[method-assign]
     with pytest.raises(ConnectionError, match="nobody knows"):
-        engine.generate(
-            [Request([8], params, seed=3, continues=handle)],
-            on_finish=lambda request, sample, done: talk.on_finish(request - 1, sample, done) if request else None,
-            more=more,
-        )
+        consumer.run()
+    other.run()
+    assert_same_draws(model(), foreign, other.groups()[0], generate(engine_for(model()), [foreign])[0])
     held: Any = engine.scheduler.kept if isinstance(engine, NativeEngine) else getattr(engine, "kept", None)
-    assert set(held) == {kept[0][0].handle, kept[1][0].handle}  # as before the call
-    if isinstance(engine, NativeEngine):
-        assert idle(engine)
+    assert {kept[0][0].handle, kept[1][0].handle} <= set(held)
     whole = Request([4, 5, 6, *kept[0][0].token_ids, 8], params, seed=3)
-    ours = engine.generate([Request([8], params, seed=3, continues=handle)])[0]
-    assert_same_draws(model(), whole, ours, engine_for(model()).generate([whole])[0])
+    ours = generate(engine, [Request([8], params, seed=3, continues=handle)])[0]
+    assert_same_draws(model(), whole, ours, generate(engine_for(model()), [whole])[0])
 
 
 @pytest.mark.parametrize(("running", "first"), [(40, PATIENCE), (4, 8)])  # 1 + 2 + ... + 8 is more than 4 x PASS
@@ -205,5 +215,5 @@ def test_newcomers_are_collected_while_others_run(running: int, first: int) -> N
     long = SamplingParams(n=running, max_new_tokens=2 * PATIENCE)
     short = SamplingParams(max_new_tokens=2)
     waves = [[Request([1], long, seed=0)], *([Request([i], short, i)] for i in range(first + 3))]
-    engine.generate([], more=lambda nothing_else: waves.pop(0) if waves else [])
+    Consumer(engine, more=lambda nothing_else: waves.pop(0) if waves else []).run()
     assert seen == [running, first, 3]

@@ -1,10 +1,10 @@
-"""One call of `generate`: what is streamed, what stop strings end, and what is left when a callback breaks it off."""
+"""Completions and streams made from what rows have sampled; stop strings; what is left after an error."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from engine_parts import small_decoder
 from native_parts import (
     MODES,
     SPECS,
+    Consumer,
     Mode,
     assert_same_groups,
     assert_scores,
@@ -25,12 +26,12 @@ from native_parts import (
     words,
 )
 
-from assay.engine import Request, RequestError, SamplingParams
+from assay.engine import Failed, Finished, Request, SamplingParams, generate
 from assay.engine.columns import RowState
+from assay.engine.outputs import OutputProcessor
 from assay.engine.rows import StepOutput
 from assay.engine.scheduler import close_gaps, seat
 from assay.engine.sequence import Job, Sample
-from assay.engine.session import Session
 from assay.engine.stopping import StopStrings
 from assay.models.decoder import Decoder
 from assay.types import Completion, Finish
@@ -77,17 +78,16 @@ def test_everything_is_streamed_once_and_in_order(mode: str, streams: str) -> No
     requests = mixed_requests(params, seed=3)[:6]
     requests[0] = replace(requests[0], params=replace(requests[0].params, stop=("x", "yz")))
     engine = engine_for(model(), WAYS[mode], decode=words)
-    quiet = engine.generate(requests)
+    quiet = generate(engine, requests)
     watcher = Watcher()
-    groups = engine.generate(
-        requests,
-        on_token=None if streams == "completions" else watcher.on_token,
-        on_finish=None if streams == "tokens" else watcher.on_finish,
-    )
+    consumer = Consumer(engine, None if streams == "completions" else watcher.on_token, watcher.on_finish)
+    consumer.run(requests)
+    groups = consumer.groups()
     assert_same_groups(model(), requests, groups, quiet)
     every = {(r, s): completion for r, group in enumerate(groups) for s, completion in enumerate(group)}
     if streams != "completions":
         assert watcher.tokens == {key: completion.token_ids for key, completion in every.items()}
+        assert consumer.logprobs == {key: completion.engine_logprobs for key, completion in every.items()}
     if streams != "tokens":
         assert watcher.finished == every
         assert list(watcher.finished) != sorted(watcher.finished)  # as they finish, not as they were asked for
@@ -98,11 +98,11 @@ def test_tokens_come_while_others_are_still_being_drawn() -> None:
     order: list[str] = []
     engine = engine_for(model(), Mode(max_batch=2))
     limits = [Request([i], SamplingParams(max_new_tokens=5), seed=i) for i in range(4)]
-    engine.generate(
-        limits,
+    Consumer(
+        engine,
         on_token=lambda request, sample, token: order.append(f"token of {request}"),
         on_finish=lambda request, sample, completion: order.append(f"end of {request}"),
-    )
+    ).run(limits)
     first = order.index("end of 0")
     assert order[:4] == ["token of 0", "token of 1"] * 2
     assert "token of 2" not in order[:first] and "token of 2" in order[first:]
@@ -114,7 +114,7 @@ def test_stop_strings_keep_the_token_that_completes_them_and_nothing_after_it(mo
     plain = SamplingParams(n=2, max_new_tokens=30)
     engine = engine_for(model(), WAYS[mode], decode=words)
     requests = requests_for(mixed_prompts(seed=2)[2:10], plain)
-    free = engine.generate(requests)
+    free = generate(engine, requests)
     ends = [5 + 2 * i for i in range(len(requests))]  # where the first sample is to stop
     wanted = [words(group[0].token_ids[end - 3 : end]) for group, end in zip(free, ends, strict=True)]
     stopping = [
@@ -123,7 +123,7 @@ def test_stop_strings_keep_the_token_that_completes_them_and_nothing_after_it(mo
     ]
     for i in (1, 3):
         stopping[i] = replace(requests[i], keep=True)  # not everyone has stop strings
-    groups = engine.generate(stopping)
+    groups = generate(engine, stopping)
     for request, group, without in zip(stopping, groups, free, strict=True):
         for completion, whole in zip(group, without, strict=True):
             text, stops = words(whole.token_ids), request.params.stop
@@ -139,7 +139,7 @@ def test_stop_strings_keep_the_token_that_completes_them_and_nothing_after_it(mo
     fresh = engine_for(model(), decode=words)
     whole_lists = [[*r.prompt_ids, *g[0].token_ids, 9, 9, 9] for r, g in zip(stopping, groups, strict=True)]
     lists = [Request(ids, plain, seed=5) for ids in whole_lists]
-    assert_same_groups(model(), lists, engine.generate(more), fresh.generate(lists))
+    assert_same_groups(model(), lists, generate(engine, more), generate(fresh, lists))
 
 
 PLACES = [("plain", "later token"), ("plain", "first completion")]
@@ -147,28 +147,27 @@ PLACES += [("all at once", place) for place in ("first token", "later token", "f
 
 
 @pytest.mark.parametrize(("mode", "where"), PLACES)
-def test_an_error_in_a_callback_breaks_off_the_call_and_nothing_else(mode: str, where: str) -> None:
+def test_a_consumer_that_fails_has_its_requests_aborted_and_nothing_else(mode: str, where: str) -> None:
     params = SamplingParams(n=2, max_new_tokens=40, stop_token_ids=(1, 2, 3))
     requests = mixed_requests(params, seed=5)[3:9]
     engine = engine_for(model(), WAYS[mode])
-    kept = engine.generate([Request([4, 5, 6], params, seed=1, keep=True), Request([7], params, seed=2, keep=True)])
-    going_on = Request([8], params, seed=3, continues=kept[0][0].handle, keep=True)
+    kept = generate(engine, [Request([4, 5, 6], params, seed=1, keep=True), Request([7], params, seed=2, keep=True)])
     after = 0 if where.startswith("first") else 9
     watcher = Watcher(after) if where.endswith("token") else Watcher(finished_before_error=after)
     with pytest.raises(ConnectionError, match="nobody listens"):
-        engine.generate([going_on, *requests], watcher.on_token, watcher.on_finish)
-    assert idle(engine) and gc.isenabled()
+        Consumer(engine, watcher.on_token, watcher.on_finish).run(requests)
+    assert not engine.step() and not (engine.outputs.jobs or engine.scheduler.running or engine.scheduler.waiting)
     fresh = engine_for(model())
-    assert_same_groups(model(), requests, engine.generate(requests), fresh.generate(requests))
+    assert_same_groups(model(), requests, generate(engine, requests), generate(fresh, requests))
     assert (engine.stats.preemptions > 0) == (mode == "all at once")
-    # Both those that were to be continued and those that were not still can be.
+    # What was kept before can still be continued.
     for handle, before in (
         (kept[0][0].handle, [4, 5, 6, *kept[0][0].token_ids]),
         (kept[1][1].handle, [7, *kept[1][1].token_ids]),
     ):
-        ours = engine.generate([Request([8], params, seed=3, continues=handle)])
+        ours = generate(engine, [Request([8], params, seed=3, continues=handle)])
         whole = [Request([*before, 8], params, seed=3)]
-        assert_same_groups(model(), whole, ours, fresh.generate(whole))
+        assert_same_groups(model(), whole, ours, generate(fresh, whole))
 
 
 def test_an_error_on_the_device_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,98 +183,114 @@ def test_an_error_on_the_device_leaves_the_engine_usable(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine.runner, "_step", fail)
     with pytest.raises(MemoryError, match="no room"):
-        engine.generate(requests)
+        generate(engine, requests)
     assert idle(engine)
-    assert_same_groups(model(), requests, engine.generate(requests), engine_for(model()).generate(requests))
+    assert_same_groups(model(), requests, generate(engine, requests), generate(engine_for(model()), requests))
 
 
 # -- the parts, without an engine
 
 
-def new_session(requests: int = 3) -> Session:
+def new_processor() -> OutputProcessor:
     def keep(sample: Sample, tokens: list[int]) -> int:
         kept.append(tokens)
         return len(kept)
 
     kept: list[list[int]] = []
-    session = Session(4, 6, StopStrings(words), keep, None, None)
-    session.numbered([Request([1], SamplingParams(), seed=0)] * requests)
-    return session
+    outputs = OutputProcessor(4, StopStrings(words), keep)
+    outputs.versions.current = 6
+    outputs.start(0)
+    return outputs
 
 
-def an_output(samples: list[Sample], first: int, tokens: list[list[int]], after: list[tuple[int, RowState]]) -> StepOutput:
+def an_output(
+    samples: list[Sample], first: int, tokens: list[list[int]], after: list[tuple[int, RowState]]
+) -> StepOutput:
     ids = torch.tensor(tokens, dtype=torch.int32)
     scores = torch.stack([-ids.float(), -2.0 * ids, ids / 100, ids / 10])
     return StepOutput(samples, first, ids, scores, torch.tensor(after).T)
 
 
 def test_completions_are_cut_out_of_the_log() -> None:
-    session = new_session()
+    outputs = new_processor()
     running: list[Sample] = []
     jobs = [Job(i, Request([i], SamplingParams(n=1 + (i == 0)), seed=0, keep=i == 0), [i], 9) for i in range(3)]
-    for sample in (Sample(jobs[0], 1), Sample(jobs[0], 0), Sample(jobs[1], 0), Sample(jobs[2], 0)):
+    for job in jobs:
+        outputs.add(job)
+    for sample in (jobs[0].samples[1], jobs[0].samples[0], jobs[1].samples[0], jobs[2].samples[0]):
         seat(sample, running, 0)
     samples = list(running)
     run = RowState.RUNNING
-    ended = session.take(
-        an_output(samples, 0, [[1, 2, 3, 4], [5, 6, 7, 8]], [(2, run), (1, RowState.STOP), (2, RowState.LENGTH), (2, run)]),
+    ended = outputs.process(
+        an_output(
+            samples, 0, [[1, 2, 3, 4], [5, 6, 7, 8]], [(2, run), (1, RowState.STOP), (2, RowState.LENGTH), (2, run)]
+        ),
         running,
     )
     assert ended == [(samples[1], RowState.STOP), (samples[2], RowState.LENGTH)]
     close_gaps(running, [sample for sample, _ in ended], 2)
-    assert session.take(an_output(running, 2, [[9, 10]], [(3, run), (3, RowState.BROKEN)]), running)[0][0] is samples[3]
+    assert (
+        outputs.process(an_output(running, 2, [[9, 10]], [(3, run), (3, RowState.BROKEN)]), running)[0][0] is samples[3]
+    )
     close_gaps(running, [samples[3]], 3)
-    session.take(an_output(running, 3, [[11]], [(4, RowState.LENGTH)]), running)
-    with pytest.raises(RequestError, match=r"request 2: .*token 2 of sample 0 is not a number") as caught:
-        session.completions()
-    assert list(caught.value.errors) == [2]
-    first, second, third = caught.value.completions
+    outputs.process(an_output(running, 3, [[11]], [(4, RowState.LENGTH)]), running)
+    events = outputs.take_events()
+    (failed,) = [event for event in events if isinstance(event, Failed)]
+    assert failed.request_id == 2 and re.match("request 2: .*token 2 of sample 0 is not a number", failed.error)
+    done = {(event.request_id, event.sample): event.completion for event in events if isinstance(event, Finished)}
+    first, second = [done[0, 0], done[0, 1]], [done[1, 0]]
+    assert len(done) == 3 and not outputs.jobs and not outputs.take_events()
     assert [completion.token_ids for completion in first] == [[2], [1, 5, 9, 11]]  # by sample
-    assert [completion.handle for completion in first] == [1, 2] and second[0].handle is None and third == []
+    assert [completion.handle for completion in first] == [1, 2] and second[0].handle is None
     assert first[1].engine_logprobs == [-1.0, -5.0, -9.0, -11.0] and first[1].sampling_logprobs == [-2, -10, -18, -22]
     assert first[1].kept_mass == pytest.approx(0.065) and first[1].entropy == pytest.approx(0.65)
     assert second[0].token_ids == [3, 7] and second[0].finish is Finish.LENGTH and first[0].finish is Finish.STOP
     assert {completion.version for completion in (*first, *second)} == {6}
-    assert session.tokens == 7
+    assert outputs.tokens == 7
 
 
 def test_what_was_drawn_before_a_preemption_comes_first_and_counts_by_its_length() -> None:
-    session = new_session(1)
+    outputs = new_processor()
     running: list[Sample] = []
-    sample = Sample(Job(0, Request([1], SamplingParams(), seed=0, keep=True), [1], 4), 0)
+    job = Job(0, Request([1], SamplingParams(), seed=0, keep=True), [1], 4)
+    outputs.add(job)
+    (sample,) = job.samples
     for step, count in ((0, 3), (5, 0), (6, 1)):  # a stay of three tokens, one of none, and the last
         seat(sample, running, step)
-        session.history.first = min(session.history.first, step)
+        outputs.history.first = min(outputs.history.first, step)
         if count:
             tokens = [[10 * step + i] for i in range(count)]
             state = RowState.LENGTH if step == 6 else RowState.RUNNING
-            session.take(an_output(running, step, tokens, [(len(sample.drawn) + count, state)]), running)
+            outputs.process(an_output(running, step, tokens, [(len(sample.drawn) + count, state)]), running)
         if step < 6:
-            sample.drawn = session.drawn(sample, len(sample.drawn) + count)
+            outputs.pause(sample, len(sample.drawn) + count)
             close_gaps(running, [sample], step + count)
-    (completion,) = session.completions()[0]
+    (event,) = outputs.take_events()
+    assert isinstance(event, Finished)
+    completion = event.completion
     assert completion.token_ids == [0, 1, 2, 60] and completion.engine_logprobs == [0.0, -1.0, -2.0, -60.0]
     assert completion.sampling_logprobs == [0.0, -2.0, -4.0, -120.0]
     assert completion.kept_mass == pytest.approx(np.mean([0, 0.01, 0.02, 0.6]))
     assert completion.entropy == pytest.approx(np.mean([0, 0.1, 0.2, 6.0]))
-    assert session.tokens == 4
+    assert outputs.tokens == 4
 
 
 def test_stop_strings_are_looked_for_where_they_were_asked_for() -> None:
-    session = new_session()
+    outputs = new_processor()
     running: list[Sample] = []
     stops = [(words([7]),), (), (words([8]),)]
     for index, stop in enumerate(stops):
         job = Job(index, Request([1], SamplingParams(stop=stop), seed=0), [1], 9)
-        session.expect(job)
-        seat(Sample(job, 0), running, 0)
+        outputs.add(job)
+        seat(job.samples[0], running, 0)
     samples = list(running)
     tokens = [[8, 10, 12], [9, 7, 8], [7, 8, 13]]
-    assert session.take(an_output(samples, 0, tokens, [(3, RowState.RUNNING)] * 3), running) == [
+    assert outputs.process(an_output(samples, 0, tokens, [(3, RowState.RUNNING)] * 3), running) == [
         (samples[0], RowState.STOP),
         (samples[2], RowState.STOP),
     ]
-    assert [found[0].token_ids if found else [] for found in session.results] == [[8, 9, 7], [], [12, 8]]
-    assert session.stopping is not None
-    known = {stop: np.flatnonzero(kinds).tolist() for stop, kinds in session.stopping.kinds.items()}
+    done = {event.request_id: event.completion for event in outputs.take_events() if isinstance(event, Finished)}
+    assert {index: completion.token_ids for index, completion in done.items()} == {0: [8, 9, 7], 2: [12, 8]}
+    assert outputs.stopping is not None
+    known = {stop: np.flatnonzero(kinds).tolist() for stop, kinds in outputs.stopping.kinds.items()}
     assert known == {stops[0]: [7, 8, 9], stops[2]: [8, 12, 13]}  # no others were decoded for them
