@@ -39,7 +39,7 @@ class OutputProcessor:
         self.versions = VersionLog()
         self.tokens = 0  # of all finished samples
         self.stop_jobs = self.stream_jobs = 0  # unfinished requests with stop strings, and with streaming
-        self.hash = hashlib.blake2b(digest_size=7) if digests else None  # fits an int64, whatever its sign
+        self.digests = digests
         self.start(0)
 
     def start(self, step: int) -> None:
@@ -47,6 +47,7 @@ class OutputProcessor:
         self.history = History(self.rows, self.float_type)
         self.history.first = step
         self.versions.start(step)
+        self.hash = hashlib.blake2b(digest_size=7) if self.digests else None  # fits an int64, whatever its sign
 
     def clear(self, step: int) -> None:
         """Drop all requests."""
@@ -56,7 +57,7 @@ class OutputProcessor:
         self.start(step)
 
     def digest(self) -> int:
-        """Of the tokens of all samples that have finished so far."""
+        """Of the tokens of all samples that have finished since `start`."""
         assert self.hash is not None
         return int.from_bytes(self.hash.digest(), "little")
 
@@ -169,7 +170,7 @@ class OutputProcessor:
             completion.handle = self.keep(sample, [*job.tokens, *completion.token_ids])
         self.tokens += len(completion.token_ids)
         if self.hash is not None:
-            self.hash.update(np.array([job.id, sample.index, *completion.token_ids], dtype=np.int64).tobytes())
+            self.hash.update(np.array([sample.index, *completion.token_ids], dtype=np.int64).tobytes())
         self.events.append(Finished(job.id, sample.index, completion))
         job.unfinished -= 1
         if not job.unfinished:
