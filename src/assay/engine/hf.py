@@ -106,7 +106,7 @@ class HFEngine:
 
     def release(self, handles: Iterable[int]) -> None:
         handles = list(handles)
-        self.boundary.post(lambda: [self.kept.pop(handle, None) for handle in handles])
+        self.boundary.post(lambda: self._release(handles))
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         return self.boundary.call(lambda: [self._score(sequence, temperature) for sequence in sequences])
@@ -136,14 +136,16 @@ class HFEngine:
         self.info = replace(self.info, version=version)
         self.outputs.versions.current = version
 
+    @torch.inference_mode()  # as `step`, which made the tensors of the wave
     def _abort(self, ids: Sequence[int | tuple[int, int]]) -> None:
         self._accept()
-        samples: list[Sample] = []
-        for one in ids:
-            request_id, index = one if isinstance(one, tuple) else (one, None)
-            if (job := self.outputs.jobs.get(request_id)) is not None:
-                samples += [s for s in job.samples if not s.done and index in (None, s.index)]
+        samples, handles = self.outputs.abort(ids)
         self._drop(samples)
+        self._release(handles)
+
+    def _release(self, handles: Iterable[int]) -> None:
+        for handle in handles:
+            self.kept.pop(handle, None)
 
     def _drop(self, samples: Sequence[Sample]) -> None:
         """Take samples out without a result."""

@@ -157,20 +157,18 @@ class NativeEngine:
     # -- at the boundary between two steps
 
     def _abort(self, ids: Sequence[int | tuple[int, int]]) -> None:
-        samples = {one if isinstance(one, tuple) else (one, None) for one in ids}
-        named = {request_id for request_id, _ in samples}
+        requests = {one for one in ids if not isinstance(one, tuple)}
+        in_part = {one[0] for one in ids if isinstance(one, tuple)}
         for _ in range(len(self.incoming)):  # in place: another thread may be adding requests
             request_id, request = self.incoming.popleft()
-            if (request_id, None) not in samples:
-                if request_id in named:
+            if request_id not in requests:
+                if request_id in in_part:
                     self._accept(request_id, request)
                 else:
                     self.incoming.append((request_id, request))
-        gone: list[Sample] = []
-        for request_id, index in samples:
-            if (job := self.outputs.jobs.get(request_id)) is not None:
-                gone += [s for s in job.samples if not s.done and (index is None or s.index == index)]
-        self._drop(gone)
+        samples, handles = self.outputs.abort(ids)
+        self._drop(samples)
+        self.scheduler.drop(handles)
 
     def _drop(self, samples: Sequence[Sample]) -> None:
         """Take samples out without a result."""

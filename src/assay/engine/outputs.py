@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -75,6 +75,29 @@ class OutputProcessor:
         if self.jobs.pop(job.id, None) is not None:
             self.stop_jobs -= bool(job.request.params.stop)
             self.stream_jobs -= job.request.stream
+
+    def abort(self, ids: Iterable[int | tuple[int, int]]) -> tuple[list[Sample], list[int]]:
+        """Drop the events of requests, or of single samples given as (request id, sample), that were not yet returned.
+
+        Returns their unfinished samples, each once, and the handles of finished ones, which nobody will learn of.
+        """
+        named = set(ids)
+
+        def is_named(request_id: int, sample: int) -> bool:
+            return request_id in named or (request_id, sample) in named
+
+        handles: list[int] = []
+        events, self.events = self.events, []
+        for event in events:
+            if isinstance(event, Failed):
+                dropped = event.request_id in named
+            elif dropped := is_named(event.request_id, event.sample):
+                handles += handles_of([event])
+            if not dropped:
+                self.events.append(event)
+        requests = sorted({one[0] if isinstance(one, tuple) else one for one in named})
+        jobs = [self.jobs[request_id] for request_id in requests if request_id in self.jobs]
+        return [s for job in jobs for s in job.samples if not s.done and is_named(job.id, s.index)], handles
 
     def fail(self, request_id: int, error: str) -> None:
         self.events.append(Failed(request_id, error))
@@ -175,6 +198,12 @@ class OutputProcessor:
         job.unfinished -= 1
         if not job.unfinished:
             self.remove(job)
+
+
+def handles_of(events: Iterable[Event]) -> list[int]:
+    """Of kept sequences that these events tell of."""
+    finished = (event.completion.handle for event in events if isinstance(event, Finished))
+    return [handle for handle in finished if handle is not None]
 
 
 def tokens_before(sample: Sample, output: StepOutput) -> int:
