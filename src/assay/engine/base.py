@@ -192,8 +192,9 @@ class RequestError(UserError):
 def generate(engine: Engine, requests: Sequence[Request]) -> list[list[Completion]]:
     """Serve requests to the end: for each request, in order, its `params.n` completions in order of sample index.
 
-    If a request fails, all others are served first; then a `RequestError` is raised. The caller must be the only
-    consumer of the engine's events; several consumers share an engine through a `Dispatcher`.
+    If a request fails, all others are served first; then a `RequestError` is raised. Whenever this function raises, it
+    releases the sequences that its requests have kept. The caller must be the only consumer of the engine's events;
+    several consumers share an engine through a `Dispatcher`.
     """
     completions: list[dict[int, Completion]] = [{} for _ in requests]
     errors: dict[int, str] = {}
@@ -218,7 +219,16 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[list[Completio
                         del unfinished[event.request_id]
         except BaseException:
             engine.abort(index)
+            release_kept(engine, completions)
             raise
     if errors:
+        release_kept(engine, completions)
         raise RequestError(errors)
     return [[done[sample] for sample in sorted(done)] for done in completions]
+
+
+def release_kept(engine: Engine, completions: Iterable[dict[int, Completion]]) -> None:
+    """Free the kept sequences of completions that nobody will see."""
+    handles = (completion.handle for group in completions for completion in group.values())
+    if kept := [handle for handle in handles if handle is not None]:
+        engine.release(kept)
