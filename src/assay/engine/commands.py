@@ -43,6 +43,8 @@ class StepBoundary:
                     future.set_result(work())
                 except BaseException as error:
                     future.set_exception(error)
+                    if not isinstance(error, Exception):
+                        raise  # Ctrl-C is meant for the thread that runs this, whoever made the call
 
     def post(self, work: Callable[[], object]) -> None:
         """Run `work` at the next boundary; at once if no step is running."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from assay.engine.base import Capabilities, EngineInfo, Event, Request, WeightSource
 from assay.engine.columns import Column, RowState
 from assay.engine.commands import StepBoundary
-from assay.engine.outputs import OutputProcessor
+from assay.engine.outputs import OutputProcessor, handles_of
 from assay.engine.rows import Rows, StepOutput
 from assay.engine.scheduler import close_gaps, seat
 from assay.engine.sequence import Job, Sample, job_for, nothing_kept
@@ -119,6 +119,8 @@ class HFEngine:
 
     def sleep(self) -> None:
         """It holds nothing but weights between requests."""
+        if self.busy:
+            raise UserError("the engine cannot sleep while requests are running: finish or abort them first")
 
     def wake(self) -> None:
         """See `sleep`."""
@@ -127,10 +129,18 @@ class HFEngine:
         """There is none: every prompt is computed again."""
 
     def close(self) -> None:
-        self.boundary.call(self._drop_everything)
+        self.boundary.call(self._close)
+
+    @property
+    def busy(self) -> bool:
+        return self.wave is not None or bool(self.waiting or self.incoming)
+
+    def _close(self) -> None:
+        self._drop_everything()
+        self.kept.clear()
 
     def _update_weights(self, source: WeightSource, version: int) -> None:
-        if self.wave is not None or self.waiting or self.incoming:
+        if self.busy:
             raise UserError("the hf engine cannot update weights while requests are running: finish or abort them")
         copy_weights(dict(self.model.weights()), source.weights())
         self.info = replace(self.info, version=version)
@@ -160,6 +170,7 @@ class HFEngine:
 
     def _drop_everything(self) -> None:
         """After an error within a step: all requests are dropped, and what they continued is kept again."""
+        self._release(handles_of(self.outputs.events))  # nobody will learn of these handles
         for job in self.outputs.jobs.values():
             if (handle := job.request.continues) is not None:
                 self.kept[handle] = list(job.tokens[: len(job.tokens) - len(job.request.prompt_ids)])

@@ -20,7 +20,7 @@ from assay.engine.compiled import CompiledRunner, library_for
 from assay.engine.lockstep import check_drawn, check_requests, least
 from assay.engine.memory import cache_blocks
 from assay.engine.network import FusedDecoder
-from assay.engine.outputs import OutputProcessor
+from assay.engine.outputs import OutputProcessor, handles_of
 from assay.engine.rows import LOG_STEPS, Rows, StepOutput
 from assay.engine.runner import Runner, new_cache
 from assay.engine.scheduler import Plan, Scheduler
@@ -218,6 +218,7 @@ class NativeEngine:
 
     def _close(self) -> None:
         self._drop_everything()
+        self.scheduler.kept.clear()
         self.runner.close()
         if self.lent is not None:
             self.lent.unmap()
@@ -380,6 +381,7 @@ class NativeEngine:
 
     def _drop_everything(self) -> None:
         """After an error within a step: all requests are dropped. Kept sequences stay, and are computed again."""
+        self.scheduler.drop(handles_of(self.outputs.events))  # nobody will learn of these handles
         kept = dict(self.scheduler.kept)
         for job in self.outputs.jobs.values():
             if (handle := job.request.continues) is not None:
