@@ -24,7 +24,7 @@ from assay.engine.commands import StepBoundary
 from assay.engine.outputs import OutputProcessor, handles_of
 from assay.engine.rows import Rows, StepOutput
 from assay.engine.scheduler import close_gaps, seat
-from assay.engine.sequence import Job, Sample, job_for, nothing_kept
+from assay.engine.sequence import Job, Sample, check_scored, job_for, nothing_kept
 from assay.engine.stopping import Decode, StopStrings
 from assay.engine.weights import copy_weights
 from assay.models.base import PolicyModel
@@ -109,6 +109,7 @@ class HFEngine:
         self.boundary.post(lambda: self._release(handles))
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        check_scored(sequences, temperature, self.info.max_length, self.model.vocab_size)
         return self.boundary.call(lambda: [self._score(sequence, temperature) for sequence in sequences])
 
     def update_weights(self, source: WeightSource, version: int) -> None:

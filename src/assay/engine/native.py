@@ -24,7 +24,7 @@ from assay.engine.outputs import OutputProcessor, handles_of
 from assay.engine.rows import LOG_STEPS, Rows, StepOutput
 from assay.engine.runner import Runner, new_cache
 from assay.engine.scheduler import Plan, Scheduler
-from assay.engine.sequence import Job, Kept, Sample, job_for, nothing_kept
+from assay.engine.sequence import Job, Kept, Sample, check_scored, job_for, nothing_kept
 from assay.engine.stats import Stats
 from assay.engine.stopping import Decode, StopStrings
 from assay.engine.weights import copy_weights
@@ -136,6 +136,7 @@ class NativeEngine:
         return self.boundary.call(lambda: fingerprint(self.network.weights()))
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        check_scored(sequences, temperature, self.info.max_length, self.network.spec.vocab_size)
         return self.boundary.call(lambda: self.runner.score(sequences, temperature, self.scheduler.prefill_tokens))
 
     def sleep(self) -> None:

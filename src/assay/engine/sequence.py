@@ -163,3 +163,16 @@ def check_token_lists(request: Request, name: str, vocabulary: int) -> None:
         raise UserError(f"{name}: a stop token is outside the vocabulary of {vocabulary}: wrong tokenizer?")
     if len(forbidden | early) >= vocabulary:
         raise UserError(f"{name}: every token of the vocabulary is forbidden: nothing could be drawn")
+
+
+def check_scored(sequences: Sequence[Sequence[int]], temperature: float, max_length: int, vocabulary: int) -> None:
+    """Check the arguments of `Engine.score`."""
+    if not temperature > 0:
+        raise UserError(f"score: the temperature must be above 0, not {temperature}")
+    for place, sequence in enumerate(sequences):
+        if not 0 < len(sequence) <= max_length:
+            raise UserError(f"score: sequence {place} has {len(sequence)} tokens: it must have 1 to {max_length}")
+        if min(sequence) < 0 or max(sequence) >= vocabulary:
+            raise UserError(
+                f"score: sequence {place} has token ids outside the vocabulary of {vocabulary}: wrong tokenizer?"
+            )
