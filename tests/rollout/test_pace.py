@@ -88,7 +88,7 @@ def test_the_same_trajectories_as_in_rounds(name: str, max_batch: int) -> None:
     assert_nothing_left(part)
     assert any(len(rollout.turns) > 1 for rollout in rollouts(ours))
     engine: Any = part.engine
-    engine.forget()
+    engine.reset_prefix_cache()
     part.engine = Rounds(engine)  # type: ignore[assignment]
     assert as_data(part.collect(prompts, PARAMS, (4, 2))) == as_data(ours)
 
@@ -102,7 +102,7 @@ def test_short_actions_do_not_wait_for_long_ones(max_batch: int) -> None:
     found, steps = [], []
     for served in (engine, Rounds(engine)):
         part.engine = served
-        engine.forget()
+        engine.reset_prefix_cache()
         engine.reset_stats()
         found.append(as_data(part.collect(prompts, params, (1, 1))))
         steps.append(engine.stats.decode_steps)
@@ -129,7 +129,7 @@ def test_an_episode_that_outgrows_the_cache_is_cut_off_and_the_others_go_on() ->
     part = collector(env, max_batch=4, memory=6.5e-5)
     engine: Any = part.engine
     held = engine.blocks.total * BLOCK_SIZE
-    assert held < 80 and engine.max_length == held + 1  # the last token is drawn, and stored nowhere
+    assert held < 80 and engine.info.max_length == held + 1  # the last token is drawn, and stored nowhere
     found = rollouts(part.collect(prompts, PARAMS, (7, 1)))
     cut = [rollout for rollout in found if rollout.cut_off]
     assert cut and len(cut) < len(found)
@@ -172,7 +172,7 @@ def test_the_engine_goes_on_while_a_slow_environment_thinks() -> None:
     assert all(r.verdict and r.verdict.status is Status.OK and len(r.turns) == 4 for r in rollouts(found))
     assert_nothing_left(part)
     env.enough.set()
-    part.engine.forget()
+    part.engine.reset_prefix_cache()
     part.engine = Rounds(part.engine)  # type: ignore[assignment]
     assert as_data(part.collect(prompts, PARAMS, (1, 1))) == as_data(found)
 

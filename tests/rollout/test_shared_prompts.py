@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import start
 
-from assay.engine.base import SamplingParams
+from assay.engine.base import Capabilities, EngineInfo, Event, Finished, Request, SamplingParams
 from assay.mesh import Mesh, init_mesh
 from assay.rewards import JudgePool
 from assay.rollout import Collector
@@ -25,19 +25,32 @@ PROMPTS = TASK.prompts("test")[:5]
 
 
 class SeedEngine:
-    """Answers with what it was seeded with, and remembers whom it answered."""
+    """Answers with what it was seeded with, and remembers the names of the requests of the last call."""
 
-    max_length = 64
+    info = EngineInfo(0, 64, 8, torch.float32, Capabilities())
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.asked, self.fails = mesh, [], False  # type: ignore[var-annotated]
+        self.events: list[Event] = []
 
-    def generate(self, requests: Any, on_token: Any = None) -> list[list[Completion]]:
-        self.asked = [request.name for request in requests]
+    def add(self, request: Request) -> int:
+        if not self.events:
+            self.asked = []
+        self.asked.append(request.name)
+        request_id = len(self.asked)
+        for sample in range(request.params.n):
+            completion = Completion([request.seed % 7 + sample], [0.0], [0.0], Finish.STOP)
+            self.events.append(Finished(request_id, sample, completion))
+        return request_id
+
+    def step(self, wait: bool = True) -> list[Event]:
         if self.fails:
             raise UserError(f"rank {self.mesh.rank} cannot")
-        words = [[r.seed % 7 + i for i in range(r.params.n)] for r in requests]
-        return [[Completion([word], [0.0], [0.0], Finish.STOP) for word in each] for each in words]
+        events, self.events = self.events, []
+        return events
+
+    def abort(self, ids: Any) -> None:
+        self.events = []
 
 
 class Leaves:

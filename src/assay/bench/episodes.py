@@ -14,14 +14,14 @@ from assay.bench.engine import Options, dtype_name, named
 from assay.bench.shapes import SHAPES, random_model
 from assay.bench.step import now
 from assay.bench.workload import words_of
-from assay.engine import Request, SamplingParams, make_engine
+from assay.engine import EngineInfo, Event, SamplingParams, make_engine
 from assay.envs import Env
 from assay.models import PolicyModel, build_preset
 from assay.models.device import pick_device, pick_dtype
 from assay.rewards import JudgePool
 from assay.rollout import Collector, Limits
 from assay.text import Renderer, char_tokenizer
-from assay.types import Completion, Rollout, UserError
+from assay.types import Rollout, UserError
 
 PACES = ("rounds", "own-pace")
 NANO = "nano"  # a preset, as small as a policy can be: what is left are the costs of the host
@@ -46,21 +46,20 @@ class Chatter(Env):
 
 
 class Rounds:
-    """The same engine, where nobody goes on before all have ended their turns."""
+    """The same engine in lockstep rounds: a step returns when all requests have finished."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.release = engine, engine.release
-        self.max_length, self.max_batch = engine.max_length, engine.max_batch
+        self.engine, self.add, self.abort, self.release = engine, engine.add, engine.abort, engine.release
 
-    def generate(self, requests: Sequence[Request], *, on_finish: Any, more: Any) -> list[list[Completion]]:
-        groups: list[list[Completion]] = []
-        while asked := more(True):
-            found = self.engine.generate(asked)
-            for index, group in enumerate(found, len(groups)):
-                for sample, completion in enumerate(group):
-                    on_finish(index, sample, completion)
-            groups += found
-        return groups
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    def step(self, wait: bool = True) -> list[Event]:
+        events: list[Event] = []
+        while new := self.engine.step():
+            events += new
+        return events
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def measure_episodes(work: Episodes, options: EpisodeOptions) -> list[dict[str, 
     facts: dict[str, dict[str, Any]] = {}
     for _ in range(1 + options.repeat):
         for pace, served in zip(PACES, (Rounds(engine), engine), strict=True):
-            engine.forget()
+            engine.reset_prefix_cache()
             engine.reset_stats()
             start = now(device)
             found[pace] = played(work, served, renderer)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from assay.engine.base import Engine, OnToken, Request, SamplingParams
+from assay.engine.base import Engine, Request, SamplingParams, generate
 from assay.envs.base import Env
 from assay.mesh import Mesh
 from assay.rewards import JudgePool, check_verdicts
-from assay.rollout.episodes import Limits, Player, as_group
+from assay.rollout.episodes import EpisodeRunner, Limits, as_group
 from assay.rollout.seeding import request_seed
 from assay.text import Renderer
 from assay.types import Group, Prompt, Rollout, Turn, UserError
@@ -48,7 +48,6 @@ class Collector:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         seed: tuple[int, int],
-        on_token: OnToken | None = None,
         seen: Counter[str] | None = None,
     ) -> list[Group]:
         """`params.n` judged answers to each prompt; `seed` is (run seed, step).
@@ -69,7 +68,7 @@ class Collector:
             again = f"#{seen[prompt.id]}" if seen[prompt.id] else ""
             asked.append((prompt, Request(ids, params, request_seed(*seed, prompt.id + again), name=prompt.id)))
             seen[prompt.id] += 1
-        groups = self._shared(asked, on_token)
+        groups = self._shared(asked)
         verdicts = [r.verdict for group in groups for r in group.rollouts if r.verdict]
         check_verdicts(verdicts, self.giver, *(("the environment",) if self.env else ()))
         return groups
@@ -81,12 +80,12 @@ class Collector:
             return "the judge"
         return "the environment, or its judge," if self.env.judged else "the environment"
 
-    def _shared(self, asked: Sequence[tuple[Prompt, Request]], on_token: OnToken | None) -> list[Group]:
+    def _shared(self, asked: Sequence[tuple[Prompt, Request]]) -> list[Group]:
         """Groups in the order of the prompts. What goes wrong on one rank goes wrong on all of them."""
         own = asked[self.mesh.dp_rank :: self.mesh.dp_size]
         answers: list[Group] | str | None
         try:
-            work = partial(self._answer, own, on_token)
+            work = partial(self._answer, own)
             alone = self.mesh.tp_size == 1  # or another rank would wait for what this one leaves
             answers = self.stopper.leavable(work) if self.stopper and alone else work()
         except UserError as error:
@@ -101,11 +100,11 @@ class Collector:
         shares = [part for part in found if isinstance(part, list)][:: self.mesh.tp_size]
         return [shares[i % len(shares)][i // len(shares)] for i in range(len(asked))]
 
-    def _answer(self, asked: Sequence[tuple[Prompt, Request]], on_token: OnToken | None) -> list[Group]:
+    def _answer(self, asked: Sequence[tuple[Prompt, Request]]) -> list[Group]:
         if self.env is not None:
             return self._play(asked, self.env)
         started = time.perf_counter()
-        answers = self.engine.generate([request for _, request in asked], on_token)
+        answers = generate(self.engine, [request for _, request in asked])
         if self.mesh.tp_rank:
             return []  # the first rank of those that hold a model together speaks for it
         texts = iter(self.renderer.decode_all([c.token_ids for completions in answers for c in completions]))
@@ -124,7 +123,7 @@ class Collector:
         started = time.perf_counter()
         # By the clock only where nothing is promised to the last bit, and where no other rank must do the same.
         threads = STEP_THREADS if self.mesh.device.type != "cpu" and self.mesh.tp_size == 1 else 0
-        groups = Player(self.engine, self.renderer, env, self.limits, threads).play(asked)
+        groups = EpisodeRunner(self.engine, self.renderer, env, self.limits, threads).run(asked)
         if self.mesh.tp_rank:
             return []
         generated = time.perf_counter()
@@ -147,7 +146,7 @@ class Collector:
 
     def check_lengths(self, prompts: Sequence[Prompt], contexts: Sequence[Sequence[int]]) -> None:
         """Each prompt has to leave room for an answer."""
-        limit = self.engine.max_length
+        limit = self.engine.info.max_length
         for prompt, ids in zip(prompts, contexts, strict=True):
             if len(ids) >= limit:
                 raise UserError(

@@ -1,8 +1,8 @@
-"""Many episodes of an environment, advanced together through one engine, each at its own pace.
+"""Runs many episodes of an environment through one engine, each at its own pace.
 
-A step is: the policy writes until it ends its reply or a stop string, the environment answers, the answer is appended
-as tokens that are not trained on, and the same sequence goes on from what the engine kept of it, while the others are
-still writing. In which order things happen depends on tokens alone, unless environments are stepped in threads.
+In each turn the policy samples an action up to the end of its reply or a stop string, the environment steps, and the
+observation is appended as tokens with loss mask 0. The sequence then continues while other episodes are still sampling.
+The order of events depends on tokens only, unless environments are stepped in threads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from assay.engine.base import Engine, Request, SamplingParams
+from assay.engine.base import Engine, Event, Failed, Finished, Request, RequestError, SamplingParams
 from assay.envs.base import Env, Observation, Step, as_messages, is_masked
 from assay.rollout.seeding import request_seed
 from assay.rollout.stepping import Stepper
@@ -22,27 +22,27 @@ from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Sta
 
 @dataclass(frozen=True)
 class Limits:
-    """Where an episode is cut off. What the policy may write in all is `max_new_tokens` of the sampling."""
+    """Limits of an episode, beside `max_new_tokens` of its request: the tokens that the policy samples in all turns."""
 
     steps: int = 0  # 0: the environment's own
-    step_tokens: int = 0  # that one action may have; 0: all that is left
-    seconds: float = 0.0  # since it began; 0: none
+    step_tokens: int = 0  # per action; 0: all that are left
+    seconds: float = 0.0  # per episode; 0: none
 
 
 @dataclass
 class Episode:
     prompt: Prompt
-    first: Request  # that all samples of the prompt began with
+    first: Request  # the request of the first turn, shared by all samples of the prompt
     sample: int
     env: Env
     turns: list[Turn] = field(default_factory=list)
-    coming: list[int] = field(default_factory=list)  # context of the next turn
-    reply: list[int] = field(default_factory=list)  # tokens since the policy's turn began, tools' results included
-    shown: str = ""  # their text
-    answer: str | None = None  # left to the run's judge
+    next_context_ids: list[int] = field(default_factory=list)  # tokens between the last turn and the next one
+    reply: list[int] = field(default_factory=list)  # tokens since the policy's reply began, with inline observations
+    reply_text: str = ""
+    answer: str | None = None  # to be judged by the run's judge
     verdict: Verdict | None = None
-    cut_off: str = ""  # by which limit
-    following: list[int] | None = None  # what the limit kept from it
+    cut_off: str = ""  # the limit that ended it
+    bootstrap_ids: list[int] | None = None  # context that would have followed if it had not been cut off
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -50,18 +50,24 @@ class Episode:
         return self.answer is not None or self.verdict is not None or bool(self.cut_off)
 
     @property
-    def written(self) -> int:
+    def sampled_tokens(self) -> int:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     @property
+    def token_ids(self) -> list[int]:
+        """The whole sequence, including the context of the next turn."""
+        parts = [part for turn in self.turns for part in (turn.context_ids, turn.completion.token_ids)]
+        return [token for part in (*parts, self.next_context_ids) for token in part]
+
+    @property
     def length(self) -> int:
-        """Tokens of the sequence, with the context that comes next."""
-        return sum(len(turn.context_ids) for turn in self.turns) + self.written + len(self.coming)
+        """Number of tokens of the sequence, including the context of the next turn."""
+        return sum(len(turn.context_ids) for turn in self.turns) + self.sampled_tokens + len(self.next_context_ids)
 
 
 @dataclass
-class Player:
-    """Plays episodes of `env` with the policy that `engine` serves."""
+class EpisodeRunner:
+    """Runs episodes of `env` with the policy that `engine` serves."""
 
     engine: Engine
     renderer: Renderer
@@ -69,47 +75,47 @@ class Player:
     limits: Limits = field(default_factory=Limits)
     threads: int = 0  # for steps of slow environments
 
-    def play(self, asked: Sequence[tuple[Prompt, Request]]) -> list[list[Episode]]:
-        """For each prompt the episodes of its samples, to their end; those with an `answer` are yet to be judged.
+    def run(self, requests: Sequence[tuple[Prompt, Request]]) -> list[list[Episode]]:
+        """Return the finished episodes of each prompt, one per sample; those with an `answer` are yet to be judged.
 
-        A request's `max_new_tokens` is what the policy may write in a whole episode. As many episodes go on at once as
-        the engine decodes at once: it keeps all that was computed of these, and whoever is done makes room for others.
+        A request's `max_new_tokens` limits the tokens that the policy samples in a whole episode. At most as many
+        episodes run at once as the engine decodes at once. The caller must be the only consumer of the engine's events.
         """
-        game = Game(self, asked)
+        batch = EpisodeBatch(self, requests)
         try:
-            self.engine.generate([], on_finish=game.written, more=game.more)
-        except BaseException:  # nobody will come back for what the engine has kept
-            self.engine.release(kept(episode for group in game.groups for episode in group))
+            batch.run()
+        except BaseException:
+            batch.abort()
             raise
         finally:
-            game.stepper.close()
-        assert not (game.going or game.asked), "the engine ended before all episodes were over"
-        return game.groups
+            batch.stepper.close()
+        return batch.groups
 
-    def begun(self, prompt: Prompt, first: Request) -> tuple[list[Episode], Request]:
-        """Episodes of all samples of a prompt, and what is asked of the engine to begin with."""
+    def start_episodes(self, prompt: Prompt, first: Request) -> tuple[list[Episode], Request]:
+        """Start an episode for each sample of a prompt; returns them and the request of their first turn."""
         episodes = []
         for sample in range(first.params.n):
             env = self.env.fresh()
             env.start(prompt)
-            episodes.append(Episode(prompt, first, sample, env, coming=list(first.prompt_ids)))
-        return episodes, replace(first, params=self._params(first, 0, first.params.n), keep=self._goes_on(1))
+            episodes.append(Episode(prompt, first, sample, env, next_context_ids=list(first.prompt_ids)))
+        return episodes, replace(first, params=self._params(first, 0, first.params.n), keep=self._keep(1))
 
-    def took(self, episode: Episode, completion: Completion) -> str:
-        """Note what was written; its text is what it adds to the text of the reply."""
+    def record_completion(self, episode: Episode, completion: Completion) -> str:
+        """Append a turn; returns the action: the text that the completion adds to the reply."""
         whole = len(completion.token_ids) == self.limits.step_tokens and not self.env.inline
         if whole and completion.finish is Finish.LENGTH:
             completion.finish = Finish.ACTION
         episode.reply += completion.token_ids
         text = self.renderer.decode(episode.reply)
-        action = text.removeprefix(episode.shown)
-        if not text.startswith(episode.shown):  # half a character before, a whole one now
+        action = text.removeprefix(episode.reply_text)
+        if not text.startswith(episode.reply_text):  # its last character was incomplete and has changed
             action = self.renderer.decode(completion.token_ids)
-        episode.turns.append(Turn(episode.coming, completion, action))
-        episode.coming, episode.shown = [], text
+        episode.turns.append(Turn(episode.next_context_ids, completion, action))
+        episode.next_context_ids, episode.reply_text = [], text
         return action
 
-    def answered(self, episode: Episode, step: Step) -> None:
+    def apply_step(self, episode: Episode, step: Step) -> None:
+        """Record what the environment returned: the reward, and the end of the episode or its next context."""
         observation, reward, terminated, truncated, info = step
         episode.turns[-1].reward, episode.turns[-1].masked = reward, is_masked(step)
         if terminated or truncated:
@@ -121,121 +127,170 @@ class Player:
             if truncated:
                 episode.cut_off = "the environment cut it off"
             if truncated and not terminated and observation:
-                episode.following = self._given(episode, observation)
+                episode.bootstrap_ids = self._observation_ids(episode, observation)
             return
-        episode.coming = self._given(episode, observation)
+        episode.next_context_ids = self._observation_ids(episode, observation)
         if self.env.inline:
-            episode.reply += episode.coming
-            episode.shown = self.renderer.decode(episode.reply)
+            episode.reply += episode.next_context_ids
+            episode.reply_text = self.renderer.decode(episode.reply)
         else:
-            episode.reply, episode.shown = [], ""
+            episode.reply, episode.reply_text = [], ""
         last = episode.turns[-1].completion.token_ids[-1]
         if self.env.inline and last in self.renderer.stop_token_ids:
-            episode.cut_off = "the reply has ended"  # which is the policy's doing
+            episode.cut_off = "the reply has ended"  # by the policy, not by a limit: no bootstrap
         elif limit := self._limit(episode):
-            episode.cut_off, episode.following = limit, episode.coming
+            episode.cut_off, episode.bootstrap_ids = limit, episode.next_context_ids
 
-    def _given(self, episode: Episode, observation: Observation) -> list[int]:
-        """An observation as tokens, with what stands before the policy's next words."""
+    def _observation_ids(self, episode: Episode, observation: Observation) -> list[int]:
+        """Tokens of an observation, up to the beginning of the policy's next turn."""
         messages: Sequence[Message] = as_messages(observation, self.env.role)
         if self.env.inline:
             return self.renderer.inline_ids("".join(message["content"] for message in messages))
         return self.renderer.next_turn_ids(episode.prompt, episode.reply, messages)
 
     def _limit(self, episode: Episode) -> str:
-        """What keeps an episode from going on, in words."""
-        if not self._goes_on(len(episode.turns)):
+        """Description of the limit that an episode has reached; empty if none."""
+        if not self._may_continue(len(episode.turns)):
             return f"cut off after {len(episode.turns)} steps"
-        if episode.written >= episode.first.params.max_new_tokens:
-            return f"cut off after {episode.written} tokens"
-        if episode.length >= self.engine.max_length:
-            return f"cut off at the end of the context of {self.engine.max_length} tokens"
+        if episode.sampled_tokens >= episode.first.params.max_new_tokens:
+            return f"cut off after {episode.sampled_tokens} tokens"
+        context = self.engine.info.max_length
+        if episode.length >= context:
+            return f"cut off at the end of the context of {context} tokens"
         late = 0 < self.limits.seconds <= time.monotonic() - episode.began
         return f"cut off after {self.limits.seconds:g} s" if late else ""
 
-    def _goes_on(self, turns: int) -> bool:
+    def _may_continue(self, turns: int) -> bool:
         return turns < (self.limits.steps or self.env.max_steps)
 
-    def _params(self, first: Request, written: int, n: int = 1) -> SamplingParams:
-        left = first.params.max_new_tokens - written
+    def _keep(self, turns: int) -> bool:
+        """Whether the engine shall keep a sequence that has this number of turns."""
+        return self.engine.info.capabilities.handles and self._may_continue(turns)
+
+    def _params(self, first: Request, sampled: int, n: int = 1) -> SamplingParams:
+        left = first.params.max_new_tokens - sampled
         tokens = min(self.limits.step_tokens or left, left)
         least = min(first.params.min_new_tokens, tokens)
         return replace(first.params, n=n, max_new_tokens=tokens, min_new_tokens=least)
 
     def next_request(self, episode: Episode) -> Request:
-        """The next turn. Samples are requests of their own by now, so each has a seed of its own."""
+        """The request of the next turn: a continuation if the engine has kept the sequence, else all of its tokens.
+
+        From the second turn on each sample is a request of its own, with its own seed.
+        """
         turn, first = len(episode.turns), episode.first
+        handle = episode.turns[-1].completion.handle
         return Request(
-            episode.coming,
-            self._params(first, episode.written),
+            episode.token_ids if handle is None else episode.next_context_ids,
+            self._params(first, episode.sampled_tokens),
             request_seed(first.seed, episode.sample, episode.prompt.id, turn),
             first.name,
-            keep=self._goes_on(turn + 1),
-            continues=episode.turns[-1].completion.handle,
+            keep=self._keep(turn + 1),
+            continues=handle,
         )
 
 
-class Game:
-    """Episodes on their way through one call of the engine: it tells what was written, and asks for what comes next."""
+class EpisodeBatch:
+    """The episodes of one call of `EpisodeRunner.run`: routes completions to environments and back."""
 
-    def __init__(self, player: Player, asked: Sequence[tuple[Prompt, Request]]) -> None:
-        self.player, self.asked = player, deque(asked)
-        self.stepper: Stepper[Episode] = Stepper(player.env, player.threads, player.limits.seconds)
+    def __init__(self, runner: EpisodeRunner, requests: Sequence[tuple[Prompt, Request]]) -> None:
+        self.runner, self.engine = runner, runner.engine
+        self.waiting = deque(requests)  # prompts whose episodes have not started
+        self.stepper: Stepper[Episode] = Stepper(runner.env, runner.threads, runner.limits.seconds)
         self.groups: list[list[Episode]] = []
-        self.going = 0  # episodes that have begun and are not over
-        self.writers: list[list[Episode]] = []  # of each request, by sample
-        self.actions: list[tuple[int, int, Completion]] = []  # written since the engine last asked
+        self.active = 0  # episodes that have started and are not over
+        self.requests: dict[int, dict[int, Episode]] = {}  # episodes by request id and sample, while they are sampling
+        self.finished: list[tuple[Finished, Episode]] = []  # completions that are not recorded in their episodes yet
+        self.errors: dict[int, str] = {}  # by request id
 
-    def written(self, request: int, sample: int, completion: Completion) -> None:
-        self.actions.append((request, sample, completion))
+    def run(self) -> None:
+        """Run all episodes to their end; then raise a `RequestError` if some of their requests have failed."""
+        self._start_episodes()
+        while self.requests or self.stepper.busy:
+            if self.requests:
+                wait = not self.stepper.busy
+                events = self.engine.step(wait)
+                assert events or not wait, "the engine has no work left, but some requests are unfinished"
+                self._process(events)
+            self._apply_steps(wait=not self.requests)
+            self._start_episodes()
+        if self.errors:
+            raise RequestError(self.errors)
+        assert not (self.active or self.waiting), "some episodes have neither a request nor a step under way"
 
-    def more(self, idle: bool) -> list[Request]:
-        """Take what was written to the environments; requests of those whose turn it is, then of newcomers."""
-        requests = self._next(wait=False)
-        while idle and not requests and self.stepper.busy:
-            requests = self._next(wait=True)
-        return requests
+    def abort(self) -> None:
+        """Abort the batch's own requests and release what the engine has kept of its episodes."""
+        self.engine.abort(self.requests)
+        self.engine.release(
+            [
+                *kept_handles(episode for group in self.groups for episode in group),
+                *(handle for event, _ in self.finished if (handle := event.completion.handle) is not None),
+            ]
+        )
 
-    def _next(self, wait: bool) -> list[Request]:
-        player = self.player
-        ended = sorted(self.actions, key=lambda action: action[:2])  # the order of requests, whoever ended first
-        self.actions = []
-        for request, sample, completion in ended:
-            episode = self.writers[request][sample]
-            self.stepper.add(episode, player.took(episode, completion))
-        answered = self.stepper.done(wait)
-        for episode, step in answered:
-            player.answered(episode, step)
-        over = [episode for episode, _ in answered if episode.over]
-        player.engine.release(kept(over))
-        self.going -= len(over)
-        going_on = [episode for episode, _ in answered if not episode.over]
-        self.writers += [[episode] for episode in going_on]
-        return [*(player.next_request(episode) for episode in going_on), *self._newcomers()]
+    def _process(self, events: Iterable[Event]) -> None:
+        """Hand new completions to the environments, in the order of requests and samples."""
+        for event in events:
+            if event.request_id not in self.requests:
+                raise RuntimeError("another consumer's event: share an engine through a Dispatcher")
+            if isinstance(event, Finished):
+                samples = self.requests[event.request_id]
+                self.finished.append((event, samples.pop(event.sample)))
+                if not samples:
+                    del self.requests[event.request_id]
+            elif isinstance(event, Failed):
+                self._fail(event)
+        self.finished.sort(key=lambda pair: (pair[0].request_id, pair[0].sample), reverse=True)
+        while self.finished:
+            event, episode = self.finished[-1]
+            action = self.runner.record_completion(episode, event.completion)
+            self.finished.pop()
+            self.stepper.add(episode, action)
 
-    def _newcomers(self) -> list[Request]:
-        requests = []
-        while self.asked:
-            prompt, first = self.asked[0]
-            if self.going and self.going + first.params.n > self.player.engine.max_batch:
-                break
-            self.asked.popleft()
-            episodes, request = self.player.begun(prompt, first)
+    def _fail(self, event: Failed) -> None:
+        """Give up the episodes of a request that has failed."""
+        self.errors[event.request_id] = event.error
+        episodes = self.requests.pop(event.request_id).values()
+        self.active -= len(episodes)
+        self.engine.release(kept_handles(episodes))
+
+    def _apply_steps(self, wait: bool) -> None:
+        """Apply steps that environments have completed, and request the next turns."""
+        stepped = self.stepper.done(wait)
+        for episode, step in stepped:
+            self.runner.apply_step(episode, step)
+        over = [episode for episode, _ in stepped if episode.over]
+        if over:
+            self.engine.release(kept_handles(over))
+            self.active -= len(over)
+        for episode, _ in stepped:
+            if not episode.over:
+                self._add(self.runner.next_request(episode), [episode])
+
+    def _start_episodes(self) -> None:
+        """Start as many episodes as the engine can decode beside those that are active; all samples of a prompt."""
+        while self.waiting:
+            prompt, first = self.waiting[0]
+            if self.active and self.active + first.params.n > self.engine.info.max_batch:
+                return
+            self.waiting.popleft()
+            episodes, request = self.runner.start_episodes(prompt, first)
             self.groups.append(episodes)
-            self.writers.append(episodes)
-            self.going += len(episodes)
-            requests.append(request)
-        return requests
+            self.active += len(episodes)
+            self._add(request, episodes)
+
+    def _add(self, request: Request, episodes: Sequence[Episode]) -> None:
+        self.requests[self.engine.add(request)] = dict(enumerate(episodes))
 
 
-def kept(episodes: Iterable[Episode]) -> list[int]:
-    """What the engine may still hold of them."""
+def kept_handles(episodes: Iterable[Episode]) -> list[int]:
+    """Handles of sequences that the engine may still keep for these episodes."""
     last = [episode.turns[-1].completion.handle for episode in episodes if episode.turns]
     return [handle for handle in last if handle is not None]
 
 
 def as_group(prompt: Prompt, episodes: Sequence[Episode]) -> Group:
-    """Rollouts of episodes that are over and judged."""
+    """The rollouts of finished and judged episodes."""
     return Group(prompt, [_rollout(prompt, episode) for episode in episodes])
 
 
@@ -243,9 +298,9 @@ def _rollout(prompt: Prompt, episode: Episode) -> Rollout:
     verdict = episode.verdict or Verdict(0.0, Status.NO_ANSWER, detail=episode.cut_off)
     verdict = replace(verdict, reward=sum(turn.reward for turn in episode.turns))
     for turn in episode.turns:
-        turn.completion.handle = None  # of no use to anybody from now on, and not the same in a run that is resumed
+        turn.completion.handle = None  # no longer valid, and different in a resumed run
     rollout = Rollout(prompt, episode.sample, episode.turns, verdict, verdict.reward)
-    rollout.cut_off, rollout.following = bool(episode.cut_off), episode.following
+    rollout.cut_off, rollout.following = bool(episode.cut_off), episode.bootstrap_ids
     return rollout
 
 
