@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
@@ -23,13 +23,22 @@ import torch
 
 from assay.cli.chat import ChatConfig, settings_of
 from assay.cli.chat_grade import summary_line, verdict_line
-from assay.cli.chat_model import Reply, Speaker, Stopped, TextStream
+from assay.cli.chat_model import Reply, ReplyStopped, Speaker, TextStream
 from assay.cli.chat_screen import Screen
 from assay.cli.chat_session import Session
 from assay.cli.chat_task import TaskDesk, Wish, parse_wish
 from assay.cli.chat_turns import take_turns
 from assay.cli.main import main
-from assay.engine.base import OnToken, Request, SamplingParams
+from assay.engine.base import (
+    Capabilities,
+    EngineInfo,
+    Event,
+    Finished,
+    Request,
+    SamplingParams,
+    TokenChunk,
+    generate,
+)
 from assay.models import build_preset, save_model
 from assay.runs import Run, checkpoints
 from assay.tasks import Abacus, make_task
@@ -74,38 +83,55 @@ def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Scripted:
-    """An engine that says what it is told to, token by token, and keeps what it was asked."""
+    """An engine that says what it is told to, a token per step and sample, and keeps the requests that it was given."""
 
-    version, max_length, dtype = 0, 1000, torch.float32
+    info = EngineInfo(0, 1000, 256, torch.float32, Capabilities())
 
     def __init__(self, tokenizer: Tokenizer, answers: Sequence[str], fail_after: int | None = None) -> None:
         self._tokenizer, self._answers, self._fail_after = tokenizer, answers, fail_after
         self.requests: list[Request] = []
+        self.running: dict[int, Iterator[list[Event]]] = {}
 
-    def generate(self, requests: Sequence[Request], on_token: OnToken | None = None) -> list[list[Completion]]:
-        (request,) = requests
+    def add(self, request: Request) -> int:
+        assert request.stream and not self.running
         self.requests.append(request)
+        request_id = len(self.requests)
+        self.running[request_id] = self._events(request, request_id)
+        return request_id
+
+    def step(self, wait: bool = True) -> list[Event]:
+        ((request_id, steps),) = self.running.items()
+        events = next(steps, None)
+        if events is None:
+            del self.running[request_id]
+        return events or []
+
+    def abort(self, ids: Iterable[Any]) -> None:
+        for request_id in ids:
+            self.running.pop(request_id, None)
+
+    def _events(self, request: Request, request_id: int) -> Iterator[list[Event]]:
         end = self._tokenizer.eos_ids[0]
         found = [[*self._tokenizer.encode(a), end] for a in self._answers[: request.params.n]]
-        assert len(found) == request.params.n and on_token is not None
+        assert len(found) == request.params.n
         written = 0
         for place in range(max(map(len, found))):
             for sample, ids in enumerate(found):
                 if place < len(ids):
                     if written == self._fail_after:
                         raise KeyboardInterrupt
-                    on_token(0, sample, ids[place])
+                    yield [TokenChunk(request_id, sample, ids[place : place + 1], [0.0])]
                     written += 1
-        return [[Completion(ids, [0.0] * len(ids), [0.0] * len(ids), Finish.STOP) for ids in found]]
+        del self.running[request_id]
+        zeros = [[0.0] * len(ids) for ids in found]
+        completions = [Completion(ids, z, z, Finish.STOP) for ids, z in zip(found, zeros, strict=True)]
+        yield [Finished(request_id, sample, completion) for sample, completion in enumerate(completions)]
 
     def asked(self, turn: int) -> str:
         return self._tokenizer.decode(self.requests[turn].prompt_ids, skip_special=False)
 
-    def load_weights(self, weights: Any, version: int) -> None:
-        raise NotImplementedError
-
-    def fingerprint(self) -> str:
-        raise NotImplementedError
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(name)
 
 
 def scripted_session(engines: Sequence[Scripted], samples: int = 1, **reward: Any) -> Session:
@@ -169,7 +195,7 @@ def test_pieces_joined_are_the_final_text(models: tuple[str, str]) -> None:
 
     replies = speaker.answer(ids, SamplingParams(n=3, max_new_tokens=30), 5, on_text)
     params = SamplingParams(n=3, max_new_tokens=30, stop_token_ids=renderer.stop_token_ids)
-    (alone,) = engine.generate([Request(ids, params, 5)])  # the same noise without streaming
+    (alone,) = generate(engine, [Request(ids, params, 5)])  # the same noise without streaming
     assert pieces == [reply.text for reply in replies] == [renderer.decode(c.token_ids) for c in alone]
     assert [reply.finish for reply in replies] == [c.finish for c in alone]
     assert note == "" and all(pieces)
@@ -342,7 +368,7 @@ def test_an_error_in_a_turn_is_raised() -> None:
 def test_ctrl_c_reaches_everybody_who_takes_turns() -> None:
     def talkative(pause: Callable[[], None]) -> int:
         turns = 0
-        with suppress(Stopped):
+        with suppress(ReplyStopped):
             while True:
                 time.sleep(0.001)
                 turns += 1

@@ -176,7 +176,8 @@ def welcome(speakers: list[Speaker], session: Session, screen: Screen) -> None:
     if importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # arrows and earlier lines in `input`
     for speaker in speakers:
-        screen.note(f"{speaker.name}: {speaker.renderer.style} style, context of {speaker.engine.max_length} tokens")
+        context = speaker.engine.info.max_length
+        screen.note(f"{speaker.name}: {speaker.renderer.style} style, context of {context} tokens")
     task = f"/task asks a question of {session.desk.default_task}, " if session.desk.default_task else ""
     screen.note(f"temperature {session.params.temperature:g}; {task}/help lists all commands, /quit leaves")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from assay.engine.base import Engine, Request, SamplingParams
+from assay.engine.base import Engine, Failed, Finished, Request, SamplingParams, TokenChunk
 from assay.text import Renderer
 from assay.types import Finish, Message, Prompt, UserError, Verdict
 
@@ -14,8 +14,8 @@ REPLACEMENT = "\ufffd"  # what decoders make of bytes that are not, or not yet, 
 OnText = Callable[[int, str], None]  # (sample index, new text)
 
 
-class Stopped(Exception):
-    """The person does not want to read the rest of an answer."""
+class ReplyStopped(Exception):
+    """The user has stopped a reply before its end."""
 
 
 @dataclass
@@ -87,32 +87,49 @@ class Speaker:
                 raise UserError(f"{self.name}: {error}") from error
             ids = self.renderer.prompt_ids(prompt)
             note = f"{self.name} is asked without the earlier turns: {error}"
-        if len(ids) >= self.engine.max_length:
+        context = self.engine.info.max_length
+        if len(ids) >= context:
             raise UserError(
-                f"{self.name}: {len(ids)} tokens leave no room for an answer in a context of {self.engine.max_length}: "
+                f"{self.name}: {len(ids)} tokens leave no room for an answer in a context of {context}: "
                 "ask something shorter" + (", or forget the earlier turns with /clear" if self.history else "")
             )
         return ids, note
 
     def answer(self, ids: Sequence[int], params: SamplingParams, seed: int, on_text: OnText) -> list[Reply]:
-        """The samples, told to `on_text` as they are written. Ctrl-C ends them where they are."""
+        """Sample replies and pass their text to `on_text` as it arrives. Ctrl-C and `ReplyStopped` stop all of them."""
         stops = (*params.stop, *self.renderer.stop)
         params = replace(params, stop_token_ids=self.renderer.stop_token_ids, stop=stops)
         streams = [TextStream(self.renderer.decode, stops) for _ in range(params.n)]
-
-        def on_token(_: int, sample: int, token: int) -> None:
-            on_text(sample, streams[sample].add(token))
-
         finishes: list[Finish | None] = [None] * params.n
-        with suppress(KeyboardInterrupt, Stopped):
-            (completions,) = self.engine.generate([Request(ids, params, seed, name=self.name)], on_token)
-            finishes = [completion.finish for completion in completions]
+        with suppress(KeyboardInterrupt, ReplyStopped):
+            finishes = self._stream(Request(ids, params, seed, name=self.name, stream=True), streams, on_text)
             for sample, stream in enumerate(streams):
                 on_text(sample, stream.finish())
         return [
             Reply(stream.text, stream.full_text, len(stream.token_ids), finish)
             for stream, finish in zip(streams, finishes, strict=True)
         ]
+
+    def _stream(self, request: Request, streams: Sequence[TextStream], on_text: OnText) -> list[Finish | None]:
+        """Serve a request, token by token; returns why each sample ended."""
+        finishes: dict[int, Finish] = {}
+        request_id = self.engine.add(request)
+        try:
+            while len(finishes) < request.params.n:
+                events = self.engine.step()
+                assert events, "the engine has no work left, but the reply is unfinished"
+                for event in events:
+                    if isinstance(event, TokenChunk):
+                        for token in event.token_ids:
+                            on_text(event.sample, streams[event.sample].add(token))
+                    elif isinstance(event, Finished):
+                        finishes[event.sample] = event.completion.finish
+                    elif isinstance(event, Failed):
+                        raise UserError(event.error)
+        except BaseException:
+            self.engine.abort([request_id])
+            raise
+        return [finishes[sample] for sample in range(request.params.n)]
 
     def unknown_words(self, text: str) -> list[str]:
         """The parts of a text for which the tokenizer has nothing but its unknown token."""

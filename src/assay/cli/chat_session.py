@@ -130,7 +130,7 @@ class Session:
         first = replies[0]
         cut = sum(reply.finish is Finish.LENGTH for reply in replies)
         if cut:
-            full = prompt_length + self.params.max_new_tokens > speaker.engine.max_length
+            full = prompt_length + self.params.max_new_tokens > speaker.engine.info.max_length
             advice = "the context is full, /clear makes room" if full else "/max N allows more tokens"
             which = "the answer was" if len(replies) == 1 else f"{cut} of {len(replies)} answers were"
             self.screen.note(f"{speaker.name}: {which} cut off: {advice}")
