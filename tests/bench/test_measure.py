@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +55,8 @@ def test_transformers_takes_turns_on_the_same_requests(monkeypatch: pytest.Monke
     timed = bench.timed
 
     def watched(generate: Any, requests: Any, device: Any) -> Any:
-        seen.append((type(generate.__self__).__name__, requests))
+        system = generate.args[0] if isinstance(generate, partial) else generate.__self__
+        seen.append((type(system).__name__, requests))
         return timed(generate, requests, device)
 
     monkeypatch.setattr(bench, "timed", watched)

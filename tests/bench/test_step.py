@@ -45,7 +45,7 @@ def test_a_step_trains_on_every_answer_and_the_engine_gets_the_weights() -> None
         first = parts.engine.fingerprint()
         steps = Steps()
         groups = [one_step(parts, steps) for _ in range(2)]
-        assert parts.engine.version == 2 and parts.engine.fingerprint() != first
+        assert parts.engine.info.version == 2 and parts.engine.fingerprint() != first
     rollouts = [rollout for group in groups[0] for rollout in group.rollouts]
     assert all(rollout.advantage and not rollout.masked and rollout.length == 8 for rollout in rollouts)
     assert [rollout.reward for rollout in rollouts] == [chance(rollout.text) for rollout in rollouts]
@@ -59,7 +59,7 @@ def test_parts_are_timed_where_they_happen(monkeypatch: pytest.MonkeyPatch) -> N
     policy = random_model(SHAPES["tiny"], CPU, seed=0)
     with training_parts(policy, TINY, OPTIONS) as parts:
         one_step(parts, Steps())  # judging processes start
-        slow(monkeypatch, parts.engine, "generate")
+        slow(monkeypatch, parts.engine, "step")
         slow(monkeypatch, parts.collector.judge, "judge")
         slow(monkeypatch, parts.updater, "update")
         slow(monkeypatch, bench, "sync_weights")

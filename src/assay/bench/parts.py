@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from assay.engine import Engine, Request
+from assay.engine import Engine, Request, generate
 
 LONGEST = 256  # steps profiled at most
 
@@ -54,7 +54,7 @@ def kernel_times(engine: Engine, requests: Sequence[Request]) -> Counter[str]:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        engine.generate(requests)
+        generate(engine, requests)
         torch.cuda.synchronize()
     times: Counter[str] = Counter()
     for event in profiled.key_averages():

@@ -9,34 +9,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from assay.bench.engine import Options, build, named, settings_of
 from assay.bench.workload import Workload, words_of
+from assay.engine import Failed
 from assay.types import UserError
 
 FIRST_TOKEN = "first token"  # the line that the started process prints
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
-class _Enough(Exception):
-    pass
-
-
 def print_first_token(work: Workload, options: Options) -> None:
-    """What the started process does."""
+    """What the started process does: generate until the first token arrives."""
     model, engine, _, _ = build(work, options)
-
-    def on_token(request: int, sample: int, token: int) -> None:
-        print(FIRST_TOKEN, flush=True)
-        raise _Enough
-
-    try:
-        engine.generate(work.make_requests(model.vocab_size, run=0), on_token)
-    except _Enough:
-        return
-    raise AssertionError("no token was reported")
+    ids = [engine.add(replace(request, stream=True)) for request in work.make_requests(model.vocab_size, run=0)]
+    event = engine.step()[0]
+    if isinstance(event, Failed):
+        raise UserError(event.error)
+    print(FIRST_TOKEN, flush=True)
+    engine.abort(ids)
 
 
 def measure_startup(work: Workload, options: Options) -> list[dict[str, Any]]:
