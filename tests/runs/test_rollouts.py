@@ -71,6 +71,7 @@ def turns(draw: st.DrawFn) -> Turn:
         finish=draw(st.sampled_from(Finish)),
         version=draw(st.integers(0, 2**40)),
         kept_mass=draw(st.floats(0, 1)),
+        version_spans=tuple(draw(st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 5)), max_size=3))),
     )
     context = draw(st.lists(token_ids, max_size=5))
     return Turn(context, completion, draw(texts), reward=draw(real), masked=draw(st.booleans()))
@@ -138,6 +139,18 @@ def test_lines_hold_what_a_reader_wants(tmp_path: Path) -> None:
         "version": 8,
     }
     assert {key: lines[1][key] for key in wanted} == wanted
+
+
+def test_version_spans_are_written_only_where_there_are_some(tmp_path: Path) -> None:
+    """So that files of runs without updates during sampling are as before, and files without the key are read."""
+    group = _group()
+    group.rollouts[0].turns[0].completion.version_spans = ((7, 1), (8, 1))
+    write_rollouts(tmp_path, 3, [group])
+    first, second = (line["turns"] for line in read_lines(tmp_path, 3))
+    assert first[0]["version_spans"] == [[7, 1], [8, 1]]
+    assert all("version_spans" not in turn for turn in (first[1], *second))
+    read = [turn.completion for rollout in read_rollouts(tmp_path, 3)[0].rollouts for turn in rollout.turns]
+    assert [completion.versions for completion in read] == [((7, 1), (8, 1)), ((8, 1),), ((7, 2),), ((8, 1),)]
 
 
 def test_arrays_are_flat_and_cut_by_offsets(tmp_path: Path) -> None:

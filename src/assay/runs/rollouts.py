@@ -162,7 +162,7 @@ def _line(index: int, rollout: Rollout, kind: Kind) -> dict[str, Any]:
 
 def _turn_line(turn: Turn) -> dict[str, Any]:
     completion = turn.completion
-    return {
+    line = {
         "text": turn.text,
         "context_tokens": len(turn.context_ids),
         "tokens": len(completion.token_ids),
@@ -173,6 +173,9 @@ def _turn_line(turn: Turn) -> dict[str, Any]:
         "reward": turn.reward,
         "masked": turn.masked,
     }
+    if completion.version_spans:
+        line["version_spans"] = completion.version_spans
+    return line
 
 
 def _arrays(groups: Sequence[Group], trainer_logprobs: Sequence[Sequence[float]] | None) -> dict[str, np.ndarray]:
@@ -244,6 +247,7 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
             version=turn["version"],
             kept_mass=number(turn["kept_mass"]),
             entropy=number(turn.get("entropy", 0.0)),
+            version_spans=tuple((version, tokens) for version, tokens in turn.get("version_spans", ())),
         )
         reward, masked = number(turn.get("reward", 0.0)), turn.get("masked", False)
         turns.append(Turn(flat["token_ids"][start:written], completion, turn["text"], reward, masked))
