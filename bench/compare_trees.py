@@ -1,0 +1,149 @@
+"""Compare the speed of two source trees of assay on one machine: two resident processes, which take turns.
+
+    git worktree add /tmp/before COMMIT
+    python bench/compare_trees.py --before /tmp/before/src --after src --runs 5 --rows engine-0.5b step-0.5b
+
+Each process builds its model and engine once and is timed in turns with the other, so that what else happens on the
+machine affects both. Prints one JSON row per workload with all times, the medians and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ENGINE_ROWS: dict[str, dict[str, Any]] = {
+    "engine-0.5b": {},
+    "engine-1.5b": {"shape": "1.5b"},
+    "engine-0.5b-longtail": {"lengths": "longtail", "prompts": 64, "new": 1024},
+    "engine-tiny": {"shape": "tiny-llama", "prompts": 8, "samples": 16, "prompt_tokens": 64, "new": 128},
+    "engine-tiny-longtail": {
+        "shape": "tiny-llama", "lengths": "longtail", "prompts": 16, "requests": 256, "prompt_tokens": 64, "new": 256
+    },
+}  # fmt: skip
+STEP_ROWS: dict[str, dict[str, Any]] = {
+    "step-0.5b": {},
+    "step-tiny": {"shape": "tiny-llama", "prompts": 2, "samples": 8, "prompt_tokens": 64, "new": 64},
+}
+
+
+class Worker:
+    """One tree, in this process. It runs a workload each time it reads a line."""
+
+    def __init__(self, row: str, device: str) -> None:
+        import torch
+
+        self.torch, self.device, self.stack = torch, device, ExitStack()
+        self.run = self.engine_row(ENGINE_ROWS[row]) if row in ENGINE_ROWS else self.step_row(STEP_ROWS[row])
+
+    def engine_row(self, settings: dict[str, Any]) -> Callable[[int], float]:
+        from assay import engine as package
+        from assay.bench.engine import Options, build, timed
+        from assay.bench.workload import Workload
+
+        work = Workload(**settings)
+        model, engine, device, _ = build(work, Options(device=self.device))
+        model.to("cpu")
+
+        def generate(requests: Any) -> Any:
+            return package.generate(engine, requests) if hasattr(package, "generate") else engine.generate(requests)
+
+        def run(number: int) -> float:
+            completions, seconds = timed(generate, work.make_requests(model.vocab_size, number), device)
+            assert [len(c.token_ids) for group in completions for c in group] == work.new_tokens
+            return seconds
+
+        return run
+
+    def step_row(self, settings: dict[str, Any]) -> Callable[[int], float]:
+        from assay.bench.shapes import float32_model
+        from assay.bench.step import Steps, one_step
+        from assay.bench.trainer import StepOptions, training_parts
+        from assay.bench.workload import Workload
+        from assay.models.device import pick_device
+
+        work, options, steps = Workload(**settings), StepOptions(device=self.device), Steps()
+        policy = float32_model(work.shape, work.model, pick_device(self.device), work.seed)
+        parts = self.stack.enter_context(training_parts(policy, work, options))
+
+        def run(number: int) -> float:
+            one_step(parts, steps)
+            return steps.seconds[-1]
+
+        return run
+
+    def serve(self) -> None:
+        with self.stack:
+            for line in sys.stdin:
+                print(json.dumps({"seconds": self.run(int(line))}), flush=True)
+
+
+def started(tree: str, row: str, device: str) -> subprocess.Popen[str]:
+    words = [sys.executable, __file__, "--worker", row, "--device", device]
+    path = os.pathsep.join([str(Path(tree).resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        words, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def ask(process: subprocess.Popen[str], number: int) -> float:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{number}\n")
+    process.stdin.flush()
+    for line in process.stdout:
+        if line.startswith('{"seconds"'):
+            return json.loads(line)["seconds"]
+    raise SystemExit(f"the process of {process.args} ended")
+
+
+def compare(row: str, trees: dict[str, str], runs: int, device: str) -> dict[str, Any]:
+    processes = {name: started(tree, row, device) for name, tree in trees.items()}
+    times: dict[str, list[float]] = {name: [] for name in trees}
+    try:
+        for number in range(1 + runs):  # the first run is the warm-up
+            order = list(processes)[:: 1 if number % 2 else -1]
+            for name in order:
+                times[name].append(ask(processes[name], number))
+    finally:
+        for process in processes.values():
+            process.kill()
+    medians = {name: median(values[1:]) for name, values in times.items()}
+    return {
+        "row": row,
+        **{f"{name}_s": round(value, 4) for name, value in medians.items()},
+        "after_over_before": round(medians["after"] / medians["before"], 4),
+        "runs": {name: [round(value, 4) for value in values] for name, values in times.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--before", help="folder that holds the package assay of the commit to compare with")
+    parser.add_argument("--after", default="src")
+    parser.add_argument("--rows", nargs="+", default=["engine-tiny", "engine-tiny-longtail", "step-tiny"])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        Worker(args.worker, args.device).serve()
+        return
+    if not args.before:
+        parser.error("--before is needed: the src folder of the commit to compare with")
+    for row in args.rows:
+        started_at = time.time()
+        result = compare(row, {"before": args.before, "after": args.after}, args.runs, args.device)
+        print(json.dumps(result | {"wall_s": round(time.time() - started_at, 1)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
