@@ -169,7 +169,7 @@ class NativeEngine:
                     self.incoming.append((request_id, request))
         samples, handles = self.outputs.abort(ids)
         self._drop(samples)
-        self.scheduler.drop(handles)
+        self._release(handles)
 
     def _drop(self, samples: Sequence[Sample]) -> None:
         """Take samples out without a result."""
@@ -382,7 +382,7 @@ class NativeEngine:
 
     def _drop_everything(self) -> None:
         """After an error within a step: all requests are dropped. Kept sequences stay, and are computed again."""
-        self.scheduler.drop(handles_of(self.outputs.events))  # nobody will learn of these handles
+        self._release(handles_of(self.outputs.events))  # nobody will learn of these handles
         kept = dict(self.scheduler.kept)
         for job in self.outputs.jobs.values():
             if (handle := job.request.continues) is not None:
