@@ -1,26 +1,29 @@
-"""Ranks that serve one model together each run the whole engine; only what the network computes is split.
+"""Tensor parallelism without communication about the schedule: every rank of a group runs the whole engine.
 
-Nobody tells the others what to do next, because all of them come to the same decisions. These depend on
+Only the network's computation is split. All ranks make the same scheduling decisions, because these depend on
 
-- requests, weights' version and handles: every rank is given the same calls in the same order;
-- drawn tokens and their scores: all ranks have the same bits of logits, each part of which one rank computed and sent
-  to the others, and a draw depends on its logits, settings and key alone;
-- the size of the cache: free memory differs, so that the smallest on any rank is taken for all (`least`);
-- windows, recordings and batch: constants, given that ranks have the same kind of device and number of threads.
+- requests, aborts, releases and weight updates: every rank receives the same calls, in the same order, between the same
+  steps. In training all ranks execute the same program; for consumers on rank 0 alone see `tensor_parallel`;
+- sampled tokens and their log-probabilities: logits are gathered, so all ranks have the same bits, and a sampled token
+  is a function of its logits, its sampling parameters and its noise key;
+- the size of the KV cache: the smallest over all ranks (`least`), because free memory differs;
+- constants: window length, CUDA graph sizes, batch size. Ranks need the same kind of device and number of threads.
 
-There are no clocks: the host waits for results and never asks whether they are there. What is iterated over is a list,
-or a dict in the order of insertion; what is a set is sorted first. A weight that is not a number is one on all ranks
-after the next sum. Where one rank alone is broken off (a callback that raises, a signal), the others wait for it in the
-next exchange, until its process ends and takes them along: callbacks have to do the same on all ranks.
+No decision depends on a clock: the host waits for results, and never polls for them. Containers that are iterated over
+are lists, or dicts in insertion order; sets are sorted first.
 
-What callers can get wrong is looked at, once a call. Further requests (`more`) are asked for only when all others are
-done, and compared then: asking after every window would need an exchange that makes the device wait.
+`Lockstep` checks the calls. The requests that were added since the last step are compared when the next step begins:
+once per batch of requests, also when other requests are running. The comparison is one exchange of two integers between
+the hosts, so the device is not synchronized. Without new requests there is no exchange. Sampled tokens are compared when
+the engine becomes idle. If only some ranks add requests before a step, or ranks abort different requests, they disagree
+about the next collective operation of the network, and the run ends with an error of the process group (at the latest
+after its timeout).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -29,35 +32,53 @@ import torch.distributed as dist
 from assay.engine.base import Request
 
 
-def least(value: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    found = torch.tensor(value, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
-    return int(found)
+class Lockstep:
+    """Compares requests and sampled tokens over the ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.compares_requests = True  # not necessary where one rank has sent them to the others
+        self._added: list[Request] = []  # since the last step
+
+    def add(self, request: Request) -> None:
+        if self.compares_requests:
+            self._added.append(request)
+
+    def check_requests(self, step: int) -> None:
+        """Compare the requests added since the last call, and the step before which they were added."""
+        if self._added:
+            added, self._added = self._added, []
+            if not self._equal(digest(added, step)):
+                raise RuntimeError(
+                    "ranks that serve one model together were given different requests, or in another order"
+                )
+
+    def check_tokens(self, tokens: int) -> None:
+        """Compare a digest of sampled tokens."""
+        if not self._equal(tokens):
+            raise RuntimeError(
+                "ranks that serve one model together sampled different tokens: are their devices alike, and were the "
+                "same requests aborted?"
+            )
+
+    def clear(self) -> None:
+        self._added = []
+
+    def _equal(self, value: int) -> bool:
+        lowest, negated_highest = least([value, -value], self.group)
+        return lowest == -negated_highest
 
 
-def check_requests(requests: Sequence[Request], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Before ranks wait for each other in vain."""
-    rest = [(r.params, r.seed, r.keep, r.continues, len(r.prompt_ids)) for r in requests]
-    digest = digest_of([repr(rest).encode(), *(np.array(r.prompt_ids, dtype=np.int64).tobytes() for r in requests)])
-    if not same(digest, group, device):
-        raise RuntimeError("ranks that serve one model together were given different requests, or in another order")
+def least(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """The minimum of each value over all ranks, exchanged between the hosts."""
+    lowest = torch.tensor(values)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+    return lowest.tolist()
 
 
-def check_drawn(digest: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Compare a digest of all tokens sampled so far."""
-    if not same(digest, group, device):
-        raise RuntimeError("ranks that serve one model together drew different tokens: are their devices alike?")
-
-
-def digest_of(parts: Iterable[bytes]) -> int:
-    digest = hashlib.blake2b(digest_size=7)  # fits an int64, whatever its sign
-    for part in parts:
-        digest.update(part)
-    return int.from_bytes(digest.digest(), "little")
-
-
-def same(value: int, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks have the same value."""
-    found = torch.tensor([value, -value], device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
-    return int(found[0]) == -int(found[1])
+def digest(requests: Sequence[Request], step: int) -> int:
+    rest = [(r.params, r.seed, r.keep, r.continues, r.stream, len(r.prompt_ids)) for r in requests]
+    hashed = hashlib.blake2b(repr((step, rest)).encode(), digest_size=7)  # fits an int64, whatever its sign
+    for request in requests:
+        hashed.update(np.array(request.prompt_ids, dtype=np.int64).tobytes())
+    return int.from_bytes(hashed.digest(), "little")

@@ -17,7 +17,7 @@ from assay.engine.blocks import Blocks
 from assay.engine.columns import BLOCK_SIZE, RowState
 from assay.engine.commands import StepBoundary
 from assay.engine.compiled import CompiledRunner, library_for
-from assay.engine.lockstep import check_drawn, check_requests, least
+from assay.engine.lockstep import Lockstep, least
 from assay.engine.memory import cache_blocks
 from assay.engine.network import FusedDecoder
 from assay.engine.outputs import OutputProcessor, handles_of
@@ -71,7 +71,7 @@ class NativeEngine:
         spec = self.network.spec
         total = cache_blocks(spec, max_batch, max_length, self.device, dtype, memory)
         if self.group is not None:
-            total = least(total, self.group, self.device)
+            (total,) = least([total], self.group)
         # A sequence cannot outgrow the whole cache; its last token is sampled but never stored.
         max_length = min(max_length, total * BLOCK_SIZE + 1)
         able = Capabilities(**dict.fromkeys(Capabilities.__dataclass_fields__, True))
@@ -89,15 +89,23 @@ class NativeEngine:
         self.in_flight: deque[StepOutput] = deque()  # windows of steps whose results the host has not read yet
         self.incoming: deque[tuple[int, Request]] = deque()
         self.next_id = count()
+        self.lockstep = Lockstep(self.group) if self.group is not None else None
         self.boundary = StepBoundary()
         self.rows_changed = False
         self.busy = False  # whether there were requests since it was last idle
         self.stats = Stats()
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are requests to be served. To be asked between two steps."""
+        return bool(self.incoming) or self.scheduler.unfinished
+
     # -- requests
 
     def add(self, request: Request) -> int:
         request_id = next(self.next_id)
+        if self.lockstep is not None:
+            self.lockstep.add(request)
         # Requests that arrive one by one are collected for some steps before they are let in.
         self.scheduler.open = self.scheduler.open or self.scheduler.unfinished
         self.incoming.append((request_id, request))
@@ -115,6 +123,8 @@ class NativeEngine:
     def step(self, wait: bool = True) -> list[Event]:
         with self.boundary.stepping():
             try:
+                if self.lockstep is not None:
+                    self.lockstep.check_requests(self.scheduler.step)
                 while self._admit():
                     self._iterate()
                     if not wait or self.outputs.events:
@@ -123,7 +133,7 @@ class NativeEngine:
                 if self.busy and not self.scheduler.unfinished:
                     self._become_idle()
             except BaseException:
-                self._drop_everything()
+                self.drop_requests()
                 raise
             return self.outputs.take_events()
 
@@ -218,7 +228,7 @@ class NativeEngine:
         self.scheduler.reset_prefix_cache()
 
     def _close(self) -> None:
-        self._drop_everything()
+        self.drop_requests()
         self.scheduler.kept.clear()
         self.runner.close()
         if self.lent is not None:
@@ -228,8 +238,6 @@ class NativeEngine:
 
     def _admit(self) -> bool:
         """Accept new requests; whether there is anything to do."""
-        if self.incoming and self.group is not None and not self.scheduler.unfinished:
-            check_requests([request for _, request in self.incoming], self.group, self.device)
         # Checking requests takes time, in which those already accepted can run.
         while self.incoming and self.scheduler.pending < self.info.max_batch:
             self._accept(*self.incoming.popleft())
@@ -376,11 +384,11 @@ class NativeEngine:
         """Nothing is unfinished: drop results of steps that were taken before the host saw that."""
         self.in_flight.clear()
         self.scheduler.open = self.busy = False
-        if self.group is not None:
-            check_drawn(self.outputs.digest(), self.group, self.device)
+        if self.lockstep is not None:
+            self.lockstep.check_tokens(self.outputs.digest())
         self.outputs.start(self.scheduler.step)
 
-    def _drop_everything(self) -> None:
+    def drop_requests(self) -> None:
         """After an error within a step: all requests are dropped. Kept sequences stay, and are computed again."""
         self._release(handles_of(self.outputs.events))  # nobody will learn of these handles
         kept = dict(self.scheduler.kept)
@@ -391,6 +399,8 @@ class NativeEngine:
             one.blocks, one.mixed = [], False
         self.in_flight.clear()
         self.incoming.clear()
+        if self.lockstep is not None:
+            self.lockstep.clear()
         old = self.scheduler
         self.blocks = Blocks(self.blocks.total, BLOCK_SIZE)
         self.scheduler = Scheduler(self.blocks, self.info.max_batch, old.prefill_tokens)

@@ -32,7 +32,7 @@ class OutputProcessor:
         float_type: type[np.floating] = np.float32,
         digests: bool = False,
     ) -> None:
-        """`float_type`: of log-probabilities and entropies. `digests`: keep a digest of all sampled tokens."""
+        """`float_type`: of log-probabilities and entropies. `digests`: keep a digest of sampled tokens."""
         self.rows, self.stopping, self.keep, self.float_type = rows, stopping, keep, float_type
         self.jobs: dict[int, Job] = {}  # unfinished requests, by id
         self.events: list[Event] = []  # not yet returned by `step`
@@ -57,7 +57,7 @@ class OutputProcessor:
         self.start(step)
 
     def digest(self) -> int:
-        """Of the tokens of all samples that have finished since `start`."""
+        """Of the tokens of all samples that have finished since `start`, in that order."""
         assert self.hash is not None
         return int.from_bytes(self.hash.digest(), "little")
 
