@@ -22,47 +22,49 @@ class StepBoundary:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._queue: deque[tuple[Callable[[], Any], Future | None]] = deque()
+        self.lock = threading.RLock()
+        self.queue: deque[tuple[Callable[[], Any], Future | None]] = deque()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        with self._lock:
+        with self.lock:
             self.run_queued()
             yield
 
     def run_queued(self) -> None:
         """The lock has to be held."""
-        while self._queue:
-            work, future = self._queue.popleft()
-            with torch.inference_mode():
-                if future is None:
-                    work()
-                    continue
-                try:
-                    future.set_result(work())
-                except BaseException as error:
-                    future.set_exception(error)
-                    if not isinstance(error, Exception):
-                        raise  # Ctrl-C is meant for the thread that runs this, whoever made the call
+        while self.queue:
+            self.run(*self.queue.popleft())
+
+    def run(self, work: Callable[[], Any], future: Future | None) -> None:
+        with torch.inference_mode():
+            if future is None:
+                work()
+                return
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise  # Ctrl-C is meant for the thread that runs this, whoever made the call
 
     def post(self, work: Callable[[], object]) -> None:
         """Run `work` at the next boundary; at once if no step is running."""
-        self._queue.append((work, None))
-        if self._lock.acquire(blocking=False):
+        self.queue.append((work, None))
+        if self.lock.acquire(blocking=False):
             try:
                 self.run_queued()
             finally:
-                self._lock.release()
+                self.lock.release()
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` at the next boundary and return its result."""
         future: Future[T] = Future()
-        self._queue.append((work, future))
+        self.queue.append((work, future))
         while not future.done():
-            if self._lock.acquire(timeout=RETRY_S):
+            if self.lock.acquire(timeout=RETRY_S):
                 try:
                     self.run_queued()
                 finally:
-                    self._lock.release()
+                    self.lock.release()
         return future.result()

@@ -12,12 +12,12 @@ Only the network's computation is split. All ranks make the same scheduling deci
 No decision depends on a clock: the host waits for results, and never polls for them. Containers that are iterated over
 are lists, or dicts in insertion order; sets are sorted first.
 
-`Lockstep` checks the calls. The requests that were added since the last step are compared when the next step begins:
-once per batch of requests, also when other requests are running. The comparison is one exchange of two integers between
-the hosts, so the device is not synchronized. Without new requests there is no exchange. Sampled tokens are compared when
+`Lockstep` checks the calls. Requests that were added since the last step are compared when the next step begins: once
+per batch of requests, also while other requests are running. The comparison is one exchange of two integers between the
+hosts, so the device is not synchronized. Without new requests there is no exchange. Sampled tokens are compared when
 the engine becomes idle. If only some ranks add requests before a step, or ranks abort different requests, they disagree
-about the next collective operation of the network, and the run ends with an error of the process group (at the latest
-after its timeout).
+about the next collective operation of the network, and the run ends with an error of the process group, at the latest
+after its timeout.
 """
 
 from __future__ import annotations

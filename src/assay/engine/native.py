@@ -96,9 +96,9 @@ class NativeEngine:
         self.stats = Stats()
 
     @property
-    def unfinished(self) -> bool:
-        """Whether there are requests to be served. To be asked between two steps."""
-        return bool(self.incoming) or self.scheduler.unfinished
+    def has_work(self) -> bool:
+        """Whether there are requests or events for the next step. To be asked between two steps."""
+        return bool(self.incoming or self.outputs.events) or self.scheduler.unfinished
 
     # -- requests
 

@@ -1,0 +1,346 @@
+"""Several consumers of one engine: one thread steps it and routes events to the consumer that added the request."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from types import TracebackType
+from typing import Self
+
+from assay.engine.base import Engine, EngineInfo, Event, Failed, Finished, Request, WeightSource
+from assay.engine.sequence import nothing_kept
+
+
+@dataclass(slots=True, eq=False)
+class Failure:
+    """An exception of the engine's `step`, for the client whose requests it has ended."""
+
+    error: BaseException
+    request_ids: set[int]
+
+
+@dataclass(slots=True)
+class Unfinished:
+    """What a client still has to receive of a request."""
+
+    samples: set[int]
+    continues: int | None  # the handle that it continues, until it is known to be accepted
+
+
+@dataclass(slots=True, eq=False)
+class Inbox:
+    """One client's requests, kept sequences and undelivered events. The dispatcher's lock guards it."""
+
+    arrived: threading.Condition
+    events: deque[Event | Failure] = field(default_factory=deque)
+    unfinished: dict[int, Unfinished] = field(default_factory=dict)  # by request id
+    handles: set[int] = field(default_factory=set)
+    closed: bool = False
+
+    def put(self, event: Event) -> bool:
+        """Append an event, unless its request or sample is finished or aborted."""
+        request = self.unfinished.get(event.request_id)
+        if request is None:
+            return False
+        if isinstance(event, Failed):
+            del self.unfinished[event.request_id]
+        elif event.sample not in request.samples:
+            return False
+        elif isinstance(event, Finished):
+            self._finish(event, request)
+        self.events.append(event)
+        self.arrived.notify_all()
+        return True
+
+    def _finish(self, event: Finished, request: Unfinished) -> None:
+        request.samples.remove(event.sample)
+        if not request.samples:
+            del self.unfinished[event.request_id]
+        if request.continues is not None:
+            self.handles.discard(request.continues)
+            request.continues = None
+        if event.completion.handle is not None:
+            self.handles.add(event.completion.handle)
+
+    def fail(self, error: BaseException) -> None:
+        """All unfinished requests have ended with an exception of the engine."""
+        self.events.append(Failure(error, set(self.unfinished)))
+        self.unfinished.clear()
+        self.arrived.notify_all()
+
+    def take(self) -> list[Event]:
+        """Undelivered events. An exception is raised when the events before it have been taken."""
+        if self.events and isinstance(failure := self.events[0], Failure):
+            self.events.popleft()
+            raise failure.error
+        taken: list[Event] = []
+        while self.events and not isinstance(event := self.events[0], Failure):
+            taken.append(event)
+            self.events.popleft()
+        return taken
+
+    def drop(self, ids: Iterable[int | tuple[int, int]]) -> list[int]:
+        """Forget requests or samples, with their undelivered events; returns handles that are no longer needed."""
+        unneeded: list[int] = []
+        dropped = {one if isinstance(one, tuple) else (one, None) for one in ids}
+        for request_id, sample in dropped:
+            if (request := self.unfinished.get(request_id)) is not None:
+                request.samples = request.samples - {sample} if sample is not None else set()
+                if not request.samples:
+                    del self.unfinished[request_id]
+                    if request.continues is not None:
+                        unneeded.append(request.continues)
+        events, self.events = self.events, deque()
+        for event in events:
+            if isinstance(event, Failure):
+                event.request_ids = {one for one in event.request_ids if (one, None) not in dropped}
+                if event.request_ids:
+                    self.events.append(event)
+            elif (event.request_id, None) in dropped or (event.request_id, getattr(event, "sample", None)) in dropped:
+                if isinstance(event, Finished) and event.completion.handle is not None:
+                    unneeded.append(event.completion.handle)
+            else:
+                self.events.append(event)
+        self.handles.difference_update(unneeded)
+        return unneeded
+
+
+class Dispatcher:
+    """Owns an engine: nobody else may call its `step`. The engine's thread sleeps while there is no request.
+
+    An exception raised by the engine's `step` reaches every client with unfinished requests, as an exception of the
+    client's `step`. These requests are dropped; later requests are served. After delivery nothing is kept of a request.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._owners: dict[int, Inbox] = {}  # of unfinished requests, by id
+        self._abandoned: deque[Inbox] = deque()  # of clients that were garbage collected without being closed
+        self._rejected_ids = count(-1, -1)  # of requests that do not reach the engine
+        self._step_once = self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="engine-dispatcher", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    def connect(self) -> EngineClient:
+        """A new client: an object with the engine's interface, for one consumer."""
+        inbox = Inbox(threading.Condition(self._lock))
+        with self._lock:
+            self._check_open(inbox)
+        return EngineClient(self, inbox)
+
+    def sleep(self) -> None:
+        """Release memory that only generation needs; requires that no client has unfinished requests."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+    def close(self) -> None:
+        """Drop all requests, stop the thread and close the engine. Clients cannot be used afterwards."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            ids = list(self._owners)
+            for inbox in set(self._owners.values()):
+                inbox.unfinished.clear()
+                inbox.arrived.notify_all()
+            self._owners.clear()
+            self._work.notify_all()
+        self.engine.abort(ids)  # the thread may be waiting for their events
+        self._thread.join()
+        self.engine.close()
+
+    # -- for clients
+
+    def _add(self, inbox: Inbox, request: Request) -> int:
+        with self._lock:  # held until the id is known: its first event may come at once
+            self._check_open(inbox)
+            if request.continues is not None and request.continues not in inbox.handles:
+                request_id = next(self._rejected_ids)
+                inbox.events.append(Failed(request_id, str(nothing_kept(request, request_id))))
+                inbox.arrived.notify_all()
+                return request_id
+            request_id = self.engine.add(request)
+            inbox.unfinished[request_id] = Unfinished(set(range(max(request.params.n, 1))), request.continues)
+            self._owners[request_id] = inbox
+            self._work.notify()
+            return request_id
+
+    def _step(self, inbox: Inbox, wait: bool) -> list[Event]:
+        with self._lock:
+            while True:
+                self._check_open(inbox)
+                if (events := inbox.take()) or not (wait and inbox.unfinished):
+                    return events
+                inbox.arrived.wait()
+
+    def _abort(self, inbox: Inbox, ids: Iterable[int | tuple[int, int]]) -> None:
+        ids = list(ids)
+        with self._lock:
+            own = {one: request_of(one) for one in ids if request_of(one) in inbox.unfinished}
+            handles = inbox.drop(ids)
+            for request_id in set(own.values()) - inbox.unfinished.keys():
+                del self._owners[request_id]
+        self._drop(list(own), handles)
+
+    def _release(self, inbox: Inbox, handles: Iterable[int]) -> None:
+        with self._lock:
+            own = inbox.handles.intersection(handles)
+            inbox.handles -= own
+        self._drop([], own)
+
+    def _disconnect(self, inbox: Inbox) -> None:
+        with self._lock:
+            ids, handles = list(inbox.unfinished), list(inbox.handles if not self._closed else ())
+            for request_id in ids:
+                self._owners.pop(request_id, None)
+            inbox.closed = True
+            inbox.unfinished.clear()
+            inbox.handles.clear()
+            inbox.events.clear()
+            inbox.arrived.notify_all()
+        self._drop(ids, handles)
+
+    def _drop(self, ids: Sequence[int | tuple[int, int]], handles: Iterable[int]) -> None:
+        """Without the lock: the engine may run other queued commands first, such as a weight update."""
+        if ids:
+            self.engine.abort(ids)
+        if released := sorted(handles):
+            self.engine.release(released)
+        if ids or released:
+            with self._lock:  # the commands may have come too late for the current step, and no other may be due
+                self._step_once = True
+                self._work.notify()
+
+    def _check_open(self, inbox: Inbox) -> None:
+        if self._closed:
+            raise RuntimeError("the dispatcher is closed")
+        if inbox.closed:
+            raise RuntimeError("this engine client is closed: connect a new one")
+
+    # -- the engine's thread
+
+    def _serve(self) -> None:
+        while self._wait_for_work():
+            self._step_engine()
+
+    def _step_engine(self) -> None:
+        try:
+            events = self.engine.step()
+        except BaseException as error:  # whatever it is, clients must not wait for ever
+            self._fail(error)
+        else:
+            self._deliver(events)
+
+    def _wait_for_work(self) -> bool:
+        """Whether to take a step; False when the dispatcher is closed."""
+        while self._abandoned:
+            self._disconnect(self._abandoned.popleft())
+        with self._lock:
+            while not (self._owners or self._step_once or self._closed):
+                self._work.wait()
+            self._step_once = False
+            return not self._closed
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        unneeded: list[int] = []
+        with self._lock:
+            for event in events:
+                inbox = self._owners.get(event.request_id)
+                if inbox is not None and inbox.put(event):
+                    if event.request_id not in inbox.unfinished:
+                        del self._owners[event.request_id]
+                elif isinstance(event, Finished) and event.completion.handle is not None:
+                    unneeded.append(event.completion.handle)  # aborted while its last step was running
+        if unneeded:
+            self.engine.release(unneeded)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            ids = list(self._owners)
+            for inbox in set(self._owners.values()):
+                inbox.fail(error)
+            self._owners.clear()
+        self.engine.abort(ids)  # requests that were added since the engine dropped all
+
+
+class EngineClient:
+    """The engine interface for one consumer: it receives the events of its own requests only.
+
+    `close` drops the client's unfinished requests and kept sequences; so do the end of its `with` block and garbage
+    collection. Other clients are not affected. Weight updates and `reset_prefix_cache` concern all clients.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, inbox: Inbox) -> None:
+        self._dispatcher, self._inbox = dispatcher, inbox
+        # A finalizer may run at any time, also while this thread holds the lock: it only appends to a deque.
+        self._finalizer = weakref.finalize(self, dispatcher._abandoned.append, inbox)
+        self._finalizer.atexit = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._dispatcher.info
+
+    def add(self, request: Request) -> int:
+        return self._dispatcher._add(self._inbox, request)
+
+    def step(self, wait: bool = True) -> list[Event]:
+        """Events of this client's requests. Without `wait`, return those that are there."""
+        return self._dispatcher._step(self._inbox, wait)
+
+    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
+        """Other clients' ids are ignored. The handle that an aborted request continues is released."""
+        self._dispatcher._abort(self._inbox, ids)
+
+    def release(self, handles: Iterable[int]) -> None:
+        """Other clients' handles are ignored."""
+        self._dispatcher._release(self._inbox, handles)
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        return self._dispatcher.engine.score(sequences, temperature)
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        self._dispatcher.engine.update_weights(source, version)
+
+    def fingerprint(self) -> str | None:
+        return self._dispatcher.engine.fingerprint()
+
+    def reset_prefix_cache(self) -> None:
+        self._dispatcher.engine.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        raise RuntimeError("one of several clients cannot put the engine to sleep: call Dispatcher.sleep")
+
+    def wake(self) -> None:
+        """The engine wakes when it has requests; see `Dispatcher.wake`."""
+
+    def close(self) -> None:
+        self._finalizer.detach()
+        self._dispatcher._disconnect(self._inbox)
+
+
+def request_of(one: int | tuple[int, int]) -> int:
+    return one[0] if isinstance(one, tuple) else one
