@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from assay.engine.base import Engine, EngineInfo, Event, Failed, Finished, Request, WeightSource
+from assay.engine.outputs import handles_of
 from assay.engine.sequence import nothing_kept
 
 
@@ -63,8 +64,7 @@ class Inbox:
         if request.continues is not None:
             self.handles.discard(request.continues)
             request.continues = None
-        if event.completion.handle is not None:
-            self.handles.add(event.completion.handle)
+        self.handles.update(handles_of([event]))
 
     def fail(self, error: BaseException) -> None:
         """All unfinished requests have ended with an exception of the engine."""
@@ -101,8 +101,7 @@ class Inbox:
                 if event.request_ids:
                     self.events.append(event)
             elif (event.request_id, None) in dropped or (event.request_id, getattr(event, "sample", None)) in dropped:
-                if isinstance(event, Finished) and event.completion.handle is not None:
-                    unneeded.append(event.completion.handle)
+                unneeded += handles_of([event])
             else:
                 self.events.append(event)
         self.handles.difference_update(unneeded)
@@ -267,8 +266,8 @@ class Dispatcher:
                 if inbox is not None and inbox.put(event):
                     if event.request_id not in inbox.unfinished:
                         del self._owners[event.request_id]
-                elif isinstance(event, Finished) and event.completion.handle is not None:
-                    unneeded.append(event.completion.handle)  # aborted while its last step was running
+                else:
+                    unneeded += handles_of([event])  # it was aborted while its last step was running
         if unneeded:
             self.engine.release(unneeded)
 
