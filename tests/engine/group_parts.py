@@ -158,7 +158,7 @@ def mistakes_are_told(mesh: Mesh) -> None:
             engine.rows.floats[:, 0] = 0.1
 
     engine.rows.enter = enter_colder  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="drew different tokens"):
+    with pytest.raises(RuntimeError, match="sampled different tokens"):
         generate(engine, good)
     engine.rows.enter = enter  # type: ignore[method-assign]
     engine.reset_prefix_cache()
