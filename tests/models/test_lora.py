@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from assay.engine import Request, SamplingParams, make_engine
+from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.models import HFModel, Lora, PolicyModel, add_lora, load_adapter, load_model, save_adapter, save_model
 from assay.models.fingerprint import fingerprint
 from assay.models.lora import adapters_off, is_untrained
@@ -128,9 +128,9 @@ def test_engines_serve_the_merged_weights(base: Loader, family: str, engine: str
             for weight in (p for p in policy.parameters() if p.requires_grad):
                 weight.mul_(1.5)
             expected = policy.unembed(policy.hidden(IDS[:9], [9]))[-1]
-        served.load_weights(policy.weights(), version)
+        served.update_weights(policy, version)
         assert served.fingerprint() == fingerprint(policy.weights())
-        ((written,),) = served.generate([request])
+        ((written,),) = generate(served, [request])
         assert written.token_ids == [int(expected.argmax())]
         tokens.add(written.token_ids[0])
     assert len(tokens) > 1  # or the adapters would not matter
