@@ -23,9 +23,9 @@ import torch
 
 from assay.cli.chat import ChatConfig, settings_of
 from assay.cli.chat_grade import summary_line, verdict_line
-from assay.cli.chat_model import Reply, Speaker, Stopped, TextStream
+from assay.cli.chat_model import AnswerInterrupted, Reply, Speaker, TextStream
 from assay.cli.chat_screen import Screen
-from assay.cli.chat_session import Session
+from assay.cli.chat_session import ChatSession
 from assay.cli.chat_task import TaskDesk, Wish, parse_wish
 from assay.cli.chat_turns import take_turns
 from assay.cli.main import main
@@ -108,10 +108,10 @@ class Scripted:
         raise NotImplementedError
 
 
-def scripted_session(engines: Sequence[Scripted], samples: int = 1, **reward: Any) -> Session:
+def scripted_session(engines: Sequence[Scripted], samples: int = 1, **reward: Any) -> ChatSession:
     speakers = [Speaker(f"model-{i}", Renderer(words()), engine) for i, engine in enumerate(engines)]
     cfg = ChatConfig.model_validate({"task": "abacus", "reward": {"workers": 0, **reward}})
-    return Session(speakers, TaskDesk(cfg, cfg), SamplingParams(n=samples), 0, Screen())
+    return ChatSession(speakers, TaskDesk(cfg, cfg), SamplingParams(n=samples), 0, Screen())
 
 
 # Streaming
@@ -342,7 +342,7 @@ def test_an_error_in_a_turn_is_raised() -> None:
 def test_ctrl_c_reaches_everybody_who_takes_turns() -> None:
     def talkative(pause: Callable[[], None]) -> int:
         turns = 0
-        with suppress(Stopped):
+        with suppress(AnswerInterrupted):
             while True:
                 time.sleep(0.001)
                 turns += 1

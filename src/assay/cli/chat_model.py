@@ -14,7 +14,7 @@ REPLACEMENT = "\ufffd"  # what decoders make of bytes that are not, or not yet, 
 OnText = Callable[[int, str], None]  # (sample index, new text)
 
 
-class Stopped(Exception):
+class AnswerInterrupted(Exception):
     """The person does not want to read the rest of an answer."""
 
 
@@ -104,7 +104,7 @@ class Speaker:
             on_text(sample, streams[sample].add(token))
 
         finishes: list[Finish | None] = [None] * params.n
-        with suppress(KeyboardInterrupt, Stopped):
+        with suppress(KeyboardInterrupt, AnswerInterrupted):
             (completions,) = self.engine.generate([Request(ids, params, seed, name=self.name)], on_token)
             finishes = [completion.finish for completion in completions]
             for sample, stream in enumerate(streams):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from assay.cli.chat_model import Stopped
+from assay.cli.chat_model import AnswerInterrupted
 
 Result = TypeVar("Result")
 LOOK_S = 0.05  # between looks of the waiting thread, which is the one that Ctrl-C reaches
@@ -31,7 +31,7 @@ class Floor:
             self._changed.notify_all()
         self.wait(member)
         if self._stopped:
-            raise Stopped
+            raise AnswerInterrupted
 
     def leave(self, member: int) -> None:
         with self._changed:
@@ -67,7 +67,7 @@ class Worker(threading.Thread, Generic[Result]):
 def take_turns(jobs: Sequence[Callable[[Callable[[], None]], Result]]) -> list[Result]:
     """The results of all jobs. Each is given a function to call whenever it may be another's turn.
 
-    After Ctrl-C that function raises Stopped, in every job; what they make of it is still their result.
+    After Ctrl-C that function raises AnswerInterrupted, in every job; what they make of it is still their result.
     """
     floor = Floor(len(jobs))
     workers = [Worker(job, floor, member) for member, job in enumerate(jobs)]
