@@ -157,9 +157,9 @@ def test_a_stop_string_is_never_shown() -> None:
 
 
 def test_pieces_joined_are_the_final_text(models: tuple[str, str]) -> None:
-    from assay.train import setup
+    from assay.train import components
 
-    renderer, engine = setup.build_server(models[0], ChatConfig(), None)
+    renderer, engine = components.build_server(models[0], ChatConfig(), None)
     speaker = Speaker("one", renderer, engine)
     ids, note = speaker.prompt_ids(Prompt("q", ({"role": "user", "content": QUESTION},)))
     pieces = ["", "", ""]

@@ -120,12 +120,12 @@ def load_speaker(
 ) -> Speaker:
     """A checkpoint is asked as its own run asked it; any other model as the first checkpoint, so that they compare."""
     from assay.cli.chat_model import Speaker
-    from assay.train import setup
+    from assay.train import components
 
     cfg = settings_of([model] if model.startswith(PREFIX) else models, overrides, trust)
     needs_task = cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.task.name
     try:
-        renderer, engine = setup.build_server(model, cfg, desk.task(cfg.task.name) if needs_task else None)
+        renderer, engine = components.build_server(model, cfg, desk.task(cfg.task.name) if needs_task else None)
     except UserError as error:
         raise UserError(str(error) if model in str(error) else f"{model}: {error}") from error
     return Speaker(model, renderer, engine)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from assay.tasks.base import UNLIMITED, LazyPrompts
-from assay.train.data import PromptStream
+from assay.train.sources import PromptStream
 from assay.types import Prompt
 
 

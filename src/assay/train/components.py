@@ -1,4 +1,4 @@
-"""Settings -> the parts of a run: task, judge, tokenizer, model, renderer, engine."""
+"""Config sections -> components that training, evaluation and chat share: task, judge, tokenizer, model, engine."""
 
 from __future__ import annotations
 
@@ -115,6 +115,20 @@ def eval_params(cfg: EvalConfig, training: SamplingConfig | None = None) -> Samp
         min_p=cfg.min_p,
         max_new_tokens=length,
         stop=tuple(stop),
+    )
+
+
+def sampling_params(cfg: SamplingConfig, samples: int) -> SamplingParams:
+    """How answers are sampled in training."""
+    return SamplingParams(
+        n=samples,
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        max_new_tokens=cfg.max_new_tokens,
+        min_new_tokens=cfg.min_new_tokens,
+        stop=tuple(cfg.stop),
     )
 
 
