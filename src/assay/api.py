@@ -152,8 +152,7 @@ class Trainer(ABC):
 
     def sample(self) -> list[Group]:
         """`train.prompts` groups of `train.samples` judged answers, sampled with the current weights."""
-        self.training.recorder.start_step()
-        started = time.perf_counter()
+        started = self.training.recorder.step_started = time.perf_counter()
         sampled = self.training.source.next(self.training.state)
         self._dropped = sampled.dropped
         self._metrics = {f"time/{part}": seconds for part, seconds in sampled.seconds.items()}

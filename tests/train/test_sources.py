@@ -1,11 +1,22 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
+from assay.algos import make_algorithm
+from assay.config import TrainConfig
+from assay.models import build_preset
+from assay.rewards import FunctionJudge, JudgePool
+from assay.rollout import Collector
+from assay.tasks import make_task
 from assay.tasks.base import UNLIMITED, LazyPrompts
-from assay.train.sources import PromptStream
+from assay.text import Renderer, word_tokenizer
+from assay.train import components
+from assay.train.sources import OnPolicySource, PromptStream
+from assay.train.state import RunState, Schedule
+from assay.train.stopping import Stopped
 from assay.types import Prompt
 
 
@@ -60,3 +71,80 @@ def test_an_endless_split_is_walked_without_being_made() -> None:
     first = ids(stream.next(5))
     assert len(set(first)) == 5 and len(made) == 5
     assert not set(ids(stream.next(5))) & set(first)
+
+
+def test_an_unshuffled_stream_keeps_the_order_of_the_split() -> None:
+    assert ids(PromptStream(numbered(5), seed=1, shuffle=False).next(7)) == [0, 1, 2, 3, 4, 0, 1]
+
+
+def make_source(judge: JudgePool, **algo: Any) -> OnPolicySource:
+    """A nano model that answers abacus problems; the judge's rewards depend on the letters of an answer."""
+    cfg = TrainConfig(seed=3)
+    cfg.train.prompts, cfg.train.samples, cfg.sampling.max_new_tokens = 3, 2, 4
+    task = make_task("abacus", train_size=24)
+    tokenizer = word_tokenizer(task.words())  # type: ignore[attr-defined]
+    policy = build_preset("nano", tokenizer.vocab_size, 64, seed=0)
+    renderer = Renderer(tokenizer)
+    engine = components.build_engine(cfg.engine, policy, renderer, 64)
+    made = make_algorithm("grpo", **algo)
+    stream = PromptStream(task.prompts("train"), cfg.seed)
+    return OnPolicySource(cfg, made, Collector(engine, renderer, judge), stream, Schedule(9))
+
+
+def by_letters(completion: str, answer: str) -> float:
+    return sum(map(ord, completion)) % 7 / 6
+
+
+def constant(completion: str, answer: str) -> float:
+    return 0.5
+
+
+@pytest.fixture
+def letters() -> Iterator[JudgePool]:
+    with JudgePool(FunctionJudge(f"{__file__}:by_letters"), 0) as judge:
+        yield judge
+
+
+def test_next_counts_answers_and_tokens_and_state_dict_resumes_at_the_same_prompts(letters: JudgePool) -> None:
+    source, state = make_source(letters), RunState()
+    first = source.next(state)
+    rollouts = [rollout for group in first.groups for rollout in group.rollouts]
+    assert len(first.groups) == 3 and not first.dropped and set(first.seconds) == {"generate", "judge"}
+    assert state.answers == len(rollouts) == 6 and state.tokens == sum(r.length for r in rollouts) and state.step == 0
+    saved, state.step = source.state_dict(), 1
+    expected = source.next(state).groups
+    resumed = make_source(letters)
+    resumed.load_state_dict(saved)
+    found = resumed.next(RunState(step=1)).groups
+    assert [r.token_ids for g in found for r in g.rollouts] == [r.token_ids for g in expected for r in g.rollouts]
+    assert not {group.prompt.id for group in found} & {group.prompt.id for group in first.groups}
+
+
+def test_dropped_groups_are_replaced_for_as_many_rounds_as_the_algorithm_allows() -> None:
+    with JudgePool(FunctionJudge(f"{__file__}:constant"), 0) as judge:
+        source, state = make_source(judge, drop_zero_variance=True, resample=2), RunState()
+        sampled = source.next(state)
+    assert not sampled.groups and len({group.prompt.id for group in sampled.dropped}) == 9
+    assert state.answers == 18 and source.state_dict()["cursor"] == 9
+
+
+def test_an_interrupted_step_leaves_state_and_cursor_as_they_were(
+    letters: JudgePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop request can interrupt sampling; the resumed run samples the step again."""
+    source, state = make_source(letters, greedy_baseline=True), RunState()
+    source.next(state)
+    saved, counts = source.state_dict(), (state.answers, state.tokens)
+    assert state.answers == 9  # three greedy ones
+    monkeypatch.setattr(source.algo.__class__, "take_baselines", lambda *args: (_ for _ in ()).throw(Stopped(15)))
+    with pytest.raises(Stopped):
+        source.next(state)
+    assert source.state_dict() == saved and (state.answers, state.tokens) == counts
+
+
+def test_pass_rates_decide_which_prompts_are_drawn(letters: JudgePool) -> None:
+    source = make_source(letters, pass_rate_low=0.2, pass_rate_high=0.8)
+    order = PromptStream(source.prompts.prompts, 3).next(24)
+    source.load_state_dict({"pass_rates": {prompt.id: [0.0, 1.0] for prompt in order[:10]}})
+    assert [group.prompt.id for group in source.next(RunState(step=1)).groups] == [p.id for p in order[10:13]]
+    assert source.update_pass_rates([], 2) == {"prompts/known": 10.0, "prompts/within_reach": 0.0}

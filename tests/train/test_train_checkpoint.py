@@ -132,3 +132,12 @@ def test_gradients_are_not_part_of_what_is_kept(tmp_path: Path) -> None:
     save(tmp_path, STATE, original.policy, original.optimizer, char_tokenizer())
     assert bool(gradients_of(original.policy).eq(1).all())
     assert all(p.grad is None for p in reloaded(tmp_path).policy.parameters())
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '{"step": 3, "colour": 3}', "{", "3"])
+def test_a_state_json_with_other_content_is_named(tmp_path: Path, content: str) -> None:
+    folder = checkpoints.folder(tmp_path, 3)
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(content)
+    with pytest.raises(UserError, match=r"state\.json is not the state of a run"):
+        read_state(tmp_path, 3, STATE)

@@ -131,8 +131,8 @@ def read_state(run_path: Path, step: int, known: Collection[str]) -> dict[str, A
     file = checkpoints.folder(run_path, step) / STATE
     try:
         state = json.loads(file.read_text())
-        if not isinstance(state, dict) or not state.keys() <= set(known):
-            raise ValueError(f"unknown entries: {', '.join(set(state) - set(known))}")
+        if unknown := sorted(dict(state).keys() - set(known)):
+            raise ValueError(f"it has unknown entries: {', '.join(unknown)}")
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is not the state of a run ({error}): resume from another checkpoint") from error
     return state

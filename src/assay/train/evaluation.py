@@ -15,7 +15,6 @@ from typing import Any
 from assay.config import TrainConfig
 from assay.evals.evaluate import evaluate
 from assay.evals.report import Report, compare
-from assay.mesh import Mesh
 from assay.models import PolicyModel, load_model
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints, rollouts
@@ -40,10 +39,6 @@ class RunEvaluator:
     directory: Run
     console: Console
 
-    @property
-    def mesh(self) -> Mesh:
-        return self.collector.mesh
-
     def split(self, label: str) -> str:
         return self.cfg.eval.split if label == "eval" else self.cfg.eval.final_split
 
@@ -56,7 +51,7 @@ class RunEvaluator:
         split, started = self.split(label), time.perf_counter()
         params = eval_params(self.cfg.eval, self.cfg.sampling)
         report, groups = evaluate(self.collector, self.prompts[f"{label}:{split}"], params, self.cfg.seed)
-        if self.mesh.is_main:
+        if self.collector.mesh.is_main:
             rollouts.write_rollouts(self.directory.path, step, groups, "eval", split=f"{label}-{split}")
         summary = report.summary()
         return {
@@ -77,7 +72,7 @@ class RunEvaluator:
         `repeatable`: whether the weights of the evaluation "before" are those of the checkpoint of step 0.
         """
         path, split = self.directory.path, self.split("after")
-        lines = self.mesh.on_main(lambda: rollouts.read_lines(path, step, "eval", f"after-{split}"))
+        lines = self.collector.mesh.on_main(lambda: rollouts.read_lines(path, step, "eval", f"after-{split}"))
         after = Report.read(lines)
         before = self._first_report(after.ids, policy, step, repeatable)
         found: dict[str, Any] = {
@@ -85,7 +80,7 @@ class RunEvaluator:
             "after": after.summary(),
             "paired": asdict(compare(before, after)) if before else None,
         }
-        if before and self.mesh.is_main and was_measured(path, f"start-{split}"):
+        if before and self.collector.mesh.is_main and was_measured(path, f"start-{split}"):
             start, problem = read_report(path, f"start-{split}", before.ids)
             if problem:
                 self.console.warn(f"{problem}: finishing without the comparison with the model before its warm start")
@@ -96,11 +91,11 @@ class RunEvaluator:
     def _first_report(self, ids: list[str], policy: PolicyModel, step: int, repeatable: bool) -> Report | None:
         """The evaluation "before", on the problems `ids`; repeated if its file is lost. None if that is impossible."""
         path, name = self.directory.path, f"before-{self.split('before')}"
-        report, problem = self.mesh.on_main(lambda: read_report(path, name, ids))
+        report, problem = self.collector.mesh.on_main(lambda: read_report(path, name, ids))
         if not problem:
             return report
         start = checkpoints.folder(path, 0)
-        if not repeatable or self.mesh.on_main(lambda: checkpoints.problems(start, MODEL)):
+        if not repeatable or self.collector.mesh.on_main(lambda: checkpoints.problems(start, MODEL)):
             self.console.warn(f"{problem} and cannot be measured again: finishing without the paired test")
             return None
         self.console.warn(f"{problem}: measuring it again with the weights of step 0")
@@ -109,7 +104,7 @@ class RunEvaluator:
         sync_weights(first, self.collector.engine, version=0)
         self.measure("before", step=0)
         sync_weights(policy, self.collector.engine, version=step)
-        return self.mesh.on_main(lambda: read_report(path, name, ids))[0]
+        return self.collector.mesh.on_main(lambda: read_report(path, name, ids))[0]
 
 
 def read_report(run_path: Path, split: str, ids: list[str]) -> tuple[Report | None, str]:

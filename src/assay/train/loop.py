@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from assay.train.garbage import seldom_collected
 from assay.train.run import TrainingRun
 
 
-@seldom_collected()
 def train(run: TrainingRun) -> dict[str, Any]:
     """Evaluate, train until the run is complete, evaluate again. Returns the summary that was written."""
     run.begin()

@@ -42,18 +42,9 @@ class Recorder:
         if self.mesh.is_main:
             self.trackers = make_trackers(self.cfg.log.wandb or None, self.cfg.log.tensorboard, self.directory)
 
-    def update_clock(self, state: RunState) -> None:
-        state.wall_s = time.perf_counter() - self.started
-
-    def start_step(self) -> None:
-        self.step_started = time.perf_counter()
-
-    def step_seconds(self) -> float:
-        return time.perf_counter() - self.step_started
-
     def log(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """One line of metrics.jsonl; the same to console and trackers."""
-        self.update_clock(state)
+        state.wall_s = time.perf_counter() - self.started
         metrics = {**metrics, "time/wall": state.wall_s, "sampling/answers": float(state.answers)}
         if self.mesh.is_main:
             self.directory.log(state.step, metrics)
