@@ -1,6 +1,6 @@
 """The classic loop: start, get_action, step, one action at a time. Half a minute: python examples/classic_loop.py"""
 
-from assay.api import Algorithm
+from assay.api import Trainer
 from assay.types import Group
 
 SETTINGS = {
@@ -13,7 +13,7 @@ SETTINGS = {
 }
 
 
-class Classic(Algorithm):
+class Classic(Trainer):
     def train(self) -> None:
         env = self.env()
         while self.step < self.steps:

@@ -1,6 +1,6 @@
 """A loop of one's own, with replay. A minute or two, from the root of the repository: python examples/own_loop.py"""
 
-from assay.api import Algorithm
+from assay.api import Trainer
 
 SETTINGS = {
     "model": "preset:nano",  # 0.25M weights, fresh
@@ -15,7 +15,7 @@ SETTINGS = {
 }
 
 
-class Replayed(Algorithm):
+class Replayed(Trainer):
     """Every step learns from new answers and from some of the last four steps."""
 
     def train(self) -> None:

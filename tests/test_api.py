@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "train"))
 from small_run import SmallRuns
 
-from assay.api import Algorithm
+from assay.api import Trainer
 from assay.runs import read_rollouts
 from assay.train.replay import mixed
 from assay.types import Group, UserError
@@ -23,7 +23,7 @@ REPLAY: dict[str, Any] = {"replay.capacity": 5, "train.steps": 4, "save.every": 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallRuns:
-    monkeypatch.setattr("assay.train.stages.draw_curves", lambda path: None)
+    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
     return SmallRuns(tmp_path)
 
 
@@ -31,7 +31,7 @@ class Stop(Exception):
     pass
 
 
-class Classic(Algorithm):
+class Classic(Trainer):
     stop_at = 99
 
     def train(self) -> None:
@@ -65,7 +65,7 @@ def test_the_same_loop_is_the_same_run(small: SmallRuns) -> None:
     assert small.timeless("own") == ours
 
 
-class Single(Algorithm):
+class Single(Trainer):
     """Answers are asked for one by one, as in a gym."""
 
     def train(self) -> None:
@@ -80,8 +80,8 @@ class Single(Algorithm):
 
 
 def test_actions_one_by_one(small: SmallRuns) -> None:
-    algorithm = Single(small.config, {"runs_dir": str(small.runs), "train.steps": 9}, quiet=True)
-    summary = algorithm.run()
+    trainer = Single(small.config, {"runs_dir": str(small.runs), "train.steps": 9}, quiet=True)
+    summary = trainer.run()
     assert summary["steps"] == 2 and small.checkpoint(2).exists()  # it ended before `steps`
     first, second = (read_rollouts(small.runs / "small", step) for step in (1, 2))
     assert {group.prompt.id for group in first}.isdisjoint(group.prompt.id for group in second)
@@ -91,7 +91,7 @@ def test_actions_one_by_one(small: SmallRuns) -> None:
             assert {r.turns[0].completion.version for r in group.rollouts} == {version}
             assert all(r.verdict and r.reward == sum(map(ord, r.text)) % 4 / 3 for r in group.rollouts)
     assert sum(row.get("optim/grad_norm", 0) > 0 for row in small.metrics()) == 2
-    policy = algorithm.policy
+    policy = trainer.policy
     greedy = {policy.get_action("2 + 2 =", greedy=True).text for _ in range(3)}
     spoken = policy.get_action([{"role": "user", "content": "2 + 2 ="}], greedy=True)
     assert greedy == {spoken.text} and policy.version == 2
@@ -105,7 +105,7 @@ def test_what_is_refused(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UserError, match=r"optim\.lr cannot be changed here"):
         Classic(resume="small", settings={**settings, "optim.lr": 1.0})
     with pytest.raises(TypeError, match="abstract"):
-        Algorithm(small.config, settings)  # type: ignore[abstract]
+        Trainer(small.config, settings)  # type: ignore[abstract]
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="for one process"):
         Classic(small.config, settings)
@@ -113,23 +113,23 @@ def test_what_is_refused(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_example_learns_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("assay.train.stages.draw_curves", lambda path: None)
+    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
     example = runpy.run_path("examples/own_loop.py")
     short = {"sft.steps": 20, "train.steps": 3, "eval.final_examples": 20, "eval.examples": 5}
-    algorithm = example["Replayed"](settings={**example["SETTINGS"], **short, "runs_dir": str(tmp_path)}, quiet=True)
-    summary = algorithm.run()
+    trainer = example["Replayed"](settings={**example["SETTINGS"], **short, "runs_dir": str(tmp_path)}, quiet=True)
+    summary = trainer.run()
     assert summary["steps"] == 3 and summary["after"]["n"] == 20
-    assert len(algorithm.buffer) == 48 and "version 2: 16 groups" in algorithm.buffer.summary(3)
+    assert len(trainer.buffer) == 48 and "version 2: 16 groups" in trainer.buffer.summary(3)
     assert len((ROOT / "examples" / "own_loop.py").read_text().splitlines()) <= 40
 
 
 def test_the_classic_loop_plays_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("assay.train.stages.draw_curves", lambda path: None)
+    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
     example = runpy.run_path(str(ROOT / "examples" / "classic_loop.py"))
     short = {"train.steps": 2, "eval.final_examples": 20, "eval.examples": 5, "runs_dir": str(tmp_path)}
-    algorithm = example["Classic"](settings={**example["SETTINGS"], **short}, quiet=True)
-    assert algorithm.run()["steps"] == 2
-    groups = read_rollouts(algorithm.parts.run.path, 1)
+    trainer = example["Classic"](settings={**example["SETTINGS"], **short}, quiet=True)
+    assert trainer.run()["steps"] == 2
+    groups = read_rollouts(trainer.training.directory.path, 1)
     actions = [rollout for group in groups for rollout in group.rollouts]
     assert 16 <= len(actions) <= 32 and {action.length for action in actions} == {1}  # one or two tries of a token
     second = [action for action in actions if len(action.prompt.messages) == 3]
@@ -138,21 +138,21 @@ def test_the_classic_loop_plays_by_hand(tmp_path: Path, monkeypatch: pytest.Monk
     assert len((ROOT / "examples" / "classic_loop.py").read_text().splitlines()) <= 40
 
 
-class Lines(Algorithm):
+class Lines(Trainer):
     def train(self) -> None:
         pass
 
 
 def test_an_action_ends_where_the_environment_says(small: SmallRuns) -> None:
     words = {"runs_dir": str(small.runs), "sampling.max_new_tokens": 60, "env.max_tokens": 9}
-    algorithm = Lines(small.config, {**words, "env": "stepwise", "env.args.separator": ";"}, quiet=True)
-    state = algorithm.states(1)[0]
-    texts = [algorithm.policy.get_action(state) for _ in range(60)]
+    trainer = Lines(small.config, {**words, "env": "stepwise", "env.args.separator": ";"}, quiet=True)
+    state = trainer.states(1)[0]
+    texts = [trainer.policy.get_action(state) for _ in range(60)]
     assert max(action.length for action in texts) == 9
     assert any(";" in action.text for action in texts)
     assert all(";" not in action.text[:-1] for action in texts)
     with pytest.raises(UserError, match="goes on within a reply"):
-        algorithm.env()
+        trainer.env()
     single = Lines(small.config, {**words, "env": "single", "name": "one"}, quiet=True).env()
     single.start(state)
     assert "verdict" in single.step("no idea")[4]  # it does not wait for a run's judge
@@ -161,27 +161,35 @@ def test_an_action_ends_where_the_environment_says(small: SmallRuns) -> None:
 
 
 def test_states_of_other_kinds_and_steps_without_answers_are_told(small: SmallRuns) -> None:
-    algorithm = Lines(small.config, {"runs_dir": str(small.runs)}, quiet=True)
+    trainer = Lines(small.config, {"runs_dir": str(small.runs)}, quiet=True)
     for state in (5, [], [{"role": "user"}], {"role": "user", "content": "2 + 2 ="}):
         with pytest.raises(UserError, match="a state is a question"):
-            algorithm.policy.get_action(state)  # type: ignore[arg-type]
+            trainer.policy.get_action(state)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no room in a context") as error:
-        algorithm.policy.get_action("has " * 900)
+        trainer.policy.get_action("has " * 900)
     assert len(str(error.value)) < 500
     with pytest.raises(UserError, match="given no groups"):
-        algorithm.record([], {})
+        trainer.record([], {})
 
 
 def test_an_answer_without_a_verdict_gets_no_credit(small: SmallRuns) -> None:
-    algorithm = Lines(small.config, {"runs_dir": str(small.runs), "algo.recipe": "reinforce"}, quiet=True)
-    state = algorithm.states(1)[0]
-    groups = [Group(state, [algorithm.policy.get_action(state)]) for _ in range(2)]
+    trainer = Lines(small.config, {"runs_dir": str(small.runs), "algo.recipe": "reinforce"}, quiet=True)
+    state = trainer.states(1)[0]
+    groups = [Group(state, [trainer.policy.get_action(state)]) for _ in range(2)]
     with pytest.raises(UserError, match=r"call judge\(answers\), or reward"):
-        algorithm.credit(groups)
+        trainer.credit(groups)
     for group, value in zip(groups, (0.25, 0.75), strict=True):
-        algorithm.reward(group.rollouts[0], value)
-    algorithm.credit(groups)
+        trainer.reward(group.rollouts[0], value)
+    trainer.credit(groups)
     assert [r.advantage for group in groups for r in group.rollouts] == [-0.25, 0.25]
     groups[0].rollouts[0].turns[0].completion.version = 7  # of another run, further on than this one
     with pytest.raises(UserError, match="cannot be replayed"):
-        algorithm.learn(groups)
+        trainer.learn(groups)
+
+
+def test_the_former_name_of_the_trainer_still_works_with_a_warning(small: SmallRuns) -> None:
+    with pytest.warns(DeprecationWarning, match=r"assay\.api\.Trainer"):
+        from assay.api import Algorithm
+    assert Algorithm is Trainer
+    with pytest.raises(ImportError, match="Parts"):
+        from assay.api import Parts  # type: ignore[attr-defined]  # noqa: F401

@@ -100,3 +100,13 @@ def test_the_loop_fits_on_one_screen() -> None:
     tree = ast.parse((SOURCE / "train" / "loop.py").read_text())
     (train,) = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     assert train.end_lineno is not None and train.end_lineno - train.lineno < 50
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    modules: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
+    modules.pop("Kind")  # twice within the engine
+    assert not {name: found for name, found in modules.items() if len(found) > 1}

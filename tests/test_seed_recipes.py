@@ -24,8 +24,8 @@ from assay.settings import load_settings
 from assay.tasks import make_task
 from assay.text import char_tokenizer
 from assay.train.apart import Apart, TrainingProcess
+from assay.train.components import build_algorithm, build_judge, build_problems, build_renderer
 from assay.train.replay import ReplayBuffer
-from assay.train.setup import build_algorithm, build_judge, build_problems, build_renderer
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +50,7 @@ SMALL: dict[str, object] = {  # a nano model that spells, taught the form of the
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One thread, which tiny models are quickest with, and no picture."""
-    monkeypatch.setattr("assay.train.stages.draw_curves", lambda path: None)
+    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -14,7 +14,7 @@ from assay.bench import trl_peer
 from assay.bench.chance import chance, judge_by_chance
 from assay.bench.shapes import SHAPES, random_model
 from assay.bench.step import Steps, measure_step, one_step
-from assay.bench.trainer import Parts, StepOptions, numbers_renderer, parse_settings, peaks, row_id, training_parts
+from assay.bench.trainer import BenchedRun, StepOptions, benched_run, numbers_renderer, parse_settings, peaks, row_id
 from assay.bench.workload import Workload
 from assay.rewards import JudgePool
 from assay.types import UserError
@@ -41,11 +41,11 @@ def test_a_row_of_a_step() -> None:
 def test_a_step_trains_on_every_answer_and_the_engine_gets_the_weights() -> None:
     policy = random_model(SHAPES["tiny"], CPU, seed=0)
     before = {name: weight.clone() for name, weight in policy.weights()}
-    with training_parts(policy, TINY, OPTIONS) as parts:
-        first = parts.engine.fingerprint()
+    with benched_run(policy, TINY, OPTIONS) as run:
+        first = run.engine.fingerprint()
         steps = Steps()
-        groups = [one_step(parts, steps) for _ in range(2)]
-        assert parts.engine.info.version == 2 and parts.engine.fingerprint() != first
+        groups = [one_step(run, steps) for _ in range(2)]
+        assert run.engine.info.version == 2 and run.engine.fingerprint() != first
     rollouts = [rollout for group in groups[0] for rollout in group.rollouts]
     assert all(rollout.advantage and not rollout.masked and rollout.length == 8 for rollout in rollouts)
     assert [rollout.reward for rollout in rollouts] == [chance(rollout.text) for rollout in rollouts]
@@ -57,14 +57,14 @@ def test_a_step_trains_on_every_answer_and_the_engine_gets_the_weights() -> None
 
 def test_parts_are_timed_where_they_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = random_model(SHAPES["tiny"], CPU, seed=0)
-    with training_parts(policy, TINY, OPTIONS) as parts:
-        one_step(parts, Steps())  # judging processes start
-        slow(monkeypatch, parts.engine, "step")
-        slow(monkeypatch, parts.collector.judge, "judge")
-        slow(monkeypatch, parts.updater, "update")
+    with benched_run(policy, TINY, OPTIONS) as run:
+        one_step(run, Steps())  # judging processes start
+        slow(monkeypatch, run.engine, "step")
+        slow(monkeypatch, run.collector.judge, "judge")
+        slow(monkeypatch, run.learner.updater, "update")
         slow(monkeypatch, bench, "sync_weights")
         steps = Steps()
-        one_step(parts, steps)
+        one_step(run, steps)
     found = steps.parts[0]
     assert min(found[name] for name in ("generation", "scoring", "training", "sync")) >= WAIT, found
     assert found["reference"] == 0 and sum(found.values()) == pytest.approx(steps.seconds[0])
@@ -139,7 +139,7 @@ def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_peer_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trl_steps(parts: Parts, steps: int, our_turn: Any) -> list[float]:
+    def trl_steps(run: BenchedRun, steps: int, our_turn: Any) -> list[float]:
         for _ in range(steps):
             our_turn()
         return [50.0, 40.0, 60.0]
@@ -161,8 +161,8 @@ def test_the_peer_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trl_does_the_same_step() -> None:
     pytest.importorskip("trl")
     seen: list[int] = []
-    with training_parts(random_model(SHAPES["tiny"], CPU, seed=0), replace(TINY, samples=4), OPTIONS) as parts:
-        seconds = trl_peer.trl_steps(parts, 2, lambda: seen.append(1))  # counts its tokens itself
+    with benched_run(random_model(SHAPES["tiny"], CPU, seed=0), replace(TINY, samples=4), OPTIONS) as run:
+        seconds = trl_peer.trl_steps(run, 2, lambda: seen.append(1))  # counts its tokens itself
     assert len(seconds) == 3 and min(seconds) > 0 and len(seen) == 2
 
 

@@ -33,7 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return main(words)
 
     monkeypatch.setattr(bench_recipes, "launch", launch)
-    monkeypatch.setattr("assay.train.stages.draw_curves", lambda path: None)  # slower than the runs
+    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)  # slower than the runs
     return calls
 
 

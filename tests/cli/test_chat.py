@@ -25,7 +25,7 @@ from assay.cli.chat import ChatConfig, settings_of
 from assay.cli.chat_grade import summary_line, verdict_line
 from assay.cli.chat_model import Reply, ReplyStopped, Speaker, TextStream
 from assay.cli.chat_screen import Screen
-from assay.cli.chat_session import Session
+from assay.cli.chat_session import ChatSession
 from assay.cli.chat_task import TaskDesk, Wish, parse_wish
 from assay.cli.chat_turns import take_turns
 from assay.cli.main import main
@@ -134,10 +134,10 @@ class Scripted:
         raise NotImplementedError(name)
 
 
-def scripted_session(engines: Sequence[Scripted], samples: int = 1, **reward: Any) -> Session:
+def scripted_session(engines: Sequence[Scripted], samples: int = 1, **reward: Any) -> ChatSession:
     speakers = [Speaker(f"model-{i}", Renderer(words()), engine) for i, engine in enumerate(engines)]
     cfg = ChatConfig.model_validate({"task": "abacus", "reward": {"workers": 0, **reward}})
-    return Session(speakers, TaskDesk(cfg, cfg), SamplingParams(n=samples), 0, Screen())
+    return ChatSession(speakers, TaskDesk(cfg, cfg), SamplingParams(n=samples), 0, Screen())
 
 
 # Streaming
@@ -183,9 +183,9 @@ def test_a_stop_string_is_never_shown() -> None:
 
 
 def test_pieces_joined_are_the_final_text(models: tuple[str, str]) -> None:
-    from assay.train import setup
+    from assay.train import components
 
-    renderer, engine = setup.build_server(models[0], ChatConfig(), None)
+    renderer, engine = components.build_server(models[0], ChatConfig(), None)
     speaker = Speaker("one", renderer, engine)
     ids, note = speaker.prompt_ids(Prompt("q", ({"role": "user", "content": QUESTION},)))
     pieces = ["", "", ""]

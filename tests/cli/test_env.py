@@ -65,7 +65,7 @@ def test_a_tool_answers_a_person(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_the_environment_of_ones_own_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("assay.train.stages.draw_curves", lambda path: None)
+    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
     short = ["--train.steps", "2", "--eval.final_examples", "8", "--eval.examples", "4"]
     assert main(["train", "examples/my_env.toml", "--runs_dir", str(tmp_path), *short]) == 0
     lines = (tmp_path / "my_env" / "rollouts" / "step-000001.jsonl").read_text().splitlines()

@@ -25,4 +25,4 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than the tiny runs that are drawn; tests/cli checks the picture."""
-    monkeypatch.setattr("assay.train.stages.draw_curves", lambda path: None)
+    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)

@@ -227,7 +227,7 @@ def live(request: Request, outgoing: int) -> None:
     from assay.cli.main import main
     from assay.runs import environment
     from assay.runs.files import replacing
-    from assay.train import stages
+    from assay.train import run
 
     def draw_curves(run_path: Path) -> None:
         with replacing(run_path / "curves.png") as file:
@@ -237,7 +237,7 @@ def live(request: Request, outgoing: int) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.chdir(request.cwd)
-    stages.draw_curves = draw_curves  # type: ignore[assignment]  # drawing takes longer than the run
+    run.draw_curves = draw_curves  # type: ignore[assignment]  # drawing takes longer than the run
     environment._git_state = lambda: None
     time.perf_counter = lambda: 0.0  # type: ignore[assignment]  # times are equal, so all bytes can be
     events = FileEvents(Path(request.cwd) / "runs", request.die_at)
@@ -255,7 +255,7 @@ def serve() -> None:
 
     from assay.engine.compiled import library_for
 
-    for name in ("torch._dynamo", "assay.cli.train", "assay.train.loop", "assay.train.start"):
+    for name in ("torch._dynamo", "assay.cli.train", "assay.train.loop", "assay.train.build"):
         import_module(name)
     assert transformers.PreTrainedTokenizerFast and transformers.AutoTokenizer  # imported when first asked for
     library_for(torch.device("cpu"), torch.float32)  # compiled once

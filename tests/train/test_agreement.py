@@ -100,8 +100,7 @@ def test_ranks_with_other_settings_data_or_weights_are_named_on_all_ranks() -> N
 
 
 def save(folder: Path, updater: Updater, step: int) -> None:
-    state = checkpoint.State(step=step)
-    checkpoint.save(folder, state, updater.policy, updater.optimizer, char_tokenizer(), updater.mesh)
+    checkpoint.save(folder, {"step": step}, updater.policy, updater.optimizer, char_tokenizer(), updater.mesh)
 
 
 def spoil_replicas(mesh: Mesh, folder: Path, tp: int, mode: str, name: str) -> None:

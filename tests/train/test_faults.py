@@ -12,7 +12,7 @@ from small_run import SmallRuns
 
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
-from assay.train import stages
+from assay.train.run import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 
@@ -129,16 +129,16 @@ def test_nonfinite_weights_are_never_saved_and_the_last_finite_checkpoint_is_nam
     small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, owner: str
 ) -> None:
     """An update with a finite gradient overflows: nothing fails until the next step, by when it would be saved."""
-    learnt = stages.count_faults
+    record = TrainingRun.record
 
-    def overflow(parts: stages.Parts, *args: object) -> None:
-        learnt(parts, *args)  # type: ignore[arg-type]
-        if parts.state.step == 3:
-            model = parts.updater.policy if owner == "policy" else parts.critic.model.trunk
+    def overflow(self: TrainingRun, *args: object) -> None:
+        if self.state.step == 3:
+            model = self.learner.policy if owner == "policy" else self.learner.critic.model.trunk
             with torch.no_grad():
                 next(model.parameters()).view(-1)[0] = math.inf
+        record(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("assay.train.loop.count_faults", overflow)
+    monkeypatch.setattr(TrainingRun, "record", overflow)
     words = ("--algo.critic", "true") if owner == "critic" else ()
     assert train(small, "nan 0", "--save.every", 1, "--optim.lr", 0.02, *words) == 2
     said = capsys.readouterr().err
@@ -155,15 +155,15 @@ def test_resuming_from_nonfinite_weights_is_refused_and_a_finite_checkpoint_name
 ) -> None:
     """Runs of earlier versions may hold them."""
     monkeypatch.setattr("assay.train.faults.check_finite", lambda *args: None, raising=False)
-    learnt = stages.count_faults
+    record = TrainingRun.record
 
-    def overflow(parts: stages.Parts, *args: object) -> None:
-        learnt(parts, *args)  # type: ignore[arg-type]
-        if parts.state.step == 2:
+    def overflow(self: TrainingRun, *args: object) -> None:
+        if self.state.step == 2:
             with torch.no_grad():
-                next(parts.updater.policy.parameters()).view(-1)[0] = math.inf
+                next(self.learner.policy.parameters()).view(-1)[0] = math.inf
+        record(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("assay.train.loop.count_faults", overflow)
+    monkeypatch.setattr(TrainingRun, "record", overflow)
     assert train(small, "nan 0", "--save.every", 1) == 2
     run = small.runs / "small"
     assert checkpoints.last(run) == 2

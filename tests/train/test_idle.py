@@ -11,8 +11,8 @@ from assay.config import TrainConfig
 from assay.envs import make_env
 from assay.settings import load_settings, to_toml
 from assay.tasks import Task, make_task
+from assay.train.components import build_algorithm
 from assay.train.idle import idle_settings, risky_settings
-from assay.train.setup import build_algorithm
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -79,7 +79,7 @@ def test_a_base_that_a_checkpoint_counts_on_is_not_written_again(
     """A run that was stopped while it was measured goes on from a checkpoint: killed in rewriting, that were lost."""
     small = SmallRuns(tmp_path)
     with monkeypatch.context() as patch:
-        strike_at(patch, "assay.train.stages.measure", 1, stop)
+        strike_at(patch, "assay.train.evaluation:RunEvaluator.measure", 1, stop)
         assert small.train(*LORA) == 130
     weights = small.runs / "small" / "base" / "model.safetensors"
     before = weights.stat()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -12,6 +11,8 @@ from small_run import SmallRuns
 
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
+from assay.train.sources import OnPolicySource, Sampled
+from assay.train.state import RunState
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 STEPS = 5
@@ -71,14 +72,14 @@ class Stop(Exception):
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The process dies while it samples for the step after `step`."""
-    from assay.train import loop, stages
+    sample = OnPolicySource.next
 
-    def sample(parts: Any) -> Any:
-        if parts.state.step == step:
+    def stopped(self: OnPolicySource, state: RunState) -> Sampled:
+        if state.step == step:
             raise Stop
-        return stages.sample(parts)
+        return sample(self, state)
 
-    monkeypatch.setattr(loop, "sample", sample)
+    monkeypatch.setattr(OnPolicySource, "next", stopped)
 
 
 SLOW = ("half precision",)  # on a CPU every new length of a batch makes a kernel

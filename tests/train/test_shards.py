@@ -80,8 +80,7 @@ def move(_: Mesh, folder: Path) -> None:
     """Moments saved in any layout come back in any other, bit by bit."""
     for step, layout in enumerate(LAYOUTS):
         saved = trained(*layout)
-        state = checkpoint.State(step=step)
-        checkpoint.save(folder, state, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
+        checkpoint.save(folder, {"step": step}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
         assert (checkpoints.folder(folder, step) / "optimizer").is_dir() == is_split(saved.policy)
         assert checkpoints.last_sound(folder) == (step, [])
         expected = moments(saved)
@@ -100,7 +99,7 @@ def test_moments_move_between_layouts(tmp_path: Path) -> None:
 
 def fill_disk(mesh: Mesh, folder: Path) -> None:
     saved = trained(1, "fsdp")
-    checkpoint.save(folder, checkpoint.State(step=1), saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
+    checkpoint.save(folder, {"step": 1}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -109,7 +108,7 @@ def fill_disk(mesh: Mesh, folder: Path) -> None:
         dcp.HuggingFaceStorageWriter.write_data = full  # type: ignore[method-assign, assignment]
     kind, said = (UserError, "the disk is full") if mesh.is_main else (RuntimeError, "No space left")
     with pytest.raises(kind, match=said) as caught:
-        checkpoint.save(folder, checkpoint.State(step=2), saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
+        checkpoint.save(folder, {"step": 2}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
     assert mesh.is_main or trouble(caught.value)
     mesh.barrier()
     assert checkpoints.last_sound(folder) == (1, []) and not checkpoints.unfinished(folder, 2).exists()

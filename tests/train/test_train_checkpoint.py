@@ -11,12 +11,12 @@ from assay.config import OptimConfig
 from assay.models import Decoder, PolicyModel, load_model
 from assay.runs import checkpoints
 from assay.text import char_tokenizer, load_tokenizer
-from assay.train.checkpoint import State, load_optimizer, load_state, save
+from assay.train.checkpoint import load_optimizer, read_state, save
 from assay.train.optim import make_adamw, make_optimizer
 from assay.train.update import Updater
 from assay.types import UserError
 
-STATE = State(step=3, cursor=17, tokens=123456789012, wall_s=1.5, facts={"sft": {"loss": 0.25, "steps": 2}})
+STATE = {"step": 3, "cursor": 17, "tokens": 123456789012, "wall_s": 1.5, "facts": {"sft": {"loss": 0.25, "steps": 2}}}
 
 
 ADAMW = OptimConfig(lr=1e-2, weight_decay=0.1)
@@ -58,7 +58,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_goes_on_alike(
     assert len({file.stat().st_mode for file in files}) == 1
     restored = reloaded(tmp_path, optim)
     assert isinstance(restored.policy, Decoder)
-    assert load_state(tmp_path, 3) == STATE
+    assert read_state(tmp_path, 3, STATE) == STATE
     assert torch.equal(weights_of(original.policy), weights_of(restored.policy))
     assert len(moments(original)) > 20 and moments(original).keys() == moments(restored).keys()
     assert all(torch.equal(value, moments(restored)[key]) for key, value in moments(original).items())
@@ -84,9 +84,9 @@ def test_without_the_moments_the_run_would_go_another_way(tmp_path: Path) -> Non
 
 def test_a_first_checkpoint_has_no_moments_yet(tmp_path: Path) -> None:
     policy = tiny_decoder(dtype=torch.float32)
-    save(tmp_path, State(step=3), policy, make_adamw(policy, 1e-2), char_tokenizer())
+    save(tmp_path, {"step": 3}, policy, make_adamw(policy, 1e-2), char_tokenizer())
     assert not reloaded(tmp_path).optimizer.state
-    assert load_state(tmp_path, 3).step == 3
+    assert read_state(tmp_path, 3, STATE) == {"step": 3}
 
 
 def test_the_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
@@ -113,16 +113,16 @@ def test_moments_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 def test_a_save_that_fails_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = trained(1)
-    save(tmp_path, State(step=1), original.policy, original.optimizer, char_tokenizer())
+    save(tmp_path, {"step": 1}, original.policy, original.optimizer, char_tokenizer())
 
     def broken(*_: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("assay.train.checkpoint.write_files", broken)
     with pytest.raises(MemoryError):
-        save(tmp_path, State(step=2), original.policy, original.optimizer, char_tokenizer())
+        save(tmp_path, {"step": 2}, original.policy, original.optimizer, char_tokenizer())
     assert checkpoints.steps(tmp_path) == [1]
-    assert load_state(tmp_path, 1).step == 1
+    assert read_state(tmp_path, 1, STATE) == {"step": 1}
 
 
 def test_gradients_are_not_part_of_what_is_kept(tmp_path: Path) -> None:
@@ -132,3 +132,12 @@ def test_gradients_are_not_part_of_what_is_kept(tmp_path: Path) -> None:
     save(tmp_path, STATE, original.policy, original.optimizer, char_tokenizer())
     assert bool(gradients_of(original.policy).eq(1).all())
     assert all(p.grad is None for p in reloaded(tmp_path).policy.parameters())
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '{"step": 3, "colour": 3}', "{", "3"])
+def test_a_state_json_with_other_content_is_named(tmp_path: Path, content: str) -> None:
+    folder = checkpoints.folder(tmp_path, 3)
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(content)
+    with pytest.raises(UserError, match=r"state\.json is not the state of a run"):
+        read_state(tmp_path, 3, STATE)

@@ -42,8 +42,8 @@ FINISHED: dict[str, tuple[str, int, int | None]] = {
     "the first evaluation": (COLLECT, 1, 0),
     "sampling": (COLLECT, 3, 2),
     "the update": (UPDATE, 2, 2),
-    "the weight sync": ("assay.train.learn.sync_weights", 2, 2),
-    "an evaluation": ("assay.train.stages.evaluate", 2, 3),
+    "the weight sync": ("assay.train.run.sync_weights", 3, 2),
+    "an evaluation": ("assay.train.evaluation.evaluate", 2, 3),
     "saving": ("assay.train.checkpoint.write_files", 2, 3),
 }
 # The same where the work takes longer than the grace time, and is left.

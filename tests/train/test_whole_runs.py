@@ -16,6 +16,7 @@ from small_run import SmallRuns, gpt2_folder
 from assay.algos.recipes import RECIPES
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_lines, read_rollouts
+from assay.train.evaluation import RunEvaluator
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -325,16 +326,14 @@ def test_checkpoints_are_kept_as_asked_and_the_best_is_the_best(small: SmallRuns
 def test_a_new_best_is_saved_at_once_and_outlives_later_checkpoints(
     small: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from assay.train import stages
-
-    measured, path = stages.measure, small.runs / "small"
+    measured, path = RunEvaluator.measure, small.runs / "small"
     accuracies = {1: 0.2, 2: 0.2, 3: 0.6, 4: 0.5, 5: 0.6, 6: 0.1}
 
-    def scripted(parts: Any, split: str, label: str = "eval") -> dict[str, float]:
-        found = measured(parts, split, label)
-        return found | {"eval/accuracy": accuracies[parts.state.step]} if label == "eval" else found
+    def scripted(self: RunEvaluator, label: str, step: int) -> dict[str, float]:
+        found = measured(self, label, step)
+        return found | {"eval/accuracy": accuracies[step]} if label == "eval" else found
 
-    monkeypatch.setattr(stages, "measure", scripted)
+    monkeypatch.setattr(RunEvaluator, "measure", scripted)
     assert small.train("--train.steps", 6, "--save.every", 4, "--save.keep", 1, "--eval.every", 1) == 0
     assert checkpoints.read_best(path) == {"step": 3, "value": 0.6}  # an equal one later is no better
     assert checkpoints.steps(path) == [0, 3, 6]

@@ -15,7 +15,7 @@ import torch
 from assay.bench.engine import free_memory, synchronise
 from assay.bench.mismatch import parts_of, trainer_logprobs
 from assay.bench.shapes import float32_model
-from assay.bench.trainer import Parts, StepOptions, peaks, row_id, settings_of, training_parts
+from assay.bench.trainer import BenchedRun, StepOptions, benched_run, peaks, row_id, settings_of
 from assay.bench.trl_peer import trl_steps, trl_version
 from assay.bench.workload import Workload, words_of
 from assay.models.device import pick_device, pick_dtype
@@ -53,26 +53,26 @@ def measure_step(work: Workload, options: StepOptions) -> list[dict[str, Any]]:
             f"of {work.label}: ask for fewer with --prompt-tokens or --new"
         )
     ours, theirs = Steps(), Steps()
-    with training_parts(policy, work, options) as parts:
-        if parts.algo.needs_reference:
+    with benched_run(policy, work, options) as run:
+        learner, facts = run.learner, dict[str, Any]()
+        if learner.algo.needs_reference:
             with tempfile.TemporaryDirectory(prefix="assay-reference-") as folder:
-                freeze_reference(parts.updater, parts.cfg, Path(folder))
+                freeze_reference(learner.updater, run.cfg, Path(folder))
 
         def our_turn() -> None:
-            groups = one_step(parts, ours)
-            facts["trained_tokens"] = sum(sum(row.trained) for row in rows_of(groups, parts.algo))
+            groups = one_step(run, ours)
+            facts["trained_tokens"] = sum(sum(row.trained) for row in rows_of(groups, learner.algo))
 
-        facts: dict[str, Any] = {}
         our_turn()
         if options.peer:
             memory = peaks(device)  # before the other system takes some
-            theirs.seconds = trl_steps(parts, options.steps, our_turn)
+            theirs.seconds = trl_steps(run, options.steps, our_turn)
         else:
             for _ in range(options.steps):
                 our_turn()
             memory = peaks(device)
         facts |= memory | {"parts_s": ours.parts_row()}
-        chosen = workload_settings(work) | settings_of(parts.cfg, options, parts.updater)
+        chosen = workload_settings(work) | settings_of(run.cfg, options, learner.updater)
     last = {"command": shlex.join(["assay", "bench", "step", *words_of(work), *words_of(options)])}
     shared = {"id": row_id(work.id.replace("gen-", "step-", 1), options)}
     rows = [{**shared, "system": "assay", **ours.row(), **facts, **chosen, **last}]
@@ -91,24 +91,21 @@ def check(work: Workload, options: StepOptions) -> None:
         trl_version()
 
 
-def one_step(parts: Parts, steps: Steps) -> list[Group]:
-    """As the loop of `assay train` does it, with the device waited for between the parts."""
-    number, device, collector = len(steps.seconds), parts.device, parts.collector
-    prompts = parts.prompts(number)
-    collector.seconds.clear()
+def one_step(run: BenchedRun, steps: Steps) -> list[Group]:
+    """One step of the loop of `assay train`, with the device synchronised between its parts."""
+    learner, state, device = run.learner, run.state, run.device
     start = now(device)
-    groups, _ = parts.algo.keep(collector.collect(prompts, parts.params, (parts.work.seed, number)))
-    parts.engine.sleep()
-    parts.algo.credit(groups)
+    sampled = run.source.next(state)
+    learner.credit(sampled.groups)
     scored = now(device)
-    metrics = parts.updater.update(groups, parts.algo, parts.cfg.optim.lr, parts.cfg.train.passes)
+    metrics = learner.update(sampled.groups, state)
     trained = now(device)
-    sync_weights(parts.updater.policy, parts.engine, version=number + 1)
+    sync_weights(learner.policy, run.engine, version=state.step)
     synced = now(device)
     assert not metrics["optim/skipped"], "an update was skipped"
-    assert all(r.length == parts.work.new for group in groups for r in group.rollouts), "an answer ended early"
-    generation = collector.seconds["generate"]
-    reference = reference_seconds(parts, groups) if parts.algo.needs_reference else 0.0
+    assert all(r.length == run.work.new for group in sampled.groups for r in group.rollouts), "an answer ended early"
+    generation = sampled.seconds["generate"]
+    reference = reference_seconds(run, sampled.groups) if learner.algo.needs_reference else 0.0
     steps.seconds.append(synced - start)
     steps.parts.append(
         {
@@ -119,19 +116,19 @@ def one_step(parts: Parts, steps: Steps) -> list[Group]:
             "sync": synced - trained,
         }
     )
-    return groups
+    return sampled.groups
 
 
-def reference_seconds(parts: Parts, groups: list[Group]) -> float:
-    """The updater computes these between the others: here once more, after the step, to have their share of it."""
-    reference = parts.updater.reference
+def reference_seconds(run: BenchedRun, groups: list[Group]) -> float:
+    """Seconds of the reference's forward passes, repeated by themselves because the update interleaves them."""
+    reference = run.learner.updater.reference
     assert reference is not None
     pairs = [(r.turns[0].context_ids, r.turns[0].completion) for group in groups for r in group.rollouts]
-    dtype = pick_dtype(parts.cfg.dtype, parts.device)
-    start = now(parts.device)
+    dtype = pick_dtype(run.cfg.dtype, run.device)
+    start = now(run.device)
     for part in parts_of(pairs):
-        trainer_logprobs(reference, part, parts.params.temperature, dtype)
-    return now(parts.device) - start
+        trainer_logprobs(reference, part, run.work.temperature, dtype)
+    return now(run.device) - start
 
 
 def now(device: torch.device) -> float:

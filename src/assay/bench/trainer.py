@@ -1,4 +1,4 @@
-"""The parts of a training run, put together as `assay train` does, around weights and prompts that mean nothing."""
+"""The components of a training run, as `assay train` builds them, with random weights and prompts."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 import torch
 
-from assay.algos import Algorithm
 from assay.bench.chance import judge_by_chance
 from assay.bench.engine import Options, dtype_name, named
 from assay.bench.workload import Workload
 from assay.config import TrainConfig
-from assay.engine import Engine, SamplingParams
+from assay.engine import Engine
 from assay.models.base import PolicyModel
 from assay.models.device import pick_device, pick_dtype
 from assay.rewards import JudgePool
 from assay.rollout import Collector
 from assay.text import Renderer, word_tokenizer
 from assay.text.builtin import SPECIALS
-from assay.train import setup
+from assay.train import components
+from assay.train.learner import Learner
 from assay.train.optim import make_adamw
+from assay.train.sources import OnPolicySource, PromptStream
+from assay.train.state import RunState, Schedule
 from assay.train.update import Updater
 from assay.types import Prompt, UserError
 
@@ -80,7 +82,7 @@ def row_id(work_id: str, options: StepOptions) -> str:
 
 
 def config(options: StepOptions, samples: int = 2, new: int = 1, temperature: float = 1.0) -> TrainConfig:
-    """A GRPO run; what is not asked for stands as a user finds it."""
+    """A GRPO run; settings that are not given keep their defaults."""
     device = pick_device(options.device)
     cfg = TrainConfig(device=options.device)
     cfg.dtype = cfg.engine.dtype = dtype_name(pick_dtype(options.dtype, device))  # type: ignore[assignment]
@@ -91,7 +93,7 @@ def config(options: StepOptions, samples: int = 2, new: int = 1, temperature: fl
 
 def make_updater(policy: PolicyModel, cfg: TrainConfig, options: StepOptions) -> Updater:
     o = cfg.optim
-    setup.prepare_policy(policy, cfg.train)
+    components.prepare_policy(policy, cfg.train)
     settings = {"max_grad_norm": o.max_grad_norm, "token_budget": cfg.train.token_budget} | parse_settings(options.set)
     return Updater(
         policy,
@@ -102,16 +104,24 @@ def make_updater(policy: PolicyModel, cfg: TrainConfig, options: StepOptions) ->
     )
 
 
+def make_learner(policy: PolicyModel, cfg: TrainConfig, options: StepOptions) -> Learner:
+    algo, updater = components.build_algorithm(cfg), make_updater(policy, cfg, options)
+    return Learner(cfg, algo, updater, Schedule(total_steps=sys.maxsize))
+
+
 @dataclass
-class Parts:
-    """What a step needs; `assay.train.stages.Parts` without a run directory."""
+class BenchedRun:
+    """The components that a step of training needs, without a run directory."""
 
     cfg: TrainConfig
-    updater: Updater
-    algo: Algorithm
-    collector: Collector
-    params: SamplingParams
     work: Workload
+    source: OnPolicySource
+    learner: Learner
+    state: RunState = field(default_factory=RunState)
+
+    @property
+    def collector(self) -> Collector:
+        return self.source.collector
 
     @property
     def engine(self) -> Engine:
@@ -119,35 +129,34 @@ class Parts:
 
     @property
     def device(self) -> torch.device:
-        return self.updater.policy.device
-
-    def prompts(self, step: int) -> list[Prompt]:
-        """Every step has its own, of random words."""
-        rng = random.Random(f"{self.work.seed}/{step}")
-        words = range(len(SPECIALS), self.updater.policy.vocab_size)
-        texts = [" ".join(map(str, rng.choices(words, k=self.work.prompt_tokens))) for _ in range(self.work.prompts)]
-        return [
-            Prompt(f"bench/{step}/{index}", ({"role": "user", "content": text},)) for index, text in enumerate(texts)
-        ]
+        return self.learner.policy.device
 
 
 @contextmanager
-def training_parts(policy: PolicyModel, work: Workload, options: StepOptions) -> Iterator[Parts]:
-    """Tokenizer, engine, judge in its processes, algorithm and updater; the processes end with the block."""
+def benched_run(policy: PolicyModel, work: Workload, options: StepOptions) -> Iterator[BenchedRun]:
+    """Build engine, judge, source and learner; the judge's processes end with the block."""
     cfg = config(options, work.samples, work.new, work.temperature)
-    cfg.engine.max_batch = work.batch
-    algo = setup.build_algorithm(cfg)
+    cfg.engine.max_batch, cfg.train.prompts, cfg.seed = work.batch, work.prompts, work.seed
     renderer = numbers_renderer(policy.vocab_size)
-    engine = setup.build_engine(cfg.engine, policy, renderer, work.max_length)
+    engine = components.build_engine(cfg.engine, policy, renderer, work.max_length)
+    learner = make_learner(policy, cfg, options)
+    prompts = PromptStream(random_prompts(work, policy.vocab_size, 1 + options.steps), work.seed, shuffle=False)
     with JudgePool(judge_by_chance, cfg.reward.workers, cfg.reward.timeout_s) as judge:
-        yield Parts(
-            cfg=cfg,
-            updater=make_updater(policy, cfg, options),
-            algo=algo,
-            collector=Collector(engine, renderer, judge),
-            params=SamplingParams(n=work.samples, temperature=work.temperature, max_new_tokens=work.new),
-            work=work,
-        )
+        source = OnPolicySource(cfg, learner.algo, Collector(engine, renderer, judge), prompts, learner.schedule)
+        yield BenchedRun(cfg, work, source, learner)
+
+
+def random_prompts(work: Workload, vocab_size: int, steps: int) -> list[Prompt]:
+    """Prompts of random words; every step has its own."""
+    prompts = []
+    words = range(len(SPECIALS), vocab_size)
+    for step in range(steps):
+        rng = random.Random(f"{work.seed}/{step}")
+        texts = [" ".join(map(str, rng.choices(words, k=work.prompt_tokens))) for _ in range(work.prompts)]
+        prompts += [
+            Prompt(f"bench/{step}/{index}", ({"role": "user", "content": text},)) for index, text in enumerate(texts)
+        ]
+    return prompts
 
 
 def numbers_renderer(vocab_size: int) -> Renderer:

@@ -11,10 +11,10 @@ from typing import Any
 from assay.bench.engine import Speeds, free_memory
 from assay.bench.shapes import SHAPES, float32_model, label
 from assay.bench.step import now
-from assay.bench.trainer import StepOptions, config, make_updater, peaks, row_id, settings_of
+from assay.bench.trainer import StepOptions, config, make_learner, peaks, row_id, settings_of
 from assay.bench.workload import words_of
 from assay.models.device import pick_device
-from assay.train import setup
+from assay.train.state import RunState
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Turn, UserError
 
 
@@ -62,12 +62,12 @@ def measure_training(work: Sequences, options: StepOptions) -> list[dict[str, An
     if work.tokens > policy.max_length:
         raise UserError(f"{work.tokens} tokens are more than the {policy.max_length} of {work.label}: lower --tokens")
     cfg = config(options)
-    updater, algo = make_updater(policy, cfg, options), setup.build_algorithm(cfg)
+    learner, state = make_learner(policy, cfg, options), RunState()
     speeds = Speeds()
     for run in range(1 + options.steps):
         group = work.group(policy.vocab_size, run)
         start = now(device)
-        metrics = updater.update([group], algo, cfg.optim.lr)
+        metrics = learner.update([group], state)
         speeds.values.append(work.sequences * work.tokens / (now(device) - start))
         assert not metrics["optim/skipped"], "an update was skipped"
     row = {
@@ -81,7 +81,7 @@ def measure_training(work: Sequences, options: StepOptions) -> list[dict[str, An
         "sequences": work.sequences,
         "tokens": work.tokens,
         "seed": work.seed,
-        **settings_of(cfg, options, updater),
+        **settings_of(cfg, options, learner.updater),
         "command": shlex.join(["assay", "bench", "step", "--train-only", *words_of(work), *words_of(options)]),
     }
     return [row]

@@ -12,7 +12,7 @@ import torch
 from assay.bench.chance import chance
 from assay.bench.engine import synchronise
 from assay.bench.machine import version_of
-from assay.bench.trainer import Parts
+from assay.bench.trainer import BenchedRun, random_prompts
 from assay.bench.transformers_peer import transformers_model
 from assay.types import UserError
 
@@ -26,7 +26,7 @@ def trl_version() -> str:
     return version
 
 
-def trl_steps(parts: Parts, steps: int, our_turn: Callable[[], None]) -> list[float]:
+def trl_steps(run: BenchedRun, steps: int, our_turn: Callable[[], None]) -> list[float]:
     """Seconds of 1 + `steps` steps of TRL on our prompts, from our weights as they are now.
 
     Before each but the first it is our turn, so that whatever slows the machine slows both.
@@ -43,25 +43,26 @@ def trl_steps(parts: Parts, steps: int, our_turn: Callable[[], None]) -> list[fl
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             if seconds:
                 our_turn()
-            synchronise(parts.device)
+            synchronise(run.device)
             self.start = time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            synchronise(parts.device)
+            synchronise(run.device)
             seconds.append(time.perf_counter() - self.start)
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        assert all(len(ids) == parts.work.new for ids in completion_ids), "TRL stopped early"
+        assert all(len(ids) == run.work.new for ids in completion_ids), "TRL stopped early"
         return [chance(text) for text in completions]
 
-    prompts = [prompt.question for step in range(1 + steps) for prompt in parts.prompts(step)]
+    policy = run.learner.policy
+    prompts = [prompt.question for prompt in random_prompts(run.work, policy.vocab_size, 1 + steps)]
     with tempfile.TemporaryDirectory(prefix="assay-trl-") as folder:
         trainer = GRPOTrainer(
-            model=transformers_model(parts.updater.policy, parts.device, torch.float32),
+            model=transformers_model(policy, run.device, torch.float32),
             reward_funcs=reward,
-            args=trl_config(parts, steps, folder),
+            args=trl_config(run, steps, folder),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
-            processing_class=parts.collector.renderer.tokenizer.hf,
+            processing_class=run.collector.renderer.tokenizer.hf,
             callbacks=[Clock()],
         )
         trainer.remove_callback(PrinterCallback)
@@ -70,17 +71,17 @@ def trl_steps(parts: Parts, steps: int, our_turn: Callable[[], None]) -> list[fl
     return seconds
 
 
-def trl_config(parts: Parts, steps: int, folder: str) -> Any:
+def trl_config(run: BenchedRun, steps: int, folder: str) -> Any:
     """Our settings in TRL's words; the rest as it stands there. All prompts of a step in one update."""
     from trl import GRPOConfig
 
-    work, cfg = parts.work, parts.cfg
+    work, cfg = run.work, run.cfg
     at_once = min(work.sequences, SEQUENCES_AT_ONCE)
     if work.sequences % at_once:
         raise UserError(f"TRL takes {at_once} sequences at once: {work.sequences} of them cannot be split evenly")
     return GRPOConfig(
         output_dir=folder,
-        use_cpu=parts.device.type == "cpu",
+        use_cpu=run.device.type == "cpu",
         bf16=cfg.dtype == "bfloat16",
         per_device_train_batch_size=at_once,
         gradient_accumulation_steps=work.sequences // at_once,

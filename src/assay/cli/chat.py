@@ -19,7 +19,7 @@ from assay.types import UserError
 if TYPE_CHECKING:
     from assay.cli.chat_model import Speaker
     from assay.cli.chat_screen import Screen
-    from assay.cli.chat_session import Session
+    from assay.cli.chat_session import ChatSession
     from assay.cli.chat_task import TaskDesk
 
 HELP = """Talk to one or several models. /help in the chat lists its commands; /task asks a task's question and grades.
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     cfg = settings_of(args.models, overrides, args.trust)
     tolerate_any_text()
     from assay.cli.chat_screen import Screen
-    from assay.cli.chat_session import Session
+    from assay.cli.chat_session import ChatSession
     from assay.cli.chat_task import TaskDesk
     from assay.engine.base import SamplingParams
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         desk.task(cfg.task.name)  # a mistake in it should not wait for the first question
     try:
         speakers = [load_speaker(model, args.models, overrides, desk, args.trust) for model in args.models]
-        session = Session(speakers, desk, params, cfg.seed, screen)
+        session = ChatSession(speakers, desk, params, cfg.seed, screen)
         if args.prompt:
             return answer_all(session, [valid(text) for text in args.prompt])
         if not sys.stdin.isatty():
@@ -120,18 +120,18 @@ def load_speaker(
 ) -> Speaker:
     """A checkpoint is asked as its own run asked it; any other model as the first checkpoint, so that they compare."""
     from assay.cli.chat_model import Speaker
-    from assay.train import setup
+    from assay.train import components
 
     cfg = settings_of([model] if model.startswith(PREFIX) else models, overrides, trust)
     needs_task = cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.task.name
     try:
-        renderer, engine = setup.build_server(model, cfg, desk.task(cfg.task.name) if needs_task else None)
+        renderer, engine = components.build_server(model, cfg, desk.task(cfg.task.name) if needs_task else None)
     except UserError as error:
         raise UserError(str(error) if model in str(error) else f"{model}: {error}") from error
     return Speaker(model, renderer, engine)
 
 
-def answer_all(session: Session, lines: Iterable[str]) -> int:
+def answer_all(session: ChatSession, lines: Iterable[str]) -> int:
     """Without a person at the keyboard: every line is taken, and what went wrong shows in the exit code."""
     code = 0
     for line in lines:
@@ -144,7 +144,7 @@ def answer_all(session: Session, lines: Iterable[str]) -> int:
     return code
 
 
-def converse(session: Session) -> int:
+def converse(session: ChatSession) -> int:
     interrupts = 0  # in a row: the first stops an answer or asks, the second leaves
     while True:
         try:
@@ -170,7 +170,7 @@ def converse(session: Session) -> int:
             session.screen.note("stopped; Ctrl-C once more leaves")
 
 
-def welcome(speakers: list[Speaker], session: Session, screen: Screen) -> None:
+def welcome(speakers: list[Speaker], session: ChatSession, screen: Screen) -> None:
     import importlib.util
 
     if importlib.util.find_spec("readline"):

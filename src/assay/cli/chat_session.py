@@ -39,7 +39,7 @@ class Question:
     task: str = ""  # the task whose judge grades the answers; empty: nobody does
 
 
-class Session:
+class ChatSession:
     def __init__(
         self, speakers: Sequence[Speaker], desk: TaskDesk, params: SamplingParams, seed: int, screen: Screen
     ) -> None:

@@ -11,7 +11,7 @@ from assay.config import MeasureConfig
 from assay.rewards import JudgePool
 from assay.tasks import SPLITS, Task
 from assay.tasks.base import ALL, UNLIMITED, prompts_of
-from assay.train import setup
+from assay.train import components
 from assay.types import Prompt, UserError
 
 FIRST_OF_MANY = 10_000  # a random question of a split without end is one of these, so that its number stays short
@@ -65,7 +65,7 @@ class TaskDesk:
             own = self._settings(name).task
             cfg = own if own.name in ("", name) else own.model_copy(update={"path": "", "args": {}})
             try:
-                self._tasks[name] = setup.build_task(cfg.model_copy(update={"name": name}))
+                self._tasks[name] = components.build_task(cfg.model_copy(update={"name": name}))
             except UserError as error:
                 hint = "" if cfg.path else "; where its data lies is said by --task NAME --task.path PATH"
                 raise UserError(f"{error}{hint}") from error
@@ -74,7 +74,7 @@ class TaskDesk:
     def question(self, wish: Wish, rng: random.Random) -> tuple[Prompt, str, int]:
         """A problem, its split and its number."""
         split = wish.split or self._default_split(wish.name)
-        prompts = setup.take(prompts_of(self.task(wish.name), split), 0, split, endless=True)
+        prompts = components.take(prompts_of(self.task(wish.name), split), 0, split, endless=True)
         size = len(prompts)
         if wish.index is not None and not 0 <= wish.index < size:
             raise UserError(f"{wish.name} has {size} {split} questions: choose one from 0 to {size - 1}")
@@ -104,5 +104,5 @@ class TaskDesk:
             cfg = self._settings(name).reward
             # One process is enough for one person; a second would only make the first verdict wait.
             one = cfg.model_copy(update={"workers": min(cfg.workers, 1)})
-            self._judges[name] = setup.build_judge_pool(one, self.task(name))
+            self._judges[name] = components.build_judge_pool(one, self.task(name))
         return self._judges[name]

@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
     for file in (args.json, args.answers):
         check_new(file)
     from assay.evals.report import compare
-    from assay.train import setup
+    from assay.train import components
 
-    task = setup.build_problems(cfg.task, cfg.env)
+    task = components.build_problems(cfg.task, cfg.env)
     if args.data and not task.has_all and cfg.eval.final_split == "all":
         cfg.eval.final_split = "test"  # a task of one's own reads the file as it likes
     prompts = problems(task, cfg)
@@ -94,7 +94,7 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
 
 def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
     from assay.tasks.base import UNLIMITED, prompts_of
-    from assay.train import setup
+    from assay.train import components
 
     if cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.eval.final_split in ("train", "all"):
         raise UserError(
@@ -103,19 +103,19 @@ def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
         )
     prompts = prompts_of(task, cfg.eval.final_split)
     count = cfg.eval.final_examples or (GENERATED if len(prompts) >= UNLIMITED else 0)
-    return list(setup.take(prompts, count, cfg.eval.final_split))
+    return list(components.take(prompts, count, cfg.eval.final_split))
 
 
 def measure(
     model: str, cfg: MeasureConfig, task: Task, prompts: Sequence[Prompt], answers: str | None, console: Console
 ) -> Report:
     from assay.evals.evaluate import evaluate
-    from assay.train import setup
+    from assay.train import components
 
-    renderer, engine = setup.build_server(model, cfg, task)
-    params = setup.eval_params(cfg.eval)
+    renderer, engine = components.build_server(model, cfg, task)
+    params = components.eval_params(cfg.eval)
     console.note(f"{model}: {len(prompts)} problems x {params.n}")
-    collector = setup.build_collector(cfg, task, engine, renderer)
+    collector = components.build_collector(cfg, task, engine, renderer)
     with collector.judge:
         report, groups = evaluate(collector, prompts, params, cfg.seed)
     if answers:

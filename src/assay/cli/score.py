@@ -19,7 +19,7 @@ from assay.types import Status, UserError, Verdict
 if TYPE_CHECKING:
     from assay.rewards.batches import Item
     from assay.tasks import Task
-    from assay.tasks.files import Row
+    from assay.tasks.files import DataRow
 
 HELP = "judge the completions in a JSONL file"
 SHOWN_DISAGREEMENTS = 20
@@ -134,7 +134,7 @@ def second_judge(args: argparse.Namespace, task: Task | None) -> Judge | None:
     return task.judge(kind, strict=True)
 
 
-def of_run(row: Row) -> Row:
+def of_run(row: DataRow) -> DataRow:
     """A rollout of a run as such a row: there the completion is called text, and the problem's fields stand apart."""
     values = row.values
     if "completion" in values or not {"text", "prompt_id"} <= set(values):
@@ -142,7 +142,7 @@ def of_run(row: Row) -> Row:
     return replace(row, values={**(values.get("fields") or {}), **values, "completion": values["text"]})
 
 
-def as_item(row: Row, task: Task | None) -> Item:
+def as_item(row: DataRow, task: Task | None) -> Item:
     """What the judge gets: the completion, the gold answer, and all the row's fields."""
     completion = row.values.get("completion")
     if not isinstance(completion, str):
@@ -151,7 +151,7 @@ def as_item(row: Row, task: Task | None) -> Item:
     return completion, gold_answer(row, task), {k: v for k, v in row.values.items() if k != "completion"}
 
 
-def gold_answer(row: Row, task: Task | None) -> str:
+def gold_answer(row: DataRow, task: Task | None) -> str:
     values: Mapping[str, Any] = row.values
     stated = values.get("gold", values.get("answer"))
     if task is not None and task.judge_kind == "countdown":
@@ -193,7 +193,7 @@ def check_output(out: Path, source: Path, force: bool) -> None:
         raise UserError(f"--out {out} cannot be written: {target} is not writable")
 
 
-def write_rows(out: Path, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
+def write_rows(out: Path, rows: Sequence[DataRow], verdicts: Sequence[Verdict]) -> None:
     from assay.runs.files import replacing
 
     def write_to(file: IO[bytes]) -> None:
@@ -231,7 +231,9 @@ def summarize(verdicts: Sequence[Verdict], args: argparse.Namespace, out: Path) 
     }
 
 
-def audit(verdicts: Sequence[Verdict], audited: Sequence[Verdict], rows: Sequence[Row], kind: str) -> dict[str, Any]:
+def audit(
+    verdicts: Sequence[Verdict], audited: Sequence[Verdict], rows: Sequence[DataRow], kind: str
+) -> dict[str, Any]:
     """Where the second judge saw it otherwise: any change of status, and among these the changes of right and wrong."""
     disagreements = [
         {
@@ -271,7 +273,7 @@ def print_disagreements(disagreements: Sequence[Mapping[str, Any]], kind: str) -
         print(f"... and {len(disagreements) - SHOWN_DISAGREEMENTS} more, in the summary", file=sys.stderr)
 
 
-def report_failures(verdicts: Sequence[Verdict], rows: Sequence[Row]) -> None:
+def report_failures(verdicts: Sequence[Verdict], rows: Sequence[DataRow]) -> None:
     failures = [(v, row) for v, row in zip(verdicts, rows, strict=True) if v.status is Status.ERROR]
     if failures:
         verdict, row = failures[0]

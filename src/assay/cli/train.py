@@ -7,7 +7,7 @@ import os
 import signal
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from assay.cli.inherit import asker
 from assay.cli.ranks import is_main, lost_another, make_console, many
@@ -17,6 +17,9 @@ from assay.runs.console import Console
 from assay.runs.directory import as_name
 from assay.settings import load_settings, parse_overrides, to_toml
 from assay.types import UserError
+
+if TYPE_CHECKING:
+    from assay.train.run import TrainingRun
 
 HELP = "Reinforce a model on a task, as a config file says. Every setting can be changed on the command line."
 SETTINGS = TrainConfig
@@ -44,12 +47,12 @@ def run(args: argparse.Namespace) -> int:
 
 def start(cfg: TrainConfig, console: Console, dry_run: bool = False) -> int:
     if dry_run:
-        from assay.train.dry import dry_run as check
+        from assay.train.dry_run import dry_run as check
 
         for line in check(cfg, console):
             console.note(line)
         return 0
-    from assay.train.start import new_run
+    from assay.train.build import new_run
 
     return go(new_run(cfg, console), console)
 
@@ -58,7 +61,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
     from assay.runs import Run
     from assay.runs.files import write_text
     from assay.runs.resolve import find_run
-    from assay.train.start import resume_run
+    from assay.train.build import resume_run
     from assay.train.trust import code_settings, guard_run, texts
 
     runs_dir = Path(str(overrides.get("runs_dir", TrainConfig().runs_dir)))
@@ -79,22 +82,21 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
     if foreign is not None:
         foreign.check_remote_code()
     with Run.open(path, write=is_main()) as opened:
-        parts = resume_run(cfg, opened, console)
+        resumed = resume_run(cfg, opened, console)
         if is_main():
             write_text(path / "config.toml", to_toml(cfg))
-        return go(parts, console)
+        return go(resumed, console)
 
 
-def go(parts: Any, console: Console) -> int:
+def go(training: TrainingRun, console: Console) -> int:
     from assay.runs import checkpoints
     from assay.runs.files import trouble
     from assay.train.loop import train
-    from assay.train.stages import stoppable
 
-    path = parts.run.path
+    path = training.directory.path
     try:
-        with parts.run, parts.collector.judge, stoppable(parts):
-            summary = train(parts)
+        with training.active():
+            summary = train(training)
     except KeyboardInterrupt as stop:
         console.stop()
         saved = checkpoints.last(path)
@@ -103,7 +105,7 @@ def go(parts: Any, console: Console) -> int:
         if many() and not getattr(stop, "at_once", True):
             # The first process to end takes the others with it: by then they are done, and keep their own exit codes.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            parts.mesh.close()
+            training.mesh.close()
         raise
     except Exception as error:
         if lost_another(error):
@@ -124,7 +126,7 @@ def go(parts: Any, console: Console) -> int:
         console.stop()
     if summary:
         show(summary, path, console)
-    parts.mesh.close()
+    training.mesh.close()
     return 0
 
 

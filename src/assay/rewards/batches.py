@@ -52,7 +52,7 @@ class Batch:
             return [verdict for verdict in self._verdicts if verdict is not None]
 
 
-class Chunk:
+class JudgeChunk:
     """Some items of a batch, with their places in it; shortened from the front as verdicts come in."""
 
     def __init__(self, batch: Batch, items: list[tuple[int, str, str, dict[str, Any]]], retried: bool = False) -> None:
@@ -65,23 +65,23 @@ class Chunk:
         del self.items[0]
         self.retried = False
 
-    def first_again(self) -> Chunk:
+    def first_again(self) -> JudgeChunk:
         """Take out the first item, to be judged once more in another worker."""
-        return Chunk(self.batch, [self.items.pop(0)], retried=True)
+        return JudgeChunk(self.batch, [self.items.pop(0)], retried=True)
 
-    def halves(self) -> list[Chunk]:
+    def halves(self) -> list[JudgeChunk]:
         middle = (len(self.items) + 1) // 2
-        return [Chunk(self.batch, part) for part in (self.items[:middle], self.items[middle:]) if part]
+        return [JudgeChunk(self.batch, part) for part in (self.items[:middle], self.items[middle:]) if part]
 
 
-def split(batch: Batch, items: Sequence[Item], workers: int) -> list[Chunk]:
+def split(batch: Batch, items: Sequence[Item], workers: int) -> list[JudgeChunk]:
     """Small enough that all workers have work to the end and no message is huge."""
     size = max(1, min(MAX_CHUNK, -(-len(items) // (workers * 4))))
-    chunks: list[Chunk] = []
+    chunks: list[JudgeChunk] = []
     room = 0
     for index, (completion, answer, fields) in enumerate(items):
         if not chunks or len(chunks[-1].items) == size or len(completion) > room:
-            chunks.append(Chunk(batch, []))
+            chunks.append(JudgeChunk(batch, []))
             room = MAX_CHUNK_CHARS
         chunks[-1].items.append((index, completion, answer, dict(fields)))
         room -= len(completion)

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from assay.rewards.batches import Batch, Chunk, Item, split
+from assay.rewards.batches import Batch, Item, JudgeChunk, split
 from assay.rewards.frames import BadMessage
 from assay.rewards.judge import Judge, failed, judge_safely
 from assay.rewards.sandbox import Sandbox
@@ -47,7 +47,7 @@ class JudgePool:
             raise UserError("the training process itself cannot be a sandbox: set reward.workers to at least 1")
         self._judge = judge
         self._workers = workers
-        self._jobs: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[JudgeChunk | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[_WorkerThread] = []
         self._closed = False
@@ -111,7 +111,7 @@ class JudgePool:
 class _WorkerThread(threading.Thread):
     """Owns one worker process at a time: starts it when there is work, watches its clock, replaces it."""
 
-    def __init__(self, jobs: queue.SimpleQueue[Chunk | None], settings: WorkerSettings) -> None:
+    def __init__(self, jobs: queue.SimpleQueue[JudgeChunk | None], settings: WorkerSettings) -> None:
         super().__init__(name="assay-judge", daemon=True)
         self._jobs = jobs
         self._settings = settings
@@ -138,10 +138,10 @@ class _WorkerThread(threading.Thread):
                 chunk.batch.fail(error)
         self._discard()
 
-    def _serve(self, chunk: Chunk) -> None:
+    def _serve(self, chunk: JudgeChunk) -> None:
         """Judge a chunk. If the worker is lost on the way, what has no verdict yet is queued again."""
         worker = self._ready_worker()
-        again: list[Chunk] = []
+        again: list[JudgeChunk] = []
         try:
             worker.send(chunk.items)
             while chunk.items:

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, rng_for, split_of
-from assay.tasks.files import Row
+from assay.tasks.files import DataRow
 from assay.tasks.rows import RowTask, read_messages, user_message
 from assay.tasks.sources import Source, open_source
 from assay.types import Prompt, UserError
@@ -139,7 +139,7 @@ class StoredCountdown(RowTask):
         super().__init__(source, val_size, seed)
         self.instruction = instruction
 
-    def to_prompt(self, row: Row, split: str) -> Prompt:
+    def to_prompt(self, row: DataRow, split: str) -> Prompt:
         nums, target = row.column("nums", "numbers"), row.column("target")
         if not isinstance(nums, list) or not nums or not all(type(number) is int for number in nums):
             raise UserError(f'{row.where}: "nums" must be a list of whole numbers, not {nums!r}')

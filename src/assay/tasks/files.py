@@ -12,7 +12,7 @@ from assay.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """One raw row, and where it was found, for messages and ids."""
 
     values: Mapping[str, Any]
@@ -64,15 +64,15 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
     return values
 
 
-def read_jsonl(path: str | Path) -> list[Row]:
+def read_jsonl(path: str | Path) -> list[DataRow]:
     """The rows of a JSONL file; blank lines are skipped, a file without rows is an error."""
     path = Path(path)
-    rows: list[Row] = []
+    rows: list[DataRow] = []
     # Not splitlines(): it would also break at U+2028 and its kin, which JSON strings may hold.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
-            rows.append(Row(parse_object(line, where), where, str(len(rows))))
+            rows.append(DataRow(parse_object(line, where), where, str(len(rows))))
     if not rows:
         raise UserError(f"{path} is empty: it needs at least one JSON object, one a line")
     return rows

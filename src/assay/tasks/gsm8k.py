@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from assay.tasks.base import BOXED_INSTRUCTION, state_answer
-from assay.tasks.files import Row, listed
+from assay.tasks.files import DataRow, listed
 from assay.tasks.rows import RowTask, is_prepared, user_message
 from assay.tasks.sources import MANIFEST, HubSource, manifest_of, open_source
 from assay.types import Prompt, UserError
@@ -51,7 +51,7 @@ class GSM8K(RowTask):
         self.annotations = wording["annotations"]  # solutions keep GSM8K's <<48/2=24>>: how to call a calculator
         self.default_extract = wording["solution_style"]  # demonstrations and judge must agree where the answer stands
 
-    def _convert(self, row: Row, origin: str) -> Prompt:
+    def _convert(self, row: DataRow, origin: str) -> Prompt:
         if self.given and not self.manifest and is_prepared(row):
             raise UserError(
                 f"{row.where} was prepared, and without its {MANIFEST} nobody knows with which {listed(self.given)}: "
@@ -67,7 +67,7 @@ class GSM8K(RowTask):
             raise UserError(f'gsm8k: an answer must end in "#### N", but this one does not: {answer[-80:]!r}')
         return answer.rpartition("####")[2].strip().replace(",", "")
 
-    def to_prompt(self, row: Row, split: str) -> Prompt:
+    def to_prompt(self, row: DataRow, split: str) -> Prompt:
         question, worked = row.text("question"), row.column("answer")
         try:
             answer = self.gold(row.values)

@@ -7,7 +7,7 @@ from typing import Any
 
 from assay.rewards import FunctionJudge, Judge, load_object
 from assay.tasks.base import named_judge
-from assay.tasks.files import Row
+from assay.tasks.files import DataRow
 from assay.tasks.rows import RowTask, prepared_row, read_messages, user_message
 from assay.tasks.sources import ListSource, Source, manifest_of, open_source
 from assay.types import Prompt, UserError, Verdict
@@ -48,14 +48,14 @@ class OwnTask(RowTask):
     def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
         return self.own_judge or super().judge(extract, strict)
 
-    def _convert(self, row: Row, origin: str) -> Prompt:
+    def _convert(self, row: DataRow, origin: str) -> Prompt:
         return self.to_prompt(row, origin)  # prepared rows too: a map may want to change them
 
-    def to_prompt(self, row: Row, split: str) -> Prompt:
+    def to_prompt(self, row: DataRow, split: str) -> Prompt:
         mapped = self._mapped(row)
         if isinstance(mapped, Prompt):
             return mapped
-        row = Row(mapped, row.where, row.key)
+        row = DataRow(mapped, row.where, row.key)
         asked = row.column(*QUESTION_COLUMNS)
         messages = user_message(asked, self.instruction) if isinstance(asked, str) else read_messages(asked, row.where)
         used = {"id", "solution", *(name for name in (*QUESTION_COLUMNS, "answer", "gold") if name in mapped)}
@@ -69,11 +69,11 @@ class OwnTask(RowTask):
             fields={name: value for name, value in mapped.items() if name not in used},
         )
 
-    def _answer(self, row: Row) -> str:
+    def _answer(self, row: DataRow) -> str:
         """The gold answer; only a judge of the user's own may be given a list or an object as text."""
         return row.text(*ANSWER_COLUMNS) if self.own_judge is None else str(row.column(*ANSWER_COLUMNS))
 
-    def _mapped(self, row: Row) -> Mapping[str, Any] | Prompt:
+    def _mapped(self, row: DataRow) -> Mapping[str, Any] | Prompt:
         if self.map is None:
             return row.values
         try:
@@ -116,7 +116,7 @@ class Jsonl(OwnTask):
         )
 
 
-class Rows(OwnTask):
+class RowsTask(OwnTask):
     """Rows or Prompts that a user's module holds: a mapping gives them by split, a list is shared out like a file."""
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import Any
 
 from assay.rewards.extract import boxed
 from assay.tasks.base import BOXED_INSTRUCTION, state_answer
-from assay.tasks.files import Row
+from assay.tasks.files import DataRow
 from assay.tasks.rows import RowTask, is_prepared, user_message
 from assay.tasks.sources import HubSource, manifest_of, open_source
 from assay.types import Prompt, UserError
@@ -45,7 +45,7 @@ class Math(RowTask):
         made_with = manifest_of(path).get("args", {}).get("instruction", BOXED_INSTRUCTION)
         self.instruction = made_with if instruction is None else instruction
 
-    def _convert(self, row: Row, origin: str) -> Prompt:
+    def _convert(self, row: DataRow, origin: str) -> Prompt:
         """A prepared row has its wording already; an instruction that is asked for takes the place of its own."""
         prompt = super()._convert(row, origin)
         if self.given_instruction is None or not is_prepared(row):
@@ -64,7 +64,7 @@ class Math(RowTask):
             raise UserError("math: a row needs an answer, or a solution with a closed \\boxed{}")
         return found.text
 
-    def to_prompt(self, row: Row, split: str) -> Prompt:
+    def to_prompt(self, row: DataRow, split: str) -> Prompt:
         problem = row.text("problem", "question")
         solution = row.values.get("solution")
         try:

@@ -15,7 +15,7 @@ from assay.tasks.abacus import Abacus
 from assay.tasks.base import Task
 from assay.tasks.countdown import Countdown
 from assay.tasks.gsm8k import GSM8K
-from assay.tasks.jsonl import Jsonl, Rows
+from assay.tasks.jsonl import Jsonl, RowsTask
 from assay.tasks.math import Math
 from assay.tasks.reasoning_gym import PREFIX, ReasoningGym
 from assay.types import UserError
@@ -65,7 +65,7 @@ def _from_object(thing: Any, name: str, args: dict[str, Any]) -> Task:
         raise UserError(
             f"{name} must be a Task, or rows (dicts or Prompts), or a function giving one; it is {thing!r:.80}"
         )
-    return call_own(Rows, name, rows_args, rows=thing, name=name)  # rows may be made as they are read
+    return call_own(RowsTask, name, rows_args, rows=thing, name=name)  # rows may be made as they are read
 
 
 def call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from assay.tasks.base import ALL, NoSuchSplit, Task, carve_validation, check_split
-from assay.tasks.files import Row, listed
+from assay.tasks.files import DataRow, listed
 from assay.tasks.sources import Source
 from assay.types import Message, Prompt, UserError
 
@@ -25,7 +25,7 @@ class RowTask(Task):
         self._cache: dict[str, list[Prompt]] = {}
 
     @abstractmethod
-    def to_prompt(self, row: Row, split: str) -> Prompt:
+    def to_prompt(self, row: DataRow, split: str) -> Prompt:
         """The prompt of one raw row."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
@@ -39,10 +39,10 @@ class RowTask(Task):
             )
         return self._cache[split]
 
-    def _convert(self, row: Row, origin: str) -> Prompt:
+    def _convert(self, row: DataRow, origin: str) -> Prompt:
         return prepared_prompt(row) if is_prepared(row) else self.to_prompt(row, origin)
 
-    def _rows(self, split: str) -> list[tuple[Row, str]]:
+    def _rows(self, split: str) -> list[tuple[DataRow, str]]:
         """Rows of a split with the name of the split that the source keeps them in, which their ids carry."""
         if self.source.whole:
             return [(row, ALL) for row in self._share(split)]
@@ -57,7 +57,7 @@ class RowTask(Task):
         train, validation = carve_validation(len(pool), self._held_out(len(pool)), self.seed)
         return [(pool[index], "train") for index in (train if split == "train" else validation)]
 
-    def _share(self, split: str) -> list[Row]:
+    def _share(self, split: str) -> list[DataRow]:
         """What a split gets of a source that knows none: first test, then validation of the rest, then train."""
         rows = self._present(self.source.read(ALL), split)
         if split == ALL:
@@ -77,7 +77,7 @@ class RowTask(Task):
     def _held_out(self, count: int) -> int:
         return min(DEFAULT_VALIDATION, count // 10) if self.val_size is None else self.val_size
 
-    def _present(self, rows: list[Row] | None, split: str) -> list[Row]:
+    def _present(self, rows: list[DataRow] | None, split: str) -> list[DataRow]:
         if rows is None:
             raise NoSuchSplit(
                 f"{self.source.describe()} has no {split} split: add {split}.jsonl, or name one file as the path"
@@ -85,11 +85,11 @@ class RowTask(Task):
         return rows
 
 
-def is_prepared(row: Row) -> bool:
+def is_prepared(row: DataRow) -> bool:
     return "messages" in row.values and "id" in row.values
 
 
-def prepared_prompt(row: Row) -> Prompt:
+def prepared_prompt(row: DataRow) -> Prompt:
     """A row as `assay data prepare` writes it."""
     values = row.values
     return Prompt(

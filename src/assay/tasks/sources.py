@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from assay.tasks.files import Row, listed, parse_object, read_jsonl, read_text
+from assay.tasks.files import DataRow, listed, parse_object, read_jsonl, read_text
 from assay.types import UserError
 
 SPLIT_STEMS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
@@ -16,7 +16,7 @@ MANIFEST = "manifest.json"  # written beside prepared files
 class Source(Protocol):
     whole: bool  # it knows no splits: whatever the split, `read` gives all of it
 
-    def read(self, split: str) -> list[Row] | None:
+    def read(self, split: str) -> list[DataRow] | None:
         """The rows of a split, or None if the source has no such split."""
 
     def describe(self) -> str: ...
@@ -28,7 +28,7 @@ class FileSource:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read(self, split: str) -> list[Row]:
+    def read(self, split: str) -> list[DataRow]:
         return read_jsonl(self.path)
 
     def describe(self) -> str:
@@ -42,7 +42,7 @@ class ListSource:
         self.rows, self.name = rows, name
         self.whole = not isinstance(rows, Mapping)
 
-    def read(self, split: str) -> list[Row] | None:
+    def read(self, split: str) -> list[DataRow] | None:
         rows = self.rows.get(split) if isinstance(self.rows, Mapping) else self.rows
         if rows is None:
             return None
@@ -51,7 +51,7 @@ class ListSource:
         for index, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise UserError(f"{self.name} must give dict rows or Prompts, but row {index} is {type(row).__name__}")
-        return [Row(row, f"{self.name}[{index}]", str(index)) for index, row in enumerate(rows)]
+        return [DataRow(row, f"{self.name}[{index}]", str(index)) for index, row in enumerate(rows)]
 
     def describe(self) -> str:
         return self.name
@@ -65,7 +65,7 @@ class FolderSource:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read(self, split: str) -> list[Row] | None:
+    def read(self, split: str) -> list[DataRow] | None:
         for stem in SPLIT_STEMS[split]:
             if (self.path / f"{stem}.jsonl").is_file():
                 return read_jsonl(self.path / f"{stem}.jsonl")
@@ -78,13 +78,14 @@ class FolderSource:
             )
         return read_jsonl(numbered[0]) if numbered else None
 
-    def _read_tree(self, folder: Path) -> list[Row]:
+    def _read_tree(self, folder: Path) -> list[DataRow]:
         files = sorted(folder.rglob("*.json"), key=lambda file: (file.parent, len(file.stem), file.stem))
         if not files:
             raise UserError(f"{folder} holds no .json files")
         keys = [file.relative_to(folder).with_suffix("").as_posix() for file in files]
         return [
-            Row(parse_object(read_text(file), str(file)), str(file), key) for file, key in zip(files, keys, strict=True)
+            DataRow(parse_object(read_text(file), str(file)), str(file), key)
+            for file, key in zip(files, keys, strict=True)
         ]
 
     def describe(self) -> str:
@@ -99,12 +100,12 @@ class HubSource:
     def __init__(self, parts: Mapping[str, tuple[str, Sequence[str | None], str]]) -> None:
         self.parts = parts
 
-    def read(self, split: str) -> list[Row] | None:
+    def read(self, split: str) -> list[DataRow] | None:
         if split not in self.parts:
             return None
         dataset, configurations, hub_split = self.parts[split]
         rows = [row for name in configurations for row in load_hub(dataset, name, hub_split)]
-        return [Row(row, f"{dataset} {hub_split}[{index}]", str(index)) for index, row in enumerate(rows)]
+        return [DataRow(row, f"{dataset} {hub_split}[{index}]", str(index)) for index, row in enumerate(rows)]
 
     def describe(self) -> str:
         return " + ".join(sorted({dataset for dataset, _, _ in self.parts.values()}))

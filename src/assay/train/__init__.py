@@ -1,1 +1,1 @@
-"""Training: the loop and its stages, packing, the update, weight sync, checkpoints, warm starts."""
+"""Training: the loop, the run and its components, packing, the update, weight sync, checkpoints, warm starts."""

@@ -7,9 +7,8 @@ a checkpoint can be resumed on any other.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -33,6 +32,7 @@ from assay.train.replay import ReplayBuffer
 from assay.train.shards import is_split, load_parts, save_parts, saved_shapes
 from assay.types import UserError
 
+STATE = "state.json"  # in a checkpoint: counters and whatever else is neither tensors nor rollouts
 WHOLE = "optimizer"  # in a checkpoint: the stem of the file, or files, with the optimizer's moments
 FILE_BYTES = 10**9  # of a file in a checkpoint, about: several are written, and added up, side by side
 PARTS = "optimizer"  # the same as a folder of parts, where the model was split over ranks
@@ -40,33 +40,13 @@ ADAPTER = "adapter"  # in a checkpoint: what PEFT loads, and a resumed run with 
 REFERENCE = "reference"  # in a checkpoint where the reference of a KL term moves, else in the run's folder
 REPLAY = "replay"  # in a checkpoint: groups that may be learnt from again
 BASE = "base"  # in the folder of a run with LoRA: what the adapters belong to
+COUNTERS = ("step", "cursor", "tokens", "answers", "skipped")  # entries of the state that are equal on all ranks
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum")
-
-
-@dataclass
-class State:
-    """Where the loop stands. All randomness is keyed by seed and step, so there is no generator state to keep."""
-
-    step: int = 0
-    cursor: int = 0  # prompts taken from the stream
-    tokens: int = 0  # written by the policy in training so far
-    answers: int = 0  # sampled in training so far, those of dropped groups included
-    wall_s: float = 0.0  # of everything, over all resumes
-    skipped: int = 0  # steps in a row with a loss or gradient that was not finite
-    best: dict[str, Any] | None = None  # step and value of the best checkpoint so far
-    unmeasured: dict[str, float] | None = None  # metrics so far of a step whose evaluation was left when stopping
-    entropy_control: dict[str, float] | None = None  # coefficient and last entropy, where a target is given
-    pass_rates: dict[str, list[float]] = field(default_factory=dict)  # running ones by prompt, and the step of each
-    facts: dict[str, Any] = field(default_factory=dict)  # what the summary needs from before, e.g. the warm start
-
-    def counts(self) -> dict[str, Any]:
-        """What depends on no clock, and so is equal on all ranks."""
-        return {f"state.{key}": getattr(self, key) for key in ("step", "cursor", "tokens", "answers", "skipped")}
 
 
 def save(
     run_path: Path,
-    state: State,
+    state: Mapping[str, Any],
     policy: PolicyModel,
     optimizer: torch.optim.Optimizer,
     tokenizer: Tokenizer,
@@ -76,14 +56,16 @@ def save(
     critic: Critic | None = None,
     settings: str = "",
 ) -> None:
-    """All ranks together. The model is gathered, as it is for the engine at every step; moments stay where they are.
+    """Write a checkpoint; all ranks call this together. The model is gathered, moments are written as they are sharded.
 
-    `reference`: given where it moves; one that stays is in the run's folder, once. `settings`: as TOML.
+    `state`: the content of state.json (`TrainingRun.state_dict`). `reference`: given if it moves; a fixed one is stored
+    once, in the run directory. `settings`: as TOML.
     """
-    mesh = mesh or Mesh()
+    mesh, step = mesh or Mesh(), state["step"]
     tensors = optimizer_tensors(policy, optimizer)
-    check_replicas(replicated(policy, tensors, reference, critic), state.counts(), state.step, mesh)
-    with saving_together(run_path, state.step, mesh) as folder:
+    counters = {f"state.{key}": state[key] for key in COUNTERS if key in state}
+    check_replicas(replicated(policy, tensors, reference, critic), counters, step, mesh)
+    with saving_together(run_path, step, mesh) as folder:
         write = partial(save_model, shard_bytes=FILE_BYTES, writes=mesh.is_main)
         write(policy, folder / "model", eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
         if policy.lora is not None:
@@ -100,7 +82,7 @@ def save(
             replay.save(folder / REPLAY)
         if mesh.is_main:
             tokenizer.save(folder / "model")
-            (folder / "state.json").write_text(json.dumps(asdict(state), indent=1))
+            write_state(folder, state)
             if settings:
                 (folder / SETTINGS).write_text(settings, encoding="utf-8")
 
@@ -140,12 +122,20 @@ def save_base(run_path: Path, policy: PolicyModel, tokenizer: Tokenizer, writes:
             tokenizer.save(folder)
 
 
-def load_state(run_path: Path, step: int) -> State:
-    file = checkpoints.folder(run_path, step) / "state.json"
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    (folder / STATE).write_text(json.dumps(state, indent=1))
+
+
+def read_state(run_path: Path, step: int, known: Collection[str]) -> dict[str, Any]:
+    """The content of state.json, whose entries must be `known` ones."""
+    file = checkpoints.folder(run_path, step) / STATE
     try:
-        return State(**json.loads(file.read_text()))
+        state = json.loads(file.read_text())
+        if unknown := sorted(dict(state).keys() - set(known)):
+            raise ValueError(f"it has unknown entries: {', '.join(unknown)}")
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is not the state of a run ({error}): resume from another checkpoint") from error
+    return state
 
 
 def load_replay(run_path: Path, step: int, replay: ReplayBuffer) -> None:

@@ -1,37 +1,23 @@
-"""The loop, on one screen. What each line does is one call away, in `stages` and `learn`."""
+"""The training loop, on one screen. Each call is a method of one component of the run."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from assay.train.adapt import remember
-from assay.train.garbage import seldom_collected
-from assay.train.learn import credit, learn, recall
-from assay.train.stages import Parts, begin, close, count_faults, describe, done, finish, sample
-from assay.train.stages import keep_rollouts as keep
+from assay.train.run import TrainingRun
 
 
-@seldom_collected()
-def train(parts: Parts) -> dict[str, Any]:
-    """Warm start, before, the loop, after. Returns the summary that it wrote."""
-    state = parts.state
-    if not parts.resumed:
-        begin(parts)
-    if state.unmeasured is not None:  # the evaluation of its last step was left when the run was stopped
-        close(parts, state.unmeasured, time.perf_counter())
-    parts.console.start(parts.total_steps, parts.run.name, state.step)
-    while not done(parts):
+def train(run: TrainingRun) -> dict[str, Any]:
+    """Evaluate, train until the run is complete, evaluate again. Returns the summary that was written."""
+    run.begin()
+    while not run.done():
         started = time.perf_counter()
-        groups, dropped = sample(parts)
-        metrics = credit(parts, groups)
-        batch, replayed = recall(parts, groups)
+        sampled = run.source.next(run.state)  # groups of rollouts, judged and filtered
+        metrics = run.learner.credit(sampled.groups)  # rewards -> advantages
+        batch, replayed = run.replay.mix(sampled.groups, run.state.step)
         metrics |= replayed | {"time/sample": time.perf_counter() - started}
-        metrics |= learn(parts, batch)
-        metrics |= describe(groups, dropped, parts.algo) | remember(parts.algo, state, [*groups, *dropped], metrics)
-        metrics |= {f"time/{part}": seconds for part, seconds in parts.collector.seconds.items()}
-        keep(parts, [*groups, *dropped])
-        count_faults(parts, batch)
-        close(parts, metrics, started)
-    parts.console.stop()
-    return finish(parts)
+        metrics |= run.learner.update(batch, run.state)  # increments the step
+        metrics |= run.sync()  # weights -> engine
+        run.record(sampled, batch, metrics)  # log; evaluate and save a checkpoint when due
+    return run.finish()

@@ -22,8 +22,8 @@ from assay.text import Tokenizer, load_tokenizer
 from assay.train.agreement import check_weights
 from assay.train.checkpoint import FILE_BYTES
 from assay.train.checkpoint import REFERENCE as KEPT
+from assay.train.components import PRESET, moves
 from assay.train.parallel import parallelise
-from assay.train.setup import PRESET, moves
 from assay.train.update import Updater
 from assay.types import UserError
 

@@ -110,14 +110,39 @@ def version_of(group: Group) -> int:
     return min(turn.completion.oldest_version for rollout in group.rollouts for turn in rollout.turns)
 
 
-def make_buffer(cfg: ReplayConfig) -> ReplayBuffer | None:
-    """None where nothing is replayed."""
-    if not cfg.groups:
-        return None
-    return ReplayBuffer(cfg.capacity, cfg.max_staleness, cfg.with_replacement)
-
-
 def mixed(fresh: Sequence[Group], replayed: Sequence[Group]) -> list[Group]:
     """Both kinds spread evenly, so that each of several updates gets its share of both."""
     places = [((index + 0.5) / len(part), group) for part in (fresh, replayed) for index, group in enumerate(part)]
     return [group for _, group in sorted(places, key=lambda place: place[0])]
+
+
+@dataclass
+class Replay:
+    """Mixes groups of earlier steps into the batch of a step, as `[replay]` of the settings says."""
+
+    cfg: ReplayConfig
+    seed: int
+    buffer: ReplayBuffer | None = None  # None: nothing is replayed
+
+    def __post_init__(self) -> None:
+        if self.cfg.groups:
+            self.make_buffer()
+
+    def make_buffer(self) -> ReplayBuffer:
+        cfg = self.cfg
+        self.buffer = self.buffer or ReplayBuffer(cfg.capacity, cfg.max_staleness, cfg.with_replacement)
+        return self.buffer
+
+    def mix(self, groups: list[Group], version: int) -> tuple[list[Group], dict[str, float]]:
+        """Return the batch to train on, and metrics. The groups are in the buffer from the next step on."""
+        if self.buffer is None:
+            return groups, {}
+        again = self.buffer.sample(self.cfg.groups, version, self.seed)
+        batch = mixed(groups, again)
+        metrics = {
+            "replay/size": float(len(self.buffer)),
+            "replay/age": self.buffer.mean_age(version),
+            "replay/share": len(again) / max(len(batch), 1),
+        }
+        self.buffer.add(groups)
+        return batch, metrics

@@ -10,10 +10,10 @@ import torch
 from assay.algos import Algorithm
 from assay.config import SftConfig
 from assay.text import Renderer
-from assay.train.data import PromptStream
 from assay.train.faults import diagnosis, hopeless
 from assay.train.optim import make_adamw, rate
 from assay.train.pack import Row
+from assay.train.sources import PromptStream
 from assay.train.update import Updater
 from assay.types import Prompt, UserError
 

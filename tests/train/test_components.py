@@ -11,7 +11,7 @@ import pytest
 from assay.config import EvalConfig, PromptConfig, SamplingConfig, TrainConfig
 from assay.tasks import make_task
 from assay.text import word_tokenizer
-from assay.train.setup import build_algorithm, build_renderer, eval_params
+from assay.train.components import build_algorithm, build_renderer, eval_params
 from assay.types import Prompt, UserError
 
 TASK: Any = make_task("abacus")

@@ -1,4 +1,4 @@
-"""Settings -> the parts of a run: task, judge, tokenizer, model, renderer, engine."""
+"""Config sections -> components that training, evaluation and chat share: task, judge, tokenizer, model, engine."""
 
 from __future__ import annotations
 
@@ -103,18 +103,19 @@ def take(prompts: Sequence[Prompt], count: int, split: str, endless: bool = Fals
     return prompts[:count] if count else prompts
 
 
+def sampling_params(cfg: SamplingConfig, samples: int) -> SamplingParams:
+    """How answers are sampled in training."""
+    return SamplingParams(n=samples, **{**cfg.model_dump(), "stop": tuple(cfg.stop)})
+
+
 def eval_params(cfg: EvalConfig, training: SamplingConfig | None = None) -> SamplingParams:
-    """How answers are sampled in an evaluation; length and stop strings are training's unless set."""
-    length = cfg.max_new_tokens or (training.max_new_tokens if training else UNTRAINED_LENGTH)
+    """How answers are sampled in an evaluation; length and stop strings are those of training unless set."""
     stop = cfg.stop or (training.stop if training else ())
     return SamplingParams(
         n=cfg.samples,
-        temperature=cfg.temperature,
-        top_k=cfg.top_k,
-        top_p=cfg.top_p,
-        min_p=cfg.min_p,
-        max_new_tokens=length,
+        max_new_tokens=cfg.max_new_tokens or (training.max_new_tokens if training else UNTRAINED_LENGTH),
         stop=tuple(stop),
+        **cfg.model_dump(include={"temperature", "top_k", "top_p", "min_p"}),
     )
 
 

@@ -1,0 +1,123 @@
+"""What a run records: metrics, rollout files, batches of skipped updates, console output and trackers."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from assay.algos import Algorithm
+from assay.config import TrainConfig
+from assay.mesh import Mesh
+from assay.runs import Run, checkpoints, rollouts
+from assay.runs.console import Console
+from assay.runs.directory import read_metrics
+from assay.runs.trackers import Tracker, make_trackers
+from assay.train import faults
+from assay.train.sources import Sampled
+from assay.train.state import RunState
+from assay.types import Group
+
+
+@dataclass
+class Recorder:
+    """Writes the files of a run directory. On several ranks the main one writes, and all call the methods."""
+
+    cfg: TrainConfig
+    directory: Run
+    console: Console
+    mesh: Mesh
+    judge_warning: str  # shown once, when a judge or environment fails for the first time
+    started: float  # of the run, on `time.perf_counter`, minus the seconds of earlier sessions
+    trackers: list[Tracker] = field(default_factory=list)
+    step_started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path
+
+    def open_trackers(self) -> None:
+        if self.mesh.is_main:
+            self.trackers = make_trackers(self.cfg.log.wandb or None, self.cfg.log.tensorboard, self.directory)
+
+    def log(self, state: RunState, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl; the same to console and trackers."""
+        state.wall_s = time.perf_counter() - self.started
+        metrics = {**metrics, "time/wall": state.wall_s, "sampling/answers": float(state.answers)}
+        if self.mesh.is_main:
+            self.directory.log(state.step, metrics)
+        self.console.step(state.step, metrics)
+        if metrics.get("status/error") and self.judge_warning:
+            self.console.warn(self.judge_warning)
+            self.judge_warning = ""
+        for tracker in self.trackers:
+            tracker.log(state.step, metrics)
+
+    def log_warm_start(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.mesh.is_main:
+            self.directory.log(0, {"sft/step": step, **metrics})
+        self.console.step(step, metrics)
+        for tracker in self.trackers:
+            tracker.log(step, metrics)  # under names of their own: they do not collide with those of training steps
+
+    def write_rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        count = self.cfg.save.rollouts
+        if count and self.mesh.is_main:
+            rollouts.write_rollouts(self.path, step, groups)
+            rollouts.keep_rollouts(self.path, "all" if count < 0 else count)
+
+    def write_faults(self, state: RunState, batch: Sequence[Group], found: Sequence[faults.Fault]) -> None:
+        """Count consecutive steps with an update that was not finite, and keep their batches for inspection."""
+        state.skipped = state.skipped + 1 if found else 0
+        if found and self.mesh.is_main:
+            faults.set_aside(self.path, state.step, batch, found)
+
+    def check_faults(self, state: RunState, found: Sequence[faults.Fault]) -> None:
+        """End the run where further steps cannot help."""
+        if faults.hopeless(found, state.skipped, self.cfg.train.max_skipped):
+            raise faults.diagnosis(found[-1], state.skipped, self.path, self.cfg.optim.lr)
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a periodic evaluation was just made and is the best so far. The test split never decides."""
+        if "eval/accuracy" not in metrics or self.cfg.eval.split == "test":
+            return False
+        best = self.mesh.broadcast_object(checkpoints.read_best(self.path))
+        return best is None or metrics["eval/accuracy"] > best["value"]
+
+    def training_seconds(self) -> float:
+        """Seconds of all steps, without their evaluations."""
+        rows = [row for row in read_metrics(self.path) if "time/step" in row]
+        return sum(row["time/step"] - row.get("time/eval", 0.0) for row in rows)
+
+
+def rollout_metrics(sampled: Sampled, algo: Algorithm) -> dict[str, float]:
+    """Metrics of the rollouts of a step: rewards, lengths, verdicts, sampling."""
+    groups = sampled.all_groups
+    answers = [rollout for group in groups for rollout in group.rollouts]
+    count = len(answers)
+    statuses = Counter(str(r.verdict.status) for r in answers if r.verdict)
+    mean = sum(r.reward for r in answers) / count
+    completions = [turn.completion for r in answers for turn in r.turns]
+    lengths = [r.length for r in answers]
+    masked = sum(turn.masked for r in answers for turn in r.turns)
+    greedy = [group.baseline for group in sampled.groups if group.baseline is not None]
+    return {
+        "reward/mean": mean,
+        "reward/std": (sum((r.reward - mean) ** 2 for r in answers) / count) ** 0.5,
+        "reward/correct": statuses["ok"] / count,
+        "groups/zero_variance": sum(map(algo.has_zero_variance, groups)) / len(groups),
+        "groups/dropped": float(len(sampled.dropped)),
+        "turns/mean": sum(len(r.turns) for r in answers) / count,
+        "length/mean": sum(lengths) / count,
+        "length/max": float(max(lengths)),
+        "length/truncated": sum(r.truncated for r in answers) / count,
+        "sampling/kept_mass": sum(c.kept_mass for c in completions) / len(completions),
+        "sampling/logprob": sum(sum(c.engine_logprobs) for c in completions) / sum(lengths),
+        "sampling/entropy": sum(c.entropy * len(c.token_ids) for c in completions) / sum(lengths),
+        **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
+        **({"reward/greedy": sum(greedy) / len(greedy)} if greedy else {}),
+        **({"turns/masked": masked / len(completions)} if masked else {}),
+        **{f"time/{part}": seconds for part, seconds in sampled.seconds.items()},
+    }

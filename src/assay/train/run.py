@@ -1,0 +1,243 @@
+"""A training run: its settings, its progress, and the components that do the work. `assay.train.build` makes it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from assay.config import TrainConfig
+from assay.mesh import Mesh
+from assay.rollout import Collector
+from assay.runs import Run, checkpoints
+from assay.runs.curves import draw_curves
+from assay.settings import to_toml
+from assay.text import Tokenizer
+from assay.train import checkpoint, faults
+from assay.train.components import moves
+from assay.train.evaluation import RunEvaluator
+from assay.train.learner import Learner
+from assay.train.recorder import Recorder, rollout_metrics
+from assay.train.reference import freeze_reference
+from assay.train.replay import Replay
+from assay.train.sft import warm_start
+from assay.train.sources import OnPolicySource, Sampled
+from assay.train.state import RunState, Schedule
+from assay.train.stopping import Stopped, Stopping
+from assay.train.sync import sync_weights
+from assay.types import Group, Prompt
+
+# Python's own 700 would mean dozens of collections per step, each of which visits the rollouts of the step: tens of
+# thousands of objects without reference cycles, which are freed without any collection.
+GC_THRESHOLD = 50_000
+
+
+@dataclass
+class TrainingRun:
+    """Everything between the first evaluation and the summary is a loop over `source`, `learner`, `sync` and `record`.
+
+    On several ranks all of them call every method; the main one writes.
+    """
+
+    cfg: TrainConfig
+    directory: Run
+    schedule: Schedule
+    collector: Collector
+    source: OnPolicySource
+    learner: Learner
+    replay: Replay
+    evaluator: RunEvaluator
+    recorder: Recorder
+    stopping: Stopping
+    demonstrations: Sequence[Prompt] = ()  # for the warm start
+    state: RunState = field(default_factory=RunState)
+    resumed: bool = False  # from a checkpoint that was saved after `begin`
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.learner.mesh
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.collector.renderer.tokenizer
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Hold the run directory and the judge's processes; a stop request ends the run with a checkpoint."""
+        with self.directory, self.collector.judge, gc_threshold(GC_THRESHOLD), self.stopping.watching():
+            try:
+                yield
+            except Stopped as stopped:
+                if not stopped.at_once:
+                    self._save_unsaved()
+                raise
+
+    def begin(self) -> None:
+        """Everything before the first step, or what a resumed run had left to do of its last one."""
+        if not self.resumed:
+            self._start()
+        self.recorder.step_started = time.perf_counter()
+        if self.state.unmeasured is not None:  # the evaluation of the last step was interrupted
+            self._end_step(self.state.unmeasured)
+        self.recorder.console.start(self.schedule.total_steps, self.directory.name, self.state.step)
+
+    def done(self) -> bool:
+        return self.schedule.done(self.state)
+
+    def sync(self) -> dict[str, float]:
+        """Copy the policy's weights to the engine."""
+        started = time.perf_counter()
+        sync_weights(self.learner.policy, self.collector.engine, version=self.state.step)
+        return {"time/sync": time.perf_counter() - started}
+
+    def record(self, sampled: Sampled, batch: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        """End a step that has sampled `sampled` and trained on `batch`: write files; evaluate and save when due."""
+        groups, step = sampled.all_groups, self.state.step
+        metrics = {**metrics, **rollout_metrics(sampled, self.learner.algo)}
+        metrics |= self.source.update_pass_rates(groups, step)
+        self.recorder.write_rollouts(step, groups)
+        self.recorder.write_faults(self.state, batch, self.learner.updater.faults)
+        self._end_step(metrics)
+
+    def finish(self) -> dict[str, Any]:
+        """Evaluate once more, compare, and write the summary and the curves. Other ranks than the main return {}."""
+        cfg, state, recorder = self.cfg, self.state, self.recorder
+        recorder.console.stop()
+        self._save_unsaved()  # a user's own loop may end before the last step
+        self._measure_and_log("after")
+        results = self.evaluator.results(self.learner.policy, state.step, repeatable=self.schedule.total_steps > 0)
+        if not self.mesh.is_main:
+            return {}
+        state.facts.get("sft", {}).update(results.pop("warm_start", {}))
+        summary = {
+            "run": self.directory.name,
+            "task": " ".join(filter(None, (cfg.env.name, cfg.task.name))),
+            "model": cfg.model.source,
+            "algorithm": cfg.algo.recipe if self.schedule.total_steps else "sft",
+            "steps": state.step,
+            "wall_s": round(time.perf_counter() - recorder.started, 2),
+            "train_s": round(recorder.training_seconds(), 2),
+            "split": cfg.eval.final_split,
+            **results,
+            "tokens": state.tokens,
+            "answers": state.answers,
+            "seed": cfg.seed,
+            **state.facts,
+        }
+        self.directory.write_summary(summary)
+        draw_curves(self.directory.path)
+        for tracker in recorder.trackers:
+            tracker.close()
+        return summary
+
+    def save(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Write a checkpoint; with the metrics of an evaluation that is the best so far, mark it as the best."""
+        path, state, learner = self.directory.path, self.state, self.learner
+        best = self.recorder.is_best(metrics or {})
+        state.wall_s = time.perf_counter() - self.recorder.started
+        if metrics and best:
+            state.best = {"step": state.step, "value": metrics["eval/accuracy"]}
+        faults.check_finite(learner.named_tensors(), self.mesh, state.step, path, self.cfg.optim.lr)
+        checkpoint.save(
+            path,
+            self.state_dict(),
+            learner.policy,
+            learner.updater.optimizer,
+            self.tokenizer,
+            self.mesh,
+            learner.updater.reference if moves(self.cfg.algo) else None,
+            self.replay.buffer,
+            learner.critic,
+            to_toml(self.cfg),
+        )
+        if self.mesh.is_main:
+            if best and state.best:
+                checkpoints.set_best(path, **state.best)
+            checkpoints.prune(path, self.cfg.save.keep)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a checkpoint stores besides tensors and the replay buffer: `state.json`."""
+        return asdict(self.state) | self.source.state_dict() | self.learner.state_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Missing entries, as in checkpoints of earlier versions, keep their initial values."""
+        known = {one.name for one in fields(RunState)}
+        self.state = RunState(**{key: value for key, value in saved.items() if key in known})
+        self.source.load_state_dict(saved)
+        self.learner.load_state_dict(saved)
+
+    def _start(self) -> None:
+        """The warm start, if there is one, and the evaluation that training starts from.
+
+        A model that was pretrained is evaluated before its warm start too. A run that consists of a warm start only is
+        evaluated before it and at the end.
+        """
+        state, learner, trains = self.state, self.learner, self.schedule.total_steps > 0
+        if learner.policy.lora is not None and state.unmeasured is None:  # else a checkpoint relies on it already
+            checkpoint.save_base(self.directory.path, learner.policy, self.tokenizer, self.mesh.is_main)
+        if trains and self.cfg.sft.steps and "sft" not in state.facts:  # it is there if the evaluation was interrupted
+            if self.evaluator.includes("start"):
+                self._measure_and_log("start")
+            self._warm_start()
+        state.unmeasured = {} if trains else None
+        self._measure_and_log("before")
+        if not trains:
+            self._warm_start()
+        elif learner.algo.needs_reference:
+            freeze_reference(learner.updater, self.cfg, self.directory.path)
+        if learner.critic is not None:
+            learner.critic.start_from(learner.policy)
+        state.unmeasured = None
+        self.save()
+
+    def _warm_start(self) -> None:
+        """Supervised training on the worked solutions of the demonstrations."""
+        cfg, started = self.cfg, time.perf_counter()
+        metrics: dict[str, float] = {}
+        console, updater, renderer = self.recorder.console, self.learner.updater, self.collector.renderer
+        console.start(cfg.sft.steps, f"{self.directory.name}: warm start")
+        steps = warm_start(updater, renderer, self.demonstrations, cfg.sft, cfg.seed, cfg.train.max_skipped)
+        for step, metrics in enumerate(steps, 1):
+            self.stopping.check()
+            self.recorder.log_warm_start(step, metrics)
+        console.stop()
+        self.sync()
+        wall_s = round(time.perf_counter() - started, 2)
+        self.state.facts["sft"] = {"steps": cfg.sft.steps, "loss": metrics.get("sft/loss"), "wall_s": wall_s}
+
+    def _end_step(self, metrics: dict[str, float]) -> None:
+        """Evaluate when due, log, save when due. A stop request during the evaluation leaves it to the resumed run."""
+        state, recorder = self.state, self.recorder
+        state.unmeasured = metrics
+        if self.schedule.due(self.cfg.eval.every, state):
+            metrics = metrics | self.evaluator.measure("eval", state.step)
+        state.unmeasured = None
+        recorder.log(state, metrics | {"time/step": time.perf_counter() - recorder.step_started})
+        recorder.check_faults(state, self.learner.updater.faults)
+        if self.schedule.due(self.cfg.save.every, state) or (self.cfg.save.best and recorder.is_best(metrics)):
+            self.save(metrics)
+        recorder.step_started = time.perf_counter()
+
+    def _measure_and_log(self, label: str) -> None:
+        self.recorder.log(self.state, self.evaluator.measure(label, self.state.step))
+
+    def _save_unsaved(self) -> None:
+        """Save the last step, unless that was done. Before the first evaluation there is nothing to save."""
+        saved = self.mesh.broadcast_object(checkpoints.last(self.directory.path))
+        begun = saved is not None or self.state.unmeasured is not None
+        if begun and saved != self.state.step:
+            self.save()
+
+
+@contextmanager
+def gc_threshold(objects: int) -> Iterator[None]:
+    """Raise the number of new objects after which Python collects garbage; collection that is disabled stays so."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(objects, before[0]) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

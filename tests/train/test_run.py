@@ -1,0 +1,59 @@
+"""The run object: what a checkpoint stores of its components, and garbage collection while it is active."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+from small_run import SmallRuns
+
+from assay.config import TrainConfig
+from assay.runs.console import Console
+from assay.settings import load_settings
+from assay.train.build import new_run
+from assay.train.run import GC_THRESHOLD, TrainingRun, gc_threshold
+
+# As written by the first edition, where one record held the state of all components.
+FIRST_EDITION = {
+    "step": 2,
+    "cursor": 6,
+    "tokens": 144,
+    "answers": 18,
+    "wall_s": 1.5,
+    "skipped": 1,
+    "best": {"step": 2, "value": 0.5},
+    "unmeasured": None,
+    "entropy_control": {"coef": 0.01, "entropy": 2.5},
+    "pass_rates": {"abacus/train/3": [0.5, 1.0]},
+    "facts": {"sft": {"steps": 2, "loss": 0.25, "wall_s": 0.5}},
+}
+
+
+@pytest.mark.parametrize("own, meanwhile", [(700, GC_THRESHOLD), (2 * GC_THRESHOLD, 2 * GC_THRESHOLD), (0, 0)])
+def test_garbage_collection_is_rare_inside_and_restored_afterwards(own: int, meanwhile: int) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(own, 7, 9)
+    try:
+        with pytest.raises(ZeroDivisionError), gc_threshold(GC_THRESHOLD):
+            assert gc.get_threshold() == (meanwhile, 7, 9)
+            _ = 1 / 0
+        assert gc.get_threshold() == (own, 7, 9)
+    finally:
+        gc.set_threshold(*before)
+
+
+def make_run(tmp_path: Path) -> TrainingRun:
+    small = SmallRuns(tmp_path)
+    return new_run(load_settings(TrainConfig, small.config, {"runs_dir": str(small.runs)}), Console(quiet=True))
+
+
+def test_state_json_of_the_first_edition_is_divided_among_the_components(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.load_state_dict(FIRST_EDITION)
+    assert (run.state.step, run.state.tokens, run.state.answers, run.state.skipped) == (2, 144, 18, 1)
+    assert run.source.prompts.cursor == 6 and run.source.pass_rates == {"abacus/train/3": [0.5, 1.0]}
+    assert run.learner.entropy_control == {"coef": 0.01, "entropy": 2.5}
+    assert run.state_dict() == FIRST_EDITION
+    run.load_state_dict({"step": 3})  # entries that an earlier version did not have yet
+    assert run.state.step == 3 and run.source.cursor == 0 and run.learner.entropy_control is None
