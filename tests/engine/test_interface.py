@@ -630,6 +630,24 @@ def test_an_exception_in_the_consumer_of_a_generate_leaves_the_engine_usable(
     )
 
 
+def test_an_exception_while_requests_are_added_aborts_those_already_added(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, requests = build(backend), varied_requests()
+    add = engine.add
+
+    def interrupted(request: Request) -> int:
+        if request is requests[3]:
+            raise KeyboardInterrupt
+        return add(request)
+
+    monkeypatch.setattr(engine, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(engine, requests)
+    assert engine.step() == []
+    assert_nothing_left(engine)
+
+
 def test_generate_refuses_events_of_another_consumer(backend: str) -> None:
     engine = build(backend)
     engine.add(Request([1, 2], SamplingParams(max_new_tokens=1), seed=0))

@@ -6,19 +6,21 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from processes import start
 
 from assay.bench import episodes as bench
 from assay.bench.episodes import Rounds
-from assay.engine import RequestError, make_engine
-from assay.engine.base import SamplingParams
+from assay.engine import Event, Failed, Request, RequestError, SamplingParams, make_engine
 from assay.engine.columns import BLOCK_SIZE
+from assay.engine.dispatch import Dispatcher
 from assay.envs import Env, make_env
-from assay.mesh import Mesh
+from assay.mesh import Mesh, init_mesh
 from assay.models import build_preset
 from assay.rewards import JudgePool
 from assay.rollout import Collector, Limits, stepping
@@ -35,13 +37,19 @@ class Chatter(bench.Chatter):
     max_steps = 5
 
 
-def collector(env: Env, limits: Limits = Limits(step_tokens=24), length: int = 320, **options: Any) -> Collector:  # noqa: B008
+def collector(
+    env: Env,
+    limits: Limits = Limits(step_tokens=24),  # noqa: B008
+    length: int = 320,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Collector:
     words = getattr(env, "words", None)
     tokenizer = word_tokenizer(words()) if words else char_tokenizer()
-    policy = build_preset("nano", tokenizer.vocab_size, length, seed=3)
+    policy = build_preset("nano", tokenizer.vocab_size, length, seed=3).to(dtype)
     renderer = Renderer(tokenizer)
     engine = make_engine(
-        "native", policy, device="cpu", dtype=torch.float32, max_length=length, decode=renderer.decode, **options
+        "native", policy, device="cpu", dtype=dtype, max_length=length, decode=renderer.decode, **options
     )
     # A GPU by name, on which slow environments are stepped in threads; the engine is on the CPU all the same.
     mesh = Mesh(device=torch.device("cuda"))
@@ -137,6 +145,41 @@ def test_an_episode_that_outgrows_the_cache_is_cut_off_and_the_others_go_on() ->
         assert rollout.verdict and rollout.verdict.status is Status.NO_ANSWER
         assert f"context of {held + 1} tokens" in rollout.verdict.detail and rollout.truncated
     assert_nothing_left(part)
+
+
+class WithoutHandles:
+    """The same engine without the `handles` capability."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.step, self.abort, self.release = engine, engine.step, engine.abort, engine.release
+        self.info = replace(engine.info, capabilities=replace(engine.info.capabilities, handles=False))
+        self.lengths: list[int] = []  # of prompts
+
+    def add(self, request: Request) -> int:
+        assert not request.keep and request.continues is None
+        self.lengths.append(len(request.prompt_ids))
+        return self.engine.add(request)
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_without_handles_all_tokens_are_resent_and_trajectories_are_the_same(name: str) -> None:
+    env = ENVS[name]()
+    part = collector(env, max_batch=16)
+    prompts = env.prompts("train")[:8]
+    expected = part.collect(prompts, PARAMS, (4, 2))
+    engine: Any = part.engine
+    engine.reset_prefix_cache()
+    resending: Any = WithoutHandles(engine)
+    part.engine = resending
+    found = part.collect(prompts, PARAMS, (4, 2))
+    assert as_data(found) == as_data(expected)
+    assert_nothing_left(replace(part, engine=engine))
+    contexts = [len(group.rollouts[0].turns[0].context_ids) for group in found]
+    for one, other in zip(rollouts(found), rollouts(expected), strict=True):
+        assert one.engine_logprobs == pytest.approx(other.engine_logprobs, abs=1e-5)
+        sizes = [len(turn.context_ids) + len(turn.completion.token_ids) for turn in one.turns]
+        contexts += [sum(sizes[:place]) + len(turn.context_ids) for place, turn in enumerate(one.turns) if place]
+    assert sorted(resending.lengths) == sorted(contexts) and len(contexts) > len(found)
 
 
 class Sleeper(Chatter):
@@ -311,3 +354,86 @@ def test_a_request_that_fails_is_named_when_the_others_are_over(monkeypatch: pyt
         part.collect(prompts, PARAMS, (0, 0))
     assert len(set(steps)) > 4
     assert_nothing_left(part)
+
+
+def test_a_request_that_fails_after_some_of_its_samples_have_finished_gives_up_the_others() -> None:
+    class Failing(WithoutHandles):
+        """Fails the first request once one of its samples has finished."""
+
+        failed = False
+
+        def __init__(self, engine: Any) -> None:
+            super().__init__(engine)
+            self.info, self.step = engine.info, self.failing_step
+            self.add = engine.add
+
+        def failing_step(self, wait: bool = True) -> list[Event]:
+            events = self.engine.step(wait)
+            first = [event for event in events if event.request_id == 0]
+            if not first or self.failed:
+                return events
+            self.failed = True
+            self.engine.abort([0])
+            self.engine.release(event.completion.handle for event in first[1:])
+            return [event for event in events if event not in first[1:]] + [Failed(0, "request 'x': broken")]
+
+    part = collector(Chatter(), max_batch=12)
+    engine: Any = part.engine
+    part.engine = Failing(engine)  # type: ignore[assignment]
+    with pytest.raises(RequestError, match="request 'x': broken") as raised:
+        part.collect(Chatter().prompts("train")[:6], PARAMS, (0, 0))
+    assert len(raised.value.errors) == 1
+    assert_nothing_left(replace(part, engine=engine))
+
+
+def test_batches_of_episodes_share_an_engine_and_one_that_breaks_off_does_not_affect_the_other() -> None:
+    class Stops(Chatter):
+        calls = 0
+
+        def step_all(self, episodes: Any, actions: Any) -> Any:
+            Stops.calls += 1
+            if Stops.calls > 6:
+                raise ValueError("stop")
+            return super().step_all(episodes, actions)
+
+    prompts = Chatter().prompts("train")[:8]
+    part = collector(Chatter(), max_batch=12)
+    expected = as_data(part.collect(prompts, PARAMS, (0, 0)))
+    engine: Any = part.engine
+    with Dispatcher(engine) as dispatcher, ThreadPoolExecutor(2) as pool:
+        own, broken = (replace(part, engine=dispatcher.connect(), env=env) for env in (Chatter(), Stops()))
+        found = pool.submit(own.collect, prompts, PARAMS, (0, 0))
+        stopped = pool.submit(broken.collect, prompts, PARAMS, (1, 0))
+        with pytest.raises(ValueError, match="stop"):
+            stopped.result(60)
+        assert as_data(found.result(60)) == expected
+        assert as_data(own.collect(prompts, PARAMS, (0, 0))) == expected
+        assert not (engine.scheduler.kept or engine.scheduler.unfinished)
+
+
+def test_events_of_another_consumer_are_refused() -> None:
+    part = collector(Chatter(), max_batch=12)
+    other = part.engine.add(Request([1, 2], SamplingParams(max_new_tokens=1), seed=0))
+    with pytest.raises(RuntimeError, match="through a Dispatcher"):
+        part.collect(Chatter().prompts("train")[:2], PARAMS, (0, 0))
+    part.engine.abort([other])
+    assert_nothing_left(part)
+
+
+def episodes_on_ranks(mesh: Mesh) -> None:
+    env = Chatter()
+    prompts = env.prompts("train")[:6]
+    alone = collector(env, max_batch=8, dtype=torch.float64)
+    expected = alone.collect(prompts, PARAMS, (2, 1))
+    split = init_mesh(2)
+    shared = collector(env, max_batch=8, dtype=torch.float64, group=split.tp_group)
+    shared.mesh = split
+    assert as_data(shared.collect(prompts, PARAMS, (2, 1))) == as_data(expected)
+    engines: Any = shared.engine, alone.engine
+    assert engines[0].stats.decode_steps == engines[1].stats.decode_steps  # turns continue while other requests run
+    assert_nothing_left(shared)
+
+
+@pytest.mark.slow
+def test_ranks_of_one_model_run_the_same_episodes_as_one_process() -> None:
+    start(2, episodes_on_ranks)

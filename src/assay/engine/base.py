@@ -199,9 +199,11 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[list[Completio
     completions: list[dict[int, Completion]] = [{} for _ in requests]
     errors: dict[int, str] = {}
     with gc_paused():
-        index = {engine.add(request): place for place, request in enumerate(requests)}
-        unfinished = {request_id: max(requests[place].params.n, 1) for request_id, place in index.items()}
+        index: dict[int, int] = {}
         try:
+            for place, request in enumerate(requests):
+                index[engine.add(request)] = place
+            unfinished = {request_id: max(requests[place].params.n, 1) for request_id, place in index.items()}
             while unfinished:
                 events = engine.step()
                 assert events, "the engine has no work left, but some requests are unfinished"
