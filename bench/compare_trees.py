@@ -65,15 +65,17 @@ class Worker:
         return run
 
     def step_row(self, settings: dict[str, Any]) -> Callable[[int], float]:
+        from assay.bench import trainer
         from assay.bench.shapes import float32_model
         from assay.bench.step import Steps, one_step
-        from assay.bench.trainer import StepOptions, training_parts
         from assay.bench.workload import Workload
         from assay.models.device import pick_device
 
-        work, options, steps = Workload(**settings), StepOptions(device=self.device), Steps()
+        work, options, steps = Workload(**settings), trainer.StepOptions(device=self.device), Steps()
         policy = float32_model(work.shape, work.model, pick_device(self.device), work.seed)
-        parts = self.stack.enter_context(training_parts(policy, work, options))
+        # Before the commit that introduced it, `benched_run` was called `training_parts`.
+        make_run = getattr(trainer, "benched_run", None) or trainer.training_parts  # type: ignore[attr-defined]
+        parts = self.stack.enter_context(make_run(policy, work, options))
 
         def run(number: int) -> float:
             one_step(parts, steps)
