@@ -472,7 +472,7 @@ def test_an_interrupted_run_says_how_to_go_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("assay.train.loop.sample", interrupted)
+        patch.setattr("assay.train.sources.OnPolicySource.next", interrupted)
         assert small.train() == 130
     found = capsys.readouterr()
     assert f"assay train --resume {small.runs / 'small'}" in found.out and "Traceback" not in found.err

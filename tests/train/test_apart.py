@@ -119,7 +119,7 @@ def test_a_run_that_goes_on_in_a_process_of_its_own_is_the_same(
     words = (*WORDS, "--algo.policy_loss", own_loss(small))
     assert small.train(*words) == 0
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        strike_at(patch, "assay.train.loop.sample", 2, stop)
+        strike_at(patch, "assay.train.sources:OnPolicySource.next", 2, stop)
         small.train(*words, "--name", "then-apart")
     assert small.resume("then-apart", *SEPARATE) == 0
     small.same_run("small", "then-apart", 2)
@@ -158,7 +158,7 @@ def test_whole_runs_stopped_and_resumed_are_the_same_in_either_process(
         words = (*words, "--model", gpt2_folder(small.folder / "gpt2"))
     assert small.train(*words) == 0
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        strike_at(patch, "assay.train.loop.sample", 4, stop)
+        strike_at(patch, "assay.train.sources:OnPolicySource.next", 4, stop)
         small.train(*words, *SEPARATE, "--name", "apart")
     assert checkpoints.last(small.runs / "apart") == 2
     assert small.resume("apart") == 0
