@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/tensor_parallel.py --json bench/results/tp-cpu.json
 
-Times a boundary (the broadcast, until the slowest rank has received it) without commands and with one request, and
-compares the throughput of one engine in lockstep and with a leader, in turns. CPU processes on gloo.
+Times a step boundary (one exchange) without commands and with one request of 64 tokens, and the sum over the ranks of a
+layer's output for comparison: a decoding step has two of them per layer. Then engines in lockstep and with a leader
+serve the same requests in turns. CPU processes on gloo.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -34,17 +36,17 @@ from assay.mesh import init_mesh
 from assay.models.decoder import Decoder
 
 
-def boundary_us(link: Link, commands: Sequence[str], count: int = 2000) -> float:
-    """Microseconds per exchange. Every 100 of them the ranks meet, so that the leader cannot be far ahead."""
+def microseconds(work: Callable[[], object], group: dist.ProcessGroup, count: int = 5000) -> dict[str, float]:
+    """Per call. Every 100 calls the ranks meet, so that the leader cannot be far ahead."""
     times = []
     for _ in range(count // 100):
-        dist.barrier(group=link.group)
+        dist.barrier(group=group)
         start = time.perf_counter()
         for _ in range(100):
-            link.exchange(commands=commands if link.leads else ())
-        dist.barrier(group=link.group)
+            work()
+        dist.barrier(group=group)
         times.append((time.perf_counter() - start) * 1e4)
-    return median(times)
+    return {"median": round(median(times), 1), "least": round(min(times), 1)}
 
 
 def tokens_per_s(engine: Engine, requests: Sequence[Request]) -> float:
@@ -77,11 +79,14 @@ def main() -> None:
     params = SamplingParams(n=options.samples, max_new_tokens=options.new)
     requests = [Request(list(range(i, i + 64)), params, seed=i) for i in range(8)]
     added = SharedCommand(lambda: None, "add", 0, encode_request(requests[0]))
+    one_request = [added.encoded] if link.leads else []
+    layer_output = torch.zeros(8 * options.samples, SHAPES[options.shape].hidden)
     row: dict[str, object] = {
         "shape": options.shape,
         "ranks": mesh.tp_size,
-        "empty_boundary_us": round(boundary_us(link, ()), 1),
-        "request_boundary_us": round(boundary_us(link, [added.encoded]), 1),
+        "empty_boundary_us": microseconds(link.exchange, cpu_group),
+        "request_boundary_us": microseconds(lambda: link.exchange(commands=one_request), cpu_group),
+        "all_reduce_us": microseconds(lambda: dist.all_reduce(layer_output, group=mesh.tp_group), cpu_group),
     }
     rates: dict[str, list[float]] = {"lockstep": [], "leader": []}
     for _ in range(options.repeat + 1):  # the first is not counted
@@ -96,7 +101,14 @@ def main() -> None:
     row |= {f"{name}_tokens_per_s": round(median(values[1:])) for name, values in rates.items() if values}
     row |= {f"{name}_runs": [round(value) for value in values[1:]] for name, values in rates.items()}
     if mesh.is_main:
-        found = {"machine": describe_machine(), "versions": describe_versions(), "rows": [row]}
+        command = " ".join(["torchrun", "--nproc-per-node", str(mesh.tp_size), *sys.argv])
+        load = {"load_average": [round(load, 1) for load in os.getloadavg()]}  # of other processes, too
+        found = {
+            "machine": describe_machine() | load,
+            "versions": describe_versions(),
+            "command": command,
+            "rows": [row],
+        }
         print(json.dumps(found, indent=2))
         if options.json is not None:
             options.json.write_text(json.dumps(found, indent=2) + "\n")
