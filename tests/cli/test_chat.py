@@ -201,6 +201,43 @@ def test_pieces_joined_are_the_final_text(models: tuple[str, str]) -> None:
     assert note == "" and all(pieces)
 
 
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, ReplyStopped, ValueError])
+def test_a_stopped_reply_aborts_its_request_and_the_next_one_is_served(
+    models: tuple[str, str], stop: type[BaseException]
+) -> None:
+    from assay.train import setup
+
+    renderer, engine = setup.build_server(models[0], ChatConfig(), None)
+    speaker = Speaker("one", renderer, engine)
+    ids, _ = speaker.prompt_ids(Prompt("q", ({"role": "user", "content": QUESTION},)))
+    params = SamplingParams(n=3, max_new_tokens=30, min_new_tokens=10)
+    expected = speaker.answer(ids, params, 5, lambda sample, text: None)
+    tokens = []
+
+    def stopping(sample: int, text: str) -> None:
+        tokens.append(text)
+        if len(tokens) == 5:
+            raise stop
+
+    if stop is ValueError:  # a mistake of ours is not taken for the user's wish
+        with pytest.raises(ValueError):
+            speaker.answer(ids, params, 5, stopping)
+    else:
+        replies = speaker.answer(ids, params, 5, stopping)
+        assert sum(reply.tokens for reply in replies) == 5 and all(reply.finish is None for reply in replies)
+        assert all(one.full_text.startswith(part.text) for one, part in zip(expected, replies, strict=True))
+    assert engine.step() == [] and speaker.answer(ids, params, 5, lambda sample, text: None) == expected
+
+
+def test_a_reply_that_cannot_be_served_is_the_users_error(models: tuple[str, str]) -> None:
+    from assay.train import setup
+
+    renderer, engine = setup.build_server(models[0], ChatConfig(), None)
+    with pytest.raises(UserError, match=r"request 'one': .*outside the vocabulary"):
+        Speaker("one", renderer, engine).answer([10**6], SamplingParams(), 5, lambda sample, text: None)
+    assert engine.step() == []
+
+
 # A conversation
 
 

@@ -22,6 +22,7 @@ from assay.engine.base import (
     WeightSource,
     generate,
 )
+from assay.engine.dispatch import Dispatcher, EngineClient
 from assay.engine.hf import HFEngine
 from assay.engine.native import KvOnUpdate, NativeEngine
 from assay.engine.stopping import Decode
@@ -32,7 +33,9 @@ from assay.types import UserError
 __all__ = [
     "ENGINES",
     "Capabilities",
+    "Dispatcher",
     "Engine",
+    "EngineClient",
     "EngineInfo",
     "Event",
     "Failed",

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
+from operator import index
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -205,7 +206,7 @@ class TensorParallelLeader:
         self._post(lambda: self.engine.release(handles), "release", handles)
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        lists = [[int(token) for token in sequence] for sequence in sequences]
+        lists = [[index(token) for token in sequence] for sequence in sequences]
         return self._call(lambda: self.engine.score(lists, temperature), "score", lists, temperature)
 
     def update_weights(self, source: WeightSource, version: int) -> None:
@@ -316,7 +317,7 @@ class Follower:
 def encode_request(request: Request) -> dict[str, Any]:
     """In JSON's types. Token ids may come as an array."""
     encoded = {name: getattr(request, name) for name in Request.__dataclass_fields__}
-    return encoded | {"prompt_ids": [int(token) for token in request.prompt_ids], "params": asdict(request.params)}
+    return encoded | {"prompt_ids": [index(token) for token in request.prompt_ids], "params": asdict(request.params)}
 
 
 def add_as(engine: NativeEngine, request_id: int, encoded: dict[str, Any]) -> None:

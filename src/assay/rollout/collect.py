@@ -1,4 +1,4 @@
-"""Ask the engine, decode, have the answers judged."""
+"""Samples answers or episodes from the engine, decodes them and has them judged."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class Collector:
         return "the environment, or its judge," if self.env.judged else "the environment"
 
     def _shared(self, asked: Sequence[tuple[Prompt, Request]]) -> list[Group]:
-        """Groups in the order of the prompts. What goes wrong on one rank goes wrong on all of them."""
+        """Answer this rank's share and gather all groups in the order of prompts. All ranks raise an error of one."""
         own = asked[self.mesh.dp_rank :: self.mesh.dp_size]
         answers: list[Group] | str | None
         try:
             work = partial(self._answer, own)
-            alone = self.mesh.tp_size == 1  # or another rank would wait for what this one leaves
+            alone = self.mesh.tp_size == 1  # ranks of one model must not leave their common steps one by one
             answers = self.stopper.leavable(work) if self.stopper and alone else work()
         except UserError as error:
             if self.mesh.world == 1:
@@ -106,7 +106,7 @@ class Collector:
         started = time.perf_counter()
         answers = generate(self.engine, [request for _, request in asked])
         if self.mesh.tp_rank:
-            return []  # the first rank of those that hold a model together speaks for it
+            return []  # the first of the ranks that serve one model returns the groups
         texts = iter(self.renderer.decode_all([c.token_ids for completions in answers for c in completions]))
         groups = []
         for (prompt, request), completions in zip(asked, answers, strict=True):
@@ -119,9 +119,10 @@ class Collector:
         return groups
 
     def _play(self, asked: Sequence[tuple[Prompt, Request]], env: Env) -> list[Group]:
-        """Episodes in place of single answers; answers that the environment leaves to the judge are judged together."""
+        """Run episodes instead of sampling single answers; answers left to the run's judge are judged together."""
         started = time.perf_counter()
-        # By the clock only where nothing is promised to the last bit, and where no other rank must do the same.
+        # Threads make the order depend on the clock: not on CPUs, where runs are reproducible to the last bit, and not
+        # where several ranks have to make the same calls.
         threads = STEP_THREADS if self.mesh.device.type != "cpu" and self.mesh.tp_size == 1 else 0
         groups = EpisodeRunner(self.engine, self.renderer, env, self.limits, threads).run(asked)
         if self.mesh.tp_rank:

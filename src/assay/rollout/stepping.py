@@ -1,4 +1,4 @@
-"""Steps of environments: at once, or in threads while the engine goes on."""
+"""Steps environments: together between two steps of the engine, or in threads beside it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Generic, Protocol, TypeVar
 from assay.envs.base import Env, Step, failed_step
 from assay.envs.deadline import reported_after, within
 
-LEAST_SECONDS = 1.0  # that a step is given, however short an episode may be
-REPORT_S = 60.0  # after which a step without a limit is reported
-SIDE_BY_SIDE = 8  # steps of a slow environment, where each has a limit
+LEAST_SECONDS = 1.0  # shortest time limit of a step, even if the limit of an episode is shorter
+REPORT_S = 60.0  # a step without a limit is reported after this time
+SIDE_BY_SIDE = 8  # concurrent steps of a slow environment with a time limit
 
 
 class HasEnv(Protocol):
@@ -22,47 +22,47 @@ E = TypeVar("E", bound=HasEnv)
 
 
 class Stepper(Generic[E]):
-    """Actions in, answers out. Without threads all actions are answered together, in order, when answers are asked for.
+    """Takes actions and returns steps. Without threads, all pending actions are stepped together, in order, by `done`.
 
-    With threads, and an environment that says it is slow, every action is answered by itself, and one that takes long
-    keeps nobody else waiting: who is answered when then depends on the clock. With a limit, a step that takes longer
-    is given up, and ends its episode as one that failed. Without one it is reported, and waited for.
+    With threads and an environment that declares itself slow, each action is stepped separately, and a long step does
+    not delay others; the order then depends on the clock. With a time limit, a step that takes longer is given up and
+    ends its episode with an error. Without one, it is reported and waited for.
     """
 
     def __init__(self, env: Env, threads: int, seconds: float = 0.0) -> None:
         self.env = env
         self.seconds = max(seconds, LEAST_SECONDS) if seconds else 0.0
         self.pool = ThreadPoolExecutor(threads, "assay-env") if threads and env.slow else None
-        self.added: list[tuple[E, str]] = []
-        self.under_way: list[tuple[E, Future[Sequence[Step]]]] = []
+        self.pending: list[tuple[E, str]] = []
+        self.running: list[tuple[E, Future[Sequence[Step]]]] = []
 
     @property
     def busy(self) -> bool:
-        return bool(self.added or self.under_way)
+        return bool(self.pending or self.running)
 
     def add(self, episode: E, action: str) -> None:
         if self.pool is None:
-            self.added.append((episode, action))
+            self.pending.append((episode, action))
         else:
-            self.under_way.append((episode, self.pool.submit(self._steps, [episode.env], [action])))
+            self.running.append((episode, self.pool.submit(self._steps, [episode.env], [action])))
 
     def done(self, wait_for_one: bool) -> list[tuple[E, Step]]:
-        """Answers that there are, in the order of their actions."""
+        """Completed steps in the order of their actions; `wait_for_one`: if there is none yet, wait for one."""
         if not self.busy:
             return []
         if self.pool is None:
-            added, self.added = self.added, []
-            steps = self._steps([episode.env for episode, _ in added], [action for _, action in added])
-            return [(episode, step) for (episode, _), step in zip(added, steps, strict=True)]
+            pending, self.pending = self.pending, []
+            steps = self._steps([episode.env for episode, _ in pending], [action for _, action in pending])
+            return [(episode, step) for (episode, _), step in zip(pending, steps, strict=True)]
         if wait_for_one:
-            wait([future for _, future in self.under_way], return_when=FIRST_COMPLETED)
-        under_way, self.under_way, found = self.under_way, [], []
-        for episode, future in under_way:
+            wait([future for _, future in self.running], return_when=FIRST_COMPLETED)
+        running, self.running, completed = self.running, [], []
+        for episode, future in running:
             if future.done():
-                found.append((episode, future.result()[0]))
+                completed.append((episode, future.result()[0]))
             else:
-                self.under_way.append((episode, future))
-        return found
+                self.running.append((episode, future))
+        return completed
 
     def _steps(self, envs: Sequence[Env], actions: Sequence[str]) -> list[Step]:
         if not self.seconds:
@@ -84,6 +84,6 @@ class Stepper(Generic[E]):
             return failed_step(error)
 
     def close(self) -> None:
-        """What is still under way ends by itself, and nobody hears of it."""
+        """Cancel pending steps. Those that are running end by themselves, and their results are ignored."""
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
