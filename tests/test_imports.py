@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "heartbeat": set(),
     "mesh": {"types", "heartbeat"},
     "models": {"types", "mesh"},
-    "algos": {"types"},
+    "algos": {"types", "config", "settings"},
     "engine": {"types", "models"},
     "rollout": {"types", "mesh", "text", "envs", "rewards", "engine"},
     "evals": {"types", "rollout", "engine"},
