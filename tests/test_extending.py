@@ -28,7 +28,7 @@ device = "cpu"
 name = "abacus"
 args = {{train_size = 24, eval_size = 10}}
 [sampling]
-max_new_tokens = 40
+max_new_tokens = 120
 [train]
 steps = 2
 prompts = 3

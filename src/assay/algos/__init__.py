@@ -2,7 +2,7 @@
 
 from assay.algos.algorithm import Algorithm
 from assay.algos.batch import LossBatch, LossOut
-from assay.algos.component import Limits, Needs, RunFacts, Scorers, TokenInput
+from assay.algos.component import LengthLimits, Needs, RunFacts, Scorers, TokenInput
 from assay.algos.loss_term import LossTerm, TermOutput, loss_term
 from assay.algos.recipes import RECIPES, complete_settings, make_algorithm
 from assay.algos.sums import Sums, metrics
@@ -10,7 +10,7 @@ from assay.algos.sums import Sums, metrics
 __all__ = [
     "RECIPES",
     "Algorithm",
-    "Limits",
+    "LengthLimits",
     "LossBatch",
     "LossOut",
     "LossTerm",

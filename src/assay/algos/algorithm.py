@@ -14,7 +14,7 @@ from torch import Tensor
 import assay.algos.terms  # noqa: F401  (registers the built-in loss terms)
 from assay.algos.aggregate import AGGREGATES, token_weights
 from assay.algos.batch import LossBatch, LossOut, sums_of
-from assay.algos.component import Component, Limits, Loader, Needs, RunFacts, Scorers, TokenInput, require_name
+from assay.algos.component import Component, LengthLimits, Loader, Needs, RunFacts, Scorers, TokenInput, require_name
 from assay.algos.credit import AdvantageCredit, CreditRule
 from assay.algos.filters import OverlongFilter, PassRateFilter, ZeroVarianceFilter, verdict_reward
 from assay.algos.gae import CriticCredit
@@ -38,11 +38,11 @@ class Algorithm:
         self,
         settings: AlgoConfig,
         critic: CriticConfig | None = None,
-        limits: Limits | None = None,
+        limits: LengthLimits | None = None,
         load: Loader = no_paths,
     ) -> None:
         self.settings, self.critic = settings, critic or CriticConfig()
-        self.limits, self.load = limits or Limits(), load
+        self.limits, self.load = limits or LengthLimits(), load
         require_name("aggregate", settings.aggregate, AGGREGATES)
         self.overlong = OverlongFilter(settings)
         self.zero_variance = ZeroVarianceFilter(settings)
@@ -208,7 +208,7 @@ class Algorithm:
 
 
 def _rebuilt(
-    settings: AlgoConfig, critic: CriticConfig, limits: Limits, load: Loader, state: dict[str, Any]
+    settings: AlgoConfig, critic: CriticConfig, limits: LengthLimits, load: Loader, state: dict[str, Any]
 ) -> Algorithm:
     algo = Algorithm(settings, critic, limits, load)
     algo.load_state_dict(state)

@@ -35,7 +35,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LengthLimits:
     """Length limits of the run, in tokens; 0: unknown."""
 
     max_new_tokens: int = 0  # of an answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from assay.algos.component import Component, Limits, RunFacts, check_order
+from assay.algos.component import Component, LengthLimits, RunFacts, check_order
 from assay.algos.returns import compared_returns
 from assay.config import AlgoConfig
 from assay.config.algorithm import OverlongConfig, PassRateConfig
@@ -31,7 +31,7 @@ class OverlongFilter(Component):
         if not self.settings.soft_overlong_buffer:
             yield "algo.soft_overlong_buffer is 0", ["algo.soft_overlong_weight"]
 
-    def shape_rewards(self, groups: list[Group], limits: Limits) -> None:
+    def shape_rewards(self, groups: list[Group], limits: LengthLimits) -> None:
         buffer, weight = self.settings.soft_overlong_buffer, self.settings.soft_overlong_weight
         if not buffer:
             return

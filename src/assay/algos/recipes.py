@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from assay.algos.algorithm import Algorithm, no_paths
-from assay.algos.component import Limits, Loader, require_name
+from assay.algos.component import LengthLimits, Loader, require_name
 from assay.config import AlgoConfig, CriticConfig
 from assay.settings import explain
 from assay.types import UserError
@@ -150,5 +150,5 @@ def make_algorithm(
     **changes: Any,
 ) -> Algorithm:
     """A recipe's algorithm with some settings changed."""
-    limits = Limits(max_new_tokens, max_length)
+    limits = LengthLimits(max_new_tokens, max_length)
     return Algorithm(complete_settings(recipe, **changes), critic_settings, limits, load)

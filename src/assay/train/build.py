@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from assay.algos import Limits
+from assay.algos import LengthLimits
 from assay.config import TrainConfig
 from assay.engine.base import Engine
 from assay.mesh import Mesh
@@ -195,7 +195,7 @@ def assemble(
     stopping = Stopping(cfg.save.grace_s, mesh)
     collector = components.build_collector(cfg, task, engine, renderer, mesh, stopping)
     check_collector(cfg, collector, train, evaluations, policy, console)
-    algo.limits = Limits(cfg.sampling.max_new_tokens, engine.info.max_length)
+    algo.limits = LengthLimits(cfg.sampling.max_new_tokens, engine.info.max_length)
     schedule = Schedule.of(cfg.train, len(train))
     directory = directory or Run(Path())
     what = "answers" if collector.env is None else "steps"
