@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "heartbeat": set(),
     "mesh": {"types", "heartbeat"},
     "models": {"types", "mesh"},
-    "algos": {"types"},
+    "algos": {"types", "config", "settings"},
     "engine": {"types", "models"},
     "rollout": {"types", "mesh", "text", "envs", "rewards", "engine"},
     "evals": {"types", "rollout", "engine"},
@@ -108,5 +108,5 @@ def test_no_two_classes_have_the_same_name() -> None:
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 modules.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
-    modules.pop("Kind")  # twice within the engine
+    modules.pop("Kind", None)  # twice within the engine
     assert not {name: found for name, found in modules.items() if len(found) > 1}

@@ -153,7 +153,11 @@ def test_tapes_keeps_its_rollouts_and_trains_apart_against_a_larger_reference(
 
 def test_tapes_with_reinforce_keeps_group_normalised_advantages_and_limits_the_kl() -> None:
     algo = build_algorithm(settings("tapes", **{"algo.recipe": "reinforce"}))
-    assert (algo.policy_loss, algo.advantage, algo.aggregate) == ("reinforce", "group_norm", "token")
+    assert (algo.settings.policy_loss, algo.settings.advantage, algo.settings.aggregate) == (
+        "reinforce",
+        "group_norm",
+        "token",
+    )
     group = Group(Prompt("p", ()), [rollout(reward) for reward in (1.0, 0.0, -1.0, 0.0)])
     algo.credit([group])
     spread = (2 / 3) ** 0.5 + 1e-4  # of 1, 0, -1, 0
@@ -203,8 +207,9 @@ def test_single_file_asks_in_plain_text_and_keeps_the_entropy_up(tmp_path: Path)
     nums, target = first.prompt.fields["nums"], first.prompt.fields["target"]
     assert f"Make {target} from the numbers {nums}" in asked and asked.endswith("Step by step:\n<think>")
     algo = build_algorithm(settings("single_file"))
-    assert (algo.advantage, algo.aggregate, algo.updates, algo.rescore) == ("group_norm", "sequence", 4, True)
-    assert algo.needs_entropy and not algo.needs_reference
+    own = algo.settings
+    assert (own.advantage, own.aggregate, own.updates, own.rescore) == ("group_norm", "sequence", 4, True)
+    assert algo.needs.entropy_gradient and not algo.needs.reference
     entropy, bonus = seed.metrics("policy/entropy"), seed.metrics("loss/entropy")
     assert bonus == pytest.approx([-0.001 * nats for nats in entropy], rel=1e-3)
     assert {rollout.reward for rollout in seed.rollouts(1)} == {0.01}  # all alike: the bonus is all that moves it
@@ -248,7 +253,7 @@ def test_dr_grpo_divides_neither_by_the_std_nor_by_lengths(tmp_path: Path, data:
     assert len(spread) > 2 and any(seed.metrics("optim/grad_norm"))
     algo = build_algorithm(settings("dr_grpo"))
     assert algo.token_weights(torch.tensor([3, 300])).tolist() == pytest.approx([1 / (2 * 512)] * 2)
-    assert not algo.needs_reference and algo.updates == 1
+    assert not algo.needs.reference and algo.settings.updates == 1
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +286,8 @@ def test_simple_goes_on_from_a_warm_start_with_muon(chat: Path) -> None:
     moments = load_file(seed.path / "checkpoints" / "step-000002" / "optimizer.safetensors")
     assert any("momentum" in name for name in moments) and any("exp_avg" in name for name in moments)
     algo = build_algorithm(settings("simple"))
-    assert (algo.policy_loss, algo.aggregate, algo.updates) == ("reinforce", "token", 1) and not algo.needs_reference
+    own = algo.settings
+    assert (own.policy_loss, own.aggregate, own.updates) == ("reinforce", "token", 1) and not algo.needs.reference
 
 
 def test_gym_reinforce_shows_how_to_call_the_calculator(data: Path) -> None:

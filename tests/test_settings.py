@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from assay.config import MeasureConfig, TrainConfig
+from assay.config import AlgoConfig, MeasureConfig, TrainConfig
 from assay.settings import keys, load_settings, parse_overrides, to_toml
+from assay.train.components import build_algorithm
 from assay.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,8 +35,9 @@ def test_overrides_read_toml_values_strings_and_bare_switches() -> None:
     words = ["--a.b", "1", "--c=x/y z", "--flag", "--list", "['p', 'q']", "--low", "-3", "--some-key", "true"]
     expected = {"a.b": 1, "c": "x/y z", "flag": True, "list": ["p", "q"], "low": -3, "some_key": True}
     assert parse_overrides(words) == expected
-    for words in ("--algo.rescore", "--algo.rescore true"):  # also where nothing is the default
-        assert load(words).algo.rescore is True and load("").algo.rescore is None
+    for words in ("--algo.rescore", "--algo.rescore true"):
+        assert load(words).algo.rescore is True and load(words).algo.model_fields_set == {"rescore"}
+    assert load("").algo.model_fields_set == set()
 
 
 def test_short_forms_work_in_files_and_on_the_command_line(tmp_path: Path) -> None:
@@ -93,6 +95,20 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
     cfg = load_settings(TrainConfig, None, parse_overrides([*words, "--sampling.stop", '["\\n\\n"]']))
     assert cfg.task.args == {"odd key": [1, 2.5], "deep": {"x": 'q"uote'}} and cfg.sampling.stop == ["\n\n"]
     assert load("", write(tmp_path, to_toml(cfg))) == cfg
+
+
+def test_written_settings_leave_to_the_recipe_what_was_left_to_it(tmp_path: Path) -> None:
+    """Defaults that were written out would override those of the recipe when the file is read again."""
+    cfg = load("--algo.recipe dapo --algo.clip_low 0.2")
+    again = load("", write(tmp_path, to_toml(cfg)))
+    left = {"recipe", "clip_low", "reference", "refresh_reference", "reference_ema"}  # no recipe has a reference
+    assert again.algo.model_fields_set == left
+    assert complete(again).clip_high == complete(cfg).clip_high == 0.28
+    assert complete(load("--algo.clip_high 0.2", write(tmp_path, to_toml(cfg)))).clip_high == 0.2
+
+
+def complete(cfg: TrainConfig) -> AlgoConfig:
+    return build_algorithm(cfg).settings
 
 
 def test_every_setting_has_a_help_text() -> None:

@@ -29,7 +29,7 @@ from assay.runs.resolve import find_run
 from assay.settings import load_settings
 from assay.train import checkpoint
 from assay.train.build import inherit_replay, new_run, resume_run
-from assay.train.components import check_replays, sampling_params
+from assay.train.components import sampling_params
 from assay.train.replay import ReplayBuffer, version_of
 from assay.train.run import TrainingRun
 from assay.train.sources import Sampled
@@ -190,7 +190,7 @@ class Trainer(ABC):
     def learn(self, groups: list[Group]) -> dict[str, float]:
         """Train one step on groups with advantages, new or replayed, and give the engine the new weights."""
         if any(version_of(group) != self.step for group in groups):  # or of another run, whatever its number
-            check_replays(self.training.learner.algo)
+            self.training.learner.algo.check_replay()
         self._batch = groups
         return self.training.learner.update(groups, self.training.state) | self.training.sync()
 

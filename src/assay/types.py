@@ -122,6 +122,7 @@ class Rollout:
     reward: float = 0.0  # what the algorithm learns from: the verdict's reward after shaping
     advantage: float = 0.0
     token_advantages: list[float] | None = None  # of each token in the loss, where steps or tokens differ in credit
+    inputs: dict[str, list[float]] = field(default_factory=dict)  # per trained token, from a credit rule to the loss
     masked: bool = False  # a filter took it out of the loss (e.g. cut off at the length limit)
     cut_off: bool = False  # an environment's limit (steps, tokens, time, context) ended it
     following: list[int] | None = field(default=None, compare=False)  # tokens that this kept from it; in no file

@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +15,12 @@ from torch import Tensor
 from assay.algos.aggregate import AGGREGATES
 from assay.algos.algorithm import Algorithm
 from assay.algos.batch import LossBatch
-from assay.algos.importance import CORRECTIONS
+from assay.algos.component import Scorers
 from assay.algos.recipes import RECIPES, make_algorithm
 from assay.algos.sums import Sums, metrics
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
+
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 VOCAB, WIDTH = 7, 5
 
@@ -76,7 +77,7 @@ class Batch:
             ref_logprobs=cat(self.reference),
             engine_logprobs=cat(self.engine),
             lengths=repeats.tolist(),
-            marked=cat(self.marked).bool(),
+            inputs={"cov_mask": cat(self.marked).double()},
         )
 
     def run(self, algorithm: Algorithm, splits: list[list[int]]) -> tuple[float, Tensor, Sums]:
@@ -120,7 +121,7 @@ MORE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("seed", range(4))
 def test_loss_gradient_and_metrics_do_not_depend_on_the_split(recipe: str, seed: int) -> None:
     batch = Batch(seed)
-    algorithm = replace(with_everything_on(recipe if recipe in RECIPES else "grpo"), **MORE.get(recipe, {}))
+    algorithm = with_everything_on(recipe if recipe in RECIPES else "grpo").replace(**MORE.get(recipe, {}))
     whole, whole_gradient, whole_sums = batch.run(algorithm, [list(range(len(batch.lengths)))])
     for split_seed in range(4):
         splits = random_splits(len(batch.lengths), 100 * seed + split_seed)
@@ -215,28 +216,37 @@ def test_reinforce_pp_with_the_kl_in_the_reward() -> None:
     groups = [make_group("a", [(1, 2)]), make_group("b", [(0, 3)])]
     for rollout, own in zip(all_rollouts(groups), logprobs, strict=True):
         rollout.turns[0].completion.engine_logprobs = own
-    algorithm.credit(groups, reference)
+    algorithm.credit(groups, Scorers(lambda _: reference))
     first, second = (rollout.token_advantages or [] for rollout in all_rollouts(groups))
     assert [len(first), len(second)] == [2, 3]
     assert first + second == pytest.approx([(r - mean) / (std + 1e-4) for r in returns])
-    assert algorithm.needs_reference and algorithm.kl_by_token and not algorithm.needs_every_answer
+    assert algorithm.needs.reference and not algorithm.needs.every_rollout
     one = torch.ones(2)
     assert "loss/kl" not in algorithm.loss(LossBatch(-one, -one, one, one / 2)).sums.losses
 
 
 def test_what_an_earlier_policy_sampled_is_for_losses_that_weigh_it() -> None:
-    found = {name for name, algorithm in RECIPES.items() if algorithm.replays}
+    def replays(recipe: str, **changes: Any) -> bool:
+        try:
+            make_algorithm(recipe, **{"critic": False, **changes}).check_replay()
+        except UserError:
+            return False
+        return True
+
+    found = {recipe for recipe in RECIPES if replays(recipe)}
     assert found == {"grpo", "ppo", "dr_grpo", "dapo", "reinforce_pp", "cispo", "bnpo"}
-    assert not make_algorithm("grpo", rescore=True).replays  # its ratio starts from the policy as it is
+    assert not replays("grpo", rescore=True)  # its ratio starts from the policy as it is
     for recipe in RECIPES:  # trainer against engine: whoever sampled, and whenever
-        assert make_algorithm(recipe, correction="token_truncate").replays
-    assert make_algorithm("simple", policy_loss=lambda *given: (given[0], {})).replays  # it is given who sampled
+        assert replays(recipe, correction="token_truncate")
+    assert replays("simple", policy_loss=lambda *given: (given[0], {}))  # it is given who sampled
+    with pytest.raises(UserError, match="a critic gives credit to new answers only"):
+        make_algorithm("ppo").check_replay()
 
 
 def test_remax_takes_off_the_reward_of_the_greedy_answer() -> None:
     remax = make_algorithm("remax", max_new_tokens=10, soft_overlong_buffer=0.5)
     groups = [make_group("a", [(1, 3), (0, 3)]), make_group("b", [(0.25, 1)])]
-    remax.take_baselines(groups, [make_group("a", [(1, 3)]), make_group("b", [(1, 10)])])  # the latter is punished
+    remax.set_baselines(groups, [make_group("a", [(1, 3)]), make_group("b", [(1, 10)])])  # the latter is punished
     remax.credit(groups)
     assert [r.advantage for r in all_rollouts(groups)] == pytest.approx([0, -1, 0.25])
     assert [r.reward for r in all_rollouts(groups)] == [1, 0, 0.25]  # what is logged is not changed
@@ -281,7 +291,7 @@ def test_metrics_values() -> None:
 def test_mismatch_falls_back_to_behaviour_against_the_policy() -> None:
     zeros = torch.zeros(2)
     batch = LossBatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -2.3]), zeros, zeros)
-    found = metrics(RECIPES["simple"].loss(batch).sums)
+    found = metrics(make_algorithm("simple").loss(batch).sums)
     assert found["mismatch/logprob_abs_diff"] == pytest.approx(0.2)
     assert "policy/kl" not in found
     assert "policy/entropy" not in found
@@ -332,7 +342,7 @@ def test_masked_rollouts_stay_in_the_baseline() -> None:
 
 def test_keep_without_filters_keeps_all() -> None:
     groups = [make_group("a", [(1, 10), (1, 3)])]
-    assert RECIPES["grpo"].keep(groups) == (groups, [])
+    assert make_algorithm("grpo").keep(groups) == (groups, [])
     assert not groups[0].rollouts[0].masked
 
 
@@ -378,22 +388,22 @@ def test_what_a_loss_of_ones_own_gives_is_checked(given: Callable[[Tensor], obje
 @pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "dapo", "rloo", "simple", "gspo", "cispo", "gpg", "bnpo"])
 def test_one_sample_a_prompt_is_refused_early(recipe: str) -> None:
     with pytest.raises(UserError, match="raise samples"):
-        RECIPES[recipe].check_samples(1)
-    RECIPES[recipe].check_samples(2)
+        make_algorithm(recipe).check_samples(1)
+    make_algorithm(recipe).check_samples(2)
     for enough in ("reinforce", "reinforce_pp", "remax", "ppo"):
-        RECIPES[enough].check_samples(1)
+        make_algorithm(enough).check_samples(1)
 
 
 def test_rewards_must_be_finite() -> None:
     with pytest.raises(UserError, match=r"reward of a \(sample 1\) is nan"):
-        RECIPES["simple"].credit([make_group("a", [(1, 2), (math.nan, 2)])])
+        make_algorithm("simple").credit([make_group("a", [(1, 2), (math.nan, 2)])])
 
 
 def test_the_length_limit_is_asked_for() -> None:
     with pytest.raises(UserError, match="max_new_tokens"):
-        RECIPES["dr_grpo"].token_weights(torch.tensor([1, 2]))
+        make_algorithm("dr_grpo").token_weights(torch.tensor([1, 2]))
     with pytest.raises(UserError, match="max_new_tokens"):
-        RECIPES["dapo"].credit([make_group("a", [(1, 2), (0, 2)])])
+        make_algorithm("dapo").credit([make_group("a", [(1, 2), (0, 2)])])
 
 
 def test_ppo_clip_weighs_tokens_by_trainer_over_engine_without_a_correction() -> None:

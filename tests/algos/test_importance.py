@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.algos.importance import CORRECTIONS, correction, over_sequences, sequence_logprobs
+from assay.algos.importance import correction, over_sequences, sequence_logprobs
 from assay.algos.losses import ppo_clip
+
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 LENGTHS = [3, 1, 0, 5, 2]
 

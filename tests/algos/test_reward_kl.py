@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from assay.algos import make_algorithm
+from assay.algos import Scorers, make_algorithm
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 
@@ -38,15 +38,15 @@ def test_a_reference_that_blocks_a_sampled_token_is_named() -> None:
     groups, reference = make_groups()
     reference[1][0] = -math.inf
     with pytest.raises(UserError, match=r"the reference gives a token .* to 0 \(sample 1\) probability 0"):
-        make_algorithm("grpo", reward_kl_coef=0.3).credit(groups, reference)
+        make_algorithm("grpo", reward_kl_coef=0.3).credit(groups, Scorers(lambda _: reference))
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "rloo", "reinforce", "dr_grpo"])
 def test_an_answer_pays_for_all_of_its_tokens(recipe: str) -> None:
     groups, reference = make_groups()
     algo = make_algorithm(recipe, reward_kl_coef=0.3)
-    assert algo.needs_reference and algo.kl_in_reward and not algo.kl_in_loss
-    algo.credit(groups, reference)
+    assert algo.needs.reference and algo.needs.ref_logprobs_in_credit and not algo.needs.ref_logprobs_in_loss
+    algo.credit(groups, Scorers(lambda _: reference))
     place = 0
     for group in groups:
         for rollout in group.rollouts:
@@ -68,7 +68,9 @@ def test_an_answer_pays_for_all_of_its_tokens(recipe: str) -> None:
 @pytest.mark.parametrize("advantage", ["group_mean", "leave_one_out", "batch_mean", "none"])
 def test_a_token_pays_for_itself_and_those_after_it(advantage: str) -> None:
     groups, reference = make_groups(1)
-    make_algorithm("rloo", advantage=advantage, reward_kl_coef=0.3, reward_kl_per="token").credit(groups, reference)
+    make_algorithm("rloo", advantage=advantage, reward_kl_coef=0.3, reward_kl_per="token").credit(
+        groups, Scorers(lambda _: reference)
+    )
     every = [rollout for group in groups for rollout in group.rollouts]
     group_of = {id(rollout): group for group in groups for rollout in group.rollouts}
     for rollout, ref in zip(every, reference, strict=True):
@@ -103,7 +105,8 @@ def test_its_gradient_is_that_of_the_divergence() -> None:
             logprobs = torch.stack([log_first[a], log_second[a, b]])
             completion = Completion([a, b], logprobs.tolist(), logprobs.tolist(), Finish.STOP)
             rollout = Rollout(Prompt("p", ()), 0, [Turn([1], completion, "")], Verdict(0.0, Status.WRONG))
-            algo.credit([Group(rollout.prompt, [rollout])], [[float(ref_first[a]), float(ref_second[a, b])]])
+            ref = [[float(ref_first[a]), float(ref_second[a, b])]]
+            algo.credit([Group(rollout.prompt, [rollout])], Scorers(lambda _, ref=ref: ref))  # type: ignore[misc]
             advantages = torch.tensor(rollout.token_advantages or [rollout.advantage] * 2, dtype=torch.float64)
             loss = loss - joint[a, b].exp().detach() * (advantages * logprobs).sum()
         found = torch.autograd.grad(loss, theta, retain_graph=True)
@@ -116,7 +119,7 @@ def test_a_greedy_baseline_is_taken_off_all_the_same(per: str) -> None:
     for group in groups:
         group.baseline = 0.25
     for credited in (groups, plain):
-        make_algorithm("remax", reward_kl_coef=0.3, reward_kl_per=per).credit(credited, reference)
+        make_algorithm("remax", reward_kl_coef=0.3, reward_kl_per=per).credit(credited, Scorers(lambda _: reference))
     for one, other in zip(groups, plain, strict=True):
         for left, right in zip(one.rollouts, other.rollouts, strict=True):
             assert left.reward == right.reward and left.advantage == pytest.approx(right.advantage - 0.25)
@@ -133,7 +136,7 @@ def token_advantages(groups: list[Group]) -> list[list[float]]:
 def test_reinforce_pp_whitens_over_all_tokens(coef: float) -> None:
     """Against a loop over single tokens, with and without a KL in the reward."""
     groups, reference = make_groups(3)
-    make_algorithm("reinforce_pp", reward_kl_coef=coef).credit(groups, reference if coef else None)
+    make_algorithm("reinforce_pp", reward_kl_coef=coef).credit(groups, Scorers(lambda _: reference))
     returns = []
     for rollout, ref in zip([r for group in groups for r in group.rollouts], reference, strict=True):
         own = [p for turn in rollout.turns for p in turn.completion.engine_logprobs]
@@ -153,7 +156,7 @@ def test_advantages_are_continuous_as_the_price_goes_to_0(advantage: str, per: s
     for coef in (0.0, 1e-12):
         groups, reference = make_groups(4)
         algo = make_algorithm("reinforce_pp", advantage=advantage, reward_kl_coef=coef, reward_kl_per=per)
-        algo.credit(groups, reference if coef else None)
+        algo.credit(groups, Scorers(lambda _, ref=reference: ref))  # type: ignore[misc]
         found.append([value for values in token_advantages(groups) for value in values])
     assert found[0] == pytest.approx(found[1], abs=1e-8) and len(set(found[0])) > 1
 

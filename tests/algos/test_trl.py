@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.algos import Algorithm, LossBatch, make_algorithm
+from assay.algos import Algorithm, LossBatch, Scorers, make_algorithm
 from assay.algos.advantages import ADVANTAGES
-from assay.algos.entropy import EntropyControl
-from assay.algos.importance import CORRECTIONS
+from assay.algos.terms.entropy_bonus import EntropyControl
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
+
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 pytestmark = pytest.mark.peer
 LENGTHS, LIMIT = [4, 7, 1, 5, 2, 6], 9
@@ -244,7 +245,7 @@ def test_rloo_with_its_price_on_divergence(beta: float) -> None:
     each = zip(turns, rewards, strict=True)
     answers = [Rollout(prompt, i % 3, turn, Verdict(r, Status.OK)) for i, (turn, r) in enumerate(each)]
     algo = make_algorithm("rloo", max_new_tokens=LIMIT, reward_kl_coef=beta)
-    algo.credit([Group(prompt, answers[:3]), Group(prompt, answers[3:])], said if beta else None)
+    algo.credit([Group(prompt, answers[:3]), Group(prompt, answers[3:])], Scorers(lambda _: said))
     found = torch.tensor([answer.advantage for answer in answers], dtype=torch.float64)
     torch.testing.assert_close(found, rloo_prepared(rewards, tokens, beta).double(), atol=1e-5, rtol=0)
 

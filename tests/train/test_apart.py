@@ -6,7 +6,6 @@ import os
 import signal
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +178,7 @@ def updaters(**settings: Any) -> tuple[Updater, Apart]:
 
 
 def test_updates_give_the_same_weights_moments_metrics_faults_and_warnings(recwarn: pytest.WarningsRecorder) -> None:
-    algo = replace(make_algorithm("grpo", kl_coef=0.5, entropy_coef=0.01), updates=2)
+    algo = make_algorithm("grpo", kl_coef=0.5, entropy_coef=0.01, updates=2)
     here, apart = updaters(reference=tiny_decoder(seed=9).requires_grad_(False), token_budget=40)
     for lr, faults in ((1e-2, 0), (3e-3, 1)):
         groups = credited(algo)
@@ -216,8 +215,8 @@ def test_a_step_with_nothing_to_learn_starts_no_process(monkeypatch: pytest.Monk
 def with_loss(small: SmallRuns, name: str) -> tuple[Apart, Algorithm]:
     policy = tiny_decoder()
     path = own_loss(small, name)
-    algo = replace(make_algorithm("grpo"), policy_loss=load_object(path))
-    return Apart.of(Updater(policy, make_adamw(policy, 1e-2)), {"policy_loss": path}), algo
+    algo = make_algorithm("grpo", policy_loss=path, load=load_object)
+    return Apart.of(Updater(policy, make_adamw(policy, 1e-2))), algo
 
 
 def test_errors_and_warnings_of_the_other_process_are_raised_here(small: SmallRuns) -> None:
@@ -256,7 +255,7 @@ def test_a_budget_that_was_too_large_stays_smaller(small: SmallRuns) -> None:
         apart.update(credited(algo), algo, 1e-2)
     assert 0 < apart.token_budget < before
     here, _ = updaters()
-    here.update(credited(algo), replace(algo, policy_loss="ppo_clip"), 1e-2)
+    here.update(credited(algo), algo.replace(policy_loss="ppo_clip"), 1e-2)
     assert torch.allclose(weights_of(here.policy), weights_of(apart.policy), rtol=0, atol=1e-12)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,11 @@ from small_run import SmallRuns
 from torch import Tensor
 from train_parts import cramped, gradients_of, make_groups, tiny_decoder, weights_of
 
-from assay.algos import make_algorithm
-from assay.algos.gae import gae
+from assay.algos import Scorers, make_algorithm
+from assay.algos.gae import CriticCredit, gae
 from assay.algos.returns import token_rewards
-from assay.algos.reward_kl import log_ratios
-from assay.config import CriticConfig, TrainConfig
+from assay.algos.reward_kl import KLPenalties, log_ratios
+from assay.config import AlgoConfig, CriticConfig, TrainConfig
 from assay.mesh import Mesh, init_mesh
 from assay.models import Decoder
 from assay.models.collectives import whole
@@ -28,7 +27,7 @@ from assay.train.optim import make_adamw
 from assay.train.pack import Row, rows_of
 from assay.train.parallel import parallelise
 from assay.train.update import Updater
-from assay.types import Rollout
+from assay.types import Group, Rollout
 
 TRUNKS = ("separate", "shared")
 
@@ -40,6 +39,11 @@ def critic(token_budget: int = 10**6, policy: Decoder | None = None, **changes: 
         model.head.weight.copy_(torch.linspace(-1, 1, 16)[None])
         model.head.bias.fill_(0.3)
     return Critic(model, CriticConfig(lr=1e-2, **changes), token_budget)  # type: ignore[arg-type]
+
+
+def credit(own: Critic, groups: list[Group], penalties: KLPenalties | None = None) -> dict[str, float]:
+    """Advantages from its values, of rewards that have been set."""
+    return CriticCredit(AlgoConfig(critic=True), own.cfg).assign(groups, penalties, Scorers(values=own.values))
 
 
 @torch.no_grad()
@@ -55,7 +59,7 @@ def test_values_and_advantages_are_those_of_a_plain_pass(budget: int) -> None:
     groups = make_groups(tiny_decoder())
     rollouts = [r for group in groups for r in group.rollouts]
     rollouts[3].masked = True
-    own.credit(groups)
+    credit(own, groups)
     for rollout in rollouts:
         if rollout.masked:
             assert rollout.token_advantages is None
@@ -63,8 +67,8 @@ def test_values_and_advantages_are_those_of_a_plain_pass(budget: int) -> None:
         expected = gae(plain_values(own, Row.of(rollout)), token_rewards(rollout), 0.9, 0.95)
         assert rollout.token_advantages == pytest.approx(expected, abs=1e-10)
         assert rollout.advantage == pytest.approx(sum(expected) / len(expected))
-    returns = [v for _, row in own.lessons for v in row.returns or ()]
-    assert len(own.lessons) == len(rollouts) - 1 and max(returns) > min(returns)
+    returns = [value for rollout in rollouts for value in rollout.inputs.get("returns", ())]
+    assert sum(bool(rollout.inputs) for rollout in rollouts) == len(rollouts) - 1 and max(returns) > min(returns)
 
 
 @pytest.mark.parametrize("budget", [10**6, 30])
@@ -77,7 +81,7 @@ def test_an_episode_that_was_cut_off_is_worth_what_would_have_followed(budget: i
         rollouts[place].cut_off, rollouts[place].following = True, following
     for bootstrap in (True, False):
         own = critic(budget, bootstrap=bootstrap, normalise=False, gamma=0.9, gae_lambda=0.8)
-        own.credit(groups)
+        credit(own, groups)
         for place, rollout in enumerate(rollouts):
             after = 0.0
             if bootstrap and place in (3, 5):
@@ -89,8 +93,8 @@ def test_an_episode_that_was_cut_off_is_worth_what_would_have_followed(budget: i
             values = plain_values(own, Row.of(rollout))
             expected = gae(values, token_rewards(rollout), 0.9, 0.8, after)
             assert rollout.token_advantages == pytest.approx(expected, abs=1e-10)
-            row = own.rows()[id(rollout)]
-            assert row.values == pytest.approx(values) and len(row.returns or ()) == row.count == rollout.trained
+            assert rollout.inputs["values"] == pytest.approx(values)
+            assert len(rollout.inputs["returns"]) == rollout.trained
 
 
 def test_tokens_pay_one_by_one_for_their_divergence() -> None:
@@ -99,9 +103,8 @@ def test_tokens_pay_one_by_one_for_their_divergence() -> None:
     groups = make_groups(tiny_decoder())
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     reference = [[-0.1 * (place % 7) for place in range(rollout.length)] for rollout in rollouts]
-    algo.credit(groups, reference)
-    prices = [[0.3 * ratio for ratio in ratios] for ratios in log_ratios(groups, reference)]
-    own.credit(groups, prices)
+    algo.credit(groups, Scorers(lambda _: reference))
+    credit(own, groups, KLPenalties(log_ratios(groups, reference), 0.3))
     for rollout, ref in zip(rollouts, reference, strict=True):
         written = [p for turn in rollout.turns for p in turn.completion.engine_logprobs]
         rewards = [-0.3 * (p - r) for p, r in zip(written, ref, strict=True)]
@@ -113,7 +116,7 @@ def test_tokens_pay_one_by_one_for_their_divergence() -> None:
 
 def test_advantages_are_whitened_over_tokens() -> None:
     groups = make_groups(tiny_decoder())
-    critic().credit(groups)
+    credit(critic(), groups)
     every = torch.tensor([v for g in groups for r in g.rollouts for v in r.token_advantages or ()])
     assert float(every.mean()) == pytest.approx(0, abs=1e-6) and float(every.std()) == pytest.approx(1, abs=1e-6)
 
@@ -126,7 +129,7 @@ def test_whitened_advantages_are_exactly_zero_where_all_are_equal(reward: float)
     torch.nn.init.zeros_(own.model.head.bias)
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         rollout.reward = reward
-    own.credit(groups)
+    credit(own, groups)
     assert not any(value for g in groups for r in g.rollouts for value in r.token_advantages or ())
 
 
@@ -135,16 +138,16 @@ def test_neither_the_split_changes_what_is_learnt_nor_a_stop_what_follows(tmp_pa
     found = []
     for budget in (10**6, 25):
         own = critic(budget)
-        own.credit(groups)
-        losses = [own.learn()["critic/loss"] for _ in range(2)]
+        credit(own, groups)
+        losses = [own.learn(groups)["critic/loss"] for _ in range(2)]
         found.append((losses, torch.cat([p.detach().flatten() for p in own.model.parameters()])))
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-12) and (found[0][1] - found[1][1]).abs().max() < 1e-10
     own.save(tmp_path)
     again = critic(25)
     again.load(tmp_path)
     for one in (own, again):
-        one.credit(groups)
-        one.learn()
+        credit(one, groups)
+        one.learn(groups)
     pairs = zip(own.model.parameters(), again.model.parameters(), strict=True)
     assert all(torch.equal(left, right) for left, right in pairs)
 
@@ -156,11 +159,11 @@ def test_out_of_memory_it_goes_on_with_smaller_parts() -> None:
         own = critic(4096)
         own.model.trunk = cramped(room, seed=3)
         own.__post_init__()
-        own.credit(groups)
+        credit(own, groups)
         if room == 60:
             assert own.token_budget <= 60
             own.token_budget = 4096  # the pass that learns has to find it out, too
-        loss = own.learn()["critic/loss"]
+        loss = own.learn(groups)["critic/loss"]
         found.append((loss, torch.cat([p.detach().flatten() for p in own.model.parameters()])))
     assert own.token_budget <= 60
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-12) and (found[0][1] - found[1][1]).abs().max() < 1e-10
@@ -174,11 +177,10 @@ def test_on_the_policys_trunk_both_losses_go_through_it(budget: int) -> None:
     updater = Updater(policy, make_adamw(policy, 1e-2), critic=own, token_budget=budget)
     groups = make_groups(policy)
     groups[1].rollouts[0].masked = True
-    algo.credit(groups)
-    own.credit(groups)
+    algo.credit(groups, Scorers(values=own.values))
     with torch.no_grad():  # the head has moved on since, as in a second update
         own.model.head.weight.add_(0.03)
-    sums = updater._accumulate(rows_of(groups, algo, own.rows()), algo)
+    sums = updater._accumulate(rows_of(groups, algo), algo)
     found = both_gradients(own)
     updater._forget()
     assert all(weight.grad is None for weight in own.model.parameters())
@@ -202,12 +204,12 @@ def plain_losses(own: Critic, rollouts: list[Rollout]) -> dict[str, Tensor]:
     policy, tokens = own.model.trunk, sum(r.length for r in rollouts)
     gains, errors, clipped = [], [], 0
     for rollout in rollouts:
-        ids, lesson = rollout.token_ids, own.rows()[id(rollout)]
+        ids, told = rollout.token_ids, rollout.inputs
         hidden = policy.hidden(torch.tensor(ids), [len(ids)])
         logprobs = torch.log_softmax(policy.unembed(hidden), -1)
         places = [place for place, mask in enumerate(rollout.loss_mask) if mask]
-        told = zip(places, rollout.token_advantages or (), lesson.values or (), lesson.returns or (), strict=True)
-        for place, advantage, given, wanted in told:
+        numbers = zip(places, rollout.token_advantages or (), told["values"], told["returns"], strict=True)
+        for place, advantage, given, wanted in numbers:
             ratio = (logprobs[place - 1, ids[place]] - rollout.engine_logprobs[place]).exp()
             gains.append(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
             value = hidden[place - 1] @ own.model.head.weight[0] + own.model.head.bias[0]
@@ -223,11 +225,11 @@ def test_a_shared_trunk_is_moved_by_the_policys_optimizer_alone() -> None:
     own = critic(policy=policy)
     updater = Updater(policy, make_adamw(policy, 1e-2), critic=own)
     groups = make_groups(policy)
-    own.credit(groups)
+    credit(own, groups)
     before = weights_of(policy), own.model.head.weight.detach().clone()
     found = updater.update(groups, algo, 0.0)
     assert found["loss/value"] > 0 and weights_of(policy).equal(before[0])  # its rate is 0
-    assert not own.model.head.weight.equal(before[1]) and own.learn() == {}
+    assert not own.model.head.weight.equal(before[1]) and own.learn(groups) == {}
     assert set(own.model.own_parameters()) == {"head.weight", "head.bias"}
     updater.update(groups, algo, 1e-2)
     assert not weights_of(policy).equal(before[0])
@@ -240,9 +242,9 @@ def trained_on(
 
     After two the critic is saved in `folder`, and goes on as it lies in `source`.
     """
-    policy, algo = tiny_decoder(), make_algorithm("ppo", updates=2)
     critic_cfg = {"trunk": trunk, "lr": 1e-2, "bootstrap": True, "gae_lambda": 0.9}
     cfg = TrainConfig.model_validate({"critic": critic_cfg, "train": {"token_budget": 40}})
+    policy, algo = tiny_decoder(), make_algorithm("ppo", updates=2, critic_settings=cfg.critic)
     cfg.parallel.mode = mode  # type: ignore[assignment]
     own = make_critic(cfg, algo, policy, mesh, torch.float64)
     assert own is not None
@@ -254,8 +256,8 @@ def trained_on(
         groups = make_groups(tiny_decoder(), seed=step)
         groups[2].rollouts[1].masked = True
         groups[1].rollouts[0].cut_off, groups[1].rollouts[0].following = True, [7, 8, 9]
-        algo.credit(groups)
-        found.append(own.credit(groups) | updater.update(groups, algo, 1e-2) | own.learn())
+        told = algo.credit(groups, Scorers(values=own.values))
+        found.append(told | updater.update(groups, algo, 1e-2) | own.learn(groups))
         if step == 1:
             own.save(folder)
             own.optimizer.state.clear()
@@ -305,33 +307,35 @@ def test_train_recompute_holds_for_a_trunk_of_its_own() -> None:
         cfg = TrainConfig.model_validate({"critic": {"lr": 1e-2}, "train": {"recompute": recompute}})
         own = make_critic(cfg, make_algorithm("ppo"), tiny_decoder(), Mesh(), torch.float64)
         assert own is not None and own.model.trunk.recompute is recompute
-        own.credit(make_groups(tiny_decoder()))
-        own.learn()
+        groups = make_groups(tiny_decoder())
+        credit(own, groups)
+        own.learn(groups)
         found.append(torch.cat([p.detach().flatten() for p in own.model.parameters()]))
     assert (found[0] - found[1]).abs().max() < 1e-12
 
 
 def test_an_update_with_a_gradient_that_is_not_finite_is_skipped() -> None:
     own, groups = critic(clip=0.0), make_groups(tiny_decoder())
-    own.credit(groups)
-    own.lessons = [(r, replace(row, returns=[float("inf")] * row.count)) for r, row in own.lessons]
+    credit(own, groups)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        rollout.inputs["returns"] = [float("inf")] * rollout.trained
     before = weights_of(own.model.trunk), own.model.head.weight.detach().clone()
     with pytest.warns(UserWarning, match="4 of its updates were skipped"):
-        found = own.learn()
+        found = own.learn(groups)
     assert found["critic/skipped"] == 4.0 and not own.optimizer.state
     assert weights_of(own.model.trunk).equal(before[0]) and own.model.head.weight.equal(before[1])
-    own.credit(groups)
-    assert own.learn()["critic/skipped"] == 0.0 and not own.model.head.weight.equal(before[1])
+    credit(own, groups)
+    assert own.learn(groups)["critic/skipped"] == 0.0 and not own.model.head.weight.equal(before[1])
 
 
 def test_it_learns_what_answers_are_worth() -> None:
     own = critic(gae_lambda=1.0, clip=0.0, passes=1)
     groups = make_groups(tiny_decoder(), seed=2)
-    first = own.credit(groups)["critic/explained_variance"]
+    first = credit(own, groups)["critic/explained_variance"]
     for _ in range(150):
-        own.credit(groups)
-        own.learn()
-    assert first < 0.5 < 0.9 < own.credit(groups)["critic/explained_variance"]
+        credit(own, groups)
+        own.learn(groups)
+    assert first < 0.5 < 0.9 < credit(own, groups)["critic/explained_variance"]
 
 
 @pytest.fixture

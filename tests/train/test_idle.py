@@ -12,7 +12,7 @@ from assay.envs import make_env
 from assay.settings import load_settings, to_toml
 from assay.tasks import Task, make_task
 from assay.train.components import build_algorithm
-from assay.train.idle import idle_settings, risky_settings
+from assay.train.idle import risky_settings, unused_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +23,7 @@ def settings(file: Path | None = None, **changes: Any) -> TrainConfig:
 
 def idle(file: Path | None = None, task: Task | None = None, **changes: Any) -> list[str]:
     cfg = settings(file, **changes)
-    return list(idle_settings(cfg, build_algorithm(cfg), task))
+    return list(unused_settings(cfg, build_algorithm(cfg), task))
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda file: file.stem)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import torch
 from processes import start
 from safetensors.torch import load_file
 from small_run import SmallRuns
-from test_critic import critic
+from test_critic import credit, critic
 from test_update import CHANGES, algorithm, updater
 from torch import Tensor
 from train_parts import cramped, full_logprobs, give_logprobs, gradients_of, make_turn, tiny_decoder, tokens, weights_of
 
-from assay.algos import Algorithm, make_algorithm
+from assay.algos import Algorithm, Scorers, make_algorithm
 from assay.cli.main import main
 from assay.mesh import Mesh
 from assay.runs.rollouts import read_arrays, read_rollouts
@@ -147,13 +148,13 @@ def as_context(rollout: Rollout) -> Rollout:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_algorithm_takes_them_for_context(name: str) -> None:
-    algo = replace(algorithm(name), soft_overlong_buffer=0.0)  # the limit of lengths is one of all that was written
+    algo = algorithm(name).replace(soft_overlong_buffer=0.0)  # the limit of lengths is one of all that was written
     groups = episodes(SOME, seed=1)
     plain = [replace(group, rollouts=[as_context(rollout) for rollout in group.rollouts]) for group in groups]
     found = []
     for batch in (groups, plain):
         trained = updater(algo, token_budget=60)
-        algo.credit(batch, trained.ref_logprobs(batch, algo) if algo.kl_in_reward else None)
+        algo.credit(batch, Scorers(partial(trained.ref_logprobs, algo=algo)))
         found.append((trained.update(batch, algo, 1e-2), weights_of(trained.policy)))
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-12)
     assert found[0][0]["optim/grad_norm"] > 1e-4 and (found[0][1] - found[1][1]).abs().max() < 1e-12
@@ -166,12 +167,12 @@ def test_the_critic_learns_nothing_of_them() -> None:
         if rollout.turns[0].masked:
             rollout.reward -= rollout.turns[0].reward  # what came before any token in the loss
             rollout.turns[0].reward = 0.0
-    own.credit(groups)
-    lessons, advantages = own.rows(), {}
+    credit(own, groups)
+    advantages = {}
     for rollout in every(groups):
         places, ids = trained_places(rollout), torch.tensor(rollout.token_ids)
         if not places:
-            assert id(rollout) not in lessons and rollout.token_advantages is None
+            assert not rollout.inputs and rollout.token_advantages is None
             continue
         with torch.no_grad():
             hidden = own.model.trunk.hidden(ids, [len(ids)]) @ own.model.head.weight[0] + own.model.head.bias
@@ -182,13 +183,13 @@ def test_the_critic_learns_nothing_of_them() -> None:
         surprises = [r + 0.9 * values[i + 1] - values[i] for i, r in enumerate(rewards)]
         gained = [sum(0.72**k * s for k, s in enumerate(surprises[first:])) for first in range(len(places))]
         advantages[id(rollout)] = gained
-        assert lessons[id(rollout)].values == pytest.approx(values[:-1], abs=1e-10)
-        assert lessons[id(rollout)].returns == pytest.approx([v + g for v, g in zip(values, gained, strict=False)])
+        assert rollout.inputs["values"] == pytest.approx(values[:-1], abs=1e-10)
+        assert rollout.inputs["returns"] == pytest.approx([v + g for v, g in zip(values, gained, strict=False)])
     pooled = torch.tensor([value for gained in advantages.values() for value in gained], dtype=torch.float64)
     for rollout in (one for one in every(groups) if one.trained):
         expected = (torch.tensor(advantages[id(rollout)], dtype=torch.float64) - pooled.mean()) / pooled.std()
         assert rollout.token_advantages == pytest.approx(expected.tolist(), abs=1e-6)
-    assert own.learn()["critic/loss"] > 0
+    assert own.learn(groups)["critic/loss"] > 0
 
 
 NOTHING: dict[str, dict[str, Any]] = {
@@ -206,11 +207,11 @@ NOTHING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("recipe", NOTHING)
 def test_where_nothing_is_left_nothing_is_learnt(recipe: str) -> None:
     algo = make_algorithm(recipe, max_new_tokens=LIMIT, **NOTHING[recipe])
-    groups, _ = replace(algo, drop_zero_variance=False, resample=0).keep(episodes([(1,), (1, 1)]))
+    groups, _ = algo.replace(drop_zero_variance=False, resample=0).keep(episodes([(1,), (1, 1)]))
     trained, before = updater(algo), weights_of(tiny_decoder())
-    algo.credit(groups, trained.ref_logprobs(groups, algo) if algo.kl_in_reward else None)
     own = critic()
-    learnt = own.credit(groups) | own.learn() if algo.critic else {}
+    told = algo.credit(groups, Scorers(partial(trained.ref_logprobs, algo=algo), own.values))
+    learnt = {key: value for key, value in told.items() if key != "reward/kl"} | own.learn(groups)
     found = trained.update(groups, algo, 1e-2, passes=2)
     assert found == {"optim/lr": 1e-2, "optim/skipped": 1.0, "optim/non_finite": 0.0} and learnt == {}
     assert weights_of(trained.policy).equal(before)
@@ -237,7 +238,7 @@ def test_identical_rollouts_without_trained_tokens_are_scored_with_kl_in_the_rew
         assert logprobs == pytest.approx(
             [float(plain[place - 1, rollout.token_ids[place]]) for place, _ in trained_places(rollout)], abs=1e-12
         )
-    algo.credit(groups, trained.ref_logprobs(groups, algo))
+    algo.credit(groups, Scorers(partial(trained.ref_logprobs, algo=algo)))
     assert trained.update(groups, algo, 1e-2)["optim/grad_norm"] > 1e-4
 
 
@@ -277,13 +278,12 @@ def learnt(mesh: Mesh, algo: Algorithm) -> tuple[list[dict[str, float]], Tensor]
     reference = tiny_decoder(seed=9).requires_grad_(False)
     trained = updater(algo, token_budget=40, mesh=mesh)
     trained.reference = reference
-    own = replace(critic(40), mesh=mesh) if algo.critic else None
+    own = replace(critic(40), mesh=mesh) if algo.needs.values else None
     found = []
     for step in range(2):
         groups = episodes(seed=step)
-        algo.credit(groups, trained.ref_logprobs(groups, algo))
-        told = own.credit(groups) if own else {}
-        found.append(told | trained.update(groups, algo, 1e-2) | (own.learn() if own else {}))
+        told = algo.credit(groups, Scorers(partial(trained.ref_logprobs, algo=algo), own.values if own else None))
+        found.append(told | trained.update(groups, algo, 1e-2) | (own.learn(groups) if own else {}))
     return found, weights_of(trained.policy)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from small_run import SmallRuns
 from torch import Tensor
 from train_parts import full_logprobs, make_groups, tiny_decoder
 
-from assay.algos import make_algorithm
+from assay.algos import Scorers, make_algorithm
 from assay.config import AlgoConfig, TrainConfig
 from assay.models import Lora, add_lora, save_model
 from assay.models.lora import adapted_layers
@@ -260,7 +261,7 @@ def test_an_offloaded_reference_is_fetched_only_to_be_asked(
     updater = Updater(policy, make_adamw(policy, 1e-2), reference=reference, offload_reference=True)
     moved: list[object] = []
     monkeypatch.setattr(reference, "to", moved.append)
-    algo.credit(groups, updater.ref_logprobs(groups, algo))
+    algo.credit(groups, Scorers(partial(updater.ref_logprobs, algo=algo)))
     assert moved == [policy.device, "cpu"][:scoring]
     moved.clear()
     updater.update(groups, algo, 1e-3)

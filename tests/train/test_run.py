@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 
 import pytest
 from small_run import SmallRuns
 
 from assay.config import TrainConfig
+from assay.runs import checkpoints
 from assay.runs.console import Console
 from assay.settings import load_settings
 from assay.train.build import new_run
+from assay.train.checkpoint import read_state
 from assay.train.run import GC_THRESHOLD, TrainingRun, gc_threshold
 
 # As written by the first edition, where one record held the state of all components.
@@ -45,15 +48,23 @@ def test_garbage_collection_is_rare_inside_and_restored_afterwards(own: int, mea
 
 def make_run(tmp_path: Path) -> TrainingRun:
     small = SmallRuns(tmp_path)
-    return new_run(load_settings(TrainConfig, small.config, {"runs_dir": str(small.runs)}), Console(quiet=True))
+    settings = {"runs_dir": str(small.runs), "algo.entropy_target": 2.0, "algo.pass_rate_high": 0.9}
+    return new_run(load_settings(TrainConfig, small.config, settings), Console(quiet=True))
 
 
 def test_state_json_of_the_first_edition_is_divided_among_the_components(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.load_state_dict(FIRST_EDITION)
+    folder = checkpoints.folder(tmp_path, 2)
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps(FIRST_EDITION))
+    run.load_state_dict(read_state(tmp_path, 2, run.state_dict().keys()))
     assert (run.state.step, run.state.tokens, run.state.answers, run.state.skipped) == (2, 144, 18, 1)
-    assert run.source.prompts.cursor == 6 and run.source.pass_rates == {"abacus/train/3": [0.5, 1.0]}
-    assert run.learner.entropy_control == {"coef": 0.01, "entropy": 2.5}
-    assert run.state_dict() == FIRST_EDITION
+    assert run.source.prompts.cursor == 6 and run.learner.algo.pass_rates.rates == {"abacus/train/3": [0.5, 1.0]}
+    rest = {name: value for name, value in FIRST_EDITION.items() if name not in ("entropy_control", "pass_rates")}
+    algorithm = {
+        "entropy": FIRST_EDITION["entropy_control"],
+        "pass_rate": {"rates": FIRST_EDITION["pass_rates"]},
+    }
+    assert run.state_dict() == rest | {"algorithm": algorithm}
     run.load_state_dict({"step": 3})  # entries that an earlier version did not have yet
-    assert run.state.step == 3 and run.source.cursor == 0 and run.learner.entropy_control is None
+    assert run.state.step == 3 and run.source.cursor == 0

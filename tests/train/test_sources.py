@@ -136,7 +136,7 @@ def test_an_interrupted_step_leaves_state_and_cursor_as_they_were(
     source.next(state)
     saved, counts = source.state_dict(), (state.answers, state.tokens)
     assert state.answers == 9  # three greedy ones
-    monkeypatch.setattr(source.algo.__class__, "take_baselines", lambda *args: (_ for _ in ()).throw(Stopped(15)))
+    monkeypatch.setattr(source.algo.__class__, "set_baselines", lambda *args: (_ for _ in ()).throw(Stopped(15)))
     with pytest.raises(Stopped):
         source.next(state)
     assert source.state_dict() == saved and (state.answers, state.tokens) == counts
@@ -145,6 +145,6 @@ def test_an_interrupted_step_leaves_state_and_cursor_as_they_were(
 def test_pass_rates_decide_which_prompts_are_drawn(letters: JudgePool) -> None:
     source = make_source(letters, pass_rate_low=0.2, pass_rate_high=0.8)
     order = PromptStream(source.prompts.prompts, 3).next(24)
-    source.load_state_dict({"pass_rates": {prompt.id: [0.0, 1.0] for prompt in order[:10]}})
+    source.algo.load_state_dict({"pass_rate": {"rates": {prompt.id: [0.0, 1.0] for prompt in order[:10]}}})
     assert [group.prompt.id for group in source.next(RunState(step=1)).groups] == [p.id for p in order[10:13]]
-    assert source.update_pass_rates([], 2) == {"prompts/known": 10.0, "prompts/within_reach": 0.0}
+    assert source.algo.end_step(2, [], {}) == {"prompts/known": 10.0, "prompts/within_reach": 0.0}

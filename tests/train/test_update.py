@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 from train_parts import SPEC, cramped, full_logprobs, gradients_of, make_groups, tiny_decoder, weights_of
 
-from assay.algos import Algorithm, make_algorithm
-from assay.config import OptimConfig
+from assay.algos import Algorithm, Scorers, make_algorithm
+from assay.config import AlgoConfig, OptimConfig
 from assay.models.decoder import Decoder
 from assay.models.logprobs import LOGITS_AT_ONCE
 from assay.train.optim import make_adamw, make_optimizer
-from assay.train.pack import marked, rows_of
+from assay.train.pack import rows_of, with_step_inputs
 from assay.train.replay import mixed
 from assay.train.update import Updater, mini_batches
 from assay.types import Group, Prompt, UserError
@@ -62,19 +63,19 @@ def algorithm(name: str) -> Algorithm:
 
 def credited(algo: Algorithm, seed: int = 0) -> list[Group]:
     groups, _ = algo.keep(make_groups(tiny_decoder(), seed=seed))
-    algo.credit(groups, updater(algo).ref_logprobs(groups, algo) if algo.kl_in_reward else None)
+    algo.credit(groups, Scorers(partial(updater(algo).ref_logprobs, algo=algo)))
     return groups
 
 
 def updater(algo: Algorithm, **changes: Any) -> Updater:
     policy = tiny_decoder()
-    reference = tiny_decoder(seed=9).requires_grad_(False) if algo.needs_reference else None
+    reference = tiny_decoder(seed=9).requires_grad_(False) if algo.needs.reference else None
     return Updater(policy, make_adamw(policy, 1e-2, weight_decay=0.1), reference=reference, **changes)
 
 
 def outcome(updater: Updater, groups: Sequence[Group], algo: Algorithm) -> tuple[float, Tensor, Tensor]:
     """Loss, gradient and the weights after one step."""
-    rows = marked(rows_of(groups, algo), algo)
+    rows = with_step_inputs(rows_of(groups, algo), algo)
     sums = updater._accumulate(rows, algo)
     gradient = gradients_of(updater.policy)
     updater.step(rows, algo, 1e-2)
@@ -133,8 +134,8 @@ def plain_loss(every: list[Tensor], groups: Sequence[Group], ref: list[Tensor] |
                 term = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
                 if ref is not None:
                     gap = ref[index][place - 1][token] - row[token]
-                    term = term - algo.kl_coef * (gap.exp() - gap - 1)
-                terms.append(term + algo.entropy_coef * -(row.exp() * row).sum())
+                    term = term - algo.settings.kl_coef * (gap.exp() - gap - 1)
+                terms.append(term + algo.settings.entropy_coef * -(row.exp() * row).sum())
             answers.append(-torch.stack(terms).mean())
             index += 1
     return torch.stack(answers).mean()
@@ -193,11 +194,11 @@ def test_the_trainer_scores_answers_before_its_first_update() -> None:
         every = full_logprobs(trained.policy, rollout.token_ids)
         places = [place for place, mask in enumerate(rollout.loss_mask) if mask]
         expected = [float(every[place - 1, rollout.token_ids[place]]) for place in places]
-        assert row.trainer_logprobs == pytest.approx(expected, abs=1e-12)
+        assert row.inputs["trainer_logprobs"] == pytest.approx(expected, abs=1e-12)
     found = trained.update(groups, algo, 0.0)
     assert found["policy/ratio_max"] == pytest.approx(1.0, abs=1e-12) and found["policy/clip_fraction"] == 0
     assert found["mismatch/logprob_abs_diff"] > 0.1 and 0 < found["mismatch/held_fraction"] < 1
-    once = updater(algo).update(groups, replace(algo, updates=1), 0.0)  # needs no scores of its own
+    once = updater(algo).update(groups, algo.replace(updates=1), 0.0)  # needs no scores of its own
     assert once["policy/ratio_max"] == 1.0
     assert once["mismatch/weight"] == pytest.approx(found["mismatch/weight"], abs=1e-12)
 
@@ -290,11 +291,11 @@ def test_answers_without_an_advantage_are_left_out_and_change_nothing(name: str)
     for rollout, every, weight in zip(rollouts, each_alone(model, groups), weights, strict=True):
         for place in [place for place, bit in enumerate(rollout.loss_mask) if bit]:
             logprob = every[place - 1, rollout.token_ids[place]]
-            if algo.policy_loss == "reinforce":
+            if algo.settings.policy_loss == "reinforce":
                 total = total - weight * rollout.advantage * logprob
                 continue
             ratio = (logprob - rollout.engine_logprobs[place]).exp()
-            clipped = ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+            clipped = ratio.clamp(1 - algo.settings.clip_low, 1 + algo.settings.clip_high)
             total = total - weight * torch.minimum(ratio * rollout.advantage, clipped * rollout.advantage)
     total.backward()
     assert (gradients_of(trained.policy) - gradients_of(model)).abs().max() < 1e-12
@@ -319,7 +320,7 @@ def test_a_loss_of_ones_own_sees_answers_without_an_advantage_too() -> None:
     def entropic(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float, high: float):
         return -(advantages + 0.5) * logprobs, {}
 
-    algo = Algorithm(advantage="group_mean", policy_loss=entropic, aggregate="token")
+    algo = Algorithm(AlgoConfig(advantage="group_mean", policy_loss=entropic, aggregate="token"))
     groups = make_groups(tiny_decoder())
     for group in groups:
         for rollout in group.rollouts:

@@ -1,8 +1,27 @@
-"""Algorithms as small pure functions: filters, credit and losses, bundled by recipes; the trainer asks for no name."""
+"""Algorithms: filters, credit rules and loss terms that declare what they need, combined by recipes."""
 
 from assay.algos.algorithm import Algorithm
 from assay.algos.batch import LossBatch, LossOut
-from assay.algos.recipes import RECIPES, make_algorithm
+from assay.algos.component import LengthLimits, Needs, RunFacts, Scorers, TokenInput
+from assay.algos.loss_term import LossTerm, TermOutput, loss_term
+from assay.algos.recipes import RECIPES, complete_settings, make_algorithm
 from assay.algos.sums import Sums, metrics
 
-__all__ = ["RECIPES", "Algorithm", "LossBatch", "LossOut", "Sums", "make_algorithm", "metrics"]
+__all__ = [
+    "RECIPES",
+    "Algorithm",
+    "LengthLimits",
+    "LossBatch",
+    "LossOut",
+    "LossTerm",
+    "Needs",
+    "RunFacts",
+    "Scorers",
+    "Sums",
+    "TermOutput",
+    "TokenInput",
+    "complete_settings",
+    "loss_term",
+    "make_algorithm",
+    "metrics",
+]

@@ -1,9 +1,9 @@
-"""What a loss is asked about, and what it answers."""
+"""The input and output of a loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ class LossBatch:
     entropy: Tensor | None = None  # with gradient where there is an entropy bonus
     ref_logprobs: Tensor | None = None
     engine_logprobs: Tensor | None = None  # given where behaviour_logprobs are the trainer's, to measure the mismatch
-    lengths: Sequence[int] | None = None  # trained tokens of each sequence: given where whole ones are looked at
-    marked: Tensor | None = None  # bool: tokens to hold back, from Algorithm.marks
+    lengths: Sequence[int] | None = None  # trained tokens of each sequence, where `Needs.whole_sequences`
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # the `TokenInput`s of all terms, by name
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class LossOut:
 
 
 def sums_of(
-    batch: LossBatch, ratio: Tensor, total: Tensor, terms: dict[str, Tensor], per_token: dict[str, Tensor]
+    batch: LossBatch, losses: dict[str, Tensor], means: Mapping[str, Tensor], maxima: Mapping[str, Tensor]
 ) -> Sums:
-    """What can be added over micro-batches and ranks. The keys depend on the settings only, so empty batches fit too.
+    """Metrics that can be added over micro-batches and ranks. The keys depend on the settings only, not on the batch.
 
     `mismatch/*` compares trainer and engine on the same tokens. Where the behaviour log-probs are the engine's own, the
-    trainer's side is the policy as it is now, so it is pure mismatch at the first update after a rollout only.
+    trainer's side is the current policy, so only the first update after a rollout measures the mismatch alone.
     """
     with torch.no_grad():
         if batch.engine_logprobs is None:
@@ -47,16 +47,16 @@ def sums_of(
         else:
             trainer, engine = batch.behaviour_logprobs, batch.engine_logprobs
         difference = (trainer - engine).abs()
-        per_token = per_token | {
+        per_token = {
+            **means,
             "policy/logprob": batch.logprobs,
-            "policy/ratio_mean": ratio,
             "mismatch/logprob_abs_diff": difference,
-            "mismatch/kl": k3(engine, trainer),  # KL(engine || trainer): the engine is who sampled
+            "mismatch/kl": k3(engine, trainer),  # KL(engine || trainer): the engine is the sampler
         }
-        largest = {"policy/ratio_max": ratio, "mismatch/logprob_abs_diff_max": difference}
+        largest = {**maxima, "mismatch/logprob_abs_diff_max": difference}
         return Sums(
-            tokens=_precise(torch.ones_like(ratio)).sum(),
-            losses={key: _precise(value) for key, value in ({"loss/total": total} | terms).items()},
+            tokens=_precise(torch.ones_like(difference)).sum(),
+            losses={key: _precise(value) for key, value in losses.items()},
             per_token={key: _precise(values).sum() for key, values in per_token.items()},
             largest={key: torch.cat([_precise(values), values.new_zeros(1)]).max() for key, values in largest.items()},
         )

@@ -1,13 +1,17 @@
-"""What to leave out, or to discourage, before credit is given. All of these read what the judge and the engine said."""
+"""Filters and reward shaping, applied before credit is assigned: which rollouts, groups and prompts to learn from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from assay.algos.component import Component, LengthLimits, RunFacts, check_order
 from assay.algos.returns import compared_returns
-from assay.types import Group, Rollout
+from assay.config import AlgoConfig
+from assay.config.algorithm import OverlongConfig, PassRateConfig
+from assay.types import Group, Rollout, UserError
 
-PassRates = Mapping[str, Sequence[float]]  # by prompt: (running pass rate, step at which it was last tried)
+PassRates = Mapping[str, Sequence[float]]  # by prompt id: (running pass rate, step at which it was last tried)
 
 NEWS = 0.5  # weight of the latest group in a running pass rate
 
@@ -17,11 +21,101 @@ def verdict_reward(rollout: Rollout) -> float:
     return rollout.verdict.reward
 
 
+class OverlongFilter(Component):
+    """Penalises long answers, and masks truncated ones."""
+
+    def __init__(self, settings: OverlongConfig) -> None:
+        self.settings = settings
+
+    def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
+        if not self.settings.soft_overlong_buffer:
+            yield "algo.soft_overlong_buffer is 0", ["algo.soft_overlong_weight"]
+
+    def shape_rewards(self, groups: list[Group], limits: LengthLimits) -> None:
+        buffer, weight = self.settings.soft_overlong_buffer, self.settings.soft_overlong_weight
+        if not buffer:
+            return
+        if limits.max_new_tokens < 1:
+            raise UserError("the soft overlong punishment counts back from max_new_tokens: set it.")
+        soft_overlong(groups, limits.max_new_tokens, buffer, weight, limits.max_length)
+
+    def mask(self, groups: list[Group]) -> None:
+        if self.settings.mask_overlong:
+            mask_overlong(groups)
+
+
+class ZeroVarianceFilter(Component):
+    """Drops groups that have no gradient under a group baseline; new prompts may replace them."""
+
+    def __init__(self, settings: AlgoConfig) -> None:
+        self.settings = settings
+
+    @property
+    def rounds(self) -> int:
+        """Largest number of rounds of sampling in a step."""
+        return 1 + self.settings.resample
+
+    def check(self) -> None:
+        resample = self.settings.resample
+        if resample > 0 and not self.settings.drop_zero_variance:
+            raise UserError(
+                f"resample = {resample} refills dropped groups: set resample = 0, or drop_zero_variance = true."
+            )
+
+    def matches(self, group: Group) -> bool:
+        return has_zero_variance(group, self.settings.discount, self.settings.step_credit)
+
+    def split(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:
+        """(kept, dropped)"""
+        if not self.settings.drop_zero_variance:
+            return list(groups), []
+        return drop_zero_variance(groups, self.settings.discount, self.settings.step_credit)
+
+
+class PassRateFilter(Component):
+    """Skips prompts that are known to be too easy or too hard for the policy."""
+
+    name = "pass_rate"
+
+    def __init__(self, settings: PassRateConfig) -> None:
+        self.settings = settings
+        self.rates: dict[str, list[float]] = {}
+
+    @property
+    def active(self) -> bool:
+        return self.settings.pass_rate_low > 0 or self.settings.pass_rate_high < 1
+
+    def check(self) -> None:
+        check_order("pass_rate_low", self.settings.pass_rate_low, "pass_rate_high", self.settings.pass_rate_high)
+
+    def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
+        if not self.active:
+            yield "neither algo.pass_rate_low nor algo.pass_rate_high is set", ["algo.pass_rate_retry"]
+
+    def accepts(self, prompt_id: str, step: int) -> bool:
+        low, high = self.settings.pass_rate_low, self.settings.pass_rate_high
+        return within_reach(self.rates, prompt_id, step, low, high, self.settings.pass_rate_retry)
+
+    def end_step(self, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
+        if not self.active:
+            return {}
+        self.rates = with_results(self.rates, groups, step)
+        rates = [rate for rate, _ in self.rates.values()]
+        accepted = sum(self.settings.pass_rate_low <= rate <= self.settings.pass_rate_high for rate in rates)
+        return {"prompts/known": float(len(rates)), "prompts/within_reach": accepted / len(rates)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates} if self.active else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rates = {prompt_id: list(known) for prompt_id, known in state["rates"].items()}
+
+
 def has_zero_variance(group: Group, discount: float = 1.0, by_step: bool = False) -> bool:
-    """Whether max == min over the rewards of a group's verdicts: no sample is better than another.
+    """Whether max == min over the rewards of a group's verdicts.
 
     Rewards are taken as judged, before shaping: as in DAPO, lengths alone must not rescue an all-right group.
-    Where later rewards count less, or steps have credit of their own, the returns that are compared have to differ.
+    Where later rewards count less, or steps have their own credit, the returns that are compared have to differ.
     """
     judged = [(one, one.reward if one.verdict is None else one.verdict.reward) for one in group.rollouts]
     values = [value for one, whole in judged for value in compared_returns(one, whole, discount, by_step)]
@@ -31,7 +125,7 @@ def has_zero_variance(group: Group, discount: float = 1.0, by_step: bool = False
 def drop_zero_variance(
     groups: list[Group], discount: float = 1.0, by_step: bool = False
 ) -> tuple[list[Group], list[Group]]:
-    """(kept, dropped): a group in which all were judged alike has no winner to learn from."""
+    """(kept, dropped): a group in which all rollouts were judged alike teaches nothing to a group baseline."""
     kept: list[Group] = []
     dropped: list[Group] = []
     for group in groups:
@@ -40,17 +134,17 @@ def drop_zero_variance(
 
 
 def mask_overlong(groups: list[Group]) -> int:
-    """Take rollouts that were cut off out of the loss; their rewards still count in the baseline. Returns how many."""
-    cut_off = [rollout for group in groups for rollout in group.rollouts if rollout.truncated]
-    for rollout in cut_off:
+    """Exclude truncated rollouts from the loss; their rewards still count in the baseline. Returns how many."""
+    truncated = [rollout for group in groups for rollout in group.rollouts if rollout.truncated]
+    for rollout in truncated:
         rollout.masked = True
-    return len(cut_off)
+    return len(truncated)
 
 
 def soft_overlong(
     groups: list[Group], max_tokens: int, buffer: float, weight: float = 1.0, max_length: int = 0
 ) -> None:
-    """DAPO's soft punishment: nothing up to the last `buffer` (a fraction) of the limit, then down to -weight at it.
+    """DAPO's soft penalty: nothing up to the last `buffer` (a fraction) of the limit, then down to -weight at it.
 
     The limit of an answer is `max_tokens`, or what its contexts leave of a sequence of `max_length` tokens (0: any).
     Adds to `rollout.reward`, so rewards must have been set from the verdicts before.
@@ -64,9 +158,9 @@ def soft_overlong(
 
 
 def within_reach(rates: PassRates, prompt_id: str, step: int, low: float, high: float, retry: int) -> bool:
-    """Whether to try a prompt: it is new, its running pass rate lies within [low, high], or it is time for another try.
+    """Whether to try a prompt: it is new, its running pass rate is within [low, high], or it is due for another try.
 
-    `retry`: steps after which a prompt that was passed over gets one; 0: never.
+    `retry`: steps after which a skipped prompt is tried again; 0: never.
     """
     if prompt_id not in rates:
         return True
@@ -75,11 +169,11 @@ def within_reach(rates: PassRates, prompt_id: str, step: int, low: float, high: 
 
 
 def with_results(rates: PassRates, groups: Sequence[Group], step: int) -> dict[str, list[float]]:
-    """The rates after these groups: half of what was known, half of what is new."""
-    found = {prompt_id: list(known) for prompt_id, known in rates.items()}
+    """The rates after these groups: half the old rate, half the new one."""
+    updated = {prompt_id: list(known) for prompt_id, known in rates.items()}
     for group in groups:
         solved = sum(rollout.verdict is not None and rollout.verdict.correct for rollout in group.rollouts)
         new = solved / len(group.rollouts)
-        before = found[group.prompt.id][0] if group.prompt.id in found else new
-        found[group.prompt.id] = [before + NEWS * (new - before), float(step)]
-    return found
+        before = updated[group.prompt.id][0] if group.prompt.id in updated else new
+        updated[group.prompt.id] = [before + NEWS * (new - before), float(step)]
+    return updated

@@ -6,15 +6,16 @@ to be there in whole, so whatever uses these functions is never asked about a sl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # exp(20) is far outside any clip range, and float32 overflows at 88
+from assay.algos.batch import LossBatch
+from assay.algos.component import Component, Needs, RunFacts, check_order
+from assay.config.algorithm import ImportanceConfig
 
-RATIOS = ("token", "sequence")
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+MAX_LOG_RATIO = 20.0  # exp(20) is far outside any clip range, and float32 overflows at 88
 
 
 def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
@@ -55,3 +56,34 @@ def correction(
     outside = (ratio < low) | (ratio > high)
     held = ratio.clamp(low, high) if mode.endswith("truncate") else ratio.masked_fill(outside, 0.0)
     return held, outside
+
+
+class ImportanceCorrection(Component):
+    """Weights tokens by how much likelier the trainer finds them than the engine that sampled them."""
+
+    def __init__(self, settings: ImportanceConfig) -> None:
+        self.settings = settings
+
+    @property
+    def needs(self) -> Needs:
+        mode = self.settings.correction
+        return Needs(
+            trainer_logprobs=self.settings.rescore or mode is not None,
+            whole_sequences=mode is not None and mode.startswith("sequence"),
+        )
+
+    def check(self) -> None:
+        check_order("correction_low", self.settings.correction_low, "correction_high", self.settings.correction_high)
+
+    def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
+        if self.settings.correction is None:
+            yield "algo.correction is not set", ["algo.correction_low", "algo.correction_high"]
+
+    def apply(self, losses_N: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        mode = self.settings.correction
+        if mode is None:
+            return losses_N, {}
+        assert batch.engine_logprobs is not None, "needs.trainer_logprobs"
+        bounds = self.settings.correction_low, self.settings.correction_high
+        weight, held = correction(mode, batch.behaviour_logprobs, batch.engine_logprobs, *bounds, batch.lengths)
+        return weight * losses_N, {"mismatch/weight": weight, "mismatch/held_fraction": held}

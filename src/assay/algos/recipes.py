@@ -1,117 +1,154 @@
-"""Named bundles of settings, with the source of their defaults. A recipe is data: a new one needs no code."""
+"""Recipes: named settings, with the source of each value. A recipe is data: a new one needs no code."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any
 
-from assay.algos.algorithm import Algorithm
-from assay.algos.checks import pick
+from pydantic import ValidationError
 
-RECIPES: dict[str, Algorithm] = {
+from assay.algos.algorithm import Algorithm, no_paths
+from assay.algos.component import LengthLimits, Loader, require_name
+from assay.config import AlgoConfig, CriticConfig
+from assay.settings import explain
+from assay.types import UserError
+
+RECIPES: dict[str, dict[str, Any]] = {
     # Williams 1992, with the batch's mean reward as baseline: works with one sample a prompt.
-    "reinforce": Algorithm(advantage="batch_mean", policy_loss="reinforce", aggregate="token"),
+    "reinforce": {"advantage": "batch_mean", "policy_loss": "reinforce", "aggregate": "token"},
     # DeepSeekMath (arXiv 2402.03300): group mean and std, per-sequence means, one update a rollout, k3 with
     # coefficient 0.04. The clip range is PPO's 0.2. Later practice (TRL's default, DAPO, Dr. GRPO) drops the KL and
     # saves the reference model, so the coefficient is 0 here: set kl_coef = 0.04 for the paper's.
-    "grpo": Algorithm(
-        advantage="group_norm", policy_loss="ppo_clip", aggregate="sequence", clip_low=0.2, clip_high=0.2, kl="k3"
-    ),
+    "grpo": {
+        "advantage": "group_norm",
+        "policy_loss": "ppo_clip",
+        "aggregate": "sequence",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "kl": "k3",
+    },
     # PPO (arXiv 1707.06347) as language models are trained with it (InstructGPT, arXiv 2203.02155): a critic gives each
     # token its advantage, so one sample a prompt will do; clip 0.2, four mini-batches a rollout. The KL to a reference
     # is paid token by token within the reward: off here, reward_kl_coef above 0 turns it on. GAE's gamma and
     # lambda, and all else about the critic, are settings of their own.
-    "ppo": Algorithm(
-        advantage="none",
-        policy_loss="ppo_clip",
-        aggregate="token",
-        clip_low=0.2,
-        clip_high=0.2,
-        reward_kl_per="token",
-        critic=True,
-        updates=4,
-    ),
+    "ppo": {
+        "advantage": "none",
+        "policy_loss": "ppo_clip",
+        "aggregate": "token",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "reward_kl_per": "token",
+        "critic": True,
+        "updates": 4,
+    },
     # "Understanding R1-Zero-like training" (arXiv 2503.20783): GRPO without its two biases, the division by the group's
     # std and by each answer's length; the constant is the generation limit. No KL.
-    "dr_grpo": Algorithm(
-        advantage="group_mean", policy_loss="ppo_clip", aggregate="constant", clip_low=0.2, clip_high=0.2
-    ),
+    "dr_grpo": {
+        "advantage": "group_mean",
+        "policy_loss": "ppo_clip",
+        "aggregate": "constant",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+    },
     # DAPO (arXiv 2503.14476): clip-higher 0.2/0.28, token-level loss, no KL, dynamic sampling, soft punishment over the
     # last 4,096 of 20,480 tokens = 0.2 of the limit, weight 1. The final recipe punishes overlong answers rather than
     # masking them. Rounds of sampling: 10 in all in verl's script. The paper makes 16 updates from a rollout of 512
     # prompts; 4 keeps mini-batches useful with some dozens of prompts.
-    "dapo": Algorithm(
-        advantage="group_norm",
-        policy_loss="ppo_clip",
-        aggregate="token",
-        clip_low=0.2,
-        clip_high=0.28,
-        drop_zero_variance=True,
-        resample=9,
-        soft_overlong_buffer=0.2,
-        soft_overlong_weight=1.0,
-        updates=4,
-    ),
+    "dapo": {
+        "advantage": "group_norm",
+        "policy_loss": "ppo_clip",
+        "aggregate": "token",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "drop_zero_variance": True,
+        "resample": 9,
+        "soft_overlong_buffer": 0.2,
+        "soft_overlong_weight": 1.0,
+        "updates": 4,
+    },
     # Kool et al. 2019; Ahmadian et al. 2024 (arXiv 2402.14740): leave-one-out baseline, REINFORCE on whole sequences:
     # a sequence's log-probability is a sum over its tokens, and its length must not divide it. Constant aggregation
     # does that, up to a constant factor. Their KL sits in the reward (reward_kl_coef); it is off here.
-    "rloo": Algorithm(advantage="leave_one_out", policy_loss="reinforce", aggregate="constant"),
+    "rloo": {"advantage": "leave_one_out", "policy_loss": "reinforce", "aggregate": "constant"},
     # nanochat's chat_rl: "simplified GRPO": on-policy, reward minus group mean, token-level, no KL and no clip.
-    "simple": Algorithm(advantage="group_mean", policy_loss="reinforce", aggregate="token"),
+    "simple": {"advantage": "group_mean", "policy_loss": "reinforce", "aggregate": "token"},
     # REINFORCE++ (arXiv 2501.03262): advantages normalised over the whole batch, so that one sample a prompt will do,
     # and PPO's clip. Its KL to the reference is taken off the return of each token: off here, reward_kl_coef above 0
     # turns it on. Mean and std are those of all tokens, as in the authors' OpenRLHF and in verl. With several samples a
     # prompt the paper's "-baseline" is advantage = "group_mean_token_norm".
-    "reinforce_pp": Algorithm(
-        advantage="token_norm",
-        policy_loss="ppo_clip",
-        aggregate="token",
-        clip_low=0.2,
-        clip_high=0.2,
-        reward_kl_per="token",
-    ),
+    "reinforce_pp": {
+        "advantage": "token_norm",
+        "policy_loss": "ppo_clip",
+        "aggregate": "token",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "reward_kl_per": "token",
+    },
     # ReMax (arXiv 2310.10505): the reward of one greedy answer, which is not trained on, is the baseline. As in "rloo"
     # a sequence's log-probability is a sum over its tokens. Their KL sits in the reward, here off (reward_kl_coef).
-    "remax": Algorithm(advantage="none", policy_loss="reinforce", aggregate="constant", greedy_baseline=True),
+    "remax": {"advantage": "none", "policy_loss": "reinforce", "aggregate": "constant", "greedy_baseline": True},
     # GSPO (arXiv 2507.18071): the ratio of a whole sequence, clipped to 3e-4 and 4e-4, and four mini-batches a rollout
     # in the paper's runs. Ranges that narrow leave no room for engine and trainer to differ, hence the rescoring.
-    "gspo": Algorithm(
-        advantage="group_norm",
-        policy_loss="ppo_clip",
-        aggregate="sequence",
-        ratio="sequence",
-        clip_low=3e-4,
-        clip_high=4e-4,
-        rescore=True,
-        updates=4,
-    ),
+    "gspo": {
+        "advantage": "group_norm",
+        "policy_loss": "ppo_clip",
+        "aggregate": "sequence",
+        "ratio": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "rescore": True,
+        "updates": 4,
+    },
     # CISPO (MiniMax-M1, arXiv 2506.13585): clipped ratios as weights without a gradient, group-relative advantages,
     # token-level loss, no KL. The paper tunes the upper bound alone; a weight of at most 5 is what TRL recommends after
     # ScaleRL (arXiv 2510.13786). Several updates a rollout, or there is nothing to clip: 4 as in "dapo".
-    "cispo": Algorithm(
-        advantage="group_norm", policy_loss="cispo", aggregate="token", clip_low=1.0, clip_high=4.0, updates=4
-    ),
+    "cispo": {
+        "advantage": "group_norm",
+        "policy_loss": "cispo",
+        "aggregate": "token",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "updates": 4,
+    },
     # GPG (arXiv 2504.02546): the plain policy gradient with the group's mean as baseline and no division by its std;
     # what groups without a winner take away from the average is given back by a factor.
-    "gpg": Algorithm(advantage="group_mean_rescaled", policy_loss="reinforce", aggregate="token"),
+    "gpg": {"advantage": "group_mean_rescaled", "policy_loss": "reinforce", "aggregate": "token"},
     # BNPO (arXiv 2506.02864): rewards normalised by a Beta density that follows the batch. The rest is from the
     # authors' run.sh: clip 0.2 and 0.28, dual clip 10, and an answer's loss is the sum over its tokens, which is
     # "constant" up to a constant factor. (What TRL calls "bnpo" is an aggregation, here "token".)
-    "bnpo": Algorithm(
-        advantage="beta_norm",
-        policy_loss="ppo_clip",
-        aggregate="constant",
-        clip_low=0.2,
-        clip_high=0.28,
-        dual_clip=10.0,
-    ),
+    "bnpo": {
+        "advantage": "beta_norm",
+        "policy_loss": "ppo_clip",
+        "aggregate": "constant",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dual_clip": 10.0,
+    },
 }
 
 
-def make_algorithm(recipe: str, **overrides: Any) -> Algorithm:
-    """A recipe's algorithm with some settings changed; whatever is unknown or invalid is a UserError that names it."""
-    pick("recipe", recipe, RECIPES)
-    settings = [field.name for field in fields(Algorithm)]
-    for name in overrides:
-        pick("algorithm setting", name, settings)
-    return replace(RECIPES[recipe], **overrides)
+def complete_settings(recipe: str, **changes: Any) -> AlgoConfig:
+    """Defaults, overridden by the recipe, overridden by `changes`; unknown and invalid ones are a UserError."""
+    require_name("recipe", recipe, RECIPES)
+    if changes.get("updates") and changes.get("minibatch_size"):
+        raise UserError(
+            f"algo.updates = {changes['updates']} and algo.minibatch_size = {changes['minibatch_size']} both say how "
+            "a batch is split: leave out algo.updates, or set algo.minibatch_size = 0"
+        )
+    try:
+        return AlgoConfig.model_validate({**RECIPES[recipe], **changes, "recipe": recipe}, strict=True)
+    except ValidationError as error:
+        raise UserError(explain(error, AlgoConfig, "", {})) from None
+
+
+def make_algorithm(
+    recipe: str,
+    *,
+    max_new_tokens: int = 0,
+    max_length: int = 0,
+    critic_settings: CriticConfig | None = None,
+    load: Loader = no_paths,
+    **changes: Any,
+) -> Algorithm:
+    """A recipe's algorithm with some settings changed."""
+    limits = LengthLimits(max_new_tokens, max_length)
+    return Algorithm(complete_settings(recipe, **changes), critic_settings, limits, load)

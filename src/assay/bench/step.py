@@ -55,7 +55,7 @@ def measure_step(work: Workload, options: StepOptions) -> list[dict[str, Any]]:
     ours, theirs = Steps(), Steps()
     with benched_run(policy, work, options) as run:
         learner, facts = run.learner, dict[str, Any]()
-        if learner.algo.needs_reference:
+        if learner.algo.needs.reference:
             with tempfile.TemporaryDirectory(prefix="assay-reference-") as folder:
                 freeze_reference(learner.updater, run.cfg, Path(folder))
 
@@ -105,7 +105,7 @@ def one_step(run: BenchedRun, steps: Steps) -> list[Group]:
     assert not metrics["optim/skipped"], "an update was skipped"
     assert all(r.length == run.work.new for group in sampled.groups for r in group.rollouts), "an answer ended early"
     generation = sampled.seconds["generate"]
-    reference = reference_seconds(run, sampled.groups) if learner.algo.needs_reference else 0.0
+    reference = reference_seconds(run, sampled.groups) if learner.algo.needs.reference else 0.0
     steps.seconds.append(synced - start)
     steps.parts.append(
         {

@@ -80,12 +80,12 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace, cfg: TrainConfig) -> list[str]:
     """The recipes; whatever cannot work is said before anything is run."""
-    from assay.algos.checks import pick
-    from assay.algos.recipes import RECIPES
+    from assay.algos import RECIPES
+    from assay.algos.component import require_name
 
     recipes = list(dict.fromkeys(name.strip() for name in args.recipes.split(",") if name.strip()))
     for name in (*recipes, args.against):
-        pick("recipe", name, RECIPES)
+        require_name("recipe", name, RECIPES)
     if args.against not in recipes:
         raise UserError(f"{args.against} is not among --recipes {args.recipes}: add it, or name another with --against")
     if args.seeds < 1:

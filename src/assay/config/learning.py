@@ -1,4 +1,4 @@
-"""What is done with the answers: the algorithm, its critic and replay, the optimizer, the loop, the warm start."""
+"""How the policy learns from answers: critic, replay, optimizer, loop, warm start."""
 
 from __future__ import annotations
 
@@ -6,94 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from assay.config.kinds import Above0, Below1, Count, Finite, Fraction, NonNegative, Positive, Section
-
-
-class AlgoConfig(Section):
-    """The algorithm: a recipe, and what you change about it. Empty values mean the recipe's own."""
-
-    recipe: str = "grpo"
-    """reinforce, grpo, ppo, dr_grpo, dapo, rloo, simple, reinforce_pp, remax, gspo, cispo, gpg or bnpo"""
-    advantage: str | None = None
-    """group_mean, group_norm, leave_one_out, batch_mean, token_norm, beta_norm, none, ...: see docs/algorithms.md"""
-    policy_loss: str | None = None
-    """reinforce, ppo_clip or cispo"""
-    ratio: Literal["token", "sequence"] | None = None
-    """policy against sampler: of each token, or of the whole answer (the geometric mean of its tokens)"""
-    clip_low: Annotated[float, Field(ge=0)] | None = None
-    """how far below 1 the ratio may go"""
-    clip_high: Annotated[float, Field(ge=0)] | None = None
-    """how far above 1 the ratio may go"""
-    dual_clip: NonNegative | None = None
-    """largest ratio where the advantage is negative, e.g. 3 or 10 (ppo_clip); 0: none"""
-    rescore: bool | None = None
-    """ratios start from log-probabilities that the trainer computes before its first update, not from the engine's"""
-    correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
-    """weigh tokens or answers by trainer / engine: held within bounds, or left out outside of them; rescores"""
-    correction_low: NonNegative | None = None
-    """lower bound of that weight"""
-    correction_high: Annotated[float, Field(ge=0)] | None = None
-    """upper bound of that weight"""
-    aggregate: str | None = None
-    """what the loss averages over: token, sequence or constant (length)"""
-    kl: Literal["k1", "k2", "k3"] | None = None
-    """estimator of the divergence from the reference"""
-    kl_coef: NonNegative | None = None
-    """weight of that divergence in the loss; above 0 a reference model is kept"""
-    reward_kl_coef: NonNegative | None = None
-    """weight of log(policy / reference) that is taken off the reward; above 0 a reference model is kept"""
-    reward_kl_per: Literal["sequence", "token"] | None = None
-    """sequence: an answer pays for all of its tokens; token: each of them for itself and those after it"""
-    reference: str = ""
-    """model to stay close to, of any size, with the same tokenizer; empty: the policy when reinforcement began"""
-    refresh_reference: Count = 0
-    """make the policy as it is the reference every so many steps; 0: never"""
-    reference_ema: Below1 = 0.0
-    """after each step the reference is this part of itself and, for the rest, the policy, e.g. 0.99; 0: it stays"""
-    entropy_coef: Finite | None = None
-    """weight of an entropy bonus; with entropy_target, what it starts from"""
-    entropy_target: NonNegative | None = None
-    """entropy of a token below which that weight grows from step to step; above it the weight shrinks and rests"""
-    entropy_delta: NonNegative | None = None
-    """what the weight grows or shrinks by"""
-    cov: Literal["kl_cov", "clip_cov"] | None = None
-    """hold tokens back whose log-probability and advantage covary most: by a penalty, or out of the loss"""
-    cov_fraction: Fraction | None = None
-    """share of tokens that is held back"""
-    cov_coef: NonNegative | None = None
-    """kl_cov: weight of the penalty"""
-    cov_low: Finite | None = None
-    """clip_cov: least covariance of those it draws from"""
-    cov_high: Finite | None = None
-    """clip_cov: largest covariance of those it draws from"""
-    greedy_baseline: bool | None = None
-    """sample one greedy answer more a prompt and take its reward off the others'; it is not trained on"""
-    drop_zero_variance: bool | None = None
-    """leave out groups in which all rewards are equal"""
-    resample: Count | None = None
-    """rounds of new prompts drawn to replace such groups"""
-    pass_rate_low: Fraction | None = None
-    """prompts with a running pass rate below are passed over"""
-    pass_rate_high: Fraction | None = None
-    """prompts with a running pass rate above are passed over"""
-    pass_rate_retry: Count | None = None
-    """steps after which a prompt that was passed over gets another try; 0: none"""
-    mask_overlong: bool | None = None
-    """leave answers that were cut off out of the loss"""
-    soft_overlong_buffer: Fraction | None = None
-    """last part of the length limit over which a punishment grows, as a fraction of it; 0: none"""
-    soft_overlong_weight: NonNegative | None = None
-    """largest length punishment"""
-    critic: bool | None = None
-    """a critic gives tokens their advantages, in place of algo.advantage (PPO): see the critic section"""
-    discount: Fraction | None = None
-    """of rewards that come later in an episode, a step; 1: none"""
-    step_credit: bool | None = None
-    """each step of an episode has an advantage of its own, from the rewards that follow it"""
-    updates: Positive | None = None
-    """optimizer steps that each batch of rollouts is split into; 1 is on-policy"""
-    minibatch_size: Count | None = None
-    """groups (prompts with all their answers) per optimizer step, in place of algo.updates; 0: algo.updates decides"""
+from assay.config.kinds import Above0, Below1, Count, Fraction, NonNegative, Positive, Section
 
 
 class ReplayConfig(Section):

@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from assay.config.algorithm import AlgoConfig
 from assay.config.kinds import Section, Seed
-from assay.config.learning import AlgoConfig, CriticConfig, LoopConfig, OptimConfig, ReplayConfig, SftConfig
+from assay.config.learning import CriticConfig, LoopConfig, OptimConfig, ReplayConfig, SftConfig
 from assay.config.problems import EnvConfig, LoraConfig, ModelConfig, PromptConfig, RewardConfig, TaskConfig
 from assay.config.running import EngineConfig, EvalConfig, LogConfig, ParallelConfig, SamplingConfig, SaveConfig
 

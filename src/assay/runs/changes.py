@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from assay.config import TrainConfig
 from assay.runs import checkpoints
@@ -20,7 +21,8 @@ FIXED = (
 
 def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
     """The settings in which two configs differ, except for the run's name and folder."""
-    pairs = [(key, getter(one), getter(other)) for key, _ in keys(TrainConfig) for getter in [attrgetter(key)]]
+    trees = one.model_dump(), other.model_dump()
+    pairs = [(key, *(_value(tree, key) for tree in trees)) for key, _ in keys(TrainConfig)]
     return [key for key, left, right in pairs if left != right and key not in ("name", "runs_dir")]
 
 
@@ -77,6 +79,12 @@ def since_checkpoint(cfg: TrainConfig, run_path: Path, step: int) -> list[str]:
     return [f"{key} changed since step {step}: {change}" for key, change in describe(saved, cfg).items()]
 
 
+def _value(tree: dict[str, Any], key: str) -> Any:
+    """The value of a dotted key; None where it is unset and left to something else, such as the recipe."""
+    *sections, name = key.split(".")
+    return reduce(dict.__getitem__, sections, tree).get(name)
+
+
 def _text(cfg: TrainConfig, key: str) -> str:
-    value = attrgetter(key)(cfg)
+    value = _value(cfg.model_dump(), key)
     return "unset" if value is None else toml_value(value)

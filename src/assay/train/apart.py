@@ -13,7 +13,7 @@ import signal
 import subprocess
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -27,7 +27,6 @@ from assay.mesh import Mesh
 from assay.models import PolicyModel
 from assay.rewards.frames import receive, send
 from assay.rewards.fresh import command, ending
-from assay.rewards.importing import absolute_path
 from assay.train.pack import Row
 from assay.train.shelf import Shelf, Slot
 from assay.train.stopping import SIGNALS
@@ -55,7 +54,6 @@ def home_of_policy(cfg: TrainConfig, mesh: Mesh) -> torch.device:
 class Apart(Updater):
     """An `Updater` whose steps are made elsewhere: on the device of `mesh`, while its own tensors are on the CPU."""
 
-    own: Mapping[str, str] = field(default_factory=dict)  # functions of the user's in the algorithm, and their paths
     shelves: dict[str, Shelf] = field(init=False)
     trainer: TrainingProcess | None = field(init=False, default=None)
     spares: list[TrainingProcess] = field(init=False, default_factory=list)  # the next one, if it was started
@@ -65,8 +63,8 @@ class Apart(Updater):
         weakref.finalize(self, close_all, self.spares)
 
     @classmethod
-    def of(cls, updater: Updater, own: Mapping[str, str] | None = None) -> Apart:
-        return cls(**settings(updater), own=own or {})
+    def of(cls, updater: Updater) -> Apart:
+        return cls(**settings(updater))
 
     @contextmanager
     def working(self, reference: bool = False) -> Iterator[None]:
@@ -88,14 +86,14 @@ class Apart(Updater):
                 self.trainer = None
 
     def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
-        self.trainer = self.trainer or self._start(algo, algo.kl_in_loss)
+        self.trainer = self.trainer or self._start(algo, algo.needs.ref_logprobs_in_loss)
         result, self.faults, self.token_budget = self.trainer.ask("step", rows, lr)
         return result
 
     def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:
         if not rows:
             return []
-        self.trainer = self.trainer or self._start(algo, by == "reference" or algo.kl_in_loss)
+        self.trainer = self.trainer or self._start(algo, by == "reference" or algo.needs.ref_logprobs_in_loss)
         return self.trainer.ask("scores", rows, by)
 
     def _start(self, algo: Algorithm, with_reference: bool) -> TrainingProcess:
@@ -133,8 +131,6 @@ class Apart(Updater):
         names |= self._shelve(MOMENTS, moments(self.policy, self.optimizer))
         if reference is not None and reference is not self.policy:
             names |= self._shelve(REFERENCE, dict(reference.named_parameters()))
-        functions = {path: getattr(algo, key) for key, path in self.own.items()}
-        names |= {id(one): ("own", absolute_path(path)) for path, one in functions.items() if callable(one)}
         plain = Updater(**settings(self) | {"reference": reference})
         return named((plain, algo), names)
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from assay.algos import Sums
 from assay.rewards.frames import receive, send
 from assay.rewards.fresh import take_pipes
-from assay.rewards.importing import load_object
 from assay.train.apart import MOMENTS, WEIGHTS, moments
 from assay.train.faults import Fault
 from assay.train.memory import out_of_memory
@@ -132,7 +131,7 @@ class Naming(pickle.Unpickler):
 
     def persistent_load(self, key: tuple[Any, ...]) -> Any:
         if key not in self.found:  # a weight that several share stays one weight
-            self.found[key] = load_object(key[1]) if key[0] == "own" else self.fetched(*key)
+            self.found[key] = self.fetched(*key)
         return self.found[key]
 
     def fetched(self, kind: str, name: str, trained: bool | None) -> Tensor:

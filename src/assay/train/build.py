@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from assay.algos import LengthLimits
 from assay.config import TrainConfig
 from assay.engine.base import Engine
 from assay.mesh import Mesh
@@ -33,7 +33,7 @@ from assay.train.apart import Apart, home_of_policy
 from assay.train.critic import make_critic
 from assay.train.evaluation import RunEvaluator
 from assay.train.faults import check_loaded
-from assay.train.idle import idle_settings, risky_settings
+from assay.train.idle import risky_settings, unused_settings
 from assay.train.learner import Learner
 from assay.train.optim import make_optimizer
 from assay.train.parallel import parallelise
@@ -56,7 +56,7 @@ def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
     started = time.perf_counter()
     mesh = start_mesh(cfg)
     run = assemble(cfg, console, named_model(cfg, mesh), mesh, started)
-    if run.learner.algo.needs_reference:
+    if run.learner.algo.needs.reference:
         load_reference(run.learner.updater, cfg, run.tokenizer)
     inherit_replay(run)
     mesh.barrier()  # if one rank fails, all end before there is a run
@@ -82,7 +82,7 @@ def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRu
         check_loaded(run.learner.policy, step, path)
         run.resumed = step > 0 or run.state.unmeasured is None  # else it was stopped during its first evaluation
         run.recorder.started -= run.state.wall_s
-    if run.learner.algo.needs_reference:
+    if run.learner.algo.needs.reference:
         load_reference(run.learner.updater, cfg, run.tokenizer, path if run.resumed else None, run.state.step)
     if step is not None:
         load_tensors(run, step)
@@ -177,7 +177,7 @@ def assemble(
     algo = components.build_algorithm(cfg)
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task = components.build_problems(cfg.task, cfg.env)
-    for warning in (*idle_settings(cfg, algo, task), *risky_settings(cfg, algo)):
+    for warning in (*unused_settings(cfg, algo, task), *risky_settings(cfg, algo)):
         console.warn(warning)
     train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
@@ -195,7 +195,7 @@ def assemble(
     stopping = Stopping(cfg.save.grace_s, mesh)
     collector = components.build_collector(cfg, task, engine, renderer, mesh, stopping)
     check_collector(cfg, collector, train, evaluations, policy, console)
-    algo = replace(algo, max_length=engine.info.max_length)
+    algo.limits = LengthLimits(cfg.sampling.max_new_tokens, engine.info.max_length)
     schedule = Schedule.of(cfg.train, len(train))
     directory = directory or Run(Path())
     what = "answers" if collector.env is None else "steps"
@@ -244,7 +244,7 @@ def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torc
         dtype=dtype,
         mesh=mesh,
     )
-    return updater if cfg.train.process == "same" else Apart.of(updater, components.own_functions(cfg.algo))
+    return updater if cfg.train.process == "same" else Apart.of(updater)
 
 
 def shard_and_build_engine(

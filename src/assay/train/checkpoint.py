@@ -130,12 +130,22 @@ def read_state(run_path: Path, step: int, known: Collection[str]) -> dict[str, A
     """The content of state.json, whose entries must be `known` ones."""
     file = checkpoints.folder(run_path, step) / STATE
     try:
-        state = json.loads(file.read_text())
-        if unknown := sorted(dict(state).keys() - set(known)):
+        state = with_algorithm_state(dict(json.loads(file.read_text())))
+        if unknown := sorted(state.keys() - set(known)):
             raise ValueError(f"it has unknown entries: {', '.join(unknown)}")
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is not the state of a run ({error}): resume from another checkpoint") from error
     return state
+
+
+def with_algorithm_state(saved: dict[str, Any]) -> dict[str, Any]:
+    """Convert a state that was saved before the algorithm had a state of its own."""
+    rest = {name: value for name, value in saved.items() if name not in ("entropy_control", "pass_rates")}
+    if rest.keys() == saved.keys():
+        return saved
+    control, rates = saved.get("entropy_control"), saved.get("pass_rates")
+    algorithm = {"entropy": control, "pass_rate": {"rates": rates} if rates else None}
+    return rest | {"algorithm": {name: state for name, state in algorithm.items() if state}}
 
 
 def load_replay(run_path: Path, step: int, replay: ReplayBuffer) -> None:

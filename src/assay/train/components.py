@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ from assay.mesh import Mesh
 from assay.models import Decoder, PolicyModel, build_preset, load_model, pick_device, pick_dtype
 from assay.models.device import uses_triton
 from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix
-from assay.rewards.importing import load_object
+from assay.rewards.importing import load_object, normalized
 from assay.rollout import Collector, Limits
 from assay.runs.resolve import load_resolved, resolve_model
 from assay.tasks import Task, make_task
@@ -40,7 +39,6 @@ from assay.text.few_shot import few_shot_from_prompts, load_few_shot, read_text_
 from assay.train.stopping import Stopping
 from assay.types import Prompt, UserError
 
-OF_REFERENCE = ("reference", "refresh_reference", "reference_ema")  # settings that the algorithm need not know
 PRESET = "preset:"
 PRESET_LENGTH = 512
 COMPILED = 100_000_000  # parameters from which compiling pays for itself within some steps
@@ -232,49 +230,28 @@ def build_engine(
 
 
 def build_algorithm(cfg: TrainConfig) -> Algorithm:
-    """The recipe with the user's changes; advantage and policy_loss may be functions given by path."""
-    changes = cfg.algo.model_dump(exclude_none=True, exclude={"recipe", *OF_REFERENCE})
-    changes |= {key: load_object(path) for key, path in own_functions(cfg.algo).items()}
-    known = {f.name for f in fields(Algorithm)}
-    assert set(changes) <= known, set(changes) - known
-    if cfg.algo.updates and cfg.algo.minibatch_size:
-        raise UserError(
-            f"algo.updates = {cfg.algo.updates} and algo.minibatch_size = {cfg.algo.minibatch_size} both say how a "
-            "batch is split: leave out algo.updates, or set algo.minibatch_size = 0"
-        )
-    algo = make_algorithm(cfg.algo.recipe, max_new_tokens=cfg.sampling.max_new_tokens, **changes)
+    """The recipe with the user's changes. Code that they name by path is imported."""
+    changes = {name: getattr(cfg.algo, name) for name in cfg.algo.model_fields_set - {"recipe"}}
+    for name in ("advantage", "policy_loss"):
+        if isinstance(changes.get(name), str):
+            changes[name] = normalized(changes[name])
+    changes["terms"] = [normalized(path) for path in cfg.algo.terms]
+    algo = make_algorithm(
+        cfg.algo.recipe,
+        max_new_tokens=cfg.sampling.max_new_tokens,
+        critic_settings=cfg.critic,
+        load=load_object,
+        **changes,
+    )
     algo.check_samples(cfg.train.samples)
-    if moves(cfg.algo) and not algo.needs_reference:
-        raise UserError(
-            "algo.refresh_reference and algo.reference_ema move a reference: set algo.kl_coef or reward_kl_coef too"
-        )
-    if cfg.algo.refresh_reference and cfg.algo.reference_ema:
-        raise UserError("algo.refresh_reference and algo.reference_ema are both set: keep one of them")
     if cfg.replay.groups:
-        check_replays(algo)
+        algo.check_replay()
     return algo
-
-
-def check_replays(algo: Algorithm) -> None:
-    """Refuse to learn from what an earlier policy has sampled where nothing would weigh it as such."""
-    if algo.critic:
-        raise UserError("a critic gives credit to new answers only: set replay.groups = 0, or algo.critic = false")
-    if not algo.replays:
-        why = "algo.rescore forgets" if algo.rescore else f"algo.policy_loss = {algo.policy_loss!r} does not ask"
-        raise UserError(
-            f"{why} which policy sampled, so groups of earlier steps cannot be replayed: "
-            "set algo.correction = 'token_truncate', or algo.policy_loss = 'ppo_clip' without algo.rescore"
-        )
 
 
 def moves(cfg: AlgoConfig) -> bool:
     """Whether the reference changes as a run goes on."""
     return cfg.refresh_reference > 0 or cfg.reference_ema > 0
-
-
-def own_functions(cfg: AlgoConfig) -> dict[str, str]:
-    """The settings that name a function of the user's own, and its path."""
-    return {key: path for key in ("advantage", "policy_loss") if ":" in (path := getattr(cfg, key) or "")}
 
 
 def build_server(model: str, cfg: MeasureConfig, task: Task | None) -> tuple[Renderer, Engine]:

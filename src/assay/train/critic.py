@@ -1,4 +1,4 @@
-"""A critic: it learns what states are worth, and gives every token an advantage (PPO)."""
+"""A critic: a model of the values of states, and its updates. `assay.algos.gae` makes advantages of the values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,9 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from assay.algos import Algorithm
-from assay.algos.advantages import centred
-from assay.algos.gae import gae, value_loss
-from assay.algos.returns import token_rewards
+from assay.algos.gae import RETURNS, VALUES, value_loss
 from assay.config import CriticConfig, TrainConfig
 from assay.mesh import Mesh
 from assay.models import Decoder, PolicyModel
@@ -66,7 +64,6 @@ class Critic:
     token_budget: int
     dtype: torch.dtype = torch.float32
     mesh: Mesh = field(default_factory=Mesh)  # every rank is handed all answers of a step, and takes its share
-    lessons: list[tuple[Rollout, Row]] = field(default_factory=list)  # answers, and what they teach
 
     def __post_init__(self) -> None:
         fused = self.model.trunk.device.type in ("cuda", "cpu")
@@ -89,30 +86,9 @@ class Critic:
             for own, weight in zip(self.model.trunk.parameters(), policy.parameters(), strict=True):
                 own.copy_(weight)
 
-    def credit(self, groups: Sequence[Group], prices: Sequence[Sequence[float]] | None = None) -> dict[str, float]:
-        """Advantages of tokens in place of those of answers, from rewards that have been set; whitened if so set.
-
-        `prices`: of the tokens of each rollout, where they pay one by one for their divergence.
-        """
-        every = [rollout for group in groups for rollout in group.rollouts]
-        paid = [None] * len(every) if prices is None else prices
-        learns = [(one, price) for one, price in zip(every, paid, strict=True) if one.trained and not one.masked]
-        kept = [(one, token_rewards(one, price)) for one, price in learns]
-        rollouts = [rollout for rollout, _ in kept]
-        found = self.values([self._read(rollout) for rollout in rollouts])
-        returns = []
-        for (rollout, rewards), values in zip(kept, found, strict=True):
-            after = values.pop() if len(values) > rollout.trained else 0.0
-            rollout.token_advantages = gae(values, rewards, self.cfg.gamma, self.cfg.gae_lambda, after)
-            returns.append([value + more for value, more in zip(values, rollout.token_advantages, strict=True)])
-        if self.cfg.normalise:
-            whiten(rollouts)
-        for rollout in rollouts:
-            own = rollout.token_advantages or [0.0]
-            rollout.advantage = sum(own) / len(own)
-        learnt = zip(rollouts, found, returns, strict=True)
-        self.lessons = [(r, replace(Row.of(r), values=given, returns=wanted)) for r, given, wanted in learnt]
-        return quality([row for _, row in self.lessons])
+    def values(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
+        """Values of the states before each trained token of each rollout, and of the state after a bootstrapped one."""
+        return self.row_values([self._read(rollout) for rollout in rollouts])
 
     def _read(self, rollout: Rollout) -> Row:
         """What it values; with `bootstrap`, where a limit cut an episode off, also the state that would have followed.
@@ -125,11 +101,7 @@ class Critic:
         ids, trained = [*row.ids, *given, row.ids[0]], [*row.trained, *[0] * len(given), 1]
         return Row(ids, trained, [0.0] * len(ids), 0.0, 0.0)
 
-    def rows(self) -> dict[int, Row]:
-        """What each answer of the last `credit` teaches, by the identity of its rollout."""
-        return {id(rollout): row for rollout, row in self.lessons}
-
-    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+    def row_values(self, rows: Sequence[Row]) -> list[list[float]]:
         """Of the state before each token that each row trains. Ranks share the work, and every one gets all of it."""
         places = {id(row): place for place, row in enumerate(rows)}
 
@@ -148,8 +120,7 @@ class Critic:
 
     def loss(self, hidden: Tensor, part: MicroBatch) -> Tensor:
         """What it adds to the policy's loss of a micro-batch, weighted as that is; of the trunk's `hidden` states."""
-        assert part.values is not None and part.returns is not None, "credit comes first"
-        each = value_loss(self.model.values(hidden), part.values, part.returns, self.cfg.clip)
+        each = value_loss(self.model.values(hidden), *self._targets(part), self.cfg.clip)
         return self.cfg.coef * (part.weights * each).sum()
 
     def step(self, usable: bool = True) -> bool:
@@ -164,19 +135,19 @@ class Critic:
         self.optimizer.zero_grad(set_to_none=True)
         return finite
 
-    def learn(self) -> dict[str, float]:
-        """`passes` optimizer steps on what the last `credit` has told; nothing is left to do for a shared trunk."""
-        if not self.lessons or self.shared:
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+        """`passes` optimizer steps on the returns of these groups; a shared trunk has learnt them with the policy."""
+        rollouts = [one for group in groups for one in group.rollouts if one.trained and not one.masked]
+        if not rollouts or self.shared:
             return {}
-        rows = [row for _, row in self.lessons]
+        rows = [Row.of(rollout, inputs=(VALUES, RETURNS)) for rollout in rollouts]
         tokens = sum(row.count for row in rows)
 
         def accumulate() -> float:
             self.step(usable=False)
             total = 0.0
             for part in map(self._packed, self._shares(rows)):
-                assert part.values is not None and part.returns is not None
-                loss = value_loss(self._values(part), part.values, part.returns, self.cfg.clip).sum() / tokens
+                loss = value_loss(self._values(part), *self._targets(part), self.cfg.clip).sum() / tokens
                 loss.backward()
                 total += float(loss.detach())
             return total
@@ -227,6 +198,9 @@ class Critic:
             for kind, value in self.optimizer.state.get(weight, {}).items():
                 yield f"{name}|{kind}", value
 
+    def _targets(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
+        return part.inputs[VALUES.name], part.inputs[RETURNS.name]
+
     def _shares(self, rows: Sequence[Row]) -> list[list[Row]]:
         return share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, sharing=True)
 
@@ -240,32 +214,11 @@ class Critic:
         return self.model.values(before)
 
 
-def quality(rows: Sequence[Row]) -> dict[str, float]:
-    """How well values foretold returns, before anything is learnt from these: 1 is perfectly, 0 not at all."""
-    values = torch.tensor([v for row in rows for v in row.values or ()], dtype=torch.float64)
-    returns = torch.tensor([v for row in rows for v in row.returns or ()], dtype=torch.float64)
-    if not len(values):
-        return {}
-    spread = float(returns.var(correction=0))
-    explained = 1.0 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0
-    return {"critic/value_mean": float(values.mean()), "critic/explained_variance": explained}
-
-
-def whiten(rollouts: Sequence[Rollout]) -> None:
-    """Over all tokens: mean 0 and standard deviation 1."""
-    every = torch.tensor([v for r in rollouts for v in r.token_advantages or ()], dtype=torch.float64)
-    if len(every) < 2:
-        return
-    whitened = iter((centred(every) / (every.std() + 1e-8)).tolist())
-    for rollout in rollouts:
-        rollout.token_advantages = [next(whitened) for _ in rollout.token_advantages or ()]
-
-
 def make_critic(
     cfg: TrainConfig, algo: Algorithm, policy: PolicyModel, mesh: Mesh, dtype: torch.dtype
 ) -> Critic | None:
     """None where the algorithm has none. To be made before the policy is laid out or compiled."""
-    if not algo.critic:
+    if not algo.needs.values:
         return None
     shared = cfg.critic.trunk == "shared"
     limits = {

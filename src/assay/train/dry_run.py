@@ -48,7 +48,7 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         shown = run.demonstrations[: cfg.sft.batch]
         rows = solution_rows(shown, collector.renderer, learner.policy.max_length)
         yield f"warm start: {cfg.sft.steps} steps on solutions of up to {max(sum(row.trained) for row in rows)} tokens"
-    if learner.algo.needs_reference:
+    if learner.algo.needs.reference:
         load_reference(learner.updater, cfg, run.tokenizer)
     check_writable(Path(cfg.runs_dir))
     sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
@@ -76,7 +76,7 @@ def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: Engine, prompt
     reference_bytes = 4 if cfg.algo.reference_ema else compute_bytes
     other = updater.reference  # loaded by now if the settings name one
     reference_count = count if other is None else sum(p.numel() for p in other.parameters())
-    has_reference = learner.algo.needs_reference and not base_is_reference
+    has_reference = learner.algo.needs.reference and not base_is_reference
     engine_bytes = torch.finfo(engine.info.dtype).bits // 8
     sizes = {
         "weights, gradients, AdamW": 4.0 * count + 12.0 * trained,

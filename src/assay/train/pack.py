@@ -1,22 +1,22 @@
-"""Rollouts -> micro-batches: packed tokens with what the loss needs of each; weights are settled before any split."""
+"""Rollouts -> micro-batches: packed tokens and the inputs of the loss. Weights are computed before any split."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, islice
-from typing import Any
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from assay.algos import Algorithm
+from assay.algos import Algorithm, TokenInput
 from assay.models.device import upload
 from assay.types import Group, Rollout
 
 WORTH_SHARING = 0.1  # of all tokens: attention in two parts takes a little longer
+TRAINER_LOGPROBS = "trainer_logprobs"  # input: of the trainer before its first update, where these are needed
 PIECES = 4  # that a data-parallel rank gets at least, where there are rows enough
 
 
@@ -29,12 +29,9 @@ class Row:
     behaviour_logprobs: list[float]  # of the sampler, aligned with ids
     advantage: float
     weight: float  # of each of its trained tokens in the loss of the whole batch
-    # Of the trained tokens only, where an algorithm asks for them:
-    trainer_logprobs: list[float] | None = None  # of the trainer before its first update
-    advantages: list[float] | None = None  # in place of the one for all: of steps or tokens with credit of their own
-    marked: list[bool] | None = None  # what the loss holds back
-    values: list[float] | None = None  # of the states before them, by a critic when it gave credit
-    returns: list[float] | None = None  # what that critic is to learn of these states
+    # Of the trained tokens only:
+    advantages: list[float] | None = None  # in place of the one for all: of steps or tokens with their own credit
+    inputs: Mapping[str, Sequence[float]] = field(default_factory=dict)  # whatever the algorithm asks for, by name
 
     @cached_property
     def prompt(self) -> tuple[int, ...]:
@@ -53,14 +50,19 @@ class Row:
     @property
     def sampled_logprobs(self) -> list[float]:
         """Of the trained tokens: the trainer's where they are known, else the sampler's."""
-        if self.trainer_logprobs is not None:
-            return self.trainer_logprobs
+        if TRAINER_LOGPROBS in self.inputs:
+            return list(self.inputs[TRAINER_LOGPROBS])
         return [logprob for logprob, trained in zip(self.behaviour_logprobs, self.trained, strict=True) if trained]
 
     @classmethod
-    def of(cls, rollout: Rollout, weight: float = 0.0) -> Row:
+    def of(cls, rollout: Rollout, weight: float = 0.0, inputs: Sequence[TokenInput] = ()) -> Row:
+        """With those of the inputs that are computed from a rollout."""
         known = rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, rollout.advantage
-        return cls(*known, weight, advantages=rollout.token_advantages)
+        values = {one.name: one.of_rollout(rollout) for one in inputs if one.from_rollout is not None}
+        return cls(*known, weight, advantages=rollout.token_advantages, inputs=values)
+
+    def with_input(self, name: str, values: Sequence[float]) -> Row:
+        return replace(self, inputs={**self.inputs, name: values})
 
 
 @dataclass
@@ -75,28 +77,31 @@ class MicroBatch:
     advantages: Tensor  # [M]
     weights: Tensor  # [M]
     trained_lengths: list[int]  # trained tokens of the sequences, none of which is split over micro-batches
-    trainer_logprobs: Tensor | None = None  # [M]
-    marked: Tensor | None = None  # [M] bool
-    values: Tensor | None = None  # [M]
-    returns: Tensor | None = None  # [M]
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # [M] each
 
 
-def rows_of(groups: Sequence[Group], algo: Algorithm, known: Mapping[int, Row] | None = None) -> list[Row]:
+def rows_of(groups: Sequence[Group], algo: Algorithm) -> list[Row]:
     """One row for each rollout that has a gradient, weighted over all of them.
 
-    Masked rollouts, and those with nothing but masked turns, have none. Neither have those with advantage 0 where the
-    loss is made of advantages alone (ours are, a user's own may not be): leaving them out changes nothing but the time.
-    In a step where half the groups are solved by all or by none, that is half of it.
-    `known`: rows that are there already, by the identity of their rollouts.
+    Masked rollouts, and those with nothing but masked turns, have none. Neither have those with advantage 0, unless the
+    algorithm needs every rollout: leaving them out changes nothing but the time. In a step where half the groups are
+    solved by all or by none, that is half of it.
     """
-    known = known or {}
+    needs, inputs = algo.needs, algo.inputs
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([0 if rollout.masked else rollout.trained for rollout in rollouts])
     rows = []
     for rollout, length, weight in zip(rollouts, lengths.tolist(), algo.token_weights(lengths).tolist(), strict=True):
-        if length and (rollout.learns or algo.needs_every_answer):
-            row = known.get(id(rollout))
-            rows.append(replace(row, weight=weight) if row else Row.of(rollout, weight))
+        if length and (rollout.learns or needs.every_rollout):
+            rows.append(Row.of(rollout, weight, inputs))
+    return rows
+
+
+def with_step_inputs(rows: list[Row], algo: Algorithm) -> list[Row]:
+    """The rows of an optimizer step with the inputs that are computed from all of them."""
+    for one in algo.inputs:
+        if one.from_rows is not None:
+            rows = [row.with_input(one.name, own) for row, own in zip(rows, one.of_rows(rows), strict=True)]
     return rows
 
 
@@ -152,20 +157,9 @@ def share_rows(
 
 
 def blank_like(row: Row) -> Row:
-    """A single token and nothing to learn; it knows as much as other rows do, for ranks have to ask for the same."""
-    known = ("trainer_logprobs", "advantages", "marked", "values", "returns")
-    nothing: dict[str, Any] = {name: None if getattr(row, name) is None else [] for name in known}
-    return Row(row.ids[:1], [0], [0.0], 0.0, 0.0, **nothing)
-
-
-def marked(rows: list[Row], algo: Algorithm) -> list[Row]:
-    """The rows of an optimizer step with which of their tokens the loss holds back, given all of them."""
-    if algo.cov is None:
-        return rows
-    logprobs = chain.from_iterable(row.sampled_logprobs for row in rows)
-    advantages = chain.from_iterable(row.token_advantages for row in rows)
-    marks = iter(algo.marks(list(logprobs), list(advantages)))
-    return [replace(row, marked=list(islice(marks, row.count))) for row in rows]
+    """A single token and nothing to learn; it has the same inputs as other rows, as all ranks compute the same loss."""
+    advantages: list[float] | None = None if row.advantages is None else []
+    return Row(row.ids[:1], [0], [0.0], 0.0, 0.0, advantages, {name: [] for name in row.inputs})
 
 
 def shared_tokens(rows: Sequence[Row]) -> list[int]:
@@ -186,26 +180,20 @@ def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = t
     def each_token(values: list[float]) -> Tensor:  # by numpy: torch would wake all its threads for it
         return upload(torch.from_numpy(np.repeat(np.array(values), counts)).to(dtype), device)
 
-    def own(values: Sequence[Sequence[float] | None], dtype: torch.dtype = dtype) -> Tensor | None:
-        """None where the algorithm did not ask; rows that ranks are filled up with have no tokens."""
-        known = [one for one in values if one is not None]
-        return upload(torch.from_numpy(joined(known, np.float64)).to(dtype), device) if known else None
+    def own(values: Sequence[Sequence[float]]) -> Tensor:
+        return upload(torch.from_numpy(joined(values, np.float64)).to(dtype), device)
 
     by_token = any(row.advantages is not None for row in rows)
-    advantages = own([row.token_advantages for row in rows]) if by_token else None
     return MicroBatch(
         ids=upload(torch.from_numpy(joined([row.ids for row in rows], np.int64)), device),
         lengths=[len(row.ids) for row in rows],
         shared=shared_tokens(rows),
         trained=torch.from_numpy(trained),
         behaviour_logprobs=upload(behaviour.to(dtype), device),
-        advantages=each_token([row.advantage for row in rows]) if advantages is None else advantages,
+        advantages=own([r.token_advantages for r in rows]) if by_token else each_token([r.advantage for r in rows]),
         weights=each_token([row.weight for row in rows]),
         trained_lengths=counts,
-        trainer_logprobs=own([row.trainer_logprobs for row in rows]),
-        marked=own([row.marked for row in rows], torch.bool),
-        values=own([row.values for row in rows]),
-        returns=own([row.returns for row in rows]),
+        inputs={name: own([row.inputs[name] for row in rows]) for name in rows[0].inputs},
     )
 
 

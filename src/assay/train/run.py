@@ -97,7 +97,7 @@ class TrainingRun:
         """End a step that has sampled `sampled` and trained on `batch`: write files; evaluate and save when due."""
         groups, step = sampled.all_groups, self.state.step
         metrics = {**metrics, **rollout_metrics(sampled, self.learner.algo)}
-        metrics |= self.source.update_pass_rates(groups, step)
+        metrics |= self.learner.algo.end_step(step, groups, metrics)
         self.recorder.write_rollouts(step, groups)
         self.recorder.write_faults(self.state, batch, self.learner.updater.faults)
         self._end_step(metrics)
@@ -186,7 +186,7 @@ class TrainingRun:
         self._measure_and_log("before")
         if not trains:
             self._warm_start()
-        elif learner.algo.needs_reference:
+        elif learner.algo.needs.reference:
             freeze_reference(learner.updater, self.cfg, self.directory.path)
         if learner.critic is not None:
             learner.critic.start_from(learner.policy)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from assay.algos import Algorithm
-from assay.config import SftConfig
+from assay.config import AlgoConfig, SftConfig
 from assay.text import Renderer
 from assay.train.faults import diagnosis, hopeless
 from assay.train.optim import make_adamw, rate
@@ -18,7 +18,7 @@ from assay.train.update import Updater
 from assay.types import Prompt, UserError
 
 # Minus the mean log-probability of the solution's tokens is REINFORCE with an advantage of 1.
-IMITATION = Algorithm(advantage="none", policy_loss="reinforce", aggregate="token")
+IMITATION = Algorithm(AlgoConfig(advantage="none", policy_loss="reinforce", aggregate="token"))
 
 
 def warm_start(

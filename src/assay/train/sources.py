@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from assay.algos import Algorithm
-from assay.algos.filters import with_results, within_reach
 from assay.config import TrainConfig
 from assay.rollout import Collector
 from assay.train.components import sampling_params
@@ -69,8 +68,6 @@ class GroupSource(Protocol):
 
     def next(self, state: RunState) -> Sampled: ...
 
-    def update_pass_rates(self, groups: Sequence[Group], step: int) -> dict[str, float]: ...
-
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None: ...
@@ -93,7 +90,6 @@ class OnPolicySource:
         self.params = sampling_params(cfg.sampling, cfg.train.samples)
         self.stopping = stopping
         self.cursor = prompts.cursor  # after the last complete step: an interrupted one is sampled again
-        self.pass_rates: dict[str, list[float]] = {}  # by prompt id: running pass rate, and the step of the last try
 
     def next(self, state: RunState) -> Sampled:
         """Sample `train.prompts` groups. Dropped groups are replaced, for as many rounds as the algorithm allows."""
@@ -103,11 +99,11 @@ class OnPolicySource:
         self.collector.seconds.clear()
         sampled, baselines = Sampled([]), list[Group]()
         seen: Counter[str] = Counter()
-        for _ in range(1 + self.algo.resample):
+        for _ in range(self.algo.sampling_rounds):
             prompts = self._draw(self.prompts_per_step - len(sampled.groups), state.step)
             judged = self.collector.collect(prompts, self.params, (self.seed, state.step), seen=seen)
             kept, dropped = self.algo.keep(judged)
-            if self.algo.greedy_baseline and kept:
+            if self.algo.needs.greedy_rollouts and kept:
                 baselines += self._sample_greedy_baselines(kept, state.step)
             sampled.groups += kept
             sampled.dropped += dropped
@@ -122,21 +118,18 @@ class OnPolicySource:
         return sampled
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """The next prompts of the train split, in the run's order, without regard to pass rates."""
+        """The next prompts of the train split, in the run's order, whether the algorithm accepts them or not."""
         prompts = self.prompts.next(count)
         self.cursor = self.prompts.cursor
         return prompts
 
     def _draw(self, count: int, step: int) -> list[Prompt]:
-        """The next prompts, skipping those known to be too easy or too hard; after skipping a whole epoch, any."""
-        if not self.algo.chooses_prompts:
-            return self.prompts.next(count)
-        bounds = self.algo.pass_rate_low, self.algo.pass_rate_high, self.algo.pass_rate_retry
+        """The next prompts that the algorithm accepts; after skipping a whole epoch, any."""
         drawn: list[Prompt] = []
         skipped = 0
         while len(drawn) < count:
             (prompt,) = self.prompts.next(1)
-            if skipped >= len(self.prompts.prompts) or within_reach(self.pass_rates, prompt.id, step, *bounds):
+            if skipped >= len(self.prompts.prompts) or self.algo.accepts_prompt(prompt.id, step):
                 drawn.append(prompt)
             else:
                 skipped += 1
@@ -146,24 +139,14 @@ class OnPolicySource:
         """Sample one greedy answer per prompt; only its reward is used, as the baseline of the group."""
         greedy = replace(self.params, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         answers = self.collector.collect([group.prompt for group in groups], greedy, (self.seed, step))
-        self.algo.take_baselines(groups, answers)
+        self.algo.set_baselines(groups, answers)
         return answers
 
-    def update_pass_rates(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """Update the running pass rates with the groups of a step; return the metrics of the curriculum."""
-        if not self.algo.chooses_prompts:
-            return {}
-        self.pass_rates = with_results(self.pass_rates, groups, step)
-        rates = [rate for rate, _ in self.pass_rates.values()]
-        within = sum(self.algo.pass_rate_low <= rate <= self.algo.pass_rate_high for rate in rates)
-        return {"prompts/known": float(len(rates)), "prompts/within_reach": within / len(rates)}
-
     def state_dict(self) -> dict[str, Any]:
-        return {"cursor": self.cursor, "pass_rates": self.pass_rates}
+        return {"cursor": self.cursor}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.cursor = self.prompts.cursor = saved.get("cursor", 0)
-        self.pass_rates = saved.get("pass_rates", {})
 
 
 def count_answers(groups: Sequence[Group]) -> int:

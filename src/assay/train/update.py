@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from assay.algos import Algorithm, LossBatch, Sums, metrics
+from assay.algos.gae import RETURNS
 from assay.mesh import Mesh
 from assay.models import PolicyModel
 from assay.models.logprobs import token_logprobs, token_loss
@@ -22,7 +23,7 @@ from assay.train.critic import Critic
 from assay.train.faults import Fault, examine
 from assay.train.memory import fitted
 from assay.train.optim import clip_gradients, set_rate
-from assay.train.pack import MicroBatch, Row, marked, pack, rows_of, share_rows
+from assay.train.pack import TRAINER_LOGPROBS, MicroBatch, Row, pack, rows_of, share_rows, with_step_inputs
 from assay.train.parallel import sum_gradients
 from assay.types import Group
 
@@ -55,12 +56,11 @@ class Updater:
     def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
         """`passes` times over the groups, each time one optimizer step per mini-batch."""
         self.faults = []
-        known = self.critic.rows() if self.critic else {}
-        parts = [rows_of(part, algo, known) for part in mini_batches(groups, algo.update_count(len(groups)))]
-        with self.working(algo.kl_in_loss):
-            if algo.rescores and len(parts) * passes > 1:
+        parts = [rows_of(part, algo) for part in mini_batches(groups, algo.update_count(len(groups)))]
+        with self.working(algo.needs.ref_logprobs_in_loss):
+            if algo.needs.trainer_logprobs and len(parts) * passes > 1:
                 parts = [self.rescored(rows, algo) for rows in parts]
-            parts = [marked(rows, algo) for rows in parts]
+            parts = [with_step_inputs(rows, algo) for rows in parts]
             steps = [self.step(rows, algo, lr) for _ in range(passes) for rows in parts if rows]
         if not steps:
             return {"optim/lr": lr, "optim/skipped": 1.0, "optim/non_finite": 0.0}
@@ -74,8 +74,8 @@ class Updater:
 
     def rescored(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
         """Rows with the trainer's own log-probabilities, before the first step."""
-        found = self.scores(rows, algo, "trainer")
-        return [replace(row, trainer_logprobs=values) for row, values in zip(rows, found, strict=True)]
+        scores = self.scores(rows, algo, "trainer")
+        return [row.with_input(TRAINER_LOGPROBS, values) for row, values in zip(rows, scores, strict=True)]
 
     def ref_logprobs(self, groups: Sequence[Group], algo: Algorithm) -> list[list[float]]:
         """What the reference says of each token of each rollout that is in the loss."""
@@ -129,25 +129,26 @@ class Updater:
         return sum(self._backward(part, algo) for part in parts)  # type: ignore[return-value]
 
     def _backward(self, part: MicroBatch, algo: Algorithm) -> Sums:
-        ref_logprobs = self._ref_logprobs(part) if algo.kl_in_loss else None
+        needs = algo.needs
+        ref_logprobs = self._ref_logprobs(part) if needs.ref_logprobs_in_loss else None
         sums: list[Sums] = []
         values: list[Tensor] = []
 
         def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
             sampled = part.behaviour_logprobs[at]
-            # In the only step on a batch the trainer is still the one that it was before it.
-            own = logprobs.detach() if part.trainer_logprobs is None else part.trainer_logprobs[at]
+            inputs = {name: values[at] for name, values in part.inputs.items()}
+            own = inputs.get(TRAINER_LOGPROBS, logprobs.detach())  # they are equal in the only step on a batch
             out = algo.loss(
                 LossBatch(
                     logprobs=logprobs,
-                    behaviour_logprobs=own if algo.rescores else sampled,
+                    behaviour_logprobs=own if needs.trainer_logprobs else sampled,
                     advantages=part.advantages[at],
                     weights=part.weights[at],
-                    entropy=entropy if algo.needs_entropy else entropy.detach(),
+                    entropy=entropy if needs.entropy_gradient else entropy.detach(),
                     ref_logprobs=None if ref_logprobs is None else ref_logprobs[at],
-                    engine_logprobs=sampled if algo.rescores else None,
-                    lengths=part.trained_lengths if algo.needs_sequences else None,
-                    marked=None if part.marked is None else part.marked[at],
+                    engine_logprobs=sampled if needs.trainer_logprobs else None,
+                    lengths=part.trained_lengths if needs.whole_sequences else None,
+                    inputs=inputs,
                 )
             )
             sums.append(out.sums)
@@ -167,8 +168,8 @@ class Updater:
                 loss,
                 self.temperature,
                 shared=part.shared,
-                whole=algo.needs_sequences,
-                also=value_loss if self.critic and part.returns is not None else None,
+                whole=needs.whole_sequences,
+                also=value_loss if self.critic and RETURNS.name in part.inputs else None,
             )
         total.backward()
         found: Sums = sum(sums)  # type: ignore[assignment]
@@ -183,7 +184,7 @@ class Updater:
         return self._logprobs(self.policy, part)
 
     def _ref_logprobs(self, part: MicroBatch) -> Tensor:
-        assert self.reference is not None, "an algorithm with a KL term needs a reference model"
+        assert self.reference is not None, "needs.reference: there is no reference model"
         with adapters_off(self.reference):
             return self._logprobs(self.reference, part)
 

@@ -1,4 +1,4 @@
-"""Entropy: the controller step by step, and covariances against plain loops."""
+"""Covariances of log-probabilities and advantages, against plain loops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from assay.algos.entropy import EntropyControl, clip_cov, covariances, kl_cov
+from assay.algos.covariance import clip_cov, covariances, kl_cov
 
 
 def tokens(count: int = 200, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,14 +56,3 @@ def test_clip_cov_draws_from_those_within_bounds() -> None:
 @pytest.mark.parametrize("choose", [kl_cov, clip_cov])
 def test_no_tokens_have_no_marks(choose) -> None:
     assert choose(torch.zeros(0), torch.zeros(0), 0.1, 0.0, 1.0).tolist() == []
-
-
-def test_the_bonus_grows_below_the_target_and_rests_above_it() -> None:
-    control = EntropyControl(0.0)
-    seen = []
-    for entropy in (0.5, 0.19, 0.2, 0.1, 0.3, 0.15):
-        control = control.after(entropy, 0.2, 0.005)
-        seen.append((round(control.coef, 6), round(control.applied(0.2), 6)))
-    assert seen == [(0, 0), (0.005, 0.005), (0.01, 0.01), (0.015, 0.015), (0.01, 0), (0.015, 0.015)]
-    assert EntropyControl(0.999).after(0.0, 0.2, 0.005).coef == 1.0
-    assert EntropyControl(0.3).applied(0.2) == 0.3  # nothing measured yet

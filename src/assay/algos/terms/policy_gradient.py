@@ -1,0 +1,100 @@
+"""The policy gradient: a policy loss of each token, weighted and restrained by what the settings add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from assay.algos.batch import LossBatch
+from assay.algos.component import Loader, Needs, RunFacts, TokenInput, find_function
+from assay.algos.covariance import CovarianceControl
+from assay.algos.importance import ImportanceCorrection, importance_ratio, sequence_logprobs
+from assay.algos.loss_term import LossTerm, TermOutput, check_per_token, loss_term
+from assay.algos.losses import LOSSES, ON_POLICY, dual_clip
+from assay.config import AlgoConfig
+from assay.types import UserError
+
+
+@loss_term
+class PolicyGradient(LossTerm[AlgoConfig]):
+    name, section, order = "policy", AlgoConfig, 0
+
+    def __init__(self, settings: AlgoConfig, load: Loader) -> None:
+        super().__init__(settings, load)
+        self.function = find_function("policy_loss", settings.policy_loss, LOSSES, load)
+        self.correction = ImportanceCorrection(settings)
+        self.modifiers = (self.correction, CovarianceControl(settings))
+
+    @property
+    def needs(self) -> Needs:
+        own = Needs(
+            whole_sequences=self.settings.ratio == "sequence",
+            every_rollout=self.settings.policy_loss not in LOSSES,  # a user's loss may not be one of advantages alone
+        )
+        for modifier in self.modifiers:
+            own |= modifier.needs
+        return own
+
+    @property
+    def inputs(self) -> Sequence[TokenInput]:
+        return [one for modifier in self.modifiers for one in modifier.inputs]
+
+    def check(self) -> None:
+        if 0 < self.settings.dual_clip <= 1:
+            raise UserError(f"dual_clip = {self.settings.dual_clip} must be above 1, e.g. 3, or 0 for none.")
+        for modifier in self.modifiers:
+            modifier.check()
+
+    def check_replay(self) -> None:
+        settings = self.settings
+        if settings.correction is not None or not (settings.rescore or settings.policy_loss in ON_POLICY):
+            return
+        why = (
+            "algo.rescore forgets" if settings.rescore else f"algo.policy_loss = {settings.policy_loss!r} does not ask"
+        )
+        raise UserError(
+            f"{why} which policy sampled, so groups of earlier steps cannot be replayed: "
+            "set algo.correction = 'token_truncate', or algo.policy_loss = 'ppo_clip' without algo.rescore"
+        )
+
+    def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
+        if self.settings.policy_loss != "ppo_clip":
+            yield "algo.policy_loss is not ppo_clip", ["algo.dual_clip"]
+        for modifier in self.modifiers:
+            yield from modifier.unused(run)
+
+    def warnings(self, run: RunFacts) -> Iterator[str]:
+        if run.updates > 1 and self.settings.policy_loss in ON_POLICY:
+            yield (
+                f"algo.policy_loss = {self.settings.policy_loss!r} has no ratio: all but the first of {run.updates} "
+                "updates a step learn from answers of an earlier policy, uncorrected; set algo.updates = 1 "
+                "(and algo.minibatch_size = 0) and train.passes = 1, or algo.policy_loss = 'ppo_clip'"
+            )
+
+    def per_token(self, batch: LossBatch) -> TermOutput:
+        settings, logprobs, behaviour = self.settings, batch.logprobs, batch.behaviour_logprobs
+        if settings.ratio == "sequence":
+            assert batch.lengths is not None, "needs.whole_sequences"
+            logprobs = sequence_logprobs(logprobs, behaviour, batch.lengths)
+        given = self.function(logprobs, behaviour, batch.advantages, settings.clip_low, settings.clip_high)
+        losses_N, stats = _checked(given, len(batch.logprobs))
+        means = {f"policy/{name}": values for name, values in stats.items()}
+        if settings.dual_clip and settings.policy_loss == "ppo_clip":
+            losses_N, means["policy/dual_clip_fraction"] = dual_clip(losses_N, batch.advantages, settings.dual_clip)
+        for modifier in self.modifiers:
+            losses_N, more = modifier.apply(losses_N, batch)
+            means |= more
+        ratio = importance_ratio(logprobs.detach(), behaviour)
+        return TermOutput(losses_N, means | {"policy/ratio_mean": ratio}, {"policy/ratio_max": ratio})
+
+
+def _checked(given: Any, tokens: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Losses and statistics as a loss function returned them, which may be the user's."""
+    if not (isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], Mapping)):
+        raise UserError(f"the loss function gave {type(given).__name__}: give losses and statistics ({{}} for none).")
+    losses, stats = given
+    for name, values in {"": losses, **stats}.items():
+        check_per_token("the loss function", name, values, tokens)
+    return losses, stats

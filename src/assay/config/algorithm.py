@@ -1,0 +1,188 @@
+"""Settings of the algorithm: one section per component, joined in `AlgoConfig` to the flat keys of `[algo]`.
+
+Each component of `assay.algos` holds an instance of its section and declares no setting of its own. The defaults here
+are overridden by those of the recipe, and these by the keys that the user sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, SerializerFunctionWrapHandler, field_validator, model_serializer
+
+from assay.config.kinds import Below1, Count, Finite, Fraction, NonNegative, Positive, Section
+
+Bound = Annotated[float, Field(ge=0)]  # infinity means no bound
+
+
+def name_or_function(value: Any) -> Any:
+    if isinstance(value, str) or callable(value):
+        return value
+    raise ValueError("input should be a name, or the path of a function such as file.py:name")
+
+
+Function = Annotated[str | Callable[..., Any], PlainValidator(name_or_function)]
+
+
+class RecipeConfig(Section):
+    recipe: str = "grpo"
+    """reinforce, grpo, ppo, dr_grpo, dapo, rloo, simple, reinforce_pp, remax, gspo, cispo, gpg or bnpo"""
+
+
+class CreditConfig(Section):
+    advantage: Function = "group_norm"
+    """group_mean, group_norm, leave_one_out, batch_mean, token_norm, beta_norm, none, ...: see docs/algorithms.md"""
+    greedy_baseline: bool = False
+    """sample one more answer per prompt greedily and subtract its reward from the others'; it is not trained on"""
+    critic: bool = False
+    """a critic gives tokens their advantages, in place of algo.advantage (PPO): see the critic section"""
+    discount: Fraction = 1.0
+    """discount per step of rewards that come later in an episode; 1: none"""
+    step_credit: bool = False
+    """each step of an episode has its own advantage, from the rewards that follow it"""
+
+
+class RewardKLConfig(Section):
+    reward_kl_coef: NonNegative = 0.0
+    """weight of log(policy / reference) that is subtracted from the reward; above 0 a reference model is kept"""
+    reward_kl_per: Literal["sequence", "token"] = "sequence"
+    """sequence: an answer pays for all of its tokens; token: each of them for itself and those after it"""
+
+
+class PolicyGradientConfig(Section):
+    policy_loss: Function = "ppo_clip"
+    """reinforce, ppo_clip or cispo"""
+    ratio: Literal["token", "sequence"] = "token"
+    """policy / sampler probability ratio: of each token, or of the whole answer (geometric mean of its tokens)"""
+    clip_low: Bound = 0.2
+    """how far below 1 the ratio may go"""
+    clip_high: Bound = 0.2
+    """how far above 1 the ratio may go"""
+    dual_clip: NonNegative = 0.0
+    """largest ratio where the advantage is negative, e.g. 3 or 10 (ppo_clip); 0: none"""
+
+
+class ImportanceConfig(Section):
+    rescore: bool = False
+    """ratios start from log-probabilities that the trainer computes before its first update, not from the engine's"""
+    correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
+    """weight tokens or answers by trainer / engine, truncated to bounds or masked outside of them; implies rescore"""
+    correction_low: NonNegative = 0.0
+    """lower bound of that weight"""
+    correction_high: Bound = 2.0
+    """upper bound of that weight"""
+
+
+class CovarianceConfig(Section):
+    cov: Literal["kl_cov", "clip_cov"] | None = None
+    """restrain tokens whose log-probability and advantage covary most: by a penalty, or by masking their loss"""
+    cov_fraction: Fraction = 2e-4
+    """fraction of tokens that is restrained"""
+    cov_coef: NonNegative = 1.0
+    """kl_cov: weight of the penalty"""
+    cov_low: Finite = 1.0
+    """clip_cov: smallest covariance of the tokens it selects from"""
+    cov_high: Finite = 5.0
+    """clip_cov: largest covariance of the tokens it selects from"""
+
+
+class AggregateConfig(Section):
+    aggregate: str = "sequence"
+    """what the loss averages over: token, sequence or constant (length)"""
+
+
+class ReferenceKLConfig(Section):
+    kl: Literal["k1", "k2", "k3"] | None = None
+    """estimator of the divergence from the reference"""
+    kl_coef: NonNegative = 0.0
+    """weight of that divergence in the loss; above 0 a reference model is kept"""
+
+
+class ReferenceConfig(Section):
+    reference: str = ""
+    """model to stay close to, of any size, with the same tokenizer; empty: the policy when reinforcement began"""
+    refresh_reference: Count = 0
+    """replace the reference by the current policy every N steps; 0: never"""
+    reference_ema: Below1 = 0.0
+    """decay of a reference that is a moving average of the policy, updated after each step, e.g. 0.99; 0: fixed"""
+
+
+class EntropyConfig(Section):
+    entropy_coef: Finite = 0.0
+    """weight of an entropy bonus; with entropy_target, the initial one"""
+    entropy_target: NonNegative | None = None
+    """entropy per token below which that weight grows from step to step; above it the weight shrinks and is not used"""
+    entropy_delta: NonNegative = 0.005
+    """change of the weight per step"""
+
+
+class ZeroVarianceConfig(Section):
+    drop_zero_variance: bool = False
+    """leave out groups in which all rewards are equal"""
+    resample: Count = 0
+    """rounds of new prompts sampled to replace such groups"""
+
+
+class PassRateConfig(Section):
+    pass_rate_low: Fraction = 0.0
+    """prompts with a running pass rate below are skipped"""
+    pass_rate_high: Fraction = 1.0
+    """prompts with a running pass rate above are skipped"""
+    pass_rate_retry: Count = 0
+    """steps after which a skipped prompt is tried again; 0: never"""
+
+
+class OverlongConfig(Section):
+    mask_overlong: bool = False
+    """leave truncated answers out of the loss"""
+    soft_overlong_buffer: Fraction = 0.0
+    """last part of the length limit over which a penalty grows, as a fraction of the limit; 0: none"""
+    soft_overlong_weight: NonNegative = 1.0
+    """largest length penalty"""
+
+
+class MinibatchConfig(Section):
+    updates: Positive = 1
+    """optimizer steps that each batch of rollouts is split into; 1 is on-policy"""
+    minibatch_size: Count = 0
+    """groups (prompts with all their answers) per optimizer step, in place of algo.updates; 0: algo.updates decides"""
+
+
+class TermsConfig(Section):
+    terms: list[str] = Field(default_factory=list)
+    """your own loss terms, by path, e.g. ["my_terms.py:MyTerm"]: see docs/extending.md"""
+    term_args: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """settings of your own loss terms, by class name, e.g. algo.term_args.MyTerm.coef = 0.1"""
+
+    @field_validator("terms", mode="before")
+    @classmethod
+    def one_or_many(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+# Pydantic collects fields from the last base to the first.
+class AlgoConfig(
+    TermsConfig,
+    MinibatchConfig,
+    OverlongConfig,
+    PassRateConfig,
+    ZeroVarianceConfig,
+    EntropyConfig,
+    ReferenceConfig,
+    ReferenceKLConfig,
+    RewardKLConfig,
+    AggregateConfig,
+    CovarianceConfig,
+    ImportanceConfig,
+    PolicyGradientConfig,
+    CreditConfig,
+    RecipeConfig,
+):
+    """The algorithm: a recipe, and what you change about it. A recipe may have other defaults than those shown."""
+
+    @model_serializer(mode="wrap")
+    def only_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the fields that are left to the recipe: written out and read back, they would override it."""
+        always = RecipeConfig.model_fields.keys() | ReferenceConfig.model_fields.keys()  # no recipe sets these
+        return {name: value for name, value in handler(self).items() if name in self.model_fields_set | always}

@@ -1,0 +1,198 @@
+"""The examples of docs/extending.md work as they stand there, in as many files and lines as the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from assay.cli.main import main
+from assay.runs.directory import read_metrics
+from assay.runs.rollouts import read_rollouts
+from assay.types import Rollout
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TERM, ADVANTAGE = "A loss term with its own per-token input", "An advantage"
+
+RUN = """
+model = "preset:nano"
+device = "cpu"
+[task]
+name = "abacus"
+args = {{train_size = 24, eval_size = 10}}
+[sampling]
+max_new_tokens = 120
+[train]
+steps = 2
+prompts = 3
+samples = 3
+[optim]
+lr = 1e-3
+[eval]
+examples = 2
+final_examples = 2
+[reward]
+workers = 0
+function = "{folder}/reward.py:reward"
+"""
+REWARD = """
+def reward(completion, answer):
+    return {"reward": sum(map(ord, completion)) % 4 / 3, "parsed": completion}
+"""
+
+
+def section(title: str) -> tuple[str, str]:
+    """What a section says of the user's own files, and of the package."""
+    (text,) = [part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE) if part.startswith(f"{title}\n")]
+    own, _, package = text.partition("**In the package.**")
+    return own, package
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return [code for kind, code in BLOCK.findall(text) if kind == language]
+
+
+def write_named(text: str, language: str, folder: Path) -> list[Path]:
+    """Write each block to the file that its first line names."""
+    files = []
+    for code in blocks(text, language):
+        file = folder / code.splitlines()[0].removeprefix("# ")
+        file.write_text(code)
+        files.append(file)
+    return files
+
+
+def apply_diff(diff: str, folder: Path) -> None:
+    """Apply hunks without line numbers: their context has to be in the file exactly once."""
+    header, *hunks = re.split(r"^@@\n", diff, flags=re.MULTILINE)
+    file = folder / header.splitlines()[1].removeprefix("+++ b/")
+    source = file.read_text()
+    for hunk in hunks:
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] == " ").removesuffix("\n")
+        after = "".join(line[1:] or line for line in lines).removesuffix("\n")
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
+    file.write_text(source)
+
+
+def code_lines(code: str) -> int:
+    lines = [line for line in code.splitlines() if line.strip() and line.strip() != "+"]
+    added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
+    return len(added) if code.startswith("---") else len(lines) - 1  # the first line names the file
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text(REWARD)
+    return tmp_path
+
+
+def config(folder: Path, text: str) -> Path:
+    """A small run with the settings of the section's TOML block."""
+    (file,) = write_named(text, "toml", folder)
+    file.write_text(RUN.format(folder=folder) + file.read_text())
+    return file
+
+
+def train(folder: Path, file: Path, *words: str) -> Path:
+    assert main(["train", str(file), "--runs_dir", str(folder / "runs"), *words]) == 0
+    name = words[words.index("--name") + 1] if "--name" in words else file.stem
+    return folder / "runs" / name
+
+
+def train_with_package(folder: Path, file: Path, *words: str) -> Path:
+    """The same with the package as it is in `folder`, in another process."""
+    command = [sys.executable, "-m", "assay", "train", str(file), "--runs_dir", str(folder / "runs"), *words]
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / words[words.index("--name") + 1]
+
+
+def patched_package(folder: Path, text: str) -> None:
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for diff in blocks(text, "diff"):
+        apply_diff(diff, folder)
+    write_named(text, "python", folder / "src")
+
+
+def losses(run: Path) -> list[tuple[float, float]]:
+    return [(row["loss/repetition"], row["repetition/fraction"]) for row in read_metrics(run) if "loss/policy" in row]
+
+
+def repeated(rollout: Rollout, n: int) -> list[bool]:
+    """By the text of the n-grams, token by token."""
+    ids, seen, found = rollout.turns[0].completion.token_ids, [], []
+    for end in range(1, len(ids) + 1):
+        words = " ".join(map(str, ids[max(end - n, 0) : end])) + f"/{min(end, n)}"
+        found.append(words in seen)
+        seen.append(words)
+    return found
+
+
+def test_a_loss_term_in_a_file_of_the_users_own(folder: Path) -> None:
+    own, _ = section(TERM)
+    write_named(own, "python", folder)
+    run = train(folder, config(folder, own))
+    for step, (loss, fraction) in enumerate(losses(run), 1):
+        marks = [mark for group in read_rollouts(run, step) for r in group.rollouts for mark in repeated(r, 2)]
+        assert fraction == pytest.approx(sum(marks) / len(marks)) and 0 < fraction < 1
+        assert 0 < loss < 0.05 * fraction * 2  # coefficient x probability, averaged over answers
+
+
+@pytest.mark.slow
+def test_a_loss_term_in_two_files_of_the_package_and_in_a_separate_update_process(folder: Path) -> None:
+    own, package = section(TERM)
+    write_named(own, "python", folder)
+    file = config(folder, own)
+    expected = losses(train(folder, file))
+    apart = train(folder, file, "--name", "apart", "--train.process", "separate")
+    assert losses(apart) == expected and len(expected) == 2
+    patched_package(folder, package)
+    plain = folder / "plain.toml"
+    plain.write_text(RUN.format(folder=folder))
+    settings = ("--algo.repetition_coef", "0.05", "--algo.repetition_ngram", "2", "--name", "built-in")
+    assert losses(train_with_package(folder, plain, *settings)) == expected
+    changed = [path for path in (folder / "src").rglob("*.py") if differs(path, folder)]
+    assert len(changed) == 2, changed
+
+
+@pytest.mark.parametrize("where", ["own", pytest.param("package", marks=pytest.mark.slow)])
+def test_an_advantage(where: str, folder: Path) -> None:
+    own, package = section(ADVANTAGE)
+    if where == "own":
+        write_named(own, "python", folder)
+        run = train(folder, config(folder, own))
+    else:
+        patched_package(folder, package)
+        plain = folder / "plain.toml"
+        plain.write_text(RUN.format(folder=folder))
+        settings = ("--algo.recipe", "dr_grpo", "--algo.advantage", "above_median", "--name", "built-in")
+        run = train_with_package(folder, plain, *settings)
+        assert [path.name for path in (folder / "src").rglob("*.py") if differs(path, folder)] == ["advantages.py"]
+    for group in read_rollouts(run, 1):
+        middle = sorted(group.rewards)[1]
+        assert [r.advantage for r in group.rollouts] == [float(r > middle) - float(r < middle) for r in group.rewards]
+
+
+def differs(path: Path, folder: Path) -> bool:
+    original = ROOT / path.relative_to(folder)
+    return not original.exists() or original.read_text() != path.read_text()
+
+
+@pytest.mark.parametrize("title", [TERM, ADVANTAGE])
+def test_the_page_counts_files_and_lines(title: str) -> None:
+    (row,) = [line for line in PAGE.splitlines() if line.startswith("| [") and title.lower() in line.lower()]
+    stated = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) files?, (\d+) lines", row)]
+    own, package = section(title)
+    codes = [blocks(own, "python"), blocks(package, "diff") + blocks(package, "python")]
+    assert stated == [(len(parts), sum(map(code_lines, parts))) for parts in codes]
