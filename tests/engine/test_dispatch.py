@@ -19,7 +19,7 @@ from native_parts import MODES, SPECS, Mode, assert_same_groups, engine_for, mix
 
 from assay.engine import Engine, NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.base import Event, Failed, Finished, RequestError, TokenChunk
-from assay.engine.dispatch import Dispatcher, EngineClient
+from assay.engine.dispatch import POLL_S, Dispatcher, EngineClient
 from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel
 from assay.types import Completion
@@ -147,6 +147,24 @@ def test_step_without_requests_returns_at_once_and_without_wait_returns_what_is_
         assert client.step(wait=False) == [] and other.step() == []
         gate.open()
         assert len(events_until_finished(client)) == 2 and client.step() == []
+
+
+def test_a_client_that_polls_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(model())
+    gate = Gate(engine, monkeypatch)
+    with Dispatcher(engine) as dispatcher, dispatcher.connect() as client:
+        request_id = client.add(Request([1, 2, 3], LONG, seed=0))
+        gate.reached.wait(60)
+        polls, start = 0, time.monotonic()
+        while time.monotonic() < start + 30 * POLL_S:
+            assert client.step(wait=False) == []
+            polls += 1
+        assert 1 <= polls <= (time.monotonic() - start) / POLL_S + 1
+        gate.open()
+        events: list[Event] = []
+        while not events:
+            events = client.step(wait=False)
+        assert [event.request_id for event in events] == [request_id]
 
 
 class Mistake(Exception):

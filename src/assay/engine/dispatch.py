@@ -15,6 +15,8 @@ from assay.engine.base import Engine, EngineInfo, Event, Failed, Finished, Reque
 from assay.engine.outputs import handles_of
 from assay.engine.sequence import nothing_kept
 
+POLL_S = 0.001  # `EngineClient.step(wait=False)` waits this long for an event: a client that polls must not spin
+
 
 @dataclass(slots=True, eq=False)
 class Failure:
@@ -184,11 +186,12 @@ class Dispatcher:
 
     def _step(self, inbox: Inbox, wait: bool) -> list[Event]:
         with self._lock:
+            arrived = True
             while True:
                 self._check_open(inbox)
-                if (events := inbox.take()) or not (wait and inbox.unfinished):
+                if (events := inbox.take()) or not (inbox.unfinished and arrived):
                     return events
-                inbox.arrived.wait()
+                arrived = inbox.arrived.wait(None if wait else POLL_S)
 
     def _abort(self, inbox: Inbox, ids: Iterable[int | tuple[int, int]]) -> None:
         ids = list(ids)
@@ -307,7 +310,7 @@ class EngineClient:
         return self._dispatcher._add(self._inbox, request)
 
     def step(self, wait: bool = True) -> list[Event]:
-        """Events of this client's requests. Without `wait`, return those that are there."""
+        """Events of this client's requests. Without `wait`, return without events after `POLL_S`."""
         return self._dispatcher._step(self._inbox, wait)
 
     def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:

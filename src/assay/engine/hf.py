@@ -147,7 +147,6 @@ class HFEngine:
         self.info = replace(self.info, version=version)
         self.outputs.versions.current = version
 
-    @torch.inference_mode()  # as `step`, which made the tensors of the wave
     def _abort(self, ids: Sequence[int | tuple[int, int]]) -> None:
         self._accept()
         samples, handles = self.outputs.abort(ids)

@@ -1,0 +1,292 @@
+"""Exceptions within a step, and what must not accumulate in an engine that runs for weeks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from event_parts import (
+    GPU_LIKE,
+    Recorder,
+    add_all,
+    assert_equal_completions,
+    assert_nothing_left,
+    build,
+    native,
+    policy,
+    run,
+    varied_requests,
+)
+from inflight_parts import decoder
+from native_parts import Mode
+
+from assay.engine import Engine, HFEngine, NativeEngine, Request, SamplingParams, generate
+from assay.types import Completion, UserError
+
+SMALL_CACHE = Mode(max_batch=6, window=2, ahead=1, cache=112, prefill_tokens=20)
+
+# Where a step can be interrupted: an object of the engine and its method.
+NATIVE_POINTS = {
+    "prefill": lambda engine: (engine.runner, "compute"),
+    "copy of blocks": lambda engine: (engine.runner, "copy"),
+    "arrange": lambda engine: (engine.runner, "arrange"),
+    "decode": lambda engine: (engine.runner, "decode"),
+    "plan": lambda engine: (engine.scheduler, "plan"),
+    "rows enter": lambda engine: (engine.rows, "enter"),
+    "tables": lambda engine: (engine.rows, "write_tables"),
+    "rows move": lambda engine: (engine.rows, "move"),
+    "read": lambda engine: (engine.rows, "read"),
+    "process": lambda engine: (engine.outputs, "process"),
+    "release": lambda engine: (engine.scheduler, "release"),
+    "preemption": lambda engine: (engine.outputs, "pause"),
+    "accept": lambda engine: (engine.scheduler, "add"),
+}
+
+
+class Interrupted:
+    """Raises Ctrl-C in the n-th call of a method, before or after its work."""
+
+    def __init__(self, owner: Any, method: str, call: int, after: bool) -> None:
+        self.owner, self.method, self.left, self.after = owner, method, call, after
+        self.original: Callable[..., Any] = getattr(owner, method)
+        self.raised = False
+        setattr(owner, method, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left == 0 and not self.after:
+            self._raise()
+        result = self.original(*args, **kwargs)
+        if self.left == 0:
+            self._raise()
+        return result
+
+    def _raise(self) -> None:
+        self.raised = True
+        raise KeyboardInterrupt
+
+    def remove(self) -> None:
+        delattr(self.owner, self.method)
+
+
+def kept_first(engine: Engine) -> tuple[list[int], int]:
+    ((first,),) = generate(engine, [Request([1, 2, 3, 4], SamplingParams(max_new_tokens=9), seed=3, keep=True)])
+    assert first.handle is not None
+    return [1, 2, 3, 4, *first.token_ids], first.handle
+
+
+def interrupt(engine: Engine, owner: Any, method: str, call: int, after: bool, handles: list[int]) -> bool:
+    """Serve requests, two of which continue kept sequences, until one call is interrupted; whether it was."""
+    fault = Interrupted(owner, method, call, after)
+    try:
+        add_all(engine, varied_requests(stream=True, max_new_tokens=40))
+        engine.add(Request([5], SamplingParams(n=2, max_new_tokens=60), seed=1, continues=handles[0]))
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+            raise KeyboardInterrupt
+    finally:
+        fault.remove()
+    return fault.raised
+
+
+@cache
+def undisturbed(backend: str, before: tuple[int, ...]) -> list[list[Completion]]:
+    """By a new engine: the continuation of a sequence, sent as a whole, and `varied_requests`."""
+    params = SamplingParams(n=2, max_new_tokens=8)
+    return generate(build(backend, policy(backend)), [Request([*before, 7], params, seed=2), *varied_requests()])
+
+
+def assert_usable(engine: Engine, backend: str, before: list[int], handle: int) -> None:
+    """Nothing of what ran is left, a kept sequence can be continued, and results are those of a new engine."""
+    assert engine.step() == []
+    params = SamplingParams(n=2, max_new_tokens=8)
+    group = generate(engine, [Request([7], params, seed=2, continues=handle)])[0]
+    expected = undisturbed(backend, tuple(before))
+    tolerance = 1e-9 if backend == "native64" else 1e-4
+    assert_equal_completions(group, expected[0], tolerance)
+    for ours, theirs in zip(generate(engine, varied_requests()), expected[1:], strict=True):
+        assert_equal_completions(ours, theirs, tolerance)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("point", NATIVE_POINTS)
+def test_an_interrupted_step_leaves_the_native_engine_usable(point: str, after: bool) -> None:
+    raised = 0
+    for call in (1, 4):
+        engine = native(decoder(0), SMALL_CACHE)
+        kept = [kept_first(engine), kept_first(engine)]
+        owner, method = NATIVE_POINTS[point](engine)
+        raised += interrupt(engine, owner, method, call, after, [kept[0][1]])
+        assert_usable(engine, "native64", *kept[1])
+        engine.release([handle for _, handle in kept])
+        assert_nothing_left(engine)
+    assert raised
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("method", ["_forward", "_shrink", "_accept", "_next"])
+def test_an_interrupted_step_leaves_the_hf_engine_usable(method: str, after: bool) -> None:
+    engine = build("hf", mode=Mode(max_batch=4))
+    assert isinstance(engine, HFEngine)
+    kept = [kept_first(engine), kept_first(engine)]
+    assert interrupt(engine, engine, method, 2, after, [kept[0][1]])
+    assert_usable(engine, "hf", *kept[1])
+    engine.release([handle for _, handle in kept])
+    assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("backend", ["native64", "hf"])
+def test_what_an_interrupted_request_continued_can_be_continued_again(backend: str) -> None:
+    engine = build(backend, policy(backend))
+    before, handle = kept_first(engine)
+    request_id = engine.add(Request([7, 8], SamplingParams(n=2, max_new_tokens=8), seed=2, continues=handle))
+    engine.step(wait=False)
+    method = "_iterate"
+    fault = Interrupted(engine, method, 1, after=True)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    fault.remove()
+    engine.abort([request_id])
+    group = generate(engine, [Request([7, 8], SamplingParams(n=2, max_new_tokens=8), seed=2, continues=handle)])[0]
+    whole = Request([*before, 7, 8], SamplingParams(n=2, max_new_tokens=8), seed=2)
+    assert_equal_completions(group, generate(build(backend, policy(backend)), [whole])[0], 1e-4)
+    assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("backend", ["native64", "hf"])
+def test_sequences_kept_in_an_interrupted_step_are_released(backend: str) -> None:
+    """Their handles were never returned."""
+    engine = build(backend, policy(backend))
+    add_all(engine, [replace(request, keep=True) for request in varied_requests(max_new_tokens=4)])
+    finish = engine.outputs._finish  # type: ignore[attr-defined]
+
+    def interrupted(ended: Any) -> None:
+        finish(ended)
+        if ended:
+            raise KeyboardInterrupt
+
+    engine.outputs._finish = interrupted  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    del engine.outputs._finish  # type: ignore[attr-defined]
+    assert engine.step() == []
+    assert_nothing_left(engine)
+
+
+def test_ctrl_c_within_another_threads_call_stops_the_thread_that_steps() -> None:
+    engine = native(decoder(0))
+    engine.add(Request([1, 2], SamplingParams(max_new_tokens=80), seed=0))
+    errors: list[BaseException] = []
+
+    class Stopped:
+        def weights(self) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            raise UserError("served by the wrong thread")
+
+    def trainer() -> None:
+        try:
+            engine.update_weights(Stopped(), 1)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=trainer)
+    with engine.boundary.lock:
+        thread.start()
+        while not engine.boundary.queue:
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    thread.join(30)
+    assert [type(error) for error in errors] == [KeyboardInterrupt] and engine.info.version == 0
+    run(engine)
+    assert_nothing_left(engine)
+
+
+# -- nothing accumulates
+
+
+def sizes(engine: NativeEngine) -> dict[str, int]:
+    outputs, scheduler = engine.outputs, engine.scheduler
+    return {
+        "jobs": len(outputs.jobs),
+        "events": len(outputs.events),
+        "history": outputs.history.tokens.size,
+        "versions": len(outputs.versions.starts),
+        "kept": len(scheduler.kept),
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        "queued": len(engine.incoming) + len(engine.boundary.queue),
+        "in flight": len(engine.in_flight),
+        "blocks": engine.blocks.in_use,
+        "prefixes": max(len(engine.blocks.known) - engine.blocks.total, 0),
+    }
+
+
+def serve_many(engine: NativeEngine, count: int, recorder: Recorder) -> None:
+    """Small requests that overlap: the engine is rarely idle. Some fail, some are aborted, kept or continued."""
+    handles: list[int] = []
+    for number in range(count):
+        params = SamplingParams(n=1 + number % 2, max_new_tokens=2 + number % 5, stop=("a",) if number % 3 else ())
+        prompt = [number % 61, number // 61 % 61, 5] if number % 50 else []
+        request = Request(prompt, params, number, keep=number % 4 == 0, stream=number % 5 == 0)
+        if number % 7 == 0 and handles:
+            request = replace(request, continues=handles.pop(), prompt_ids=[3])
+        request_id = engine.add(request)
+        events = engine.step(wait=number % 2 == 0)
+        if number % 11 == 0:
+            engine.abort([request_id])
+        if number % 20 == 0:
+            engine.update_weights(engine_weights(engine), engine.info.version + 1)
+        for event in events:
+            if (handle := getattr(getattr(event, "completion", None), "handle", None)) is not None:
+                handles.append(handle)
+        engine.release(handles[:-2])
+        del handles[:-2]
+        recorder.record(events)
+    engine.release(handles)
+
+
+def engine_weights(engine: NativeEngine) -> Any:
+    return decoder(0, engine.info.dtype)
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_nothing_accumulates_over_many_requests(count: int, kv: str) -> None:
+    engine = native(decoder(0, torch.float32), replace(GPU_LIKE, cache=400), kv_on_update=kv, dtype=torch.float32)
+    serve_many(engine, 120, Recorder())
+    before = sizes(engine)
+    gc.collect()
+    counts = Counter(type(thing).__name__ for thing in gc.get_objects())
+    serve_many(engine, count, Recorder())
+    gc.collect()
+    after = Counter(type(thing).__name__ for thing in gc.get_objects())
+    grown = {name: after[name] - counts[name] for name in after if after[name] - counts[name] > 60}
+    assert not grown, "objects that the engine still holds"
+    for name, size in sizes(engine).items():
+        assert size <= max(before[name], 40) or name == "history", name
+    assert engine.outputs.history.tokens.size <= 2 * before["history"]
+    run(engine)
+    assert_nothing_left(engine)
+    assert len(engine.outputs.versions.starts) == 1
+
+
+def test_the_hf_engine_holds_nothing_of_finished_requests() -> None:
+    engine = build("hf", mode=Mode(max_batch=4))
+    serve = [Request([1 + number % 60], SamplingParams(max_new_tokens=1), number) for number in range(30)]
+    generate(engine, serve)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(3):
+        generate(engine, serve)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100
+    assert_nothing_left(engine)

@@ -1,0 +1,160 @@
+"""`Engine.score`: log-probabilities of given tokens, by the native and the hf engine."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from event_parts import (
+    GPU_LIKE,
+    Recorder,
+    add_all,
+    assert_equal_completions,
+    build,
+    native,
+    policy,
+    run,
+    varied_requests,
+)
+from inflight_parts import decoder, transformers_decoder
+from native_parts import Mode
+
+from assay.engine import Engine, NativeEngine, Request, SamplingParams, generate
+from assay.types import UserError
+
+TOLERANCES = {"native": 2e-5, "native64": 1e-10, "hf": 2e-5}
+
+
+def sequences() -> list[list[int]]:
+    draw = random.Random(0)
+    return [draw.choices(range(61), k=length) for length in (2, 96, 1, 8, 9, 33, 64, 95, 3, 16, 17)]
+
+
+@torch.no_grad()
+def trainer_scores(ids: list[int], temperature: float, seed: int = 0) -> list[float]:
+    """From the trainer's logits in float64."""
+    model = decoder(seed)
+    logits = model.unembed(model.hidden(torch.tensor(ids), [len(ids)]))[:-1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+def assert_scores_equal(ours: list[list[float]], theirs: list[list[float]], tolerance: float) -> None:
+    assert [len(one) for one in ours] == [len(one) for one in theirs]
+    flat = [torch.tensor([value for one in side for value in one], dtype=torch.float64) for side in (ours, theirs)]
+    assert (flat[0] - flat[1]).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
+@pytest.mark.parametrize("backend", TOLERANCES)
+def test_scores_are_log_probabilities_of_the_trainer(backend: str, temperature: float) -> None:
+    """Of all tokens but the first, of long and short sequences at once."""
+    engine = build(backend, policy(backend), Mode(max_batch=4))
+    expected = [trainer_scores(ids, temperature) for ids in sequences()]
+    assert_scores_equal(engine.score(sequences(), temperature), expected, TOLERANCES[backend])
+    assert engine.score([]) == [] and engine.score([[5]]) == [[]]
+
+
+def test_scores_are_log_probabilities_of_transformers() -> None:
+    engine = native(decoder(0))
+    for ids in sequences()[1:8:2]:
+        with torch.no_grad():
+            logits = transformers_decoder(0)(torch.tensor([ids])).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        assert_scores_equal(engine.score([ids]), [expected], 2e-5)
+
+
+@pytest.mark.parametrize("budget", [5, 40, 100])
+def test_more_tokens_than_the_prefill_budget_are_scored(budget: int) -> None:
+    engine = native(decoder(0), Mode(max_batch=2, prefill_tokens=budget, cache=112))
+    expected = [trainer_scores(ids, 1.0) for ids in sequences()]
+    assert_scores_equal(engine.score(sequences()), expected, 1e-10)
+
+
+@pytest.mark.parametrize("backend", TOLERANCES)
+def test_scoring_while_requests_run_changes_no_sequence(backend: str) -> None:
+    requests = varied_requests()
+    expected = generate(build(backend), requests)
+    engine, recorder = build(backend, mode=Mode(max_batch=8)), Recorder()
+    ids = add_all(engine, requests)
+    scores = [trainer_scores(ids, 1.0) for ids in sequences()]
+    for _ in range(6):
+        recorder.record(engine.step(wait=False))
+        assert_scores_equal(engine.score(sequences()), scores, TOLERANCES[backend])
+    run(engine, recorder)
+    for request_id, group in zip(ids, expected, strict=True):
+        assert_equal_completions(recorder.group(request_id), group, 0.0)
+
+
+def test_scoring_with_a_full_cache_and_results_in_flight_changes_no_sequence() -> None:
+    mode = Mode(max_batch=6, window=3, ahead=1, cache=112)
+    expected = generate(native(decoder(0), mode), varied_requests())
+    engine, recorder = native(decoder(0), mode), Recorder()
+    ids = add_all(engine, varied_requests())
+    while engine.incoming or engine.scheduler.unfinished:
+        recorder.record(engine.step(wait=False))
+        engine.score(sequences()[:3])
+    run(engine, recorder)
+    for request_id, group in zip(ids, expected, strict=True):
+        assert_equal_completions(recorder.group(request_id), group, 0.0)
+
+
+def test_scores_of_sampled_tokens_equal_the_log_probabilities_of_their_completion() -> None:
+    engine = native(decoder(0), GPU_LIKE)
+    params = SamplingParams(temperature=0.7, top_p=0.8, max_new_tokens=30)
+    ((completion,),) = generate(engine, [Request([1, 2, 3], params, seed=0)])
+    (scores,) = engine.score([[1, 2, 3, *completion.token_ids]], 0.7)
+    assert_scores_equal([scores[2:]], [completion.engine_logprobs], 1e-10)
+
+
+def test_scores_follow_the_weights_also_from_other_threads() -> None:
+    engine, found = native(decoder(0)), []
+    engine.add(Request([1, 2], SamplingParams(max_new_tokens=80), seed=0))
+    engine.step(wait=False)
+    ids = sequences()[5]
+    threads = [threading.Thread(target=lambda: found.append(engine.score([ids])[0])) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    run(engine)
+    for thread in threads:
+        thread.join(30)
+    engine.update_weights(decoder(1), 1)
+    found.append(engine.score([ids])[0])
+    expected = [trainer_scores(ids, 1.0, seed) for seed in (0, 0, 0, 0, 1)]
+    assert_scores_equal(found, expected, 1e-10)
+
+
+def test_a_sleeping_engine_scores() -> None:
+    engine = native(decoder(0))
+    engine.sleep()
+    assert_scores_equal(engine.score(sequences()), [trainer_scores(ids, 1.0) for ids in sequences()], 1e-10)
+
+
+@pytest.mark.parametrize("backend", TOLERANCES)
+def test_what_cannot_be_scored_is_refused_and_requests_go_on(backend: str) -> None:
+    engine = build(backend)
+    request_id = engine.add(Request([1, 2], SamplingParams(max_new_tokens=20), seed=0))
+    engine.step(wait=False)
+    for bad, temperature, message in refused(engine):
+        with pytest.raises(UserError, match=message):
+            engine.score(bad, temperature)
+    expected = generate(build(backend), [Request([1, 2], SamplingParams(max_new_tokens=20), seed=0)])
+    assert_equal_completions(run(engine).group(request_id), expected[0], 0.0)
+
+
+def refused(engine: Engine) -> list[tuple[list[list[int]], float, str]]:
+    return [
+        ([[1, 2], []], 1.0, "sequence 1 has 0 tokens"),
+        ([[1, 61]], 1.0, "vocabulary"),
+        ([[-1, 5]], 1.0, "vocabulary"),
+        ([[1] * (engine.info.max_length + 1)], 1.0, "tokens"),
+        ([[1, 2]], 0.0, "temperature"),
+    ]
+
+
+def test_scoring_leaves_no_blocks_in_use() -> None:
+    engine = native(decoder(0))
+    assert isinstance(engine, NativeEngine)
+    engine.score(sequences())
+    assert engine.blocks.in_use == 0
