@@ -101,6 +101,24 @@ def test_losses_of_a_foreign_run_are_not_imported(path: str, make_gift, capsys) 
     assert "--trust" in capsys.readouterr().err and not gift.ran
 
 
+def test_the_engine_of_a_foreign_run_is_not_imported_without_consent(make_gift, capsys) -> None:
+    gift = make_gift(
+        'task = {{name = "abacus", args = {{train_size = 9, eval_size = 9}}}}\nengine = {{name = "{file}:reward"}}'
+    )
+    assert gift("train") == 2
+    error = capsys.readouterr().err
+    assert str(gift.file) in error and "--trust" in error and not gift.ran
+    assert gift("train", "--trust") == 2 and gift.ran
+
+
+def test_trust_in_runs_with_built_in_engines_does_not_depend_on_the_engine(tmp_path: Path) -> None:
+    """Records of versions without engines by path stay valid."""
+    names = ("auto", "native", "m:make")
+    cfgs = [TrainConfig.model_validate({"task": {"name": "a.py:b"}, "engine": {"name": name}}) for name in names]
+    auto, native, own = (trust.digest(cfg, contents=False) for cfg in cfgs)
+    assert auto == native != own and "engine" not in trust.code_settings(cfgs[0])
+
+
 def test_remote_code_of_a_foreign_runs_model_needs_consent(tmp_path: Path, capsys) -> None:
     gift = Gift(tmp_path, 'task = "abacus"')
     (gift.folder / "config.toml").write_text('task = "abacus"\n[model]\nsource = "x/y"\ntrust_remote_code = true\n')

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from assay.config.kinds import Above0, Count, NonNegative, Positive, Section, Split
+
+BUILT_IN_ENGINES = ("auto", "native", "hf")
 
 
 class SamplingConfig(Section):
@@ -92,11 +95,20 @@ class ParallelConfig(Section):
     """a process that has shown no sign of life for so many seconds ends the run; 0: it is reported and waited for"""
 
 
+def check_engine_name(name: str) -> str:
+    if name not in BUILT_IN_ENGINES and ":" not in name.strip(":"):
+        choices = ", ".join(f"'{engine}'" for engine in BUILT_IN_ENGINES)
+        raise PydanticCustomError(
+            "engine_name", "should be {choices} or your own as file.py:function", {"choices": choices}
+        )
+    return name
+
+
 class EngineConfig(Section):
     """Generation."""
 
-    name: Literal["auto", "native", "hf"] = "auto"
-    """native for the Llama and Qwen families, hf for everything else"""
+    name: Annotated[str, AfterValidator(check_engine_name)] = "auto"
+    """native for the Llama and Qwen families, hf for everything else (auto), or your own as file.py:function"""
     max_batch: Count = 0
     """sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
     memory: NonNegative = 0.0

@@ -77,11 +77,23 @@ def make_hf(
     return HFEngine(model, **options)
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {"native": make_native, "hf": make_hf}
+def without_group(make: Backend) -> Backend:
+    """A backend that serves a whole model on one device."""
+
+    def build(model: PolicyModel, *, group: dist.ProcessGroup | None, **options: Any) -> Engine:
+        if group is not None and group.size() > 1:
+            raise UserError("an engine of your own cannot be split over devices: set parallel.tp to 1")
+        return make(model, **options)
+
+    return build
+
+
+Backend = Callable[..., Engine]  # called with a model and, by name, with options such as device and dtype
+ENGINES: dict[str, Backend] = {"native": make_native, "hf": make_hf}
 
 
 def make_engine(
-    name: str,
+    backend: str | Backend,
     model: PolicyModel,
     *,
     device: torch.device | str,
@@ -95,18 +107,21 @@ def make_engine(
     lend: bool = False,
     kv_on_update: KvOnUpdate = "recompute",
 ) -> Engine:
-    """An engine with its own copy of the model's weights, as version 0; "auto" picks by the kind of model.
+    """Build an engine with its own copy of the model's weights, as version 0.
 
+    `backend`: a key of `ENGINES`, "auto" to choose by the kind of model, or a function of the caller's own. The latter
+    gets the model and all options below except `group`.
     A `max_batch`, `memory` (GiB for keys and values) or `prefill_tokens` of 0 leaves the choice to the engine.
     `lend`: `sleep` releases the memory of the KV cache.
     `kv_on_update`: whether `update_weights` recomputes or keeps the KV cache of running sequences.
     `group`: ranks that hold one model together, each of which makes this call and all that follow, alike.
     """
-    if name == "auto":
-        name = "native" if isinstance(model, Decoder) else "hf"
-    if name not in ENGINES:
-        raise UserError(f"unknown engine '{name}': choose one of auto, {', '.join(ENGINES)}")
-    engine = ENGINES[name](
+    if backend == "auto":
+        backend = "native" if isinstance(model, Decoder) else "hf"
+    if isinstance(backend, str) and backend not in ENGINES:
+        raise UserError(f"unknown engine '{backend}': choose one of auto, {', '.join(ENGINES)}")
+    make = ENGINES[backend] if isinstance(backend, str) else without_group(backend)
+    engine = make(
         model,
         device=device,
         dtype=dtype,

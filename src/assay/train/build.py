@@ -189,6 +189,7 @@ def assemble(
     check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype)
+    check_capabilities(cfg, engine, reinforces(cfg), console)
     components.prepare_policy(policy, cfg.train, mesh.world)
     updater = build_updater(cfg, policy, mesh, dtype)
     updater.critic = critic if critic and critic.shared else None
@@ -254,9 +255,32 @@ def shard_and_build_engine(
     build = partial(
         components.build_engine, cfg.engine, policy, renderer, cfg.model.max_length, mesh.tp_group, device=mesh.device
     )
-    copied = None if isinstance(policy, Decoder) else build()  # a copy of the model, to be made while that is whole
+    copies_model = components.names_own_backend(cfg.engine) or not isinstance(policy, Decoder)
+    copied = build() if copies_model else None  # while the model is whole
     parallelise(policy, mesh, cfg.parallel.mode, dtype)
     return copied or build()  # by now it is known how much memory is left
+
+
+def check_capabilities(cfg: TrainConfig, engine: Engine, trains: bool, console: Console) -> None:
+    """Refuse an engine that cannot serve this run, and warn of everything that degrades. `trains`: not only SFT."""
+    has, name = engine.info.capabilities, cfg.engine.name
+    if trains and not has.temperature_logprobs:
+        raise UserError(
+            f"engine {name} does not report log-probabilities at the sampling temperature (temperature_logprobs), "
+            "which training needs: set engine.name to auto, or to an engine that does"
+        )
+    if not has.exact_seeds:
+        console.warn(
+            f"engine {name} has no exact seeds (exact_seeds): the same seed does not give the same tokens again, and a "
+            "resumed run does not repeat what it had sampled"
+        )
+    if not has.fingerprint:
+        console.warn(
+            f"engine {name} has no fingerprint of its weights (fingerprint): weights are not verified after a sync"
+        )
+    for metric in ("entropy", "kept_mass"):
+        if trains and not getattr(has, metric):
+            console.warn(f"engine {name} does not report {metric}: the metric sampling/{metric} is left out")
 
 
 def check_collector(
@@ -304,15 +328,19 @@ def check_prompt_lengths(collector: Collector, prompts: Sequence[Prompt], new_to
 def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Prompt]]:
     """By label and split: the problems of the periodic evaluation, and those of start, before and after."""
     final = components.take(prompts_of(task, cfg.eval.final_split), cfg.eval.final_examples, cfg.eval.final_split)
-    reinforces = cfg.train.steps or cfg.train.epochs or cfg.train.budget
     # A fresh model knows nothing before its warm start: that needs no measurement.
-    warmed = reinforces and cfg.sft.steps and not cfg.model.source.startswith(components.PRESET)
+    warmed = reinforces(cfg) and cfg.sft.steps and not cfg.model.source.startswith(components.PRESET)
     labels = ("start", "before", "after") if warmed else ("before", "after")
     found = {f"{label}:{cfg.eval.final_split}": final for label in labels}
-    if reinforces:
+    if reinforces(cfg):
         periodic = components.take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
         found[f"eval:{cfg.eval.split}"] = periodic
     return found
+
+
+def reinforces(cfg: TrainConfig) -> bool:
+    """Whether the run consists of more than a warm start."""
+    return bool(cfg.train.steps or cfg.train.epochs or cfg.train.budget)
 
 
 def report_overlap(train: Sequence[Prompt], evaluations: dict[str, Sequence[Prompt]], console: Console) -> None:

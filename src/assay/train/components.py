@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from assay.models import Decoder, PolicyModel, build_preset, load_model, pick_de
 from assay.models.device import uses_triton
 from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix
 from assay.rewards.importing import load_object, normalized
+from assay.rewards.judge import one_line
 from assay.rollout import Collector, Limits
 from assay.runs.resolve import load_resolved, resolve_model
 from assay.tasks import Task, make_task
@@ -214,7 +216,7 @@ def build_engine(
 
     device = device or policy.device
     return make_engine(
-        cfg.name,
+        own_backend(cfg.name) if names_own_backend(cfg) else cfg.name,
         policy,
         device=device,
         dtype=pick_dtype(cfg.dtype, device),
@@ -227,6 +229,33 @@ def build_engine(
         decode=renderer.decode,
         group=group,
     )
+
+
+def names_own_backend(cfg: EngineConfig) -> bool:
+    return ":" in cfg.name
+
+
+def own_backend(path: str) -> Callable[..., Engine]:
+    """The user's own function that makes an engine. Errors in it, and results without the methods of `Engine`, are
+    reported in one line.
+    """
+    make = load_object(path)
+    if not callable(make):
+        raise UserError(f"{path} must be a function that returns an engine; it is {make!r:.80}")
+
+    def build(model: PolicyModel, **options: Any) -> Engine:
+        try:
+            engine = make(model, **options)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"{path} failed to make an engine: {one_line(error)}") from error
+        missing = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
+        if missing:
+            raise UserError(f"{path} returned no engine: it lacks {', '.join(missing)}; see docs/extending.md")
+        return engine
+
+    return build
 
 
 def build_algorithm(cfg: TrainConfig) -> Algorithm:

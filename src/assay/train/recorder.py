@@ -10,6 +10,7 @@ from pathlib import Path
 
 from assay.algos import Algorithm
 from assay.config import TrainConfig
+from assay.engine.base import Capabilities
 from assay.mesh import Mesh
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
@@ -92,8 +93,10 @@ class Recorder:
         return sum(row["time/step"] - row.get("time/eval", 0.0) for row in rows)
 
 
-def rollout_metrics(sampled: Sampled, algo: Algorithm) -> dict[str, float]:
-    """Metrics of the rollouts of a step: rewards, lengths, verdicts, sampling."""
+def rollout_metrics(sampled: Sampled, algo: Algorithm, engine: Capabilities) -> dict[str, float]:
+    """Metrics of the rollouts of a step: rewards, lengths, verdicts, sampling. Those that the engine does not report
+    are left out.
+    """
     groups = sampled.all_groups
     answers = [rollout for group in groups for rollout in group.rollouts]
     count = len(answers)
@@ -102,6 +105,8 @@ def rollout_metrics(sampled: Sampled, algo: Algorithm) -> dict[str, float]:
     completions = [turn.completion for r in answers for turn in r.turns]
     lengths = [r.length for r in answers]
     masked = sum(turn.masked for r in answers for turn in r.turns)
+    kept_mass = sum(c.kept_mass for c in completions) / len(completions)
+    entropy = sum(c.entropy * len(c.token_ids) for c in completions) / sum(lengths)
     greedy = [group.baseline for group in sampled.groups if group.baseline is not None]
     return {
         "reward/mean": mean,
@@ -113,9 +118,9 @@ def rollout_metrics(sampled: Sampled, algo: Algorithm) -> dict[str, float]:
         "length/mean": sum(lengths) / count,
         "length/max": float(max(lengths)),
         "length/truncated": sum(r.truncated for r in answers) / count,
-        "sampling/kept_mass": sum(c.kept_mass for c in completions) / len(completions),
+        **({"sampling/kept_mass": kept_mass} if engine.kept_mass else {}),
         "sampling/logprob": sum(sum(c.engine_logprobs) for c in completions) / sum(lengths),
-        "sampling/entropy": sum(c.entropy * len(c.token_ids) for c in completions) / sum(lengths),
+        **({"sampling/entropy": entropy} if engine.entropy else {}),
         **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
         **({"reward/greedy": sum(greedy) / len(greedy)} if greedy else {}),
         **({"turns/masked": masked / len(completions)} if masked else {}),

@@ -96,7 +96,7 @@ class TrainingRun:
     def record(self, sampled: Sampled, batch: Sequence[Group], metrics: Mapping[str, float]) -> None:
         """End a step that has sampled `sampled` and trained on `batch`: write files; evaluate and save when due."""
         groups, step = sampled.all_groups, self.state.step
-        metrics = {**metrics, **rollout_metrics(sampled, self.learner.algo)}
+        metrics = {**metrics, **rollout_metrics(sampled, self.learner.algo, self.collector.engine.info.capabilities)}
         metrics |= self.learner.algo.end_step(step, groups, metrics)
         self.recorder.write_rollouts(step, groups)
         self.recorder.write_faults(self.state, batch, self.learner.updater.faults)

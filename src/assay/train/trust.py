@@ -1,8 +1,8 @@
 """Code that a run folder names is imported only with the user's consent.
 
-A run's config.toml can name Python code (tasks, environments, rewards, losses), and a run folder may come from anybody.
-Consent is remembered in the user's state directory, never in the run folder: one file for each combination of the
-settings that reach code, the paths of the files that they name, and the content of these files. Runs that the user
+A run's config.toml can name Python code (tasks, environments, rewards, losses, engines), and a run folder may come from
+anybody. Consent is remembered in the user's state directory, never in the run folder: one file for each combination of
+the settings that reach code, the paths of the files that they name, and the content of these files. Runs that the user
 began are remembered by settings and paths alone, so that users can edit their own files.
 """
 
@@ -127,6 +127,8 @@ def code_settings(cfg: TrainConfig) -> dict[str, Any]:
         "algo": algorithm_code(cfg.algo),
         "sft": cfg.sft.model_dump(mode="json", include={"args"}, exclude_none=True),
     }
+    if ":" in cfg.engine.name:  # else it is left out, as in the records of versions without engines by path
+        chosen["engine"] = cfg.engine.name
     if cfg.model.trust_remote_code:
         chosen["model"] = cfg.model.model_dump(mode="json")
     return chosen
