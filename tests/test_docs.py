@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
 PAGES = [page for page in PAGES if page.exists()]
 EXPECTED = {"quickstart", "tasks", "environments", "algorithms", "runs", "models", "configuration", "CONTRIBUTING"}
-EXPECTED |= {"recipes"}
+EXPECTED |= {"recipes", "extending"}
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")

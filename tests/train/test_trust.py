@@ -94,7 +94,7 @@ def test_a_foreign_run_imports_nothing_without_consent(command: str, settings: s
     assert len(error.splitlines()) == 1 and not gift.ran
 
 
-@pytest.mark.parametrize("path", ["advantage", "policy_loss"])
+@pytest.mark.parametrize("path", ["advantage", "policy_loss", "terms"])
 def test_losses_of_a_foreign_run_are_not_imported(path: str, make_gift, capsys) -> None:
     gift = make_gift(f'task = "abacus"\nalgo = {{{{{path} = "{{file}}:reward"}}}}')
     assert gift("train") == 2

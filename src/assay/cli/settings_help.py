@@ -28,6 +28,6 @@ def settings_help(kind: type[BaseModel]) -> str:
 
 def entry(key: str, field: Any) -> str:
     default = field.get_default(call_default_factory=True)
-    shown = "" if default in (None, "", PydanticUndefined) or default == {} else f" [{toml_value(default)}]"
+    shown = "" if default in (None, "", PydanticUndefined, [], {}) else f" [{toml_value(default)}]"
     text = textwrap.wrap((field.description or "").strip() + shown, WIDTH - 32) or [""]
     return "\n".join([f"  --{key:<27} {text[0]}", *(f"{'':32}{line}" for line in text[1:])])

@@ -260,11 +260,8 @@ def own_backend(path: str) -> Callable[..., Engine]:
 
 def build_algorithm(cfg: TrainConfig) -> Algorithm:
     """The recipe with the user's changes. Code that they name by path is imported."""
-    changes = {name: getattr(cfg.algo, name) for name in cfg.algo.model_fields_set - {"recipe"}}
-    for name in ("advantage", "policy_loss"):
-        if isinstance(changes.get(name), str):
-            changes[name] = normalized(changes[name])
-    changes["terms"] = [normalized(path) for path in cfg.algo.terms]
+    own = cfg.algo.model_fields_set - {"recipe"}
+    changes = {name: with_absolute_paths(getattr(cfg.algo, name)) for name in own}
     algo = make_algorithm(
         cfg.algo.recipe,
         max_new_tokens=cfg.sampling.max_new_tokens,
@@ -276,6 +273,13 @@ def build_algorithm(cfg: TrainConfig) -> Algorithm:
     if cfg.replay.groups:
         algo.check_replay()
     return algo
+
+
+def with_absolute_paths(value: Any) -> Any:
+    """A setting whose paths of code are valid in other working directories too."""
+    if isinstance(value, list):
+        return [with_absolute_paths(one) for one in value]
+    return normalized(value) if isinstance(value, str) else value
 
 
 def moves(cfg: AlgoConfig) -> bool:

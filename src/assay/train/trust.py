@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from assay.config import AlgoConfig, TrainConfig
+from assay.config import TrainConfig
 from assay.rewards import importing
 from assay.tasks.reasoning_gym import PREFIX as REASONING_GYM
 from assay.types import UserError
@@ -124,7 +124,7 @@ def code_settings(cfg: TrainConfig) -> dict[str, Any]:
         "task": cfg.task.model_dump(mode="json", exclude_none=True),
         "env": cfg.env.model_dump(mode="json", include={"name", "path", "args"}, exclude_none=True),
         "reward": cfg.reward.function,
-        "algo": algorithm_code(cfg.algo),
+        "algo": cfg.algo.code(),
         "sft": cfg.sft.model_dump(mode="json", include={"args"}, exclude_none=True),
     }
     if ":" in cfg.engine.name:  # else it is left out, as in the records of versions without engines by path
@@ -132,12 +132,6 @@ def code_settings(cfg: TrainConfig) -> dict[str, Any]:
     if cfg.model.trust_remote_code:
         chosen["model"] = cfg.model.model_dump(mode="json")
     return chosen
-
-
-def algorithm_code(cfg: AlgoConfig) -> list[Any]:
-    """The settings that may name code, as far as they are set."""
-    names = [getattr(cfg, name) if name in cfg.model_fields_set else None for name in ("advantage", "policy_loss")]
-    return [*names, cfg.terms, cfg.term_args] if cfg.terms else names
 
 
 def code_names(cfg: TrainConfig) -> Iterator[str]:
