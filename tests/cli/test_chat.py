@@ -205,9 +205,9 @@ def test_pieces_joined_are_the_final_text(models: tuple[str, str]) -> None:
 def test_a_stopped_reply_aborts_its_request_and_the_next_one_is_served(
     models: tuple[str, str], stop: type[BaseException]
 ) -> None:
-    from assay.train import setup
+    from assay.train import components
 
-    renderer, engine = setup.build_server(models[0], ChatConfig(), None)
+    renderer, engine = components.build_server(models[0], ChatConfig(), None)
     speaker = Speaker("one", renderer, engine)
     ids, _ = speaker.prompt_ids(Prompt("q", ({"role": "user", "content": QUESTION},)))
     params = SamplingParams(n=3, max_new_tokens=30, min_new_tokens=10)
@@ -230,9 +230,9 @@ def test_a_stopped_reply_aborts_its_request_and_the_next_one_is_served(
 
 
 def test_a_reply_that_cannot_be_served_is_the_users_error(models: tuple[str, str]) -> None:
-    from assay.train import setup
+    from assay.train import components
 
-    renderer, engine = setup.build_server(models[0], ChatConfig(), None)
+    renderer, engine = components.build_server(models[0], ChatConfig(), None)
     with pytest.raises(UserError, match=r"request 'one': .*outside the vocabulary"):
         Speaker("one", renderer, engine).answer([10**6], SamplingParams(), 5, lambda sample, text: None)
     assert engine.step() == []
