@@ -176,7 +176,8 @@ def test_every_recipe_is_made_of_parts_that_run_on_cuda() -> None:
     for name, changes in [*((name, {}) for name in RECIPES), ("grpo", corrected)]:
         algo = make_algorithm(name, max_new_tokens=32, **changes)
         logprobs = values.clone().requires_grad_()
-        known = {"engine_logprobs": values, "lengths": [10, 0, 30], "marked": marked}
+        inputs = {one.name: marked for one in algo.inputs}
+        known = {"engine_logprobs": values, "lengths": [10, 0, 30], "inputs": inputs}
         out = algo.loss(LossBatch(logprobs, values, ones, 0.1 * ones, **known))
         out.total.backward()
         assert logprobs.grad is not None and bool(logprobs.grad.isfinite().all())
