@@ -8,7 +8,7 @@ from difflib import get_close_matches
 import torch
 
 from assay.models.decoder import Decoder
-from assay.models.spec import ModelSpec
+from assay.models.spec import FAMILIES, ModelSpec
 from assay.types import UserError
 
 
@@ -24,7 +24,7 @@ def shape(family: str, hidden: int, layers: int, heads: int, kv_heads: int, inte
         head_dim=hidden // heads,
         intermediate=intermediate,
         max_length=0,
-        qk_norm=family == "qwen3",
+        qk_norm=FAMILIES[family].qk_norm,
     )
 
 

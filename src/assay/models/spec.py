@@ -9,10 +9,23 @@ from typing import Any
 
 from assay.types import UserError
 
-FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the config of a model family of transformers differs from others that `ModelSpec` can express."""
+
+    architecture: str  # class of transformers
+    qk_norm: bool = False
+    qkv_bias: bool | None = None  # None: as `attention_bias` says
+    out_bias: bool | None = None  # None: as `attention_bias` says
+    head_dim: int | None = None  # where a config has none; None: hidden_size / num_attention_heads
+    fixed: tuple[tuple[str, Any], ...] = ()  # further keys, with the only values that the decoder covers
+
+
+FAMILIES = {  # by `model_type`
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, out_bias=False),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
 }
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 MAX_SIZE = 1 << 30  # of a vocabulary, a width, a context, or a number of layers
@@ -53,7 +66,8 @@ class ModelSpec:
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
     """The spec for a Hugging Face config, or None where our decoder does not cover the model."""
-    family = str(config.get("model_type", ""))
+    name = str(config.get("model_type", ""))
+    family = FAMILIES.get(name)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise UserError(f"config.json: rope_parameters must be an object, not {rope!r:.80}")
@@ -62,7 +76,8 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     if (
-        family not in FAMILIES
+        family is None
+        or any(key not in config or config[key] != value for key, value in family.fixed)
         or kind not in ("default", "linear", "llama3")
         or config.get("use_sliding_window")
         or scaling.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0) != 1.0
@@ -74,18 +89,17 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
     absent = [f"rope_parameters.{key}" for key in needed if key not in scaling]
     absent += [key for key in REQUIRED if config.get(key) is None]
     if absent:
-        raise UserError(f"config.json of this {family} model lacks {', '.join(absent)}: fetch the model again")
+        raise UserError(f"config.json of this {name} model lacks {', '.join(absent)}: fetch the model again")
     heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
-    default_dim = 128 if family == "qwen3" else max(hidden // heads, 1)
     bias = bool(config.get("attention_bias", False))
     return ModelSpec(
-        family=family,
+        family=name,
         vocab_size=whole(config, "vocab_size"),
         hidden=hidden,
         layers=whole(config, "num_hidden_layers"),
         heads=heads,
         kv_heads=whole(config, "num_key_value_heads", heads),
-        head_dim=whole(config, "head_dim", default_dim),
+        head_dim=whole(config, "head_dim", family.head_dim or max(hidden // heads, 1)),
         intermediate=whole(config, "intermediate_size"),
         max_length=whole(config, "max_position_embeddings", 2048),
         rope_theta=positive("rope_theta", theta),
@@ -94,10 +108,10 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
         else (*((key, positive(key, scaling[key])) for key in sorted(needed)), ("rope_type", kind)),
         norm_eps=positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=True if family == "qwen2" else bias,
-        out_bias=False if family == "qwen2" else bias,
+        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        out_bias=bias if family.out_bias is None else family.out_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family.qk_norm,
     )
 
 
@@ -127,9 +141,10 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
     """A config.json that transformers loads as the same model."""
     if spec.family not in FAMILIES:
         raise UserError(f"unknown model family '{spec.family}': choose one of {', '.join(FAMILIES)}")
+    family = FAMILIES[spec.family]
     rope = dict(spec.rope_scaling) or {"rope_type": "default"}
     return {
-        "architectures": [FAMILIES[spec.family]],
+        "architectures": [family.architecture],
         "model_type": spec.family,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden,
@@ -145,8 +160,9 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
         "rope_scaling": dict(spec.rope_scaling) or None,
         "rms_norm_eps": spec.norm_eps,
         "tie_word_embeddings": spec.tied,
-        "attention_bias": spec.qkv_bias and spec.family != "qwen2",
+        "attention_bias": spec.qkv_bias and family.qkv_bias is None,
         "mlp_bias": spec.mlp_bias,
         "hidden_act": "silu",
         "use_cache": True,
+        **dict(family.fixed),
     }
