@@ -189,6 +189,7 @@ class RequestError(UserError):
         self.errors = errors  # by the request's index
 
 
+@gc_paused()  # to the end: a collection would visit all completions
 def generate(engine: Engine, requests: Sequence[Request]) -> list[list[Completion]]:
     """Serve requests to the end: for each request, in order, its `params.n` completions in order of sample index.
 
@@ -198,31 +199,30 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[list[Completio
     """
     completions: list[dict[int, Completion]] = [{} for _ in requests]
     errors: dict[int, str] = {}
-    with gc_paused():
-        index: dict[int, int] = {}
-        try:
-            for place, request in enumerate(requests):
-                index[engine.add(request)] = place
-            unfinished = {request_id: max(requests[place].params.n, 1) for request_id, place in index.items()}
-            while unfinished:
-                events = engine.step()
-                assert events, "the engine has no work left, but some requests are unfinished"
-                for event in events:
-                    if event.request_id not in unfinished:
-                        raise RuntimeError("another consumer's event: share an engine through a Dispatcher")
-                    place = index[event.request_id]
-                    if isinstance(event, Finished):
-                        completions[place][event.sample] = event.completion
-                        unfinished[event.request_id] -= 1
-                    elif isinstance(event, Failed):
-                        errors[place] = event.error
-                        unfinished[event.request_id] = 0
-                    if not unfinished[event.request_id]:
-                        del unfinished[event.request_id]
-        except BaseException:
-            engine.abort(index)
-            release_kept(engine, completions)
-            raise
+    index: dict[int, int] = {}
+    try:
+        for place, request in enumerate(requests):
+            index[engine.add(request)] = place
+        unfinished = {request_id: max(requests[place].params.n, 1) for request_id, place in index.items()}
+        while unfinished:
+            events = engine.step()
+            assert events, "the engine has no work left, but some requests are unfinished"
+            for event in events:
+                if event.request_id not in unfinished:
+                    raise RuntimeError("another consumer's event: share an engine through a Dispatcher")
+                place = index[event.request_id]
+                if isinstance(event, Finished):
+                    completions[place][event.sample] = event.completion
+                    unfinished[event.request_id] -= 1
+                elif isinstance(event, Failed):
+                    errors[place] = event.error
+                    unfinished[event.request_id] = 0
+                if not unfinished[event.request_id]:
+                    del unfinished[event.request_id]
+    except BaseException:
+        engine.abort(index)
+        release_kept(engine, completions)
+        raise
     if errors:
         release_kept(engine, completions)
         raise RequestError(errors)
