@@ -340,13 +340,13 @@ class NativeEngine:
             self._count_waste(steps)
 
     def _count_waste(self, steps: int) -> None:
-        """Of the last steps, the first and the last: blocks are taken for all of them at once, and fill up slowly."""
+        """After the first and the last of some steps: blocks are taken for all of them at once, and fill up slowly."""
         stats, last, held = self.stats, self.scheduler.step, 2 * self.blocks.in_use * BLOCK_SIZE
-        empty = sum(
-            len(sample.blocks) * BLOCK_SIZE - sample.stored(step - sample.entered)
-            for sample in self.scheduler.running
-            for step in (last - steps + 1, last)
-        )
+        empty = 0
+        for sample in self.scheduler.running:
+            done = last - sample.entered
+            stored = sample.stored(done) + (sample.stored(done - steps + 1) if steps > 1 else sample.stored(done))
+            empty += 2 * BLOCK_SIZE * len(sample.blocks) - stored
         stats.places += held
         stats.empty_places += empty
         if held >= stats.peak_places:

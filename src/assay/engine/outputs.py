@@ -198,6 +198,7 @@ class OutputProcessor:
         job.unfinished -= 1
         if not job.unfinished:
             self.remove(job)
+            job.samples.clear()  # they refer to the job: without this only the garbage collector could free them
 
 
 def handles_of(events: Iterable[Event]) -> list[int]:

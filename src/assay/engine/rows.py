@@ -19,7 +19,7 @@ LOG_STEPS = 64  # steps that the log holds before it is written over
 
 @dataclass(slots=True)
 class Modes:
-    """What the sampler has to provide for, known on the host."""
+    """What the sampler has to provide for, known on the host; the fields are those of `Job.modes`."""
 
     greedy: bool = False
     random: bool = False
@@ -95,13 +95,8 @@ class Rows:
 
     def note_modes(self, running: Sequence[Sample]) -> None:
         """To be called when rows have come or gone."""
-        every = {id(sample.job): sample.job.request.params for sample in running}.values()
-        self.modes = Modes(
-            greedy=any(p.temperature == 0 for p in every),
-            random=any(p.temperature > 0 for p in every),
-            truncate=any(p.truncates for p in every),
-            forbids=any(p.forbidden_token_ids or (p.min_new_tokens and p.stop_token_ids) for p in every),
-        )
+        wanted = {sample.job.modes for sample in running}
+        self.modes = Modes(*(any(mode) for mode in zip(*wanted, strict=True)))
 
     def draw(self, logits: Tensor) -> None:
         """A token for each row of logits [B, V], in torch: written down, and what follows from it noted."""

@@ -25,9 +25,13 @@ class Job:
     limit: int  # maximum number of new tokens per sample
     samples: list[Sample] = field(default_factory=list, compare=False)
     unfinished: int = 0  # samples that are neither finished nor aborted
+    modes: tuple[bool, bool, bool, bool] = (False,) * 4  # greedy, random, truncates, forbids tokens
 
     def __post_init__(self) -> None:
-        self.unfinished = self.request.params.n
+        params = self.request.params
+        forbids = bool(params.forbidden_token_ids or (params.min_new_tokens and params.stop_token_ids))
+        self.modes = params.temperature == 0, params.temperature > 0, params.truncates, forbids
+        self.unfinished = params.n
         self.samples = [Sample(self, index) for index in range(self.unfinished)]
 
     @property
@@ -70,8 +74,10 @@ class Sample:
         return dry if dry < self.end else NEVER
 
     def stored(self, steps: int) -> int:
-        """Tokens in the cache after so many steps: the first feeds one that is there, the last draw is not fed."""
-        return self.start + max(0, min(steps, self.job.limit - len(self.drawn)) - 1)
+        """Tokens in the cache after `steps` steps. The first feeds a stored token; the last sampled one is not fed."""
+        drawn = len(self.drawn)
+        fed = min(steps, self.job.limit - drawn) - 1
+        return len(self.job.tokens) + drawn + (fed if fed > 0 else 0)
 
 
 @dataclass(slots=True, eq=False)
