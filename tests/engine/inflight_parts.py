@@ -102,7 +102,8 @@ def assert_scores_of(logits: Tensor, completion: Completion, params: SamplingPar
     engine, sampling, masses = [], [], []
     for place, (row, token) in enumerate(zip(logprobs, completion.token_ids, strict=True)):
         if params.temperature == 0:
-            assert row[token] > row.max() - 10 * tolerance
+            allowed = drawable(row.exp().tolist(), place, params)
+            assert token in allowed and row[token] > row[allowed].max() - 10 * tolerance
             kept = [token]
         else:
             kept = drawable(row.exp().tolist(), place, params)
