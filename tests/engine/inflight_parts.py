@@ -14,20 +14,24 @@ from native_parts import SPECS, drawable, transformers_model
 from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams
+from assay.engine.sampler import noise_keys, signed, uniform
 from assay.models.decoder import Decoder
+from assay.models.spec import ModelSpec
 from assay.types import Completion
 
+SPEC = SPECS["llama"]
+
 
 @cache
-def decoder(seed: int, dtype: torch.dtype = torch.float64) -> Decoder:
+def decoder(seed: int, dtype: torch.dtype = torch.float64, spec: ModelSpec = SPEC) -> Decoder:
     """Weights version `seed` of the tests; not to be changed."""
-    return small_decoder(SPECS["llama"], seed).to(dtype)
+    return small_decoder(spec, seed).to(dtype)
 
 
 @cache
-def transformers_decoder(seed: int) -> Any:
+def transformers_decoder(seed: int, spec: ModelSpec = SPEC) -> Any:
     """The same weights in transformers, in float64 but for its rotary angles."""
-    return transformers_model(SPECS["llama"], small_decoder(SPECS["llama"], seed)).double()
+    return transformers_model(spec, small_decoder(spec, seed)).double()
 
 
 def token_versions(completion: Completion) -> list[int]:
@@ -56,15 +60,16 @@ def trainer_logits(models: Mapping[int, Decoder], prompt: Sequence[int], complet
 class MixedReference:
     """One sequence in transformers, whose keys and values come from whichever version each token was fed to."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: ModelSpec = SPEC) -> None:
         from transformers import DynamicCache
 
+        self.spec = spec
         self.cache: Any = DynamicCache()
 
     @torch.no_grad()
     def feed(self, tokens: Sequence[int], version: int) -> Tensor:
         """Logits [V] after the last of these tokens, which follow those fed before."""
-        model = transformers_decoder(version)
+        model = transformers_decoder(version, self.spec)
         return model(torch.tensor([list(tokens)]), past_key_values=self.cache, use_cache=True).logits[0, -1]
 
     def sample(self, prompt: Sequence[int], completion: Completion) -> Tensor:
@@ -76,13 +81,15 @@ class MixedReference:
         return torch.stack(logits)
 
 
-def kept_logits(prompt: Sequence[int], completion: Completion, restarts: Sequence[int] = (0,)) -> Tensor:
+def kept_logits(
+    prompt: Sequence[int], completion: Completion, restarts: Sequence[int] = (0,), spec: ModelSpec = SPEC
+) -> Tensor:
     """Logits for each token with kept KV. At the tokens `restarts` all tokens before are computed by one version."""
     versions, tokens = token_versions(completion), completion.token_ids
     logits: list[Tensor] = []
     for place, version in enumerate(versions):
         if place in restarts:
-            reference = MixedReference()
+            reference = MixedReference(spec)
             logits.append(reference.feed([*prompt, *tokens[:place]], version))
         else:
             logits.append(reference.feed([tokens[place - 1]], version))
@@ -95,7 +102,8 @@ def assert_scores_of(logits: Tensor, completion: Completion, params: SamplingPar
     engine, sampling, masses = [], [], []
     for place, (row, token) in enumerate(zip(logprobs, completion.token_ids, strict=True)):
         if params.temperature == 0:
-            assert row[token] > row.max() - 10 * tolerance
+            allowed = drawable(row.exp().tolist(), place, params)
+            assert token in allowed and row[token] > row[allowed].max() - 10 * tolerance
             kept = [token]
         else:
             kept = drawable(row.exp().tolist(), place, params)
@@ -111,6 +119,36 @@ def assert_scores_of(logits: Tensor, completion: Completion, params: SamplingPar
     entropy = float(-(logprobs.exp() * logprobs).sum(-1).mean())
     assert abs(completion.kept_mass - sum(masses) / len(masses)) < tolerance
     assert abs(completion.entropy - entropy) < tolerance
+
+
+@torch.no_grad()
+def assert_same_up_to_ties(
+    model: Decoder, request: Request, sample: int, ours: Sequence[int], theirs: Sequence[int], tolerance: float
+) -> None:
+    """Two results for one sample: identical, or a first divergence where an error of `tolerance` decides.
+
+    `model` is in float64; the error is in logits for greedy decoding, in cumulative probabilities for sampling.
+    """
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    place = next((place for place, (a, b) in pairs if a != b), None)
+    if place is None:
+        assert len(ours) == len(theirs)
+        return
+    params, ids = request.params, torch.tensor([*request.prompt_ids, *ours[:place]])
+    logits = model.unembed(model.hidden(ids, [len(ids)]))[-1]
+    pair = [ours[place], theirs[place]]
+    if params.temperature == 0:
+        assert logits.max() - logits[pair].min() < tolerance, f"token {place} of sample {sample}"
+        return
+    probs = (logits / params.temperature).softmax(-1).tolist()
+    kept = drawable(probs, place, params)
+    mass = sum(probs[token] for token in kept)
+    # Both tokens have to lie next to the noise, and so has everything between them.
+    low, high = sorted(pair)
+    start, end = (sum(probs[token] for token in kept if token <= last) / mass for last in (low, high - 1))
+    key = noise_keys(torch.tensor([signed(request.seed)]), torch.tensor([sample]))
+    noise = float(uniform(key, torch.tensor([place])))
+    assert start - tolerance < noise < end + tolerance and end - start < tolerance, f"token {place} of sample {sample}"
 
 
 class Entries:

@@ -500,11 +500,13 @@ def test_a_failed_continuation_leaves_the_handle_usable(backend: str) -> None:
     assert_nothing_left(engine)
 
 
-def test_abort_of_a_continuation_frees_what_was_kept(backend: str) -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_abort_of_a_continuation_frees_what_was_kept(backend: str, steps: int) -> None:
     engine = build(backend)
     (first,) = generate(engine, [Request([1, 2], SamplingParams(max_new_tokens=5), seed=0, keep=True)])[0]
     request_id = engine.add(Request([9], SamplingParams(max_new_tokens=30), seed=0, continues=first.handle))
-    engine.step(wait=False)
+    for _ in range(steps):
+        engine.step(wait=False)
     engine.abort([request_id])
     assert engine.step() == []
     assert_nothing_left(engine)

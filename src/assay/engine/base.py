@@ -156,6 +156,7 @@ class Engine(Protocol):
         """Copy new weights into place; cached prefixes of the previous weights are never used again.
 
         Returns when the weights are in place. Engines without `inflight_updates` refuse it while requests are running.
+        If the source raises, the version stays as it was but some weights may have been replaced: update again.
         """
         ...
 

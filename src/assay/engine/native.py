@@ -172,11 +172,10 @@ class NativeEngine:
         in_part = {one[0] for one in ids if isinstance(one, tuple)}
         for _ in range(len(self.incoming)):  # in place: another thread may be adding requests
             request_id, request = self.incoming.popleft()
-            if request_id not in requests:
-                if request_id in in_part:
-                    self._accept(request_id, request)
-                else:
-                    self.incoming.append((request_id, request))
+            if request_id in in_part or (request_id in requests and request.continues is not None):
+                self._accept(request_id, request)  # what it continues is freed with it
+            elif request_id not in requests:
+                self.incoming.append((request_id, request))
         samples, handles = self.outputs.abort(ids)
         self._drop(samples)
         self._release(handles)
