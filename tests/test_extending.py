@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TERM, ADVANTAGE = "A loss term with its own per-token input", "An advantage"
+TASK, ENVIRONMENT, ENGINE, FAMILY = "A task", "An environment", "An engine backend", "A model family"
+PACKAGES = {TASK: "tasks", ENVIRONMENT: "envs", ENGINE: "engine"}  # to which the first file of the section moves
 
 RUN = """
 model = "preset:nano"
@@ -76,8 +80,8 @@ def apply_diff(diff: str, folder: Path) -> None:
     source = file.read_text()
     for hunk in hunks:
         lines = hunk.splitlines(keepends=True)
-        before = "".join(line[1:] for line in lines if line[0] == " ").removesuffix("\n")
-        after = "".join(line[1:] or line for line in lines).removesuffix("\n")
+        before = "".join(line[1:] for line in lines if line[0] != "+").removesuffix("\n")
+        after = "".join(line[1:] or line for line in lines if line[0] != "-").removesuffix("\n")
         assert source.count(before) == 1, before
         source = source.replace(before, after)
     file.write_text(source)
@@ -189,10 +193,118 @@ def differs(path: Path, folder: Path) -> bool:
     return not original.exists() or original.read_text() != path.read_text()
 
 
-@pytest.mark.parametrize("title", [TERM, ADVANTAGE])
+def commands(text: str, *left_out: str) -> list[list[str]]:
+    """The `assay` commands of the bash blocks."""
+    lines = [shlex.split(line, comments=True) for block in blocks(text, "bash") for line in block.splitlines()]
+    return [words[1:] for words in lines if words and " ".join(words[1:3]) not in left_out]
+
+
+def run_commands(folder: Path, title: str) -> Path:
+    """Write the files of a section and run its commands. Returns the folder of the run that they train."""
+    own, _ = section(title)
+    (module,) = write_named(own, "python", folder)
+    write_named(own, "toml", folder)
+    for words in commands(own, "env play"):
+        assert main(words) == 0, words
+    return folder / "runs" / module.stem
+
+
+def built_in(folder: Path, title: str, name: str) -> Path:
+    """Make the changes to the package and train with them. `name` replaces the name by path in the config."""
+    own, package = section(title)
+    files = write_named(own, "python", folder)
+    patched_package(folder, package)
+    shutil.move(files[0], folder / "src" / "assay" / PACKAGES[title] / files[0].name)
+    (file,) = write_named(own, "toml", folder)
+    path = re.search(r'"(\w+\.py:\w+)"', file.read_text())
+    assert path is not None
+    file.write_text(file.read_text().replace(path[1], name))
+    if title == ENGINE:
+        file.write_text(RUN.format(folder=folder) + file.read_text())
+    changed = [path for path in (folder / "src").rglob("*.py") if differs(path, folder)]
+    assert len(changed) == 1 + len(blocks(package, "diff"))
+    return train_with_package(folder, file, "--name", "built-in")
+
+
+def test_a_task(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_commands(folder, TASK)
+    assert '"ok": true' in capsys.readouterr().out  # of `assay data check`
+    for step in (1, 2):
+        groups = read_rollouts(run, step)
+        assert len(groups) == 4 and all(len(group.rollouts) == 4 for group in groups)
+        for group in groups:
+            a, b = group.prompt.id.removeprefix("digit_sum/")
+            assert group.prompt.messages[0]["content"] == f"{a} + {b} = ?"
+            for rollout in group.rollouts:
+                assert rollout.verdict and rollout.verdict.correct == (
+                    rollout.text.strip() == f"#### {int(a) + int(b)}"
+                )
+
+
+def test_an_environment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_commands(folder, ENVIRONMENT)
+    shown = capsys.readouterr().out
+    assert shown.count("ok ") == 7 and "a perfect policy scores full" in shown  # of `assay env check`
+    groups = read_rollouts(run, 1)
+    assert len(groups) == 4 and all(len(group.rollouts) == 4 for group in groups)
+    for group in groups:
+        first = int(group.prompt.messages[0]["content"])
+        for rollout in group.rollouts:
+            right = [turn.text.strip() == str(first + 1 + 2 * place) for place, turn in enumerate(rollout.turns)]
+            assert rollout.reward == pytest.approx(sum(right) / 2) and all(right[:-1])
+
+
+def test_an_engine_backend_passes_the_conformance_check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, _ = section(ENGINE)
+    monkeypatch.syspath_prepend(str(folder))
+    _, check = write_named(own, "python", folder)
+    found: dict[str, object] = {}
+    exec(compile(check.read_text(), check.name, "exec"), found)
+    assert found["problems"] == []
+
+
+def test_training_with_an_own_engine_backend(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, _ = section(ENGINE)
+    write_named(own, "python", folder)
+    run = train(folder, config(folder, own), "--train.steps", "1", "--sampling.max_new_tokens", "8")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "sampling/entropy is left out" in shown and "sampling/kept_mass is left out" in shown
+    assert "exact_seeds" not in shown and "not verified" not in shown
+    (row,) = [row for row in read_metrics(run) if "loss/policy" in row]
+    assert row["mismatch/logprob_abs_diff_max"] < 1e-4 and "sampling/entropy" not in row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("title", "part", "name"),
+    [(TASK, "task", "digit_sum"), (ENVIRONMENT, "env", "count_up"), (ENGINE, "engine", "generate")],
+)
+def test_built_in_by_the_changes_that_the_page_shows(folder: Path, title: str, part: str, name: str) -> None:
+    run = built_in(folder, title, name)
+    assert tomllib.loads((run / "config.toml").read_text())[part]["name"] == name
+    assert len(read_rollouts(run, 1)) > 0
+
+
+@pytest.mark.slow
+def test_a_model_family_equals_transformers_in_all_forward_passes(folder: Path) -> None:
+    _, package = section(FAMILY)
+    (test,) = write_named(package, "python", folder)
+    (diff,) = blocks(package, "diff")
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
+    before = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert before.returncode == 1, before.stdout + before.stderr  # without the entry
+    apply_diff(diff, folder)
+    after = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert after.returncode == 0 and "4 passed" in after.stdout, after.stdout + after.stderr
+
+
+@pytest.mark.parametrize("title", [TERM, ADVANTAGE, TASK, ENVIRONMENT, ENGINE, FAMILY])
 def test_the_page_counts_files_and_lines(title: str) -> None:
     (row,) = [line for line in PAGE.splitlines() if line.startswith("| [") and title.lower() in line.lower()]
     stated = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) files?, (\d+) lines", row)]
     own, package = section(title)
-    codes = [blocks(own, "python"), blocks(package, "diff") + blocks(package, "python")]
-    assert stated == [(len(parts), sum(map(code_lines, parts))) for parts in codes]
+    moved = blocks(own, "python")[:1] if title in PACKAGES else []
+    codes = [blocks(own, "python"), moved + blocks(package, "diff") + blocks(package, "python")]
+    assert stated == [(len(parts), sum(map(code_lines, parts))) for parts in codes if parts]

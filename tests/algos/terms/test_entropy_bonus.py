@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 from assay.algos import make_algorithm
 from assay.algos.terms.entropy_bonus import EntropyControl
 
@@ -24,7 +26,7 @@ def test_the_coefficient_follows_the_target_from_step_to_step_and_survives_a_sta
         found.append(algo.end_step(step, [], {"policy/entropy": entropy})["policy/entropy_coef"])
         again = make_algorithm("grpo", entropy_target=0.2, entropy_coef=0.01, entropy_delta=0.005)
         again.load_state_dict(algo.state_dict())
-        assert again.needs == algo.needs
+        assert again.needs == algo.needs == pickle.loads(pickle.dumps(algo)).needs  # also in a separate process
         algo = again
     assert found == [0.01, 0.015, 0.02, 0.0]  # above the target the bonus is not applied
     assert algo.needs.entropy_gradient and not make_algorithm("grpo", entropy_target=0.2).needs.entropy_gradient
