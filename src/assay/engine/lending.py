@@ -25,7 +25,7 @@ class Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
-class Kind(ctypes.Structure):
+class AllocationProperties(ctypes.Structure):
     """CUmemAllocationProp"""
 
     _fields_ = (
@@ -50,7 +50,7 @@ class Lendable:
         self.address, self.handle, self.mapped = ctypes.c_ulonglong(), ctypes.c_ulonglong(), False
         torch.cuda.synchronize(device)  # whatever initialises CUDA has done so
         self.location = Location(DEVICE, device.index if device.index is not None else torch.cuda.current_device())
-        self.kind = Kind(type=PINNED, location=self.location)
+        self.kind = AllocationProperties(type=PINNED, location=self.location)
         step = ctypes.c_size_t()
         call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self.kind), ctypes.c_int(0))
         self.size = -(-size // step.value) * step.value

@@ -13,7 +13,7 @@ BROKEN = "\ufffd"  # what a part of a character decodes to
 TABLES = 64  # sets of stop strings whose tokens are remembered: a byte for each token of the vocabulary
 
 
-class Kind(IntEnum):
+class TokenKind(IntEnum):
     UNKNOWN, CANNOT, MAY = range(3)
 
 
@@ -33,13 +33,13 @@ class StopStrings:
             kinds = self._grown(kinds, 2 * size, stops)
         found = kinds[tokens]
         if not found.all():
-            unknown = np.unique(tokens[found == Kind.UNKNOWN]).tolist()
+            unknown = np.unique(tokens[found == TokenKind.UNKNOWN]).tolist()
             if self.word_end is None and self._find_word_end(unknown):
                 return self.suspects(tokens, stops)
             for token in unknown:
-                kinds[token] = Kind.MAY if self._may_complete(token, stops) else Kind.CANNOT
+                kinds[token] = TokenKind.MAY if self._may_complete(token, stops) else TokenKind.CANNOT
             found = kinds[tokens]
-        return found == Kind.MAY
+        return found == TokenKind.MAY
 
     def _grown(self, kinds: np.ndarray, size: int, stops: tuple[str, ...]) -> np.ndarray:
         if stops not in self.kinds and len(self.kinds) == TABLES:

@@ -223,13 +223,13 @@ def moments(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> dict[str, 
 def named(thing: Any, names: dict[int, tuple[Any, ...]]) -> bytes:
     """A pickle in which whatever has a name is represented by that."""
 
-    class Naming(pickle.Pickler):
+    class NamePickler(pickle.Pickler):
         def persistent_id(self, part: Any) -> tuple[Any, ...] | None:
             return names.get(id(part))
 
     buffer = io.BytesIO()
     try:
-        Naming(buffer, pickle.HIGHEST_PROTOCOL).dump(thing)
+        NamePickler(buffer, pickle.HIGHEST_PROTOCOL).dump(thing)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
             f"this model or loss cannot be sent to a training process ({error}): leave out train.process = 'separate'"

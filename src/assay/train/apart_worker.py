@@ -94,7 +94,7 @@ class Work:
         torch.set_num_threads(threads)  # sums in another order are other sums
         self.shelves = {name: Shelf(*one) for name, one in shelves.items()}
         try:
-            self.updater, self.algo = Naming(described, self.shelves, device).load()
+            self.updater, self.algo = NameUnpickler(described, self.shelves, device).load()
             self.updater.policy.to(device)  # what is no parameter
             if self.updater.reference is not None:
                 self.updater.reference.to(device)
@@ -121,7 +121,7 @@ class Work:
         return self.shelves[MOMENTS].slots
 
 
-class Naming(pickle.Unpickler):
+class NameUnpickler(pickle.Unpickler):
     """Reads what `apart.named` wrote: tensors are copied from the shelves to the device."""
 
     def __init__(self, content: bytes, shelves: dict[str, Shelf], device: torch.device) -> None:
