@@ -20,7 +20,10 @@ FEW_ROWS = Mode(max_batch=3)
 SEEDS = count()
 
 
-@pytest.mark.parametrize(("backend", "mode"), [("native", GPU_LIKE), ("native", FEW_ROWS), ("hf", FEW_ROWS)])
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [("native", GPU_LIKE), ("native", FEW_ROWS), pytest.param("hf", FEW_ROWS, marks=pytest.mark.slow)],
+)
 def test_built_in_engines_keep_all_promises(backend: str, mode: Mode) -> None:
     assert check_engine(build(backend, mode=mode), PROMPT, policy(backend), words) == []
 
