@@ -188,6 +188,12 @@ def wait_for_metrics(
         time.sleep(0.01)
 
 
+def take_terminal() -> None:
+    """In the new process: stdin is its controlling terminal, and SIGHUP is not ignored, even if these tests run so."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def test_a_closed_terminal_saves_a_checkpoint_and_stops(whole: SmallRuns) -> None:
     """SIGHUP, after which nothing can be written to the terminal any more."""
     terminal, end = pty.openpty()
@@ -198,7 +204,7 @@ def test_a_closed_terminal_saves_a_checkpoint_and_stops(whole: SmallRuns) -> Non
         **dict.fromkeys(("stdin", "stdout", "stderr"), end),
         env=environment,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=take_terminal,
     )
     os.close(end)
     os.set_blocking(terminal, False)
