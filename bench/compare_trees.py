@@ -66,9 +66,8 @@ class Worker:
 
     def step_row(self, settings: dict[str, Any]) -> Callable[[int], float]:
         from assay.bench import trainer
-        from assay.bench.shapes import float32_model
         from assay.bench.step import Steps, one_step
-        from assay.bench.workload import Workload
+        from assay.bench.workload import Workload, float32_model
         from assay.models.device import pick_device
 
         work, options, steps = Workload(**settings), trainer.StepOptions(device=self.device), Steps()

@@ -21,10 +21,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from assay.bench.machine import describe_machine, describe_versions
-from assay.bench.shapes import SHAPES
+from assay.bench.results import describe_machine, describe_versions
+from assay.bench.workload import SHAPES
 from assay.engine import Engine, NativeEngine, Request, SamplingParams, generate, make_engine
-from assay.engine.tensor_parallel import (
+from assay.engine.native.tensor_parallel import (
     Link,
     SharedCommand,
     TensorParallelLeader,

@@ -13,7 +13,7 @@ import pytest
 from assay.algos.recipes import RECIPES
 from assay.cli.main import COMMANDS, Parser, find_module, main, split_words
 from assay.config import TrainConfig
-from assay.settings import load_settings, parse_overrides
+from assay.config.settings import load_settings, parse_overrides
 from assay.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing
 
-from assay import heartbeat
-from assay.heartbeat import Heartbeat, Peer
+from assay import mesh
+from assay.mesh import Heartbeat, Peer
 
 CONTEXT = torch.multiprocessing.get_context("forkserver")
 HOST = socket.gethostname()
@@ -71,7 +71,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 def start_beating(folder: Path, port: int, rank: int, world: int, timeout_s: float, warn_s: float) -> Heartbeat:
     os.dup2(os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    heartbeat.INTERVAL_S, heartbeat.WARN_S = 0.05, warn_s
+    mesh.INTERVAL_S, mesh.WARN_S = 0.05, warn_s
     return Heartbeat(dist.TCPStore("127.0.0.1", port), rank, world, timeout_s)
 
 
@@ -157,7 +157,7 @@ def test_a_rank_that_computes_is_alive(ranks: Ranks) -> None:
 
 
 def wait_in_an_exchange(*args: object) -> None:
-    heartbeat.NOTICE_S = 0.3
+    mesh.NOTICE_S = 0.3
     found = start_beating(*args)  # type: ignore[arg-type]
     with found.waiting():
         time.sleep(60)

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from assay.algos import LossBatch
 from assay.cli.main import main
 from assay.config import TrainConfig
+from assay.config.settings import load_settings
 from assay.models import build_preset, save_model
 from assay.runs.rollouts import read_lines, read_rollouts
-from assay.settings import load_settings
 from assay.tasks import make_task
 from assay.text import char_tokenizer
-from assay.train.apart import Apart, TrainingProcess
 from assay.train.components import build_algorithm, build_judge, build_problems, build_renderer
-from assay.train.replay import ReplayBuffer
+from assay.train.learner.replay import ReplayBuffer
+from assay.train.learner.subprocess_updater import Apart, TrainingProcess
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 ROOT = Path(__file__).resolve().parent.parent

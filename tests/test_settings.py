@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from assay.config import AlgoConfig, MeasureConfig, TrainConfig
-from assay.settings import keys, load_settings, parse_overrides, to_toml
+from assay.config.settings import keys, load_settings, parse_overrides, to_toml
 from assay.train.components import build_algorithm
 from assay.types import UserError
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.config import TrainConfig
+from assay.config.settings import load_settings
 from assay.engine.base import Request, generate
 from assay.envs import Env
 from assay.envs.base import is_message
@@ -26,11 +27,10 @@ from assay.runs import Run, checkpoints
 from assay.runs.console import Console
 from assay.runs.directory import as_name
 from assay.runs.resolve import find_run
-from assay.settings import load_settings
 from assay.train import checkpoint
 from assay.train.build import inherit_replay, new_run, resume_run
 from assay.train.components import sampling_params
-from assay.train.replay import ReplayBuffer, version_of
+from assay.train.learner.replay import ReplayBuffer, version_of
 from assay.train.run import TrainingRun
 from assay.train.sources import Sampled
 from assay.train.trust import guard_run

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.algos.aggregate import AGGREGATES, token_weights
+from assay.algos.batch import AGGREGATES, token_weights
 
 lengths_with_some_masked = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 

@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.algos.aggregate import AGGREGATES
 from assay.algos.algorithm import Algorithm
-from assay.algos.batch import LossBatch
+from assay.algos.batch import AGGREGATES, LossBatch, Sums, metrics
 from assay.algos.component import Scorers
 from assay.algos.recipes import RECIPES, make_algorithm
-from assay.algos.sums import Sums, metrics
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

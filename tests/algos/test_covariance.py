@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from assay.algos.covariance import clip_cov, covariances, kl_cov
+from assay.algos.losses import clip_cov, covariances, kl_cov
 
 
 def tokens(count: int = 200, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

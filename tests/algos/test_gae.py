@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from assay.algos.gae import gae, value_loss
+from assay.algos.credit import gae, value_loss
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.99, 1.0), (0.7, 0.0), (1.0, 1.0)])

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.algos.importance import correction, over_sequences, sequence_logprobs
-from assay.algos.losses import ppo_clip
+from assay.algos.losses import correction, over_sequences, ppo_clip, sequence_logprobs
 
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 

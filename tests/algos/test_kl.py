@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.algos.kl import KL
+from assay.algos.batch import KL
 
 POLICY_LOGITS = torch.tensor([0.2, -1.0, 0.7, 0.0], dtype=torch.float64)
 REF_LOGPROBS = torch.tensor([0.5, -0.3, 0.1, -0.9], dtype=torch.float64).log_softmax(0)

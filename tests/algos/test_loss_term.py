@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from assay.algos import Algorithm, LossBatch, LossTerm, TermOutput, TokenInput, make_algorithm, metrics
-from assay.algos.loss_term import TERMS
+from assay.algos.component import TERMS
 from assay.config import AlgoConfig, NonNegative, Section
 from assay.types import UserError
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from assay.algos.advantages import credited_returns, returns, token_rewards
 from assay.algos.recipes import make_algorithm
-from assay.algos.returns import credited_returns, returns, token_rewards
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 PROMPT = Prompt("p/0", ())

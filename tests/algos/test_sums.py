@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from assay.algos.sums import Sums, metrics
+from assay.algos.batch import Sums, metrics
 
 WORKER = """
 import json, sys
 import torch, torch.distributed as dist
-from assay.algos.sums import Sums, metrics
+from assay.algos.batch import Sums, metrics
 
 rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

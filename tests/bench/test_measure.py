@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from assay.bench import engine
 from assay.bench import engine as bench
-from assay.bench import parts, startup
-from assay.bench.engine import Options, measure, named, stats_of
-from assay.bench.mismatch import mismatch, parts_of, spread
-from assay.bench.shapes import SHAPES, random_model
+from assay.bench.engine import Options, measure, mismatch, named, parts_of, spread, stats_of
 from assay.bench.transformers_peer import transformers_model
-from assay.bench.workload import Workload
+from assay.bench.workload import SHAPES, Workload, random_model
 from assay.engine import Request, SamplingParams
 from assay.types import Completion, Finish, UserError
 
@@ -95,7 +93,7 @@ def test_engine_counters_are_read_where_there_are_some() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_mismatch_against_log_probabilities_in_float64(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("assay.bench.mismatch.TOKENS_AT_ONCE", 40)  # several passes
+    monkeypatch.setattr("assay.bench.engine.TOKENS_AT_ONCE", 40)  # several passes
     model = random_model(SHAPES["tiny"], CPU, seed=2)
     with torch.no_grad():
         model.lm_head.weight.mul_(20)  # far from uniform
@@ -160,7 +158,7 @@ def test_sequences_are_spread_and_split() -> None:
     ],
 )
 def test_kernels_are_sorted_into_parts(kernel: str, part: str) -> None:
-    assert parts.part_of(kernel) == part
+    assert engine.part_of(kernel) == part
 
 
 def test_parts_of_a_step_leave_out_the_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,9 +169,9 @@ def test_parts_of_a_step_leave_out_the_prefill(monkeypatch: pytest.MonkeyPatch) 
         runs.append((steps, sum(request.params.n for request in requests)))
         return Counter({"matmul": 50 + 3 * steps, "attention": 7 + 2 * steps, "other": 1})
 
-    monkeypatch.setattr(parts, "kernel_times", kernel_times)
+    monkeypatch.setattr(engine, "kernel_times", kernel_times)
     requests = [Request([1], SamplingParams(n=5, max_new_tokens=30), seed=0)] * 3
-    found = parts.step_parts(None, requests, batch=8)  # type: ignore[arg-type]
+    found = engine.step_parts(None, requests, batch=8)  # type: ignore[arg-type]
     assert runs == [(1, 8), (30, 8)]
     assert found["matmul"] == 3 and found["attention"] == 2 and found["other"] == 0 and found["total"] == 5
     assert set(found) == {"attention", "matmul", "sampling", "norm_rope_activation", "other", "total"}
@@ -203,4 +201,4 @@ def test_ids_name_a_device_and_dtype_that_would_not_be_picked() -> None:
 
 def test_a_process_that_fails_to_start_says_why() -> None:
     with pytest.raises(UserError, match=r"gave no token: unknown shape 'huge'"):
-        startup.seconds_to_first_token(["bench", "engine", "--shape", "huge", "--first-token"], {})
+        engine.seconds_to_first_token(["bench", "engine", "--shape", "huge", "--first-token"], {})

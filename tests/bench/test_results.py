@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from assay.bench.machine import describe_machine, describe_versions
-from assay.bench.results import earlier_rows, merge, peer_rows, peer_steps, save, with_ratios
+from assay.bench.results import (
+    describe_machine,
+    describe_versions,
+    earlier_rows,
+    merge,
+    peer_rows,
+    peer_steps,
+    save,
+    with_ratios,
+)
 from assay.types import UserError
 
 MACHINE = {"gpu": None, "cores": 2}

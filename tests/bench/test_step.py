@@ -12,10 +12,9 @@ import torch
 from assay.bench import step as bench
 from assay.bench import trl_peer
 from assay.bench.chance import chance, judge_by_chance
-from assay.bench.shapes import SHAPES, random_model
 from assay.bench.step import Steps, measure_step, one_step
 from assay.bench.trainer import BenchedRun, StepOptions, benched_run, numbers_renderer, parse_settings, peaks, row_id
-from assay.bench.workload import Workload
+from assay.bench.workload import SHAPES, Workload, random_model
 from assay.rewards import JudgePool
 from assay.types import UserError
 

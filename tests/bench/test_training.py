@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from assay.algos import make_algorithm
-from assay.bench import training
+from assay.bench import step
+from assay.bench.step import TABLE, Sequences, measure_training
 from assay.bench.trainer import StepOptions, row_id
-from assay.bench.training import TABLE, Sequences, measure_training
-from assay.train.pack import rows_of
-from assay.train.update import Updater
+from assay.train.learner.pack import rows_of
+from assay.train.learner.update import Updater
 from assay.types import UserError
 
 TINY = Sequences(shape="tiny", sequences=4, tokens=16)
@@ -29,7 +29,7 @@ def test_all_tokens_but_the_first_are_trained_on() -> None:
 
 def test_a_row_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 9.0, 10.0, 12.0, 20.0, 21.0])
-    monkeypatch.setattr(training, "now", lambda device: next(times))
+    monkeypatch.setattr(step, "now", lambda device: next(times))
     seen: list[int] = []
     update = Updater.update
 

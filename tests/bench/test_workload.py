@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from assay.bench.shapes import SHAPES, label, random_model
-from assay.bench.workload import TABLE, Workload, words_of
+from assay.bench.workload import SHAPES, TABLE, Workload, label, random_model, words_of
 from assay.types import UserError
 
 

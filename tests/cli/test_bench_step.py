@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from assay.bench import training
-from assay.bench.training import Sequences
+from assay.bench import step
+from assay.bench.step import Sequences
 from assay.bench.workload import Workload
 from assay.cli import bench, bench_step
 from assay.cli.main import Parser, main
@@ -54,7 +54,7 @@ def test_the_table_has_the_step_and_the_trainings(
 ) -> None:
     small = Workload(shape="tiny", prompts=1, samples=2, prompt_tokens=4, new=3)
     monkeypatch.setattr("assay.bench.workload.Workload", lambda **values: small)
-    monkeypatch.setattr(training, "TABLE", (Sequences(shape="tiny", sequences=2, tokens=5),))
+    monkeypatch.setattr(step, "TABLE", (Sequences(shape="tiny", sequences=2, tokens=5),))
     file, peers = tmp_path / "figures.json", tmp_path / "trl.txt"
     peers.write_text('{"system": "trl", "mode": "hf", "step_s": 9, "peak_gib": 1}\n' * 2)
     words = ["--table", *HOW, "--kl", "0.1", "--peer-rows", str(peers), "--json", str(file)]

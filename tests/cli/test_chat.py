@@ -21,24 +21,19 @@ from typing import Any
 import pytest
 import torch
 
-from assay.cli.chat import ChatConfig, settings_of
-from assay.cli.chat_grade import summary_line, verdict_line
-from assay.cli.chat_model import Reply, ReplyStopped, Speaker, TextStream
-from assay.cli.chat_screen import Screen
-from assay.cli.chat_session import ChatSession
-from assay.cli.chat_task import TaskDesk, Wish, parse_wish
-from assay.cli.chat_turns import take_turns
-from assay.cli.main import main
-from assay.engine.base import (
-    Capabilities,
-    EngineInfo,
-    Event,
-    Finished,
-    Request,
-    SamplingParams,
-    TokenChunk,
-    generate,
+from assay.cli.chat import ChatConfig, ChatSession, TaskDesk, Wish, parse_wish, settings_of
+from assay.cli.chat_screen import (
+    Reply,
+    ReplyStopped,
+    Screen,
+    Speaker,
+    TextStream,
+    summary_line,
+    take_turns,
+    verdict_line,
 )
+from assay.cli.main import main
+from assay.engine.base import Capabilities, EngineInfo, Event, Finished, Request, SamplingParams, TokenChunk, generate
 from assay.models import build_preset, save_model
 from assay.runs import Run, checkpoints
 from assay.tasks import Abacus, make_task

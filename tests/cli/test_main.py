@@ -14,7 +14,7 @@ import pytest
 from assay import __version__
 from assay.cli.main import COMMANDS, Parser, main, run, split_words
 from assay.config import TrainConfig
-from assay.settings import keys, parse_overrides
+from assay.config.settings import keys, parse_overrides
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from assay.cli.common import is_main, lost_another, make_console, may_tell
 from assay.cli.main import main
-from assay.cli.ranks import is_main, lost_another, make_console, may_tell
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, world: int, rank: int, local: int) -> None:

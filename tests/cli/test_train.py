@@ -14,7 +14,7 @@ from small_run import SmallRuns, gpt2_folder
 
 from assay.cli.main import main
 from assay.config import TrainConfig
-from assay.settings import load_settings
+from assay.config.settings import load_settings
 
 TASK_FILE = '''
 """A task of one's own: is the number even?"""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.engine.compiled import library
+from assay.engine.native.compiled import library
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.spec import ModelSpec

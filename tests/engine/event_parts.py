@@ -23,7 +23,7 @@ from assay.engine import (
     TokenChunk,
     make_engine,
 )
-from assay.engine.columns import Column, RowState
+from assay.engine.sequence import Column, RowState
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel

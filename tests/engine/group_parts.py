@@ -15,9 +15,9 @@ from native_parts import MODES, SPECS, Consumer, Weights, engine_for, idle, mixe
 from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
-from assay.engine.columns import BLOCK_SIZE
-from assay.engine.memory import SHARE
-from assay.engine.shares import split_along
+from assay.engine.native.network import split_along
+from assay.engine.native.runner import SHARE
+from assay.engine.sequence import BLOCK_SIZE
 from assay.mesh import Mesh, init_mesh
 from assay.models.decoder import Decoder
 from assay.models.fingerprint import fingerprint
@@ -170,7 +170,7 @@ def caches_are_of_one_size(mesh: Mesh) -> None:
     model = small_decoder(FAMILIES["qwen3"])
     block = 2 * 2 * 1 * 12 * 4 * BLOCK_SIZE  # layers, keys and values, one of two heads, its size, bytes of a float32
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("assay.engine.memory.free_memory", lambda device: 1000 * block * (3, 1)[mesh.tp_rank])
+        patch.setattr("assay.engine.native.runner.free_memory", lambda device: 1000 * block * (3, 1)[mesh.tp_rank])
         engine = engine_for(model, group=mesh.tp_group)
     assert engine.blocks.total == int(1000 * SHARE["cpu"])  # what the second rank can have
     assert engine.runner.kv.shape == (2, 2, 1, engine.blocks.total + 1, BLOCK_SIZE, 12)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from assay.engine import Engine, Event, Finished, NativeEngine, Request, SamplingParams, generate
 from assay.engine.dispatch import Dispatcher
-from assay.engine.native import KvOnUpdate
-from assay.engine.tensor_parallel import TensorParallelLeader, follow, new_cpu_group
+from assay.engine.native.engine import KvOnUpdate
+from assay.engine.native.tensor_parallel import TensorParallelLeader, follow, new_cpu_group
 from assay.mesh import Mesh, init_mesh
 from assay.models.decoder import Decoder
 from assay.types import UserError

@@ -13,10 +13,10 @@ from engine_parts import assert_same_tokens, logits_after, small_spec
 from torch import Tensor
 
 from assay.engine import Engine, Event, Finished, NativeEngine, Request, SamplingParams, TokenChunk, make_engine
-from assay.engine.columns import BLOCK_SIZE
-from assay.engine.memory import GIB
+from assay.engine.native.runner import GIB
+from assay.engine.outputs import Decode
 from assay.engine.sampler import noise_keys, signed, uniform
-from assay.engine.stopping import Decode
+from assay.engine.sequence import BLOCK_SIZE
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.spec import ModelSpec, spec_to_hf

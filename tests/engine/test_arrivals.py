@@ -26,7 +26,7 @@ from native_parts import (
 )
 
 from assay.engine import Engine, NativeEngine, Request, SamplingParams, generate, make_engine
-from assay.engine.scheduler import PATIENCE
+from assay.engine.native.scheduler import PATIENCE
 from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel
 from assay.types import Completion

@@ -12,10 +12,9 @@ import torch
 from engine_parts import needed_library
 from torch import Tensor
 
-from assay.engine.attention import ChunkAttention, RowAttention
-from assay.engine.compiled import CompiledAttention
-from assay.engine.scheduler import Chunk
-from assay.engine.varlen import slots_of
+from assay.engine.native.attention import ChunkAttention, RowAttention, slots_of
+from assay.engine.native.compiled import CompiledAttention
+from assay.engine.native.scheduler import Chunk
 
 CPU = torch.device("cpu")
 SIZE = 4  # tokens in a block

@@ -10,12 +10,13 @@ import torch
 from engine_parts import assert_same_tokens, logits_after, needed_library, random_prompts, small_decoder, small_spec
 from torch import Tensor
 
-from assay.engine import NativeEngine, Request, SamplingParams, compiled, generate
-from assay.engine.columns import Column, RowState
-from assay.engine.compiled import CompiledAttention, CompiledRunner, SmallModel, library, library_for
+from assay.engine import NativeEngine, Request, SamplingParams, generate
+from assay.engine.native import compiled
+from assay.engine.native.compiled import CompiledAttention, CompiledRunner, SmallModel, library, library_for
+from assay.engine.native.runner import Runner
 from assay.engine.rows import Rows
-from assay.engine.runner import Runner
 from assay.engine.sampler import noise_keys
+from assay.engine.sequence import Column, RowState
 from assay.models.decoder import Decoder
 
 CPU = torch.device("cpu")

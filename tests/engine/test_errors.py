@@ -25,7 +25,7 @@ from native_parts import (
 from torch import Tensor
 
 from assay.engine import NativeEngine, Request, RequestError, SamplingParams, generate
-from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS
+from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS
 from assay.models.decoder import Decoder
 
 WAYS = {"plain": Mode(), "all at once": MODES["all at once"]}

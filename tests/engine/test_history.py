@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.history import STEPS, History, rows_of
+from assay.engine.native.scheduler import close_gaps, seat
+from assay.engine.outputs import STEPS, History, rows_of
 from assay.engine.rows import StepOutput
-from assay.engine.scheduler import close_gaps, seat
 from assay.engine.sequence import Job, Sample
 
 

@@ -24,7 +24,7 @@ from inflight_parts import (
 from native_parts import memory_of, words
 
 from assay.engine import NativeEngine, Request, SamplingParams, TokenChunk, generate, make_engine
-from assay.engine.columns import BLOCK_SIZE
+from assay.engine.sequence import BLOCK_SIZE
 from assay.models.decoder import Decoder
 from assay.models.spec import ModelSpec
 from assay.types import Completion, Finish, UserError

@@ -41,8 +41,8 @@ from native_parts import (
 from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
-from assay.engine.columns import BLOCK_SIZE
-from assay.engine.scheduler import Chunk
+from assay.engine.native.scheduler import Chunk
+from assay.engine.sequence import BLOCK_SIZE
 from assay.models import load_model
 from assay.models.decoder import Decoder
 from assay.models.fingerprint import fingerprint

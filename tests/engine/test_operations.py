@@ -9,9 +9,9 @@ import torch
 from engine_parts import needed_library, small_spec
 from torch import Tensor
 
-from assay.engine.columns import BLOCK_SIZE
-from assay.engine.compiled import CompiledOperations
-from assay.engine.operations import Operations, TorchOperations, operations
+from assay.engine.native.compiled import CompiledOperations
+from assay.engine.native.network import Operations, TorchOperations, operations
+from assay.engine.sequence import BLOCK_SIZE
 from assay.models.decoder import rope_frequencies
 from assay.models.device import uses_triton
 from assay.models.spec import ModelSpec

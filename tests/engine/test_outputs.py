@@ -27,12 +27,10 @@ from native_parts import (
 )
 
 from assay.engine import Failed, Finished, Request, SamplingParams, generate
-from assay.engine.columns import RowState
-from assay.engine.outputs import OutputProcessor
+from assay.engine.native.scheduler import close_gaps, seat
+from assay.engine.outputs import OutputProcessor, StopStrings
 from assay.engine.rows import StepOutput
-from assay.engine.scheduler import close_gaps, seat
-from assay.engine.sequence import Job, Sample
-from assay.engine.stopping import StopStrings
+from assay.engine.sequence import Job, RowState, Sample
 from assay.models.decoder import Decoder
 from assay.types import Completion, Finish
 

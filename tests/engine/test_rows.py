@@ -6,11 +6,10 @@ import numpy as np
 import torch
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, RowState
+from assay.engine.native.scheduler import close_gaps, seat
 from assay.engine.rows import LOG_STEPS, Modes, Rows
 from assay.engine.sampler import noise_keys, signed
-from assay.engine.scheduler import close_gaps, seat
-from assay.engine.sequence import Job, Sample
+from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, Job, RowState, Sample
 
 CPU = torch.device("cpu")
 

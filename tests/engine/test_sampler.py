@@ -11,8 +11,8 @@ from scipy import stats
 from torch import Tensor
 
 from assay.engine import sampler
-from assay.engine.columns import FORBIDDEN_SLOTS, WIDTH, Column, RowState
 from assay.engine.sampler import Draw, draw_rows, kept, noise_keys, sample, signed, uniform
+from assay.engine.sequence import FORBIDDEN_SLOTS, WIDTH, Column, RowState
 
 LOGITS = [2.0, -1.0, 0.5, 0.5, 3.0, -4.0, 1.0, 0.0]
 DRAWS = 20_000

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS
-from assay.engine.sequence import Job, Kept, Prefix, Sample, job_for, name_of
+from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, Job, Kept, Prefix, Sample, job_for, name_of
 from assay.types import UserError
 
 

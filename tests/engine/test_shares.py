@@ -11,7 +11,7 @@ from group_parts import FAMILIES, Found, other_cases, serve_alone, serve_cases
 from native_parts import MODES
 from processes import start
 
-from assay.engine.shares import split_along
+from assay.engine.native.network import split_along
 from assay.models.decoder import Decoder
 
 LIMIT = 1e-9

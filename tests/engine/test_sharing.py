@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.engine.blocks import Blocks
-from assay.engine.columns import BLOCK_SIZE
-from assay.engine.sharing import ALONE, find_shared, max_tiles, plan_sharing
+from assay.engine.native.cuda_graph import ALONE, find_shared, max_tiles, plan_sharing
+from assay.engine.native.scheduler import Blocks
+from assay.engine.sequence import BLOCK_SIZE
 
 KEYS = st.lists(st.integers(ALONE, 6), max_size=60)
 

@@ -13,7 +13,7 @@ from leader_parts import a_follower_fails_alone, arrivals, leader_cases, update_
 from processes import start
 from torch.multiprocessing import ProcessRaisedException
 
-from assay.engine.tensor_parallel import signals_deferred
+from assay.engine.native.tensor_parallel import signals_deferred
 
 
 def test_requests_that_arrive_while_others_run_reach_followers_at_the_same_step() -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from assay.envs import ENVS, Env, TaskEnv, make_env
+from assay.envs.arithmetic import demonstration, truth
 from assay.envs.base import SEED, as_messages, safe_step
-from assay.envs.calculator import demonstration
 from assay.envs.check import check_env, play
 from assay.envs.python_tool import evaluate
-from assay.envs.stepwise import truth
 from assay.tasks import make_task
 from assay.types import Status, UserError
 

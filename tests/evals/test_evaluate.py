@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from assay.engine.base import SamplingParams
-from assay.evals import evaluate as module
-from assay.evals.evaluate import evaluate
+from assay.evals import report as module
+from assay.evals.report import evaluate
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from assay.models import Decoder, load_model, spec_from_hf, spec_to_hf
+from assay.models.load import build_preset, preset
 from assay.models.lora import Lora, add_lora
-from assay.models.presets import build_preset, preset
 from assay.models.spec import ModelSpec
 
 CASES = {

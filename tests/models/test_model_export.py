@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from assay.models import Decoder, HFModel, fingerprint, load_model, save_model
-from assay.models.presets import build_preset
+from assay.models.load import build_preset
 from assay.types import UserError
 
 CASES = [

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from assay.models import Decoder, HFModel, load_model, save_model
-from assay.models.load import weight_files
-from assay.models.presets import build_preset
+from assay.models.load import build_preset, weight_files
 from assay.types import UserError
 
 

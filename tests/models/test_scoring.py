@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.models import scoring
+from assay.models import logprobs
 
 triton = pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,9 +44,9 @@ def test_kernels_give_scores_and_gradients(
 
     logits, targets, up, spread = example(rows, size, dtype)
     expected = reference(logits, targets, temperature, up, spread if with_entropy else None)
-    logprobs, entropies, partition = scoring_kernels.scores_of(logits, targets, temperature)
-    assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=2e-5)
+    logps, entropies, partition = scoring_kernels.scores_of(logits, targets, temperature)
+    assert logps.dtype == torch.float32
+    torch.testing.assert_close(logps.double(), expected[0], rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(entropies.double(), expected[1], rtol=1e-5, atol=2e-5)
     grad = scoring_kernels.gradient_of(
         logits, targets, temperature, entropies, partition, up, spread if with_entropy else None
@@ -59,9 +59,9 @@ def test_kernels_give_scores_and_gradients(
 def test_torch_gives_the_same() -> None:
     logits, targets, up, spread = example(6, 50, torch.float64)
     expected = reference(logits, targets, 0.7, up, spread)
-    logprobs, entropies, partition = scoring.scores_of(logits, targets, 0.7)
-    grad = scoring.gradient_of(logits, targets, 0.7, entropies, partition, up.double(), spread.double())
-    for found, wanted in zip((logprobs, entropies, grad), expected, strict=True):
+    logps, entropies, partition = logprobs.scores_of(logits, targets, 0.7)
+    grad = logprobs.gradient_of(logits, targets, 0.7, entropies, partition, up.double(), spread.double())
+    for found, wanted in zip((logps, entropies, grad), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -77,19 +77,19 @@ def test_blocked_tokens_count_for_nothing(
         pytest.skip("the kernels compute in float32")
     from assay.models import scoring_kernels
 
-    module: Any = scoring_kernels if implementation == "triton" else scoring
+    module: Any = scoring_kernels if implementation == "triton" else logprobs
     logits, targets, up, spread = example(4, 5000, dtype)
     up, spread = (x.double() if dtype == torch.float64 else x for x in (up, spread))
     logits[:, 7:4100] = -torch.inf if block == "-inf" else torch.finfo(dtype).min
     targets = targets % 7
     allowed = torch.cat((logits[:, :7], logits[:, 4100:]), 1)
     expected = reference(allowed, targets, temperature, up, spread)
-    logprobs, entropies, partition = module.scores_of(logits.clone(), targets, temperature)
+    logps, entropies, partition = module.scores_of(logits.clone(), targets, temperature)
     grad = module.gradient_of(logits, targets, temperature, entropies, partition, up, spread)
     assert not grad[:, 7:4100].any()
     grad = torch.cat((grad[:, :7], grad[:, 4100:]), 1)
     exact = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}[dtype]
-    torch.testing.assert_close(logprobs.double(), expected[0], rtol=exact, atol=exact)
+    torch.testing.assert_close(logps.double(), expected[0], rtol=exact, atol=exact)
     torch.testing.assert_close(entropies.double(), expected[1], rtol=exact, atol=exact)
     tolerance = 2e-2 if dtype == torch.bfloat16 else exact
     torch.testing.assert_close(grad.double(), expected[2], rtol=tolerance, atol=tolerance)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from processes import start
 
-from assay.mesh import Mesh, init_mesh
+from assay.mesh import Mesh, init_mesh, local
 from assay.models import Decoder, ModelSpec
-from assay.models.collectives import local
 from assay.models.logprobs import token_logprobs
 from assay.models.parallel import check_sizes, shard_decoder
 from assay.types import UserError

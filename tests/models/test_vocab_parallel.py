@@ -8,8 +8,7 @@ from processes import start
 from torch import Tensor
 
 from assay.mesh import Mesh, init_mesh
-from assay.models.parallel import split
-from assay.models.vocab_parallel import VocabularyEmbedding, VocabularyHead
+from assay.models.parallel import VocabularyEmbedding, VocabularyHead, split
 
 WORDS, SIZE, COUNT = 23, 8, 11  # 23 leaves the second of two ranks one word less than the first
 

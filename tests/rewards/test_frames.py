@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from assay.rewards.frames import MAX_JSON, BadMessage, JsonReader, encode_json, send_bytes, send_json
+from assay.process.messages import MAX_JSON, BadMessage, JsonReader, encode_json, send_bytes, send_json
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 from process_tree import descendants, ended, gone
 
 from assay.rewards import FunctionJudge, JudgePool, MathJudge
-from assay.rewards.batches import Item
+from assay.rewards.pool import Item
 from assay.types import Status, UserError, Verdict
 
 GSM8K = Path(os.environ.get("ASSAY_GSM8K", Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"))

@@ -20,9 +20,9 @@ import pytest
 from process_tree import alive, descendants, gone, started, zombies
 
 from assay.envs.python_tool import Evaluator
+from assay.process.isolation import import_folders
 from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
-from assay.rewards.isolation import import_folders
-from assay.rewards.sandbox import environment, is_user_code, level_for
+from assay.rewards.pool import environment, is_user_code, level_for
 from assay.types import Status, UserError, Verdict
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux isolates processes; other systems kill groups")

@@ -17,13 +17,13 @@ from processes import start
 from assay.bench import episodes as bench
 from assay.bench.episodes import Rounds
 from assay.engine import Event, Failed, Request, RequestError, SamplingParams, make_engine
-from assay.engine.columns import BLOCK_SIZE
 from assay.engine.dispatch import Dispatcher
+from assay.engine.sequence import BLOCK_SIZE
 from assay.envs import Env, make_env
 from assay.mesh import Mesh, init_mesh
 from assay.models import build_preset
 from assay.rewards import JudgePool
-from assay.rollout import Collector, Limits, stepping
+from assay.rollout import Collector, Limits, episodes
 from assay.tasks import make_task
 from assay.text import Renderer, char_tokenizer, word_tokenizer
 from assay.types import Group, Rollout, Status
@@ -272,7 +272,7 @@ def test_steps_with_a_limit_run_side_by_side(device: str) -> None:
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_step_that_runs_for_long_without_a_limit_is_reported(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
-    monkeypatch.setattr(stepping, "REPORT_S", 0.05)
+    monkeypatch.setattr(episodes, "REPORT_S", 0.05)
     env = Chatter()
     env.slow = slow
 

@@ -11,9 +11,9 @@ import pytest
 from assay.envs import make_env
 from assay.envs.check import check_env
 from assay.rewards import JudgePool
-from assay.rewards.reasoning_gym import dataset
+from assay.rewards.verifiers import dataset
 from assay.tasks import SPLITS, check_gold, make_task
-from assay.tasks.overlap import overlap
+from assay.tasks.base import overlap
 from assay.types import Status, UserError
 
 NAMES = ["chain_sum", "basic_arithmetic", "mini_sudoku", "word_sorting", "spell_backward", "gcd", "acre"]

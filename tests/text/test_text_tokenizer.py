@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from assay.text import Tokenizer, char_tokenizer, load_tokenizer
-from assay.text.from_gguf import read_metadata
+from assay.text.tokenizer import read_metadata
 from assay.types import UserError
 
 

@@ -253,7 +253,7 @@ def serve() -> None:
     import torch
     import transformers
 
-    from assay.engine.compiled import library_for
+    from assay.engine.native.compiled import library_for
 
     for name in ("torch._dynamo", "assay.cli.train", "assay.train.loop", "assay.train.build"):
         import_module(name)

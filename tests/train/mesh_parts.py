@@ -15,9 +15,9 @@ from assay.algos import make_algorithm
 from assay.mesh import Mesh, init_mesh
 from assay.models.fingerprint import fingerprint
 from assay.models.spec import ModelSpec
-from assay.train.optim import make_adamw
-from assay.train.parallel import parallelise
-from assay.train.update import Updater
+from assay.train.learner.optim import make_adamw
+from assay.train.learner.parallel import parallelise
+from assay.train.learner.update import Updater
 
 STEPS = 5
 # The vocabulary of 23 divides by neither 2 nor 4. Together they have every kind of weight the decoder knows.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-from assay.train.muon import Muon
+from assay.train.learner.optim import Muon
 
 
 def noise(shape: tuple[int, ...], seed: int = 0) -> Tensor:

@@ -12,15 +12,14 @@ from test_shards import trained
 from train_parts import tiny_decoder
 
 from assay.config import TrainConfig
-from assay.mesh import Mesh, check_equal, init_mesh
-from assay.models.collectives import local
+from assay.mesh import Mesh, check_equal, init_mesh, local
 from assay.runs import checkpoints
 from assay.tasks import make_task
 from assay.tasks.base import LazyPrompts
 from assay.text import Renderer, char_tokenizer
 from assay.train import checkpoint
-from assay.train.agreement import check_inputs, check_weights, code, describe, settings
-from assay.train.update import Updater
+from assay.train.checks import check_inputs, check_weights, code, describe, settings
+from assay.train.learner.update import Updater
 from assay.types import Prompt, UserError
 
 

@@ -19,11 +19,11 @@ from assay.config import TrainConfig
 from assay.mesh import Mesh
 from assay.rewards.importing import load_object
 from assay.runs import checkpoints
-from assay.train.apart import Apart, TrainingProcess, home_of_policy, moments
-from assay.train.apart_worker import answered
-from assay.train.optim import make_adamw
+from assay.train.learner.optim import make_adamw
+from assay.train.learner.subprocess_updater import Apart, TrainingProcess, home_of_policy, moments
+from assay.train.learner.update import Updater
+from assay.train.learner.update_worker import answered
 from assay.train.stopping import ECHO_S
-from assay.train.update import Updater
 from assay.types import Group, UserError
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")

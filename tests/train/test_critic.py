@@ -14,19 +14,17 @@ from torch import Tensor
 from train_parts import cramped, gradients_of, make_groups, tiny_decoder, weights_of
 
 from assay.algos import Scorers, make_algorithm
-from assay.algos.gae import CriticCredit, gae
-from assay.algos.returns import token_rewards
-from assay.algos.reward_kl import KLPenalties, log_ratios
+from assay.algos.advantages import token_rewards
+from assay.algos.credit import CriticCredit, KLPenalties, gae, log_ratios
 from assay.config import AlgoConfig, CriticConfig, TrainConfig
-from assay.mesh import Mesh, init_mesh
+from assay.mesh import Mesh, init_mesh, whole
 from assay.models import Decoder
-from assay.models.collectives import whole
 from assay.runs.rollouts import read_rollouts
-from assay.train.critic import Critic, ValueModel, make_critic
-from assay.train.optim import make_adamw
-from assay.train.pack import Row, rows_of
-from assay.train.parallel import parallelise
-from assay.train.update import Updater
+from assay.train.learner.critic import Critic, ValueModel, make_critic
+from assay.train.learner.optim import make_adamw
+from assay.train.learner.pack import Row, rows_of
+from assay.train.learner.parallel import parallelise
+from assay.train.learner.update import Updater
 from assay.types import Group, Rollout
 
 TRUNKS = ("separate", "shared")

@@ -137,7 +137,7 @@ def test_mistakes_are_told_before_a_run(
 
 
 SHAKY = """
-from assay.envs.guess import GuessNumber
+from assay.envs.games import GuessNumber
 
 class Shaky(GuessNumber):
     def step(self, action):

@@ -104,7 +104,7 @@ def test_resuming_cuts_the_batches_back_that_are_made_again(small: SmallRuns) ->
 def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from assay.train.update import Updater
+    from assay.train.learner.update import Updater
 
     step = Updater.step
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from assay.config import TrainConfig
+from assay.config.settings import load_settings, to_toml
 from assay.envs import make_env
-from assay.settings import load_settings, to_toml
 from assay.tasks import Task, make_task
+from assay.train.checks import risky_settings, unused_settings
 from assay.train.components import build_algorithm
-from assay.train.idle import risky_settings, unused_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,10 +10,10 @@ from train_parts import make_groups, tiny_decoder, weights_of
 
 from assay.algos import make_algorithm
 from assay.config import TrainConfig
-from assay.train.learner import Learner
-from assay.train.optim import make_adamw
+from assay.train.learner.learner import Learner
+from assay.train.learner.optim import make_adamw
+from assay.train.learner.update import Updater
 from assay.train.state import RunState, Schedule
-from assay.train.update import Updater
 from assay.types import Group
 
 FOUR_STEPS = Schedule(4)

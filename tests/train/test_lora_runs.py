@@ -15,10 +15,10 @@ from train_parts import make_groups, tiny_decoder
 from assay.algos import make_algorithm
 from assay.models import Lora, PolicyModel, add_lora, fingerprint, load_adapter, load_model
 from assay.runs import checkpoints
-from assay.train.optim import make_adamw
-from assay.train.pack import rows_of
+from assay.train.learner.optim import make_adamw
+from assay.train.learner.pack import rows_of
+from assay.train.learner.update import Updater
 from assay.train.stopping import Stopped
-from assay.train.update import Updater
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 LORA = ("--lora.rank", 2, "--lora.alpha", 4, "--algo.kl_coef", 0.1, "--optim.lr", 0.01)

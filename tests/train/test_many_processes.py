@@ -267,7 +267,7 @@ def test_a_rank_that_fails_alone_says_so(tmp_path: Path) -> None:
         "    raise RuntimeError('the second rank has had enough')\n"
         "def reward(completion, answer):\n"
         "    if os.environ['RANK'] == '1' and os.path.exists('now'):\n"
-        "        from assay.train.update import Updater\n"
+        "        from assay.train.learner.update import Updater\n"
         "        Updater.update = fail\n"
         "    return sum(map(ord, completion)) % 4 / 3\n"
     )

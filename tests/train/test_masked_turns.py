@@ -24,8 +24,8 @@ from assay.algos import Algorithm, Scorers, make_algorithm
 from assay.cli.main import main
 from assay.mesh import Mesh
 from assay.runs.rollouts import read_arrays, read_rollouts
-from assay.train.pack import Row, rows_of
-from assay.train.replay import ReplayBuffer
+from assay.train.learner.pack import Row, rows_of
+from assay.train.learner.replay import ReplayBuffer
 from assay.types import Group, Prompt, Rollout, Status, Turn, Verdict
 
 LIMIT = 16
@@ -301,7 +301,7 @@ def test_two_ranks_are_one() -> None:
 
 
 ENV = """
-from assay.envs.guess import GuessNumber
+from assay.envs.games import GuessNumber
 
 class Warmup(GuessNumber):
     name = "warmup"

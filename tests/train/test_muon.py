@@ -12,8 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from train_parts import tiny_decoder
 
 from assay.config import OptimConfig
-from assay.train.muon import QUINTIC, ROUNDS, orthogonalised
-from assay.train.optim import make_optimizer
+from assay.train.learner.optim import QUINTIC, ROUNDS, make_optimizer, orthogonalised
 
 SHAPES = [(8, 8), (24, 6), (5, 17), (1, 7), (9, 1)]
 

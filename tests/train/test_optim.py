@@ -9,7 +9,7 @@ from torch import nn
 from train_parts import SPEC, tiny_decoder
 
 from assay.config import OptimConfig
-from assay.train.optim import clip_gradients, make_adamw, make_optimizer, rate, set_rate
+from assay.train.learner.optim import clip_gradients, make_adamw, make_optimizer, rate, set_rate
 from assay.types import UserError
 
 

@@ -8,7 +8,7 @@ import torch
 from train_parts import make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
-from assay.train.pack import Row, pack, rows_of, share_rows, split_rows
+from assay.train.learner.pack import Row, pack, rows_of, share_rows, split_rows
 
 
 def row(length: int, mark: float = 0.0) -> Row:

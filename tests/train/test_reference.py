@@ -20,10 +20,10 @@ from assay.models.lora import adapted_layers
 from assay.runs.rollouts import read_rollouts
 from assay.tasks import make_task
 from assay.text import word_tokenizer
-from assay.train.optim import make_adamw
-from assay.train.pack import pack, rows_of
-from assay.train.reference import move_reference, place
-from assay.train.update import Updater
+from assay.train.learner.optim import make_adamw
+from assay.train.learner.pack import pack, rows_of
+from assay.train.learner.reference import move_reference, place
+from assay.train.learner.update import Updater
 from assay.types import Rollout
 
 

@@ -12,10 +12,10 @@ from train_parts import full_logprobs, gradients_of, make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
 from assay.runs.rollouts import read_rollouts
-from assay.train.optim import make_adamw
-from assay.train.pack import rows_of
-from assay.train.replay import ReplayBuffer, mixed, version_of
-from assay.train.update import Updater
+from assay.train.learner.optim import make_adamw
+from assay.train.learner.pack import rows_of
+from assay.train.learner.replay import ReplayBuffer, mixed, version_of
+from assay.train.learner.update import Updater
 from assay.types import Group, UserError
 
 

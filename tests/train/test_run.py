@@ -10,9 +10,9 @@ import pytest
 from small_run import SmallRuns
 
 from assay.config import TrainConfig
+from assay.config.settings import load_settings
 from assay.runs import checkpoints
 from assay.runs.console import Console
-from assay.settings import load_settings
 from assay.train.build import new_run
 from assay.train.checkpoint import read_state
 from assay.train.run import GC_THRESHOLD, TrainingRun, gc_threshold

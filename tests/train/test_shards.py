@@ -18,11 +18,10 @@ from assay.runs import checkpoints
 from assay.runs.files import trouble
 from assay.text import char_tokenizer
 from assay.train import checkpoint
-from assay.train.optim import make_optimizer
-from assay.train.pack import rows_of
-from assay.train.parallel import parallelise
-from assay.train.shards import is_split, load_parts, save_parts, saved_shapes
-from assay.train.update import Updater
+from assay.train.learner.optim import make_optimizer
+from assay.train.learner.pack import rows_of
+from assay.train.learner.parallel import is_split, load_parts, parallelise, save_parts, saved_shapes
+from assay.train.learner.update import Updater
 from assay.types import UserError
 
 TENSORS = {"a|exp_avg": torch.randn(3, 4, dtype=torch.float64), "b|momentum": torch.randn(5), "a|step": torch.tensor(3)}

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from assay.train.shelf import ALIGNED, Shelf
+from assay.train.learner.subprocess_updater import ALIGNED, Shelf
 
 TENSORS = {
     "matrix": torch.arange(15, dtype=torch.float32).view(3, 5).T,  # not contiguous

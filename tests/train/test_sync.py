@@ -7,8 +7,8 @@ import torch
 from train_parts import tiny_decoder
 
 from assay.engine import WeightSource, make_engine
-from assay.engine.native import NativeEngine
-from assay.train.sync import sync_weights
+from assay.engine.native.engine import NativeEngine
+from assay.train.evaluation import sync_weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,8 +12,8 @@ from assay.models import Decoder, PolicyModel, load_model
 from assay.runs import checkpoints
 from assay.text import char_tokenizer, load_tokenizer
 from assay.train.checkpoint import load_optimizer, read_state, save
-from assay.train.optim import make_adamw, make_optimizer
-from assay.train.update import Updater
+from assay.train.learner.optim import make_adamw, make_optimizer
+from assay.train.learner.update import Updater
 from assay.types import UserError
 
 STATE = {"step": 3, "cursor": 17, "tokens": 123456789012, "wall_s": 1.5, "facts": {"sft": {"loss": 0.25, "steps": 2}}}

@@ -15,11 +15,11 @@ from assay.algos import make_algorithm
 from assay.mesh import Mesh, init_mesh
 from assay.models import HFModel
 from assay.models.logprobs import token_logprobs
-from assay.train import parallel
-from assay.train.optim import clip_gradients, make_adamw
-from assay.train.pack import Row, rows_of
-from assay.train.parallel import in_lockstep, over_data, parallelise, pick_mode, sum_gradients
-from assay.train.update import Updater
+from assay.train.learner import parallel
+from assay.train.learner.optim import clip_gradients, make_adamw
+from assay.train.learner.pack import Row, rows_of
+from assay.train.learner.parallel import in_lockstep, over_data, parallelise, pick_mode, sum_gradients
+from assay.train.learner.update import Updater
 from assay.types import UserError
 
 ALGO = make_algorithm("grpo")

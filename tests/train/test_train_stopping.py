@@ -34,11 +34,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
     return small
 
 
-COLLECT, UPDATE = "assay.rollout.collect:Collector.collect", "assay.train.update:Updater.update"
+COLLECT, UPDATE = "assay.rollout.collect:Collector.collect", "assay.train.learner.update:Updater.update"
 ANSWER = "assay.rollout.collect:Collector._answer"
 # Where the signal strikes, in which call, and the step whose checkpoint is the last afterwards.
 FINISHED: dict[str, tuple[str, int, int | None]] = {
-    "the warm start": ("assay.train.update:Updater.step", 1, None),
+    "the warm start": ("assay.train.learner.update:Updater.step", 1, None),
     "the first evaluation": (COLLECT, 1, 0),
     "sampling": (COLLECT, 3, 2),
     "the update": (UPDATE, 2, 2),

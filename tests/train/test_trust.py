@@ -16,8 +16,8 @@ from small_run import SmallRuns
 from assay.api import Algorithm
 from assay.cli.main import main
 from assay.config import TrainConfig
-from assay.rewards.function import _function
-from assay.settings import load_settings, to_toml
+from assay.config.settings import load_settings, to_toml
+from assay.rewards.judge import _function
 from assay.tasks import make_task
 from assay.train import trust
 from assay.types import UserError

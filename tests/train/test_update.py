@@ -20,10 +20,10 @@ from assay.algos import Algorithm, Scorers, make_algorithm
 from assay.config import AlgoConfig, OptimConfig
 from assay.models.decoder import Decoder
 from assay.models.logprobs import LOGITS_AT_ONCE
-from assay.train.optim import make_adamw, make_optimizer
-from assay.train.pack import rows_of, with_step_inputs
-from assay.train.replay import mixed
-from assay.train.update import Updater, mini_batches
+from assay.train.learner.optim import make_adamw, make_optimizer
+from assay.train.learner.pack import rows_of, with_step_inputs
+from assay.train.learner.replay import mixed
+from assay.train.learner.update import Updater, mini_batches
 from assay.types import Group, Prompt, UserError
 
 LIMIT = 16

@@ -9,9 +9,9 @@ from train_parts import SPEC, tiny_decoder
 from assay.config import SftConfig
 from assay.models.spec import spec_to_hf
 from assay.text import Renderer, word_tokenizer
-from assay.train.optim import make_adamw
+from assay.train.learner.optim import make_adamw
+from assay.train.learner.update import Updater
 from assay.train.sft import IMITATION, solution_rows, warm_start
-from assay.train.update import Updater
 from assay.types import Prompt, UserError
 
 WORDS = [str(number) for number in range(15)]

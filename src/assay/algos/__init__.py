@@ -1,11 +1,9 @@
 """Algorithms: filters, credit rules and loss terms that declare what they need, combined by recipes."""
 
 from assay.algos.algorithm import Algorithm
-from assay.algos.batch import LossBatch, LossOut
-from assay.algos.component import LengthLimits, Needs, RunFacts, Scorers, TokenInput
-from assay.algos.loss_term import LossTerm, TermOutput, loss_term
+from assay.algos.batch import LossBatch, LossOut, Sums, metrics
+from assay.algos.component import LengthLimits, LossTerm, Needs, RunFacts, Scorers, TermOutput, TokenInput, loss_term
 from assay.algos.recipes import RECIPES, complete_settings, make_algorithm
-from assay.algos.sums import Sums, metrics
 
 __all__ = [
     "RECIPES",

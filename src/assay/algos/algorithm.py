@@ -12,14 +12,22 @@ import torch
 from torch import Tensor
 
 import assay.algos.terms  # noqa: F401  (registers the built-in loss terms)
-from assay.algos.aggregate import AGGREGATES, token_weights
-from assay.algos.batch import LossBatch, LossOut, sums_of
-from assay.algos.component import Component, LengthLimits, Loader, Needs, RunFacts, Scorers, TokenInput, require_name
-from assay.algos.credit import AdvantageCredit, CreditRule
+from assay.algos.batch import AGGREGATES, LossBatch, LossOut, sums_of, token_weights
+from assay.algos.component import (
+    TERMS,
+    Component,
+    LengthLimits,
+    Loader,
+    Needs,
+    RunFacts,
+    Scorers,
+    TokenInput,
+    checked_output,
+    own_terms,
+    require_name,
+)
+from assay.algos.credit import AdvantageCredit, CreditRule, CriticCredit, RewardKL
 from assay.algos.filters import OverlongFilter, PassRateFilter, ZeroVarianceFilter, verdict_reward
-from assay.algos.gae import CriticCredit
-from assay.algos.loss_term import TERMS, checked_output, own_terms
-from assay.algos.reward_kl import RewardKL
 from assay.config import AlgoConfig, CriticConfig
 from assay.types import Group, UserError
 

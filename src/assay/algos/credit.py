@@ -1,19 +1,113 @@
-"""Credit by comparing rewards: an advantage for each answer, each step of an episode, or each token."""
+"""Divergence from the reference as a penalty within the reward, applied before credit is assigned.
+
+Of an answer it is the sum over its tokens of log(policy / reference), k1 in `kl`: its mean is KL(policy || reference),
+and as part of a reward its gradient is that of this KL, because there the sampling is differentiated.
+
+Credit by comparing rewards: an advantage for each answer, each step of an episode, or each token.
+
+Credit by a critic: generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438), and its loss.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from itertools import compress
+from dataclasses import dataclass
+from itertools import accumulate, compress
 
 import torch
 from torch import Tensor
 
-from assay.algos.advantages import ADVANTAGES, BY_TOKEN, GROUP_BASELINES, POOLED, UNSCALED, group_size_error
-from assay.algos.component import Component, Loader, Needs, RunFacts, Scorers, find_function
-from assay.algos.returns import any_masked, credited_returns, credited_tokens, give_advantages
-from assay.algos.reward_kl import KLPenalties, kl_reward_to_go
+from assay.algos.advantages import (
+    ADVANTAGES,
+    BY_TOKEN,
+    GROUP_BASELINES,
+    POOLED,
+    UNSCALED,
+    any_masked,
+    centred,
+    credited_returns,
+    credited_tokens,
+    give_advantages,
+    group_size_error,
+    token_rewards,
+)
+from assay.algos.component import Component, Loader, Needs, RunFacts, Scorers, TokenInput, find_function
 from assay.config import AlgoConfig, CriticConfig
-from assay.types import Group, UserError
+from assay.config.algorithm import RewardKLConfig
+from assay.types import Group, Rollout, UserError
+
+
+@dataclass(frozen=True)
+class KLPenalties:
+    """log(policy / reference) of each trained token of each rollout, which costs it `coef` times as much reward."""
+
+    log_ratios: Sequence[Sequence[float]]
+    coef: float
+
+    def of(self, groups: Sequence[Group]) -> list[tuple[Rollout, Sequence[float]]]:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return list(zip(rollouts, self.log_ratios, strict=True))
+
+    def costs(self) -> list[list[float]]:
+        """What each token takes off the reward."""
+        return [[self.coef * ratio for ratio in own] for own in self.log_ratios]
+
+
+class RewardKL(Component):
+    """Subtracts the penalty of all tokens from the reward of their answer."""
+
+    def __init__(self, settings: RewardKLConfig) -> None:
+        self.settings = settings
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(ref_logprobs_in_credit=self.settings.reward_kl_coef > 0)
+
+    def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
+        if not self.settings.reward_kl_coef:
+            yield "algo.reward_kl_coef is 0", ["algo.reward_kl_per"]
+
+    def apply(self, groups: Sequence[Group], scorers: Scorers) -> tuple[KLPenalties | None, dict[str, float]]:
+        """Returns the penalties, where tokens are to be credited separately, and metrics."""
+        coef = self.settings.reward_kl_coef
+        if not coef:
+            return None, {}
+        assert scorers.ref_logprobs is not None, "needs.ref_logprobs_in_credit"
+        penalties = KLPenalties(log_ratios(groups, scorers.ref_logprobs(groups)), coef)
+        apply_kl_penalty(groups, penalties)
+        ratios = penalties.log_ratios
+        metrics = {"reward/kl": sum(map(sum, ratios)) / max(len(ratios), 1)}
+        return penalties if self.settings.reward_kl_per == "token" else None, metrics
+
+
+def log_ratios(groups: Sequence[Group], ref_logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
+    """For each rollout, log(policy / reference) of each trained token; the policy is the one that sampled."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    for rollout, ref in zip(rollouts, ref_logprobs, strict=True):
+        if -math.inf in ref:
+            raise UserError(
+                f"the reference gives a token in the answer to {rollout.prompt.id} (sample {rollout.sample}) "
+                "probability 0, so the KL in the reward is infinite: choose a reference that blocks no tokens, "
+                "or use kl_coef with k3."
+            )
+    turns = [[turn.completion for turn in rollout.turns if not turn.masked] for rollout in rollouts]
+    sampled = [[logprob for completion in own for logprob in completion.engine_logprobs] for own in turns]
+    return [
+        [own - reference for own, reference in zip(logprobs, ref, strict=True)]
+        for logprobs, ref in zip(sampled, ref_logprobs, strict=True)
+    ]
+
+
+def apply_kl_penalty(groups: Sequence[Group], penalties: KLPenalties) -> None:
+    """Every answer pays for all of its tokens: reduces `rollout.reward`, which must have been set before."""
+    for rollout, ratios_T in penalties.of(groups):
+        rollout.reward -= penalties.coef * sum(ratios_T)
+
+
+def kl_reward_to_go(whole: float, ratios: Sequence[float], coef: float) -> list[float]:
+    """For each token, the return (or advantage) of the whole answer without the penalty of the tokens before it."""
+    return [whole + coef * paid for paid, _ in zip(accumulate(ratios, initial=0.0), ratios, strict=False)]
 
 
 class CreditRule(Component):
@@ -130,3 +224,99 @@ class AdvantageCredit(CreditRule):
         for (rollout, _), advantages_T in zip(rollouts, self.function(returns), strict=True):
             rollout.token_advantages = advantages_T.tolist()
             rollout.advantage = (rollout.token_advantages or [0.0])[0]
+
+
+# Values of the states before each trained token when credit was assigned, and what the critic is to learn of them.
+VALUES = TokenInput("values", from_rollout=lambda rollout: rollout.inputs["values"])
+RETURNS = TokenInput("returns", from_rollout=lambda rollout: rollout.inputs["returns"])
+
+
+def gae(values: Sequence[float], rewards: Sequence[float], gamma: float, lam: float, after: float = 0.0) -> list[float]:
+    """The advantage of each token of an answer.
+
+    `values`: of the state before each token; `rewards`: what comes with it. `after`: what the state after the last one
+    is worth, nothing unless an episode was cut off there.
+    """
+    advantages = [0.0] * len(values)
+    following, later = after, 0.0  # value of the next state, advantage of the next token
+    for place in reversed(range(len(values))):
+        surprise = rewards[place] + gamma * following - values[place]
+        later = surprise + gamma * lam * later
+        advantages[place], following = later, values[place]
+    return advantages
+
+
+def value_loss(values: Tensor, given: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Half the squared error of each value; with a clip the larger of that and that of a value held near `given`."""
+    plain = (values - returns).square()
+    if clip:
+        plain = torch.maximum(plain, (given + (values - given).clamp(-clip, clip) - returns).square())
+    return plain / 2
+
+
+class CriticCredit(CreditRule):
+    """Advantages of single tokens, from the values of a critic."""
+
+    def __init__(self, settings: AlgoConfig, critic: CriticConfig) -> None:
+        self.settings, self.critic = settings, critic
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(values=True, every_rollout=True)
+
+    @property
+    def inputs(self) -> Sequence[TokenInput]:
+        return [VALUES, RETURNS]
+
+    def check(self) -> None:
+        if self.settings.step_credit or self.settings.discount != 1 or self.settings.greedy_baseline:
+            raise UserError("a critic gives credit by itself: leave out step_credit, discount and greedy_baseline.")
+
+    def check_replay(self) -> None:
+        raise UserError("a critic gives credit to new answers only: set replay.groups = 0, or algo.critic = false")
+
+    def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
+        yield "the critic gives credit (algo.critic)", ["algo.advantage"]
+        if not run.episodes:
+            yield "no environment is set (env.name)", ["critic.bootstrap"]
+
+    def assign(self, groups: list[Group], penalties: KLPenalties | None, scorers: Scorers) -> dict[str, float]:
+        """Sets `rollout.inputs` for the critic's loss, too."""
+        assert scorers.values is not None, "needs.values"
+        every = [rollout for group in groups for rollout in group.rollouts]
+        costs = [None] * len(every) if penalties is None else penalties.costs()
+        kept = [(one, cost) for one, cost in zip(every, costs, strict=True) if one.trained and not one.masked]
+        rollouts = [rollout for rollout, _ in kept]
+        for (rollout, cost), values in zip(kept, scorers.values(rollouts), strict=True):
+            after = values.pop() if len(values) > rollout.trained else 0.0
+            rewards = token_rewards(rollout, cost)
+            rollout.token_advantages = gae(values, rewards, self.critic.gamma, self.critic.gae_lambda, after)
+            returns = [value + more for value, more in zip(values, rollout.token_advantages, strict=True)]
+            rollout.inputs |= {VALUES.name: values, RETURNS.name: returns}
+        if self.critic.normalise:
+            whiten(rollouts)
+        for rollout in rollouts:
+            own = rollout.token_advantages or [0.0]
+            rollout.advantage = sum(own) / len(own)
+        return value_quality(rollouts)
+
+
+def whiten(rollouts: Sequence[Rollout]) -> None:
+    """Normalise advantages over all tokens: mean 0 and standard deviation 1."""
+    every = torch.tensor([v for r in rollouts for v in r.token_advantages or ()], dtype=torch.float64)
+    if len(every) < 2:
+        return
+    whitened = iter((centred(every) / (every.std() + 1e-8)).tolist())
+    for rollout in rollouts:
+        rollout.token_advantages = [next(whitened) for _ in rollout.token_advantages or ()]
+
+
+def value_quality(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How well values predict returns, before anything is learnt from these: 1 is perfectly, 0 not at all."""
+    values = torch.tensor([v for rollout in rollouts for v in rollout.inputs[VALUES.name]], dtype=torch.float64)
+    returns = torch.tensor([v for rollout in rollouts for v in rollout.inputs[RETURNS.name]], dtype=torch.float64)
+    if not len(values):
+        return {}
+    variance = float(returns.var(correction=0))
+    explained = 1.0 - float((returns - values).var(correction=0)) / variance if variance > 0 else 0.0
+    return {"critic/value_mean": float(values.mean()), "critic/explained_variance": explained}

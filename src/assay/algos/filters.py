@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from assay.algos.advantages import compared_returns
 from assay.algos.component import Component, LengthLimits, RunFacts, check_order
-from assay.algos.returns import compared_returns
 from assay.config import AlgoConfig
 from assay.config.algorithm import OverlongConfig, PassRateConfig
 from assay.types import Group, Rollout, UserError

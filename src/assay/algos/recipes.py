@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from assay.algos.algorithm import Algorithm, no_paths
 from assay.algos.component import LengthLimits, Loader, require_name
 from assay.config import AlgoConfig, CriticConfig
-from assay.settings import explain
+from assay.config.settings import explain
 from assay.types import UserError
 
 RECIPES: dict[str, dict[str, Any]] = {

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from assay.bench.engine import Options, dtype_name, named
-from assay.bench.shapes import SHAPES, random_model
 from assay.bench.step import now
-from assay.bench.workload import words_of
+from assay.bench.workload import SHAPES, random_model, words_of
 from assay.engine import EngineInfo, Event, SamplingParams, make_engine
 from assay.envs import Env
 from assay.models import PolicyModel, build_preset

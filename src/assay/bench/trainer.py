@@ -22,13 +22,13 @@ from assay.models.device import pick_device, pick_dtype
 from assay.rewards import JudgePool
 from assay.rollout import Collector
 from assay.text import Renderer, word_tokenizer
-from assay.text.builtin import SPECIALS
+from assay.text.tokenizer import SPECIALS
 from assay.train import components
-from assay.train.learner import Learner
-from assay.train.optim import make_adamw
+from assay.train.learner.learner import Learner
+from assay.train.learner.optim import make_adamw
+from assay.train.learner.update import Updater
 from assay.train.sources import OnPolicySource, PromptStream
 from assay.train.state import RunState, Schedule
-from assay.train.update import Updater
 from assay.types import Prompt, UserError
 
 OWN_OPTIONS = ("temperature", "dtype")  # of the updater, but options of the command by themselves

@@ -11,7 +11,7 @@ import torch
 
 from assay.bench.chance import chance
 from assay.bench.engine import synchronise
-from assay.bench.machine import version_of
+from assay.bench.results import version_of
 from assay.bench.trainer import BenchedRun, random_prompts
 from assay.bench.transformers_peer import transformers_model
 from assay.types import UserError

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     work = workload(args)
     options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
     if args.first_token:
-        from assay.bench.startup import print_first_token
+        from assay.bench.engine import print_first_token
 
         print_first_token(work, options)
         return 0
@@ -116,8 +116,7 @@ def workload(args: argparse.Namespace) -> Workload:
 
 
 def jobs_of(args: argparse.Namespace, work: Workload, options: Options) -> list[Job]:
-    from assay.bench.engine import measure
-    from assay.bench.startup import measure_startup
+    from assay.bench.engine import measure, measure_startup
     from assay.bench.workload import STARTUP, TABLE
 
     speeds = TABLE if args.table else () if args.startup else (work,)

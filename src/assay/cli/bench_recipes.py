@@ -16,11 +16,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from assay.config import AlgoConfig, TrainConfig
-from assay.runs.changes import differences
+from assay.config.settings import load_settings, parse_overrides, to_toml
 from assay.runs.console import Console
 from assay.runs.directory import as_name
 from assay.runs.files import read_json, write_json, write_text
-from assay.settings import load_settings, parse_overrides, to_toml
+from assay.runs.resolve import differences
 from assay.types import UserError
 
 if TYPE_CHECKING:
@@ -165,9 +165,9 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
 
 def report(args: argparse.Namespace, outcomes: Sequence[Outcome], warm: Planned | None) -> str:
     """Write what was asked for, of the runs there are so far; gives the table."""
-    from assay.bench.machine import describe_machine, describe_versions
     from assay.bench.recipes import compare_recipes, markdown
     from assay.bench.recipes_picture import draw_recipes
+    from assay.bench.results import describe_machine, describe_versions
 
     comparisons = compare_recipes(outcomes, args.against)
     table = markdown(outcomes, comparisons, args.against)

@@ -30,8 +30,7 @@ def measured(args: argparse.Namespace, peers: Rows, jobs: Sequence[Job], words: 
     """All rows; `words` are the command's own, `smaller` the options that need less memory."""
     import torch
 
-    from assay.bench.machine import describe_machine, describe_versions
-    from assay.bench.results import earlier_rows, save, with_ratios
+    from assay.bench.results import describe_machine, describe_versions, earlier_rows, save, with_ratios
 
     console = Console()
     machine, versions = describe_machine(), describe_versions()

@@ -13,8 +13,8 @@ from assay.runs.console import Console
 from assay.types import UserError
 
 if TYPE_CHECKING:
+    from assay.bench.step import Sequences
     from assay.bench.trainer import StepOptions
-    from assay.bench.training import Sequences
     from assay.bench.workload import Workload
 
 HELP = "measure training: seconds of a whole GRPO step by parts, memory, tokens a second"
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 def work_of(args: argparse.Namespace) -> Workload | Sequences:
     """Options that are for the other kind of work are mistakes, not ignored."""
-    from assay.bench.training import Sequences
+    from assay.bench.step import Sequences
     from assay.bench.workload import Workload
 
     own, others = (STANDARD_TRAINING, STANDARD) if args.train_only else (STANDARD, STANDARD_TRAINING)
@@ -102,8 +102,7 @@ def options_of(args: argparse.Namespace) -> list[StepOptions]:
 
 
 def jobs_of(args: argparse.Namespace, work: Workload | Sequences, options: list[StepOptions]) -> list[Job]:
-    from assay.bench.step import measure_step
-    from assay.bench.training import TABLE, Sequences, measure_training
+    from assay.bench.step import TABLE, Sequences, measure_step, measure_training
     from assay.bench.workload import Workload
 
     works: tuple[Workload | Sequences, ...] = (Workload(), *TABLE) if args.table else (work,)
@@ -118,7 +117,7 @@ def jobs_of(args: argparse.Namespace, work: Workload | Sequences, options: list[
 
 
 def describe(work: Workload | Sequences) -> str:
-    from assay.bench.training import Sequences
+    from assay.bench.step import Sequences
 
     if isinstance(work, Sequences):
         return f"{work.label}: training on {work.sequences} sequences of {work.tokens} tokens"

@@ -15,9 +15,7 @@ from assay.rewards import JudgePool
 from assay.runs.files import write_text
 from assay.tasks import SPLITS, Task, make_task, overlap
 from assay.tasks.base import ALL, LazyPrompts, NoSuchSplit, is_gold, prompts_of, seeded_shuffle
-from assay.tasks.files import jsonl_text
-from assay.tasks.rows import prepared_row
-from assay.tasks.sources import MANIFEST, manifest_of
+from assay.tasks.sources import MANIFEST, jsonl_text, manifest_of, prepared_row
 from assay.types import Prompt, UserError
 
 HELP = "prepare, show or check the problems of a task"

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.cli.inherit import add_trust, inherited_settings
+from assay.cli.common import add_trust, inherited_settings
 from assay.config import MeasureConfig
+from assay.config.settings import load_settings, parse_overrides
 from assay.runs.console import Console
-from assay.settings import load_settings, parse_overrides
 from assay.types import Prompt, UserError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
 def measure(
     model: str, cfg: MeasureConfig, task: Task, prompts: Sequence[Prompt], answers: str | None, console: Console
 ) -> Report:
-    from assay.evals.evaluate import evaluate
+    from assay.evals.report import evaluate
     from assay.train import components
 
     renderer, engine = components.build_server(model, cfg, task)

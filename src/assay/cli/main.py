@@ -1,4 +1,7 @@
-"""The command line: one subcommand a module, imported only when it is called."""
+"""The settings of a config class, in groups, for `--help`.
+
+The command line: one subcommand a module, imported only when it is called.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,45 @@ import io
 import os
 import signal
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from types import ModuleType
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
 from assay import __version__
-from assay.cli.ranks import is_main, many, may_tell
+from assay.cli.common import is_main, many, may_tell
+from assay.config.settings import keys, section_at, toml_value
 from assay.terminal import one_line, printable_output
 from assay.types import UserError
+
+WIDTH = 118
+
+
+def settings_help(kind: type[BaseModel]) -> str:
+    groups: dict[str, list[str]] = {}
+    for key, field in keys(kind):
+        section = key.rpartition(".")[0]
+        groups.setdefault(section, []).append(entry(key, field))
+    lines = ["settings (--section.key VALUE on the command line, or [section] key = value in a TOML file):"]
+    for section, entries in groups.items():
+        about = section_at(kind, [section]) if section else None
+        title = (about.__doc__ or "").strip().splitlines()[0] if about else ""
+        lines += ["", f"{section}: {title}" if section else "general:", *entries]
+    return "\n".join(lines)
+
+
+def entry(key: str, field: Any) -> str:
+    default = field.get_default(call_default_factory=True)
+    shown = "" if default in (None, "", PydanticUndefined, [], {}) else f" [{toml_value(default)}]"
+    text = textwrap.wrap((field.description or "").strip() + shown, WIDTH - 32) or [""]
+    return "\n".join([f"  --{key:<27} {text[0]}", *(f"{'':32}{line}" for line in text[1:])])
+
 
 COMMANDS = {
     "train": "reinforce a model on a task, as a config file says",
@@ -144,8 +176,6 @@ def dispatch(words: list[str]) -> int:
         return module.run(parser.parse_args(rest))
     # Commands with settings take any --section.key VALUE besides their own options.
     if "-h" in rest or "--help" in rest:
-        from assay.cli.settings_help import settings_help
-
         print(parser.format_help() + "\n" + settings_help(module.SETTINGS))
         return 0
     own, overrides = split_words(rest, parser, module.SETTINGS)
@@ -164,7 +194,7 @@ def find_module(name: str, rest: list[str]) -> tuple[str, ModuleType, list[str]]
 
 def split_words(words: Sequence[str], parser: argparse.ArgumentParser, kind: type) -> tuple[list[str], list[str]]:
     """What is the command's own, and settings as --key=value, whether they stand before or after a model or a file."""
-    from assay.settings import keys
+    from assay.config.settings import keys
 
     options = {option for action in parser._actions for option in action.option_strings}
     switches = {key for key, field in keys(kind) if field.annotation is bool}

@@ -17,9 +17,9 @@ from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePool, MathVerif
 from assay.types import Status, UserError, Verdict
 
 if TYPE_CHECKING:
-    from assay.rewards.batches import Item
+    from assay.rewards.pool import Item
     from assay.tasks import Task
-    from assay.tasks.files import DataRow
+    from assay.tasks.sources import DataRow
 
 HELP = "judge the completions in a JSONL file"
 SHOWN_DISAGREEMENTS = 20
@@ -64,7 +64,7 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from assay.tasks.files import read_jsonl
+    from assay.tasks.sources import read_jsonl
 
     started = time.perf_counter()
     source, out = Path(args.file), Path(args.out)

@@ -6,11 +6,11 @@ import argparse
 import warnings
 from pathlib import Path
 
-from assay.cli.ranks import make_console
+from assay.cli.common import make_console
 from assay.cli.train import start
 from assay.config import TrainConfig
+from assay.config.settings import load_settings, parse_overrides
 from assay.runs.directory import as_name
-from assay.settings import load_settings, parse_overrides
 from assay.types import UserError
 
 HELP = "Train on a task's worked solutions (the [sft] section), measured before and after; train.steps is ignored."

@@ -13,8 +13,8 @@ from pathlib import Path
 from shlex import join, quote
 
 from assay.config import TrainConfig
+from assay.config.settings import load_settings, parse_overrides
 from assay.runs.directory import as_name, check_name
-from assay.settings import load_settings, parse_overrides
 from assay.types import UserError
 
 HELP = "Write a batch script for Slurm that trains as a config file says, on one or many nodes, and submit it."

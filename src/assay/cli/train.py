@@ -9,13 +9,12 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.cli.inherit import asker
-from assay.cli.ranks import is_main, lost_another, make_console, many
+from assay.cli.common import asker, is_main, lost_another, make_console, many
 from assay.config import TrainConfig
-from assay.runs.changes import check_fixed, differences, run_settings
+from assay.config.settings import load_settings, parse_overrides, to_toml
 from assay.runs.console import Console
 from assay.runs.directory import as_name
-from assay.settings import load_settings, parse_overrides, to_toml
+from assay.runs.resolve import check_fixed, differences, run_settings
 from assay.types import UserError
 
 if TYPE_CHECKING:

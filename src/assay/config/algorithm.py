@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, SerializerFunctionWrapHandler, field_validator, model_serializer
 
-from assay.config.kinds import Below1, Count, Finite, Fraction, NonNegative, Positive, Section
+from assay.config.settings import Below1, Count, Finite, Fraction, NonNegative, Positive, Section
 
 Bound = Annotated[float, Field(ge=0)]  # infinity means no bound
 

@@ -24,8 +24,8 @@ from assay.engine.base import (
 )
 from assay.engine.dispatch import Dispatcher, EngineClient
 from assay.engine.hf import HFEngine
-from assay.engine.native import KvOnUpdate, NativeEngine
-from assay.engine.stopping import Decode
+from assay.engine.native.engine import KvOnUpdate, NativeEngine
+from assay.engine.outputs import Decode
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.types import UserError

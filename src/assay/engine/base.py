@@ -1,17 +1,33 @@
-"""The engine interface: add requests, step the engine, receive events with tokens and log-probabilities."""
+"""Garbage collection, paused where it would only cost time.
+
+The engine interface: add requests, step the engine, receive events with tokens and log-probabilities.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from assay.engine.collection import gc_paused
 from assay.types import Completion, UserError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Generation makes many small objects and no reference cycles: searching for cycles would stall a busy GPU."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from assay.engine.base import Engine, Event, Failed, Finished, Request, SamplingParams, TokenChunk
-from assay.engine.stopping import Decode
+from assay.engine.outputs import Decode
 from assay.models.base import PolicyModel
 from assay.models.fingerprint import fingerprint
 from assay.types import Completion, Finish, UserError

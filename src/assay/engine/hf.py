@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from assay.engine.base import Capabilities, EngineInfo, Event, Request, WeightSource
-from assay.engine.columns import Column, RowState
-from assay.engine.commands import StepBoundary
-from assay.engine.outputs import OutputProcessor, handles_of
+from assay.engine.dispatch import StepBoundary
+from assay.engine.native.network import copy_weights
+from assay.engine.native.scheduler import close_gaps, seat
+from assay.engine.outputs import Decode, OutputProcessor, StopStrings, handles_of
 from assay.engine.rows import Rows, StepOutput
-from assay.engine.scheduler import close_gaps, seat
-from assay.engine.sequence import Job, Sample, check_scored, job_for, nothing_kept
-from assay.engine.stopping import Decode, StopStrings
-from assay.engine.weights import copy_weights
+from assay.engine.sequence import Column, Job, RowState, Sample, check_scored, job_for, nothing_kept
 from assay.models.base import PolicyModel
 from assay.models.fingerprint import fingerprint
 from assay.models.lora import drop_lora

@@ -1,21 +1,240 @@
-"""From what the rows have sampled to events: finds out which sequences have ended and makes their completions."""
+"""Stop strings: looked for in the decoded tail of what was written so far, where the last token can complete one.
+
+Which weights sampled which tokens.
+
+What was drawn, kept on the host by row and step until a sequence is finished and takes its part.
+
+From what the rows have sampled to events: finds out which sequences have ended and makes their completions.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
 
 import numpy as np
 
 from assay.engine.base import Event, Failed, Finished, TokenChunk
-from assay.engine.columns import RowState
-from assay.engine.history import History
 from assay.engine.rows import StepOutput
-from assay.engine.sequence import Job, Sample
-from assay.engine.stopping import StopStrings
-from assay.engine.versions import VersionLog, merged
+from assay.engine.sequence import Job, RowState, Sample
 from assay.types import Completion, Finish
+
+Decode = Callable[[Sequence[int]], str]
+MARGIN = 4  # tokens before the tail, since decoding may treat the first ones differently (spaces, parts of a character)
+BROKEN = "\ufffd"  # what a part of a character decodes to
+TABLES = 64  # sets of stop strings whose tokens are remembered: a byte for each token of the vocabulary
+
+
+class TokenKind(IntEnum):
+    UNKNOWN, CANNOT, MAY = range(3)
+
+
+class StopStrings:
+    """Few tokens can complete a stop string, and only they are worth decoding: which, is learned as they are seen."""
+
+    def __init__(self, decode: Decode) -> None:
+        self.decode = decode
+        self.added: dict[int, tuple[str, ...]] = {}  # by each token, whatever is looked for
+        self.kinds: dict[tuple[str, ...], np.ndarray] = {}  # by token
+        self.word_end: int | None = None  # a token whose space may be written only when another token follows
+
+    def suspects(self, tokens: np.ndarray, stops: tuple[str, ...]) -> np.ndarray:
+        """Which of these tokens can complete one of the stop strings, whatever stands before them."""
+        kinds = self.kinds.get(stops, np.zeros(0, dtype=np.int8))
+        if (size := int(tokens.max(initial=0)) + 1) > len(kinds):
+            kinds = self._grown(kinds, 2 * size, stops)
+        found = kinds[tokens]
+        if not found.all():
+            unknown = np.unique(tokens[found == TokenKind.UNKNOWN]).tolist()
+            if self.word_end is None and self._find_word_end(unknown):
+                return self.suspects(tokens, stops)
+            for token in unknown:
+                kinds[token] = TokenKind.MAY if self._may_complete(token, stops) else TokenKind.CANNOT
+            found = kinds[tokens]
+        return found == TokenKind.MAY
+
+    def _grown(self, kinds: np.ndarray, size: int, stops: tuple[str, ...]) -> np.ndarray:
+        if stops not in self.kinds and len(self.kinds) == TABLES:
+            del self.kinds[next(iter(self.kinds))]
+        table = self.kinds[stops] = np.zeros(size, dtype=np.int8)
+        table[: len(kinds)] = kinds
+        return table
+
+    def _may_complete(self, token: int, stops: Sequence[str]) -> bool:
+        if token not in self.added:
+            self.added[token] = added_by(token, self.decode, self.word_end)
+        return may_complete(self.added[token], stops)
+
+    def _find_word_end(self, tokens: Sequence[int]) -> bool:
+        """Look for a token that may end words, in the manner of "word</w>"; what was learned before it is forgotten.
+
+        It has been seen by the time that its space matters, because it was drawn before the token that shows it.
+        """
+        for token in (token for token in tokens if token not in self.added):
+            first, both = self.decode([token]), self.decode([token, token])
+            if both != first + first and both.startswith(first) and BROKEN not in both:
+                self.word_end = token
+                self.added.clear()
+                self.kinds.clear()
+                return True
+        return False
+
+    def completed(self, token_ids: Sequence[int] | np.ndarray, stops: Sequence[str]) -> bool:
+        return completes_stop(token_ids, stops, self.decode)
+
+
+def added_by(token: int, decode: Decode, word_end: int | None = None) -> tuple[str, ...]:
+    """What a token can add to a text: as its first one, which may lose a space, after itself, and after `word_end`.
+
+    `BROKEN` if that depends on its neighbours.
+    """
+    found = {decode([token])}
+    for before in (token, token if word_end is None else word_end):
+        alone, both = decode([before]), decode([before, token])
+        if BROKEN in both or not both.startswith(alone):
+            return (BROKEN,)
+        found.add(both[len(alone) :])
+    return tuple(found)
+
+
+def may_complete(added: Sequence[str], stops: Sequence[str]) -> bool:
+    """Whether one of the stop strings can end within what a token adds."""
+    return BROKEN in added or any(ends_in(stop, text) for stop in stops for text in added)
+
+
+def ends_in(stop: str, text: str) -> bool:
+    """Whether the stop string can end within this text, having begun in it or before."""
+    return stop in text or any(stop.endswith(text[:end]) for end in range(1, min(len(text), len(stop)) + 1))
+
+
+def completes_stop(token_ids: Sequence[int] | np.ndarray, stops: Sequence[str], decode: Decode) -> bool:
+    """Whether the last token completes one of the stop strings; none was there before it."""
+    longest = max(len(stop) for stop in stops)
+    window = longest + MARGIN
+    while True:
+        tail = np.asarray(token_ids[-window:]).tolist()  # of what may be long: nothing else is made a list of
+        text = decode(tail)
+        before = decode(tail[:-1]).rstrip(BROKEN)  # a character may have become whole
+        start = len(before) + 1 - longest if text.startswith(before) else 0  # of the first that this token can complete
+        # Tokens that decode to nothing can make a tail too short to hold the string and what the last token added. One
+        # that begins within a character may be unreadable up to its end: bytes are decoded all together, or not at all.
+        if window >= len(token_ids):
+            return any(stop in text for stop in stops)
+        if start >= MARGIN and not text.startswith(BROKEN):
+            return any(stop in text[start:] for stop in stops)
+        window *= 2
+
+
+Span = tuple[int, int]  # (version, number of consecutive tokens that it sampled)
+
+
+class VersionLog:
+    """The first step of each weights version, as far back as a running sequence can need."""
+
+    def __init__(self) -> None:
+        self.current = -1
+        self.starts: list[tuple[int, int]] = [(0, -1)]  # (first step, version), ascending
+
+    def start(self, step: int) -> None:
+        """Nothing is running: only the current version matters from `step` on."""
+        self.starts = [(step, self.current)]
+
+    def update(self, version: int, step: int, oldest: int) -> None:
+        """From `step` on `version` is served; no running sequence entered before the step `oldest`."""
+        self.current = version
+        self.starts.append((step, version))
+        while len(self.starts) > 1 and self.starts[1][0] <= oldest:
+            del self.starts[0]
+
+    def spans(self, first: int, count: int) -> list[Span]:
+        """Spans of the `count` tokens that were sampled from step `first` on, one per step."""
+        if len(self.starts) == 1:
+            return [(self.starts[0][1], count)]
+        spans: list[Span] = []
+        place = max(bisect_right(self.starts, first, key=lambda start: start[0]) - 1, 0)
+        step, end = first, first + count
+        while step < end:
+            following = self.starts[place + 1][0] if place + 1 < len(self.starts) else end
+            if following > step:
+                spans.append((self.starts[place][1], min(following, end) - step))
+                step = min(following, end)
+            place += 1
+        return spans
+
+
+def merged(spans: list[Span]) -> tuple[Span, ...]:
+    """The same with neighbouring spans of one version joined."""
+    joined: list[Span] = []
+    for version, count in spans:
+        if joined and joined[-1][0] == version:
+            joined[-1] = version, joined[-1][1] + count
+        elif count:
+            joined.append((version, count))
+    return tuple(joined)
+
+
+STEPS = 256  # room to begin with
+
+
+class History:
+    def __init__(self, rows: int, float_type: type[np.floating] = np.float32) -> None:
+        self.first = 0  # the earliest step held
+        self.tokens = np.zeros((rows, STEPS), dtype=np.int32)
+        self.scores = np.zeros((4, rows, STEPS), dtype=float_type)
+
+    def write(self, output: StepOutput, running: Sequence[Sample]) -> None:
+        steps, rows = output.tokens.shape
+        if output.first + steps - self.first > self.tokens.shape[1]:
+            self._make_room(output.first, steps, running)
+        place = slice(output.first - self.first, output.first - self.first + steps)
+        self.tokens[:rows, place] = output.tokens.numpy().T
+        self.scores[:, :rows, place] = output.scores.numpy().swapaxes(1, 2)
+
+    def read(self, samples: Sequence[Sample], count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [samples, count] and scores [4, samples, count] since they last entered, all in the same step."""
+        start = samples[0].entered - self.first
+        stop = start + count
+        if all(len(sample.spans) == 1 for sample in samples):
+            rows = [sample.spans[0][0] for sample in samples]
+            if len(rows) == 1:
+                return self.tokens[rows[0], None, start:stop], self.scores[:, rows[0], None, start:stop]
+            return self.tokens[rows, start:stop], self.scores[:, rows, start:stop]
+        steps = np.arange(start, stop)
+        places = [(rows_of(sample, count), steps) for sample in samples]
+        tokens = np.stack([self.tokens[place] for place in places])
+        return tokens, np.stack([self.scores[:, rows, steps] for rows, steps in places], axis=1)
+
+    def tokens_of(self, sample: Sample, count: int) -> np.ndarray:
+        """Tokens since it last entered; not to be changed."""
+        start = sample.entered - self.first
+        if len(sample.spans) == 1:
+            return self.tokens[sample.spans[0][0], start : start + count]
+        return self.tokens[rows_of(sample, count), np.arange(start, start + count)]
+
+    def _make_room(self, first: int, steps: int, running: Sequence[Sample]) -> None:
+        """Drop what nobody running can need; if that is not half of it, grow."""
+        oldest = min([first, *(sample.entered for sample in running)])  # all may have entered after these steps
+        held = slice(oldest - self.first, first - self.first)
+        tokens, scores = self.tokens[:, held], self.scores[:, :, held]
+        rows, size = self.tokens.shape
+        while size < 2 * (first + steps - oldest):
+            size *= 2
+        self.tokens = np.zeros((rows, size), dtype=np.int32)
+        self.scores = np.zeros((4, rows, size), dtype=scores.dtype)
+        self.tokens[:, : tokens.shape[1]], self.scores[:, :, : tokens.shape[1]] = tokens, scores
+        self.first = oldest
+
+
+def rows_of(sample: Sample, count: int) -> np.ndarray:
+    """The row in which each of its tokens was drawn."""
+    rows = np.empty(count, dtype=np.int64)
+    for row, first in sample.spans:
+        rows[max(first - sample.entered, 0) :] = row
+    return rows
+
 
 Keep = Callable[[Sample, list[int]], int]  # keeps a finished sequence, given all of its tokens; returns its handle
 Ended = dict[Sample, tuple[int, RowState]]  # number of tokens, and why it ended

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.engine.columns import STOP_SLOTS, Column, RowState
+from assay.engine.sequence import STOP_SLOTS, Column, RowState
 
 BLOCK = 256  # tokens whose probabilities are summed first when drawing
 SMALL = 4096  # a vocabulary for which a table of products costs less than a loop over rows

@@ -1,16 +1,55 @@
-"""What the engine is working on, as the host sees it: jobs, the prefixes they start from, their samples. No tensors."""
+"""What the device keeps for each running sequence: one row of integers, one of floats. No tensors here.
+
+What the engine is working on, as the host sees it: jobs, the prefixes they start from, their samples. No tensors.
+
+What an engine counts while it serves.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 
 from assay.engine.base import Request
-from assay.engine.columns import FORBIDDEN_SLOTS, STOP_SLOTS
 from assay.types import UserError
+
+BLOCK_SIZE = 8  # tokens in one block of the cache
+STOP_SLOTS = 16  # stop tokens a row can hold
+FORBIDDEN_SLOTS = 64  # forbidden tokens a row can hold
+
+
+class Column(IntEnum):
+    """Of the integers; STOP_SLOTS stop tokens follow (-1 where unused)."""
+
+    TOKEN = 0  # to be fed next
+    POSITION = 1  # of that token in its sequence
+    STORED = 2  # tokens of the sequence that the cache holds already; these are not written again
+    COUNT = 3  # tokens drawn
+    LIMIT = 4  # tokens that may be drawn
+    MIN_NEW = 5  # stop tokens are forbidden while fewer than this were drawn
+    KEY = 6  # of the noise
+    TOP_K = 7  # 0: off
+    STATE = 8
+    FORBIDDEN = 9  # entries of the row in the table of forbidden tokens
+    STOPS = 10  # the first of the stop tokens
+
+
+class RowState(IntEnum):
+    """Of those that end a sequence the larger wins where several hold at once."""
+
+    RUNNING = 0
+    LENGTH = 1
+    STOP = 2
+    BROKEN = 3  # the logits were not numbers
+    IDLE = 4  # nobody's row
+
+
+WIDTH = Column.STOPS + STOP_SLOTS
+
 
 NEVER = 1 << 60  # steps
 
@@ -182,3 +221,23 @@ def check_scored(sequences: Sequence[Sequence[int]], temperature: float, max_len
             raise UserError(
                 f"score: sequence {place} has token ids outside the vocabulary of {vocabulary}: wrong tokenizer?"
             )
+
+
+@dataclass(slots=True)
+class Stats:
+    """What the engine did since it was asked to count anew."""
+
+    prefill_tokens: int = 0
+    decode_steps: int = 0
+    decoded_tokens: int = 0
+    preemptions: int = 0
+    windows: int = 0  # stretches of steps between two looks of the host
+    places: int = 0  # places for tokens in blocks that were in use, added up over windows that were counted
+    empty_places: int = 0  # of these, places that held no token
+    peak_places: int = 0
+    kv_waste_peak: float = 0.0  # share of the places that held no token, when most were in use
+
+    @property
+    def kv_waste(self) -> float:
+        """Mean share of the places in use that held no token."""
+        return self.empty_places / max(self.places, 1)

@@ -1,14 +1,20 @@
-"""What an environment is: seeded `reset`, `step` with text, as in Gymnasium; and prompts that episodes begin with."""
+"""What an environment is: seeded `reset`, `step` with text, as in Gymnasium; and prompts that episodes begin with.
+
+A limit on the time of code that is not ours, or a report of how long it takes.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from threading import Thread, Timer
+from typing import Any, Self, TypeVar
 
 from assay.rewards import Judge
 from assay.rewards.judge import judge_safely, one_line
@@ -241,3 +247,44 @@ def check_attributes(env: Env) -> Env:
     if not isinstance(env.role, str) or not isinstance(env.full, int | float) or not math.isfinite(env.full):
         raise UserError(f"{env.name}: role must be text and full a number, not {env.role!r:.40} and {env.full!r:.40}")
     return env
+
+
+T = TypeVar("T")
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work` gives, or TimeoutError. 0: however long it takes.
+
+    A thread cannot be ended: one that hangs is left behind, and does not keep the program from ending.
+    """
+    if not seconds:
+        return work()
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = Thread(target=run, name="assay-limited", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+    return found[0]
+
+
+@contextmanager
+def reported_after(seconds: float, text: str) -> Iterator[None]:
+    """A warning if the block is still running after so many seconds. It goes on."""
+    timer = Timer(seconds, warnings.warn, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

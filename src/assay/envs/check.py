@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from assay.envs.base import Env, Observation, Step, checked, is_masked
-from assay.envs.deadline import within
+from assay.envs.base import Env, Observation, Step, checked, is_masked, within
 from assay.rewards.judge import one_line
-from assay.tasks.base import SPLITS, NoSuchSplit
-from assay.tasks.overlap import overlap
+from assay.tasks.base import SPLITS, NoSuchSplit, overlap
 from assay.types import Prompt, UserError
 
 NONSENSE = ("", "?", "banana 7 \n = \\boxed{} <answer> ####", "é 漢 " * 50)

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from assay.envs.arithmetic import Calculator, Stepwise
 from assay.envs.base import Env, TaskEnv, check_attributes
-from assay.envs.calculator import Calculator
-from assay.envs.countdown_tries import CountdownTries
-from assay.envs.guess import GuessNumber
+from assay.envs.games import CountdownTries, GuessNumber
 from assay.envs.gym import FromGymnasium
 from assay.envs.python_tool import PythonTool
-from assay.envs.stepwise import Stepwise
 from assay.rewards import load_object
 from assay.tasks import Task, make_task
 from assay.tasks.reasoning_gym import PREFIX

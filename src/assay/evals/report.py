@@ -1,4 +1,7 @@
-"""What an evaluation found: every answer's outcome, and the numbers that follow from them."""
+"""What an evaluation found: every answer's outcome, and the numbers that follow from them.
+
+Measure a model on problems.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from assay.engine.base import SamplingParams
 from assay.evals.stats import Paired, bootstrap, majority_at_k, mcnemar, paired_test, pass_at_k_values, wilson
-from assay.types import Group, Status
+from assay.rollout import Collector
+from assay.types import Group, Prompt, Status
 
 Outcome = tuple[Status, str | None, int, bool]  # status, parsed answer, tokens, cut off
 READABLE = (Status.OK, Status.WRONG)  # an answer stood in the asked form
@@ -106,3 +111,17 @@ def compare(before: Report, after: Report) -> Paired:
     if before.correct.shape[1] == after.correct.shape[1] == 1:
         return mcnemar(before.correct[:, 0], after.correct[:, 0])
     return paired_test(before.correct.mean(axis=1), after.correct.mean(axis=1), seed=0)
+
+
+AT_ONCE = 4096  # answers held in memory together
+
+
+def evaluate(
+    collector: Collector, prompts: Sequence[Prompt], params: SamplingParams, seed: int
+) -> tuple[Report, list[Group]]:
+    """Outcomes and the answers themselves. The seed knows no training step: every model gets the same noise."""
+    groups: list[Group] = []
+    size = max(AT_ONCE // params.n, 1)
+    for start in range(0, len(prompts), size):
+        groups += collector.collect(prompts[start : start + size], params, (seed, -1))
+    return Report.of(groups), groups

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from assay.models.base import PolicyModel
-from assay.models.decoder import llama3_frequencies
+from assay.models.decoder import Filler, llama3_frequencies
 from assay.models.fallback import load_fallback
-from assay.models.fill import Filler
 from assay.models.spec import FAMILIES, LLAMA3_SCALING, ModelSpec, checked_size
 from assay.types import UserError
 

@@ -1,17 +1,146 @@
-"""Log-probabilities of given tokens, and losses made of them, without ever holding logits for more than a slice."""
+"""From logits to log-probabilities and entropies and back, in two passes; and losses through the output head.
+
+Logits of many tokens over a large vocabulary are the largest tensor there could be. They are made for a slice of tokens
+at a time, turned into the gradient in their own place, and gone before the next slice.
+
+Log-probabilities of given tokens, and losses made of them, without ever holding logits for more than a slice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from assay.models.base import PolicyModel
-from assay.models.device import upload
-from assay.models.scoring import TokenLoss, at_least_float32, loss_through_head, scores_of
-from assay.models.vocab_parallel import VocabularyHead
+from assay.models.device import upload, uses_triton
+from assay.models.parallel import VocabularyHead
+
+# (which tokens, their log-probabilities, their entropies) -> what they add to the loss
+TokenLoss = Callable[[slice, Tensor, Tensor], Tensor]
+
+
+def scores_of(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of `targets` [M], entropies [M] and log-partition sums [M] of logits [M, V] over a temperature.
+
+    Not less than float32, whatever the logits are; no gradients.
+    """
+    if kernels := triton_for(logits):
+        return kernels.scores_of(logits, targets, temperature)
+    logits = at_least_float32(logits) / temperature
+    partition = logits.logsumexp(-1)
+    shares = torch.exp(logits - partition[:, None])
+    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    logits.masked_fill_(shares == 0, 0.0)  # a blocked token has a logit of -inf, and 0 * -inf would be NaN
+    return chosen - partition, partition - (shares * logits).sum(-1), partition
+
+
+def gradient_of(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropies: Tensor,
+    partition: Tensor,
+    up: Tensor,
+    spread: Tensor | None,
+) -> Tensor:
+    """The gradient of logits, perhaps in their place, given those of log-probabilities (`up`) and entropies (`spread`).
+
+    With p the probabilities: d logprob / d logit = [target] - p, d entropy / d logit = -p (log p + entropy).
+    """
+    if kernels := triton_for(logits):
+        return kernels.gradient_of(logits, targets, temperature, entropies, partition, up, spread)
+    logs = at_least_float32(logits) / temperature - partition[:, None]
+    shares = logs.exp()
+    logs.masked_fill_(shares == 0, 0.0)  # as in `scores_of`
+    factor = up[:, None] if spread is None else up[:, None] + spread[:, None] * (logs + entropies[:, None])
+    grad = -shares * factor
+    grad.scatter_add_(1, targets[:, None], up[:, None])
+    return (grad / temperature).to(logits.dtype)
+
+
+def loss_through_head(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    loss: TokenLoss,
+    logits_at_once: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The sum of a loss of single tokens `targets` [M], predicted by hidden [M, D] through the head's weight [V, D].
+
+    What a token adds to the loss must not depend on other slices: each slice goes forward and backward at once, so that
+    its logits need not be computed twice.
+    """
+    size = max(logits_at_once // len(weight), 1)
+    return _HeadLoss.apply(hidden, weight, targets, temperature, loss, size, dtype)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        loss: TokenLoss,
+        size: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        table = weight.to(dtype)
+        total = hidden.new_zeros((), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        hidden_grad = torch.empty_like(hidden)
+        weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for start in range(0, max(len(hidden), 1), size):  # once for no tokens too: the loss may want to be asked
+            at = slice(start, start + size)
+            part = hidden[at].to(dtype)
+            logits = part @ table.t()
+            logprobs, entropies, partition = scores_of(logits, targets[at], temperature)
+            with torch.enable_grad():
+                leaves = logprobs.requires_grad_(), entropies.requires_grad_()
+                value = loss(at, *leaves)
+            up, spread = torch.autograd.grad(value, leaves, allow_unused=True)
+            up = torch.zeros_like(logprobs) if up is None else up
+            grad = gradient_of(logits, targets[at], temperature, entropies.detach(), partition, up, spread)
+            hidden_grad[at] = (grad @ table).to(hidden.dtype)
+            if weight_grad is not None:
+                weight_grad += outer(grad, part, weight.dtype)
+            total += value.detach()
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, up: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        up = up.to(hidden_grad.dtype)
+        weight_grad = None if weight_grad is None else weight_grad * up
+        return hidden_grad * up, weight_grad, None, None, None, None, None
+
+
+def outer(grad: Tensor, part: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad.T @ part, in `dtype` without a rounding in between where the device can."""
+    if grad.device.type == "cuda" and grad.dtype != dtype:
+        return torch.mm(grad.t(), part, out_dtype=dtype)
+    return (grad.t() @ part).to(dtype)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def triton_for(logits: Tensor) -> Any:
+    """The kernels, for logits on a GPU; None elsewhere."""
+    if logits.dtype == torch.float64 or not uses_triton(logits.device):
+        return None
+    from assay.models import scoring_kernels
+
+    return scoring_kernels
+
 
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 30}  # numbers: 128 MiB in float32, 2 GiB in bfloat16
 

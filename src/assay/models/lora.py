@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from assay.models.collectives import gather_back, whole
+from assay.mesh import gather_back, whole
 from assay.types import UserError
 
 if TYPE_CHECKING:

@@ -1,4 +1,6 @@
-"""Tensor parallelism of our decoder: each rank holds some of the heads, of the MLP and of the vocabulary.
+"""Embedding and output head of a vocabulary that is split over ranks: each holds a run of consecutive tokens.
+
+Tensor parallelism of our decoder: each rank holds some of the heads, of the MLP and of the vocabulary.
 
 Heads and MLP are split by output on the way in and by input on the way out, so that a block needs one exchange forward
 and one backward (Shoeybi et al. 2019, arXiv:1909.08053). Ranks see the same tokens, and what is not split is computed
@@ -8,16 +10,156 @@ by each of them alike.
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from assay.mesh import Mesh
-from assay.models.collectives import copy_to, local, reduce_from
+from assay.mesh import Mesh, copy_to, local, reduce_from
 from assay.models.decoder import Decoder, Norm
 from assay.models.spec import ModelSpec
-from assay.models.vocab_parallel import VocabularyEmbedding, VocabularyHead
 from assay.types import UserError
+
+
+class VocabularyPart(nn.Module):
+    def __init__(self, weight: nn.Parameter, rank: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.weight, self.group = weight, group
+        self.most = -(-weight.shape[0] // group.size())  # tokens of a rank; the last one may have fewer
+        self.first = self.most * rank  # token of this rank
+
+
+class VocabularyEmbedding(VocabularyPart):
+    def forward(self, ids: Tensor) -> Tensor:
+        table = local(self.weight)
+        rows, here = own_rows(ids, self.first, len(table))
+        return reduce_from(F.embedding(rows, table) * here[:, None].to(table.dtype), self.group)
+
+
+class VocabularyHead(VocabularyPart):
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, gathered from all ranks; `scores` does without."""
+        logits = F.linear(copy_to(hidden, self.group), local(self.weight))
+        before, after = self.first, self.weight.shape[0] - self.first - logits.shape[-1]
+        return reduce_from(F.pad(logits, (before, after)), self.group)
+
+    def scores(self, hidden: Tensor, targets: Tensor, temperature: float, logits_at_once: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [M] of `targets` [M] after `hidden` [M, D], a slice of them at a time."""
+        table = local(self.weight)
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        size = max(logits_at_once // self.most, 1)  # the same on all ranks
+        hidden = copy_to(hidden, self.group)
+        return _Scores.apply(hidden, table, targets, self.first, temperature, size, dtype, self.group)
+
+
+class _Scores(torch.autograd.Function):
+    """Logits are computed again in the backward pass: only one slice of this rank's is ever alive."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        table: Tensor,
+        targets: Tensor,
+        first: int,
+        temperature: float,
+        size: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        weight = table.to(dtype)
+        slices = [
+            torch.stack(scores_of(F.linear(part.to(dtype), weight), target, temperature, first, group))
+            for part, target in zip(hidden.split(size), targets.split(size), strict=True)
+            if len(part)
+        ]
+        full = torch.float64 if dtype == torch.float64 else torch.float32
+        logprobs, entropies, partition = torch.cat(slices, 1) if slices else hidden.new_zeros(3, 0, dtype=full)
+        ctx.save_for_backward(hidden, table, targets, entropies, partition)
+        ctx.first, ctx.temperature, ctx.size, ctx.dtype = first, temperature, size, dtype
+        return logprobs.clone(), entropies.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, up: Tensor, spread: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, table, targets, entropies, partition = ctx.saved_tensors
+        weight = table.to(ctx.dtype)
+        hidden_grad = torch.empty_like(hidden)
+        table_grad = torch.zeros_like(table, dtype=partition.dtype) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden), ctx.size):
+            at = slice(start, start + ctx.size)
+            part = hidden[at].to(ctx.dtype)
+            grad = gradient_of(
+                F.linear(part, weight),
+                targets[at],
+                ctx.temperature,
+                ctx.first,
+                entropies[at],
+                partition[at],
+                up[at],
+                spread[at],
+            )
+            hidden_grad[at] = (grad @ weight).to(hidden.dtype)
+            if table_grad is not None:
+                table_grad += grad.T @ part
+        table_grad = None if table_grad is None else table_grad.to(table.dtype)
+        return hidden_grad, table_grad, None, None, None, None, None, None
+
+
+def scores_of(
+    logits: Tensor, targets: Tensor, temperature: float, first: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of `targets` [M], entropies [M] and log-partition sums [M] over the whole vocabulary, given
+    this rank's logits [M, part] of tokens from `first` on. Not less than float32."""
+    logits = over_temperature(logits, temperature)
+    top = logits.amax(-1)
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    logits -= top[:, None]
+    rows, here = own_rows(targets, first, logits.shape[-1])
+    chosen = logits.gather(-1, rows[:, None]).squeeze(-1).where(here, 0.0)
+    shares = logits.exp()
+    logits.masked_fill_(shares == 0, 0.0)  # a blocked token has a logit of -inf, and 0 * -inf would be NaN
+    sums = torch.stack([shares.sum(-1), (shares * logits).sum(-1), chosen])
+    dist.all_reduce(sums, group=group)
+    total, weighted, chosen = sums
+    return chosen - total.log(), total.log() - weighted / total, top + total.log()
+
+
+def gradient_of(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    first: int,
+    entropies: Tensor,
+    partition: Tensor,
+    up: Tensor,
+    spread: Tensor,
+) -> Tensor:
+    """The gradient of this rank's logits, given those of log-probabilities (`up`) and entropies (`spread`).
+
+    With p the probabilities: d logprob / d logit = [target] - p, d entropy / d logit = -p (log p + entropy).
+    """
+    logs = over_temperature(logits, temperature) - partition[:, None]
+    shares = logs.exp()
+    logs.masked_fill_(shares == 0, 0.0)  # as in `scores_of`
+    grad = -shares * (up[:, None] + spread[:, None] * (logs + entropies[:, None]))
+    rows, here = own_rows(targets, first, logits.shape[-1])
+    grad.scatter_add_(1, rows[:, None], (up * here)[:, None])
+    return (grad / temperature).to(logits.dtype)
+
+
+def over_temperature(logits: Tensor, temperature: float) -> Tensor:
+    return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+
+
+def own_rows(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Where tokens stand in this rank's part, and which of them do; the others point at some row of it."""
+    rows = ids - first
+    return rows.clamp(0, count - 1), (rows >= 0) & (rows < count)
 
 
 class Part(nn.Module):

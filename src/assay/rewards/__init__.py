@@ -1,15 +1,12 @@
 """How answers are judged: strings in, verdicts out."""
 
-from assay.rewards.countdown import CountdownJudge
 from assay.rewards.equality import equal
 from assay.rewards.extract import EXTRACTORS, Extraction, extract
-from assay.rewards.function import FunctionJudge
 from assay.rewards.importing import load_object
-from assay.rewards.judge import Judge, check_verdicts
+from assay.rewards.judge import FunctionJudge, Judge, RewardMix, check_verdicts
 from assay.rewards.limits import Unreadable
-from assay.rewards.math_answer import MathJudge, MathVerifyJudge
 from assay.rewards.pool import JudgePool
-from assay.rewards.shaping import RewardMix
+from assay.rewards.verifiers import CountdownJudge, MathJudge, MathVerifyJudge
 
 __all__ = [
     "EXTRACTORS",

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from assay.rewards import isolation, latex, seccomp, supervisor
-from assay.rewards.frames import BadMessage, encode_json, receive, send_bytes, send_json
-from assay.rewards.fresh import take_pipes
+from assay.process import isolation, spawn
+from assay.process.messages import BadMessage, encode_json, receive, send_bytes, send_json
+from assay.process.spawn import take_pipes
+from assay.rewards import latex
 from assay.rewards.judge import Judge, failed, judge_safely, one_line
 from assay.types import Status, UserError, Verdict
 
@@ -27,7 +28,7 @@ MAX_FILE_BYTES = {"strict": 0, "basic": 4 << 30}
 
 def main() -> None:
     options = json.loads(sys.argv[2])
-    supervisor.start_worker(options["namespaces"], options["network"])
+    spawn.start_worker(options["namespaces"], options["network"])
     incoming, outgoing = take_pipes()
     # Ctrl-C and a scheduler's SIGTERM are the parent's affair: it closes our stdin. To die before it does would give a
     # wrong verdict. What users' functions start obeys them: programs do not inherit a handler, unlike SIG_IGN.
@@ -89,7 +90,7 @@ def _confine(level: str, user_code: bool) -> list[str]:
         landlock = False
         missing.append(f"limits on reading files ({error.strerror or error})")
     try:
-        seccomp.confine(read_only=not landlock)
+        isolation.confine(read_only=not landlock)
     except OSError as error:
         missing.append(f"a filter of system calls ({error.strerror or error})")
     return missing

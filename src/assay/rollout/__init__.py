@@ -1,7 +1,6 @@
 """Prompts x engine x judge -> groups of rollouts. Training, evaluation and chat all come through here."""
 
 from assay.rollout.collect import Collector
-from assay.rollout.episodes import Limits
-from assay.rollout.seeding import request_seed
+from assay.rollout.episodes import Limits, request_seed
 
 __all__ = ["Collector", "Limits", "request_seed"]

@@ -13,8 +13,7 @@ from assay.engine.base import Engine, Request, SamplingParams, generate
 from assay.envs.base import Env
 from assay.mesh import Mesh
 from assay.rewards import JudgePool, check_verdicts
-from assay.rollout.episodes import EpisodeRunner, Limits, as_group
-from assay.rollout.seeding import request_seed
+from assay.rollout.episodes import EpisodeRunner, Limits, as_group, request_seed
 from assay.text import Renderer
 from assay.types import Group, Prompt, Rollout, Turn, UserError
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from assay.runs.console import find
 from assay.runs.directory import read_metrics
 from assay.runs.files import read_json, replacing
-from assay.runs.names import find
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,15 +1,25 @@
-"""A run's folder: made once, appended to, never overwritten."""
+"""One writer a run: a lock that the system drops when its process dies, however it dies.
+
+A run's folder: made once, appended to, never overwritten.
+"""
 
 from __future__ import annotations
 
+import atexit
+import errno
+import fcntl
 import json
+import os
 import re
+import socket
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from assay.runs import checkpoints, lock, rollouts
+from assay.runs import checkpoints, rollouts
 from assay.runs.environment import describe_environment
 from assay.runs.files import (
     is_temporary,
@@ -24,6 +34,87 @@ from assay.runs.files import (
     write_text,
 )
 from assay.types import UserError
+
+# Record locks belong to the process: closing any other handle on the file would drop ours, so never probe a held one.
+# (flock would be inherited by forked workers that may outlive the run.)
+_held: dict[Path, IO[str]] = {}
+_one_at_a_time = threading.Lock()
+NAME = ".lock"
+
+
+@atexit.register
+def _release_all() -> None:
+    while _held:
+        _held.popitem()[1].close()
+
+
+def acquire(run_path: Path) -> None:
+    """Become the run's writer, or say who is."""
+    path = _lock_path(run_path)
+    if path in _held:
+        return
+    file = path.open("a+")
+    if not any(_try_lock(file) for _ in _patience()):
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        raise UserError(f"{run_path} is being written by {owner}: wait until that ends, or stop it")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _held[path] = file
+
+
+def try_acquire(run_path: Path) -> bool:
+    """Become the run's writer, unless it has one already, in this process or another."""
+    with _one_at_a_time:
+        if _lock_path(run_path) in _held:
+            return False
+        try:
+            acquire(run_path)
+        except UserError:
+            return False
+        return True
+
+
+def release(run_path: Path) -> None:
+    file = _held.pop(_lock_path(run_path), None)
+    if file is not None:
+        file.close()
+
+
+def is_held(run_path: Path) -> bool:
+    """Whether a living process writes to this run."""
+    path = _lock_path(run_path)
+    if path in _held:
+        return True
+    try:
+        file = path.open("r+")
+    except OSError:
+        return False  # never locked, or not ours to look into
+    with file:
+        return not _try_lock(file)
+
+
+def _try_lock(file: IO[str]) -> bool:
+    """False if another process holds it. A file system without locks gives everyone a free hand."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
+
+
+def _patience() -> Iterator[int]:
+    """A few tries: somebody listing runs holds each lock for an instant."""
+    for attempt in range(5):
+        yield attempt
+        time.sleep(0.05)
+
+
+def _lock_path(run_path: Path) -> Path:
+    return run_path.resolve() / NAME
+
 
 _NAME = re.compile(r"\w[\w.+=-]{0,199}")
 
@@ -72,7 +163,7 @@ class Run:
         run = cls(path)
         if write:
             try:
-                lock.acquire(path)
+                acquire(path)
                 checkpoints.recover(path)
                 run.write_environment()
             except OSError as error:
@@ -110,7 +201,7 @@ class Run:
     @property
     def state(self) -> str:
         """running, finished or stopped."""
-        if lock.is_held(self.path):
+        if is_held(self.path):
             return "running"
         return "finished" if self.read_summary() else "stopped"
 
@@ -135,7 +226,7 @@ class Run:
 
     def close(self) -> None:
         self._close_metrics()
-        lock.release(self.path)
+        release(self.path)
 
     def _close_metrics(self) -> None:
         if self._metrics is not None:
@@ -189,23 +280,23 @@ def _claim(path: Path, config_toml: str) -> bool:
     """
     with suppress(FileExistsError):
         make_folder(path)
-    if not path.is_dir() or not _is_free(path) or not lock.try_acquire(path):
+    if not path.is_dir() or not _is_free(path) or not try_acquire(path):
         return False
     if not _is_free(path):  # another process was quicker, and has ended already
-        lock.release(path)
+        release(path)
         return False
     remove_temporaries(path)
     try:
         write_text(path / "config.toml", config_toml)
     except OSError:
-        lock.release(path)
+        release(path)
         raise
     return True
 
 
 def _is_free(path: Path) -> bool:
     """Whether nothing is in the folder but traces of an attempt to start a run."""
-    return all(file.name == lock.NAME or is_temporary(file) for file in path.iterdir())
+    return all(file.name == NAME or is_temporary(file) for file in path.iterdir())
 
 
 def _open_for_append(path: Path) -> IO[str]:

@@ -11,9 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, rng_for, split_of
-from assay.tasks.files import DataRow
-from assay.tasks.rows import RowTask, read_messages, user_message
-from assay.tasks.sources import Source, open_source
+from assay.tasks.sources import DataRow, RowTask, Source, open_source, read_messages, user_message
 from assay.types import Prompt, UserError
 
 INSTRUCTION = (

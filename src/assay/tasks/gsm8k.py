@@ -9,9 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from assay.tasks.base import BOXED_INSTRUCTION, state_answer
-from assay.tasks.files import DataRow, listed
-from assay.tasks.rows import RowTask, is_prepared, user_message
-from assay.tasks.sources import MANIFEST, HubSource, manifest_of, open_source
+from assay.tasks.sources import (
+    MANIFEST,
+    DataRow,
+    HubSource,
+    RowTask,
+    is_prepared,
+    listed,
+    manifest_of,
+    open_source,
+    user_message,
+)
 from assay.types import Prompt, UserError
 
 HUB_NAME = "openai/gsm8k"

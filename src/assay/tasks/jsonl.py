@@ -7,9 +7,17 @@ from typing import Any
 
 from assay.rewards import FunctionJudge, Judge, load_object
 from assay.tasks.base import named_judge
-from assay.tasks.files import DataRow
-from assay.tasks.rows import RowTask, prepared_row, read_messages, user_message
-from assay.tasks.sources import ListSource, Source, manifest_of, open_source
+from assay.tasks.sources import (
+    DataRow,
+    ListSource,
+    RowTask,
+    Source,
+    manifest_of,
+    open_source,
+    prepared_row,
+    read_messages,
+    user_message,
+)
 from assay.types import Prompt, UserError, Verdict
 
 QUESTION_COLUMNS = ("messages", "question", "prompt", "problem")

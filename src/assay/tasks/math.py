@@ -8,9 +8,7 @@ from typing import Any
 
 from assay.rewards.extract import boxed
 from assay.tasks.base import BOXED_INSTRUCTION, state_answer
-from assay.tasks.files import DataRow
-from assay.tasks.rows import RowTask, is_prepared, user_message
-from assay.tasks.sources import HubSource, manifest_of, open_source
+from assay.tasks.sources import DataRow, HubSource, RowTask, is_prepared, manifest_of, open_source, user_message
 from assay.types import Prompt, UserError
 
 TEST_NAME = "HuggingFaceH4/MATH-500"

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from assay.rewards import Judge
-from assay.rewards.reasoning_gym import INDEX, SEED, SIZE, ReasoningGymJudge, dataset, entry
+from assay.rewards.verifiers import INDEX, SEED, SIZE, ReasoningGymJudge, dataset, entry
 from assay.tasks.base import SPLITS, LazyPrompts, Task, check_split, stable_hash
-from assay.tasks.rows import user_message
+from assay.tasks.sources import user_message
 from assay.types import Prompt, UserError
 
 PREFIX = "reasoning_gym:"

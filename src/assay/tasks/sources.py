@@ -1,13 +1,93 @@
-"""Where rows come from: a folder with a file for each split, one file, a Hugging Face dataset, or a list in memory."""
+"""Reading JSONL: one clear sentence for whatever is wrong with a file.
+
+Where rows come from: a folder with a file for each split, one file, a Hugging Face dataset, or a list in memory.
+
+Tasks read from rows: one prompt a row, and held-out splits carved by a seeded shuffle where the source has none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from assay.tasks.files import DataRow, listed, parse_object, read_jsonl, read_text
-from assay.types import UserError
+from assay.tasks.base import ALL, NoSuchSplit, Task, carve_validation, check_split
+from assay.types import Message, Prompt, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class DataRow:
+    """One raw row, and where it was found, for messages and ids."""
+
+    values: Mapping[str, Any]
+    where: str  # e.g. "train.jsonl:17"
+    key: str  # stable within its source, e.g. "16"
+
+    def column(self, *names: str) -> Any:
+        """The first of these columns that the row has."""
+        for name in names:
+            if self.values.get(name) is not None:
+                return self.values[name]
+        wanted = " or ".join(f'"{name}"' for name in names)
+        raise UserError(f"{self.where} has no column {wanted}; it has {listed(self.values)}")
+
+    def text(self, *names: str) -> str:
+        """The same as text; a number is taken as it is written, a list or an object is an error."""
+        value = self.column(*names)
+        if not isinstance(value, str | int | float):
+            wanted = " or ".join(f'"{name}"' for name in names)
+            raise UserError(f"{self.where}: the column {wanted} must be text or a number, not {type(value).__name__}")
+        return str(value)
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names) or "none"
+
+
+def read_text(path: Path) -> str:
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, not a file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise UserError(f"{where} is not valid JSON: {reason}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{where} must be a JSON object, not {type(values).__name__}")
+    return values
+
+
+def read_jsonl(path: str | Path) -> list[DataRow]:
+    """The rows of a JSONL file; blank lines are skipped, a file without rows is an error."""
+    path = Path(path)
+    rows: list[DataRow] = []
+    # Not splitlines(): it would also break at U+2028 and its kin, which JSON strings may hold.
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            rows.append(DataRow(parse_object(line, where), where, str(len(rows))))
+    if not rows:
+        raise UserError(f"{path} is empty: it needs at least one JSON object, one a line")
+    return rows
+
+
+def jsonl_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)  # ASCII escapes: lone surrogates survive
+
 
 SPLIT_STEMS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 MANIFEST = "manifest.json"  # written beside prepared files
@@ -153,3 +233,119 @@ def manifest_of(path: str | None) -> dict[str, Any]:
     manifest = parse_object(read_text(folder / MANIFEST), str(folder / MANIFEST))
     prepared = folder == Path(path) or Path(path).name in manifest.get("files", {})
     return manifest if prepared else {}
+
+
+DEFAULT_VALIDATION = 500
+PREPARED_COLUMNS = ("id", "question", "messages", "answer", "solution")
+
+
+class RowTask(Task):
+    """A single file or list is shared out between train, validation and test; "all" is the whole of it."""
+
+    def __init__(self, source: Source, val_size: int | None = None, seed: int = 0) -> None:
+        self.source, self.has_all = source, source.whole
+        self.val_size = val_size  # None: 500, or a tenth of a source that holds fewer than 5,000 rows
+        self.seed = seed
+        self._cache: dict[str, list[Prompt]] = {}
+
+    @abstractmethod
+    def to_prompt(self, row: DataRow, split: str) -> Prompt:
+        """The prompt of one raw row."""
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        if split != ALL:
+            check_split(split)
+        if split not in self._cache:
+            self._cache[split] = [self._convert(row, origin) for row, origin in self._rows(split)]
+        if not self._cache[split]:
+            raise NoSuchSplit(
+                f"{self.source.describe()} gives no {split} problems: set val_size, or add a file for the split"
+            )
+        return self._cache[split]
+
+    def _convert(self, row: DataRow, origin: str) -> Prompt:
+        return prepared_prompt(row) if is_prepared(row) else self.to_prompt(row, origin)
+
+    def _rows(self, split: str) -> list[tuple[DataRow, str]]:
+        """Rows of a split with the name of the split that the source keeps them in, which their ids carry."""
+        if self.source.whole:
+            return [(row, ALL) for row in self._share(split)]
+        if split == ALL:
+            raise NoSuchSplit(f"{self.source.describe()} is made of splits: name one of them, or one file as the path")
+        given = self.source.read(split)
+        if split == "test" or (split == "validation" and given is not None):
+            return [(row, split) for row in self._present(given, split)]
+        pool = self._present(given if split == "train" else self.source.read("train"), split)
+        if split == "train" and self.source.read("validation") is not None:
+            return [(row, split) for row in pool]
+        train, validation = carve_validation(len(pool), self._held_out(len(pool)), self.seed)
+        return [(pool[index], "train") for index in (train if split == "train" else validation)]
+
+    def _share(self, split: str) -> list[DataRow]:
+        """What a split gets of a source that knows none: first test, then validation of the rest, then train."""
+        rows = self._present(self.source.read(ALL), split)
+        if split == ALL:
+            return rows
+        size = self._held_out(len(rows))
+        if size and 2 * size >= len(rows):
+            raise UserError(
+                f"{self.source.describe()} has {len(rows)} rows, too few for {size} each of test and validation: "
+                f"set val_size between 0 and {max((len(rows) - 1) // 2, 0)}"
+            )
+        rest, test = carve_validation(len(rows), size, self.seed)
+        if split == "test":
+            return [rows[index] for index in test]
+        train, validation = carve_validation(len(rest), size, self.seed)
+        return [rows[rest[index]] for index in (train if split == "train" else validation)]
+
+    def _held_out(self, count: int) -> int:
+        return min(DEFAULT_VALIDATION, count // 10) if self.val_size is None else self.val_size
+
+    def _present(self, rows: list[DataRow] | None, split: str) -> list[DataRow]:
+        if rows is None:
+            raise NoSuchSplit(
+                f"{self.source.describe()} has no {split} split: add {split}.jsonl, or name one file as the path"
+            )
+        return rows
+
+
+def is_prepared(row: DataRow) -> bool:
+    return "messages" in row.values and "id" in row.values
+
+
+def prepared_prompt(row: DataRow) -> Prompt:
+    """A row as `assay data prepare` writes it."""
+    values = row.values
+    return Prompt(
+        id=str(values["id"]),
+        messages=read_messages(values["messages"], row.where),
+        answer=str(values.get("answer", "")),
+        solution=values.get("solution"),
+        fields={name: value for name, value in values.items() if name not in PREPARED_COLUMNS},
+    )
+
+
+def prepared_row(prompt: Prompt, question: str) -> dict[str, Any]:
+    """What `assay data prepare` writes for a prompt."""
+    clash = [name for name in PREPARED_COLUMNS if name in prompt.fields]
+    if clash:
+        raise UserError(f"the fields of {prompt.id} use the reserved names {listed(clash)}: rename them")
+    row = {"id": prompt.id, "question": question, "messages": list(prompt.messages), "answer": prompt.answer}
+    if prompt.solution is not None:
+        row["solution"] = prompt.solution
+    return {**row, **prompt.fields}
+
+
+def read_messages(value: Any, where: str) -> tuple[Message, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise UserError(f'{where}: "messages" must be a list of {{"role", "content"}} objects')
+    for message in value:
+        well_formed = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not well_formed or not isinstance(message.get("content"), str):
+            raise UserError(f'{where}: each message needs a "role" and a "content", both text')
+    return tuple(Message(role=message["role"], content=message["content"]) for message in value)
+
+
+def user_message(question: str, instruction: str = "") -> tuple[Message, ...]:
+    content = f"{question}\n{instruction}" if instruction else question
+    return (Message(role="user", content=content),)

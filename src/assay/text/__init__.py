@@ -1,10 +1,15 @@
 """Messages <-> token ids and loss masks: the only room that knows chat templates."""
 
-from assay.text.builtin import char_tokenizer, word_tokenizer
-from assay.text.few_shot import Shot, few_shot_from_prompts, load_few_shot, read_text_file
-from assay.text.raw_template import DEFAULT_TEMPLATE
-from assay.text.render import Renderer, Style
-from assay.text.tokenizer import Tokenizer, load_tokenizer
+from assay.text.render import (
+    DEFAULT_TEMPLATE,
+    Renderer,
+    Shot,
+    Style,
+    few_shot_from_prompts,
+    load_few_shot,
+    read_text_file,
+)
+from assay.text.tokenizer import Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 
 __all__ = [
     "DEFAULT_TEMPLATE",

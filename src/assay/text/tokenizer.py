@@ -1,16 +1,31 @@
-"""Text <-> token ids: a thin wrapper around a transformers fast tokenizer, so that saving gives an ordinary folder."""
+"""Text <-> token ids: a thin wrapper around a transformers fast tokenizer, so that saving gives an ordinary folder.
+
+Special-token strings inside content, such as "<|im_end|>" in a tool result, are ordinary text.
+
+Content is escaped before it goes into a template: each special-token string in it becomes a placeholder. In the
+rendered text, special tokens that are still written out are the template's own. `encode` tells the two apart and
+encodes the whole text at once, so that prefix spaces and merges are those of one text.
+
+The tokenizer inside a GGUF file: vocabulary and merges by transformers, and what it leaves out from the metadata.
+
+Small tokenizers that need no download. They save and load as ordinary Hugging Face tokenizers.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import socket
-from collections.abc import Iterable, Sequence
+import string
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
-from assay.text.special_tokens import SpecialTokens
 from assay.types import UserError
 
 if TYPE_CHECKING:
@@ -125,8 +140,6 @@ def load_tokenizer(source: str, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a local Hugging Face folder, a hub id or a GGUF file."""
     path = Path(source).expanduser()
     if path.suffix.lower() == ".gguf":
-        from assay.text.from_gguf import load_gguf_tokenizer  # late: it is rarely needed
-
         hf, end_ids = load_gguf_tokenizer(path)
         return Tokenizer(hf, end_ids)
     if path.is_file():
@@ -203,3 +216,235 @@ def _end_ids_of_hub(source: str) -> list[int]:
 def _as_ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [value]
     return [index for index in values if isinstance(index, int) and index >= 0]
+
+
+_NONCE = secrets.token_hex(8)  # content cannot contain placeholders by guessing; token ids do not depend on it
+
+
+class SpecialTokens:
+    """The special tokens of one tokenizer, by their text."""
+
+    def __init__(self, backend: Any, ids: Mapping[str, int]) -> None:
+        self._backend, self._ids = backend, dict(ids)
+        self._texts = {index: text for text, index in ids.items()}
+        longest_first = sorted(ids, key=len, reverse=True)
+        special = "|".join(map(re.escape, longest_first)) or "(?!)"
+        placeholder = rf"assaytext{_NONCE}x(\d+)x"
+        self._special = re.compile(special)
+        self._placeholder = re.compile(placeholder)
+        self._either = re.compile(f"{placeholder}|{special}")
+
+    def escape(self, content: str) -> str:
+        """The content with placeholders for special-token strings; ordinary content as it is."""
+        return self._special.sub(lambda found: f"assaytext{_NONCE}x{self._ids[found[0]]}x", content)
+
+    def unescape(self, text: str) -> str:
+        return self._placeholder.sub(lambda found: self._texts[int(found[1])], text) if _NONCE in text else text
+
+    def has_placeholder(self, text: str) -> bool:
+        return _NONCE in text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text with placeholders: what they stand for is encoded as ordinary text."""
+        return list(self._renamed_backend.encode(self._either.sub(self._rename, text), add_special_tokens=False).ids)
+
+    def _rename(self, found: re.Match[str]) -> str:
+        return _new_name(self._ids[found[0]]) if found[1] is None else self._texts[int(found[1])]
+
+    @cached_property
+    def _renamed_backend(self) -> Any:
+        """The same tokenizer, but its special tokens have other names, so their old names are ordinary text."""
+        from tokenizers import Tokenizer as Backend
+
+        names = {text: _new_name(index) for text, index in self._ids.items()}
+        tree = json.loads(self._backend.to_str())
+        for token in tree["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = tree["model"]
+        _rename_vocabulary(model, names)
+        tree["post_processor"] = None  # refers to special tokens by name, and adds only what nobody asks for here
+        try:
+            renamed = Backend.from_str(json.dumps(tree))
+        except Exception as error:  # the library raises plain exceptions
+            raise UserError(
+                f"special tokens in prompts cannot be told from text with this tokenizer: {error}"
+            ) from error
+        wrong = [text for text, index in self._ids.items() if renamed.token_to_id(names[text]) != index]
+        if wrong:
+            raise UserError(f"this tokenizer cannot encode {wrong[0]} as ordinary text: remove it from the prompts")
+        return renamed
+
+
+def _new_name(index: int) -> str:
+    return f"assaytoken{_NONCE}x{index}x"
+
+
+def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Rename the special tokens in a model's part of a tokenizer.json."""
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(text, text): index for text, index in vocab.items()}
+    else:  # Unigram: pairs of text and score
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        pairs = ((pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"])
+        model["merges"] = [pair for pair in pairs if "".join(pair) not in names and not names.keys() & set(pair)]
+
+
+# Vocabularies whose text is cut at every digit before the GPT-2 pattern applies.
+DIGIT_BY_DIGIT = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
+LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe"})
+
+STRING, ARRAY, BOOL = 8, 9, 7
+SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", BOOL: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+
+
+def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
+    """A transformers tokenizer, and the end tokens that the file names."""
+    metadata = read_metadata(path)
+    if "tokenizer.ggml.model" not in metadata:
+        raise UserError(f'"{path}" holds no tokenizer: give a Hugging Face folder as the tokenizer instead')
+    from transformers import PreTrainedTokenizerFast  # late: the import takes seconds
+
+    try:
+        # Not AutoTokenizer: it reads all of the file only to learn the architecture, which this needs not know.
+        hf = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+        _mend(hf, metadata)
+    except BaseException as error:  # damaged metadata makes it fail in any way, panics of its Rust part included
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f'cannot build the tokenizer of "{path}": {first_line}') from error
+    template = metadata.get("tokenizer.chat_template")
+    if not hf.chat_template and isinstance(template, str):
+        hf.chat_template = template
+    names = ("eos", "eot", "eom")
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+    return hf, [index for index in ends if isinstance(index, int) and 0 <= index < len(hf)]
+
+
+def _mend(hf: Any, metadata: dict[str, Any]) -> None:
+    """What llama.cpp derives from the metadata and transformers does not: digit splits, whole words first, bos."""
+    from tokenizers import pre_tokenizers
+
+    pre = str(metadata.get("tokenizer.ggml.pre", ""))
+    backend = hf.backend_tokenizer
+    if pre in DIGIT_BY_DIGIT:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    if pre in LLAMA3:
+        backend.model.ignore_merges = True  # a word that is in the vocabulary is one token, whatever the merges say
+    default = metadata["tokenizer.ggml.model"] == "llama" or pre in LLAMA3
+    if hf.bos_token_id is not None:
+        hf.add_bos_token = bool(metadata.get("tokenizer.ggml.add_bos_token", default))
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """The key-value part of a GGUF file; of arrays only the length. (Reading all of them takes seconds to minutes.)"""
+    if not path.is_file():
+        raise UserError(f'there is no file "{path}"')
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise UserError(f'"{path}" is not a GGUF file')
+            version = _number(file, "<I")
+            if version not in (2, 3):
+                raise UserError(f'"{path}" is GGUF version {version}, which is not supported: convert it to version 3')
+            _number(file, "<Q")  # how many tensors
+            pairs = _number(file, "<Q")
+            return {_string(file): _value(file, _number(file, "<I")) for _ in range(pairs)}
+    except (struct.error, KeyError, ValueError, OSError, OverflowError, MemoryError, RecursionError) as error:
+        raise UserError(f'"{path}" is damaged: its GGUF header cannot be read') from error
+
+
+def _number(file: BinaryIO, form: str) -> Any:
+    return struct.unpack(form, file.read(struct.calcsize(form)))[0]
+
+
+def _string(file: BinaryIO) -> str:
+    length = _number(file, "<Q")
+    if length > os.fstat(file.fileno()).st_size:
+        raise ValueError("a text longer than the file")
+    return file.read(length).decode("utf-8")
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind == STRING:
+        return _string(file)
+    if kind == ARRAY:
+        return _skip_array(file)
+    return _number(file, SCALARS[kind])
+
+
+def _skip_array(file: BinaryIO) -> int:
+    kind, length = _number(file, "<I"), _number(file, "<Q")
+    if kind in SCALARS:
+        file.seek(length * struct.calcsize(SCALARS[kind]), 1)
+        return length
+    for _ in range(length):
+        _value(file, kind)
+    return length
+
+
+SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>", "<system>", "<tool>")
+
+# One token before a message and one after a reply: a small model's speed depends on the length of its prompts.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def char_tokenizer() -> Tokenizer:
+    """One token for each printable ASCII character, newline and tab; other characters are <unk>."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    printable = string.digits + string.ascii_letters + string.punctuation + " \n\t"
+    backend = Backend(models.BPE(vocab=_numbered(printable), merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.Fuse()  # no spaces between tokens
+    return _wrap(backend)
+
+
+def word_tokenizer(words: Sequence[str]) -> Tokenizer:
+    """One token for each given word, number or symbol; whitespace sets them apart, and decoding joins with spaces."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers
+
+    if not words:
+        raise UserError("a word tokenizer needs at least one word")
+    for word in words:
+        if word.split() != [word]:
+            raise UserError(f"a word tokenizer's words hold no whitespace and are not empty, unlike {word!r}")
+        if any(special in word for special in SPECIALS):
+            raise UserError(f'the word "{word}" contains a special token ({", ".join(SPECIALS)}): leave it out')
+    backend = Backend(models.WordLevel(vocab=_numbered(words), unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _wrap(backend)
+
+
+def _numbered(entries: Iterable[str]) -> dict[str, int]:
+    """Special tokens first, then the entries in the order given, each once."""
+    return {entry: index for index, entry in enumerate(dict.fromkeys((*SPECIALS, *entries)))}
+
+
+def _wrap(backend: object) -> Tokenizer:
+    from transformers import PreTrainedTokenizerFast  # late: the import takes seconds
+
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=list(SPECIALS[4:]),
+        clean_up_tokenization_spaces=False,
+    )
+    hf.chat_template = CHAT_TEMPLATE
+    return Tokenizer(hf)

@@ -11,6 +11,7 @@ import torch
 
 from assay.algos import LengthLimits
 from assay.config import TrainConfig
+from assay.config.settings import to_toml
 from assay.engine.base import Engine
 from assay.mesh import Mesh
 from assay.models import Decoder, Lora, PolicyModel, add_lora, load_adapter, pick_dtype
@@ -18,34 +19,31 @@ from assay.rewards import JudgePool, check_verdicts
 from assay.rollout import Collector
 from assay.rollout.episodes import check_history
 from assay.runs import Run, checkpoints
-from assay.runs.changes import since_checkpoint
 from assay.runs.console import Console
 from assay.runs.directory import check_name
+from assay.runs.resolve import since_checkpoint
 from assay.runs.trackers import check_trackers
-from assay.settings import to_toml
 from assay.tasks import Task
-from assay.tasks.base import LazyPrompts, prompts_of
-from assay.tasks.overlap import overlap
+from assay.tasks.base import LazyPrompts, overlap, prompts_of
 from assay.text import Renderer, Tokenizer
 from assay.train import checkpoint, components
-from assay.train.agreement import check_inputs, start_mesh
-from assay.train.apart import Apart, home_of_policy
-from assay.train.critic import make_critic
+from assay.train.checks import check_inputs, risky_settings, start_mesh, unused_settings
 from assay.train.evaluation import RunEvaluator
 from assay.train.faults import check_loaded
-from assay.train.idle import risky_settings, unused_settings
-from assay.train.learner import Learner
-from assay.train.optim import make_optimizer
-from assay.train.parallel import parallelise
+from assay.train.learner.critic import make_critic
+from assay.train.learner.learner import Learner
+from assay.train.learner.optim import make_optimizer
+from assay.train.learner.parallel import parallelise
+from assay.train.learner.reference import load_reference
+from assay.train.learner.replay import Replay
+from assay.train.learner.subprocess_updater import Apart, home_of_policy
+from assay.train.learner.update import Updater
 from assay.train.recorder import Recorder
-from assay.train.reference import load_reference
-from assay.train.replay import Replay
 from assay.train.run import TrainingRun
 from assay.train.sources import OnPolicySource, PromptStream
 from assay.train.state import Schedule
 from assay.train.stopping import Stopping
 from assay.train.trust import remember
-from assay.train.update import Updater
 from assay.types import Prompt, UserError, Verdict
 
 READ_FIRST, READ_AT_MOST = 64, 20_000  # prompts whose length is looked at before a run, generated or from a file

@@ -18,18 +18,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from assay.mesh import Mesh
+from assay.mesh import Mesh, gather_back
 from assay.models import PolicyModel, save_adapter, save_model
-from assay.models.collectives import gather_back
 from assay.models.export import shard_name, split, write_files
 from assay.models.lora import adapters_off
 from assay.runs import checkpoints
-from assay.runs.changes import SETTINGS
+from assay.runs.resolve import SETTINGS
 from assay.text import Tokenizer
-from assay.train.agreement import check_replicas
-from assay.train.critic import Critic
-from assay.train.replay import ReplayBuffer
-from assay.train.shards import is_split, load_parts, save_parts, saved_shapes
+from assay.train.checks import check_replicas
+from assay.train.learner.critic import Critic
+from assay.train.learner.parallel import is_split, load_parts, save_parts, saved_shapes
+from assay.train.learner.replay import ReplayBuffer
 from assay.types import UserError
 
 STATE = "state.json"  # in a checkpoint: counters and whatever else is neither tensors nor rollouts

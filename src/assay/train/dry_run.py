@@ -15,10 +15,10 @@ from assay.models.decoder import Decoder
 from assay.models.device import free_memory
 from assay.runs.console import Console
 from assay.train import components
-from assay.train.agreement import start_mesh
 from assay.train.build import assemble, check_judge
-from assay.train.learner import Learner
-from assay.train.reference import load_reference
+from assay.train.checks import start_mesh
+from assay.train.learner.learner import Learner
+from assay.train.learner.reference import load_reference
 from assay.train.sft import solution_rows
 from assay.types import UserError
 

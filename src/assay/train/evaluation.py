@@ -1,4 +1,6 @@
-"""Evaluations of a run: periodic ones, those before and after training, and their comparison.
+"""The trainer's weights, copied to the engine, with proof.
+
+Evaluations of a run: periodic ones, those before and after training, and their comparison.
 
 Files of the first evaluations can be lost or damaged while a run trains for days. The run still finishes: such an
 evaluation is repeated with the weights of step 0, or left out of the summary with a warning.
@@ -13,16 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from assay.config import TrainConfig
-from assay.evals.evaluate import evaluate
-from assay.evals.report import Report, compare
+from assay.engine.base import Engine
+from assay.evals.report import Report, compare, evaluate
 from assay.models import PolicyModel, load_model
+from assay.models.fingerprint import fingerprint
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
 from assay.runs.resolve import MODEL
 from assay.train.components import eval_params
-from assay.train.sync import sync_weights
 from assay.types import Prompt, UserError
+
+
+def sync_weights(policy: PolicyModel, engine: Engine, version: int) -> None:
+    """Copy, then compare fingerprints: an engine that serves anything else must stop the run, not bend its curves."""
+    engine.update_weights(policy, version)
+    served = engine.fingerprint()
+    if served is None:  # this backend cannot tell
+        return
+    expected = fingerprint(policy.weights(), engine.info.dtype)
+    if expected != served:
+        raise RuntimeError(
+            f"after the weight sync of version {version} the engine serves other weights than the trainer holds "
+            f"(fingerprints {served[:12]} and {expected[:12]})"
+        )
 
 
 @dataclass

@@ -10,9 +10,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from assay.mesh import Mesh
+from assay.mesh import Mesh, local, whole
 from assay.models import PolicyModel
-from assay.models.collectives import local, whole
 from assay.runs import checkpoints, rollouts
 from assay.runs.files import write_json
 from assay.types import Group, UserError

@@ -10,24 +10,23 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from assay.config import TrainConfig
+from assay.config.settings import to_toml
 from assay.mesh import Mesh
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.curves import draw_curves
-from assay.settings import to_toml
 from assay.text import Tokenizer
 from assay.train import checkpoint, faults
 from assay.train.components import moves
-from assay.train.evaluation import RunEvaluator
-from assay.train.learner import Learner
+from assay.train.evaluation import RunEvaluator, sync_weights
+from assay.train.learner.learner import Learner
+from assay.train.learner.reference import freeze_reference
+from assay.train.learner.replay import Replay
 from assay.train.recorder import Recorder, rollout_metrics
-from assay.train.reference import freeze_reference
-from assay.train.replay import Replay
 from assay.train.sft import warm_start
 from assay.train.sources import OnPolicySource, Sampled
 from assay.train.state import RunState, Schedule
 from assay.train.stopping import Stopped, Stopping
-from assay.train.sync import sync_weights
 from assay.types import Group, Prompt
 
 # Python's own 700 would mean dozens of collections per step, each of which visits the rollouts of the step: tens of

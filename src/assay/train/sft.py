@@ -11,10 +11,10 @@ from assay.algos import Algorithm
 from assay.config import AlgoConfig, SftConfig
 from assay.text import Renderer
 from assay.train.faults import diagnosis, hopeless
-from assay.train.optim import make_adamw, rate
-from assay.train.pack import Row
+from assay.train.learner.optim import make_adamw, rate
+from assay.train.learner.pack import Row
+from assay.train.learner.update import Updater
 from assay.train.sources import PromptStream
-from assay.train.update import Updater
 from assay.types import Prompt, UserError
 
 # Minus the mean log-probability of the solution's tokens is REINFORCE with an advantage of 1.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.engine.columns import BLOCK_SIZE
-from assay.engine.kernels.attention import (
+from assay.engine.native.cuda_graph import find_shared, max_tiles, plan_sharing
+from assay.engine.native.kernels.attention import (
     SHARED_TUNING,
     TUNING,
     Shared,
@@ -20,7 +20,7 @@ from assay.engine.kernels.attention import (
     tile_rows,
     tuning,
 )
-from assay.engine.sharing import find_shared, max_tiles, plan_sharing
+from assay.engine.sequence import BLOCK_SIZE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = [0, 1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 100]

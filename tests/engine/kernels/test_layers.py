@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.engine.columns import BLOCK_SIZE, WIDTH, Column, RowState
-from assay.engine.kernels.layers import rms_norm, rope_store, silu_mul, start_step
+from assay.engine.native.kernels.layers import rms_norm, rope_store, silu_mul, start_step
+from assay.engine.sequence import BLOCK_SIZE, WIDTH, Column, RowState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cuts bfloat16 off where a device rounds it to the nearest.

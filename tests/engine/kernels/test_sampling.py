@@ -8,9 +8,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from assay.engine.columns import FORBIDDEN_SLOTS, WIDTH, Column, RowState
-from assay.engine.kernels import sampling
+from assay.engine.native.kernels import sampling
 from assay.engine.sampler import draw_rows, noise_keys
+from assay.engine.sequence import FORBIDDEN_SLOTS, WIDTH, Column, RowState
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy: not a number, minus inf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

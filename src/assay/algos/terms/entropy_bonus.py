@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from assay.algos.batch import LossBatch
-from assay.algos.component import Loader, Needs, RunFacts
-from assay.algos.loss_term import LossTerm, TermOutput, loss_term
+from assay.algos.component import Loader, LossTerm, Needs, RunFacts, TermOutput, loss_term
 from assay.config.algorithm import EntropyConfig
 from assay.types import Group
 

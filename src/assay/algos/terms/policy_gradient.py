@@ -8,11 +8,26 @@ from typing import Any
 from torch import Tensor
 
 from assay.algos.batch import LossBatch
-from assay.algos.component import Loader, Needs, RunFacts, TokenInput, find_function
-from assay.algos.covariance import CovarianceControl
-from assay.algos.importance import ImportanceCorrection, importance_ratio, sequence_logprobs
-from assay.algos.loss_term import LossTerm, TermOutput, check_per_token, loss_term
-from assay.algos.losses import LOSSES, ON_POLICY, dual_clip
+from assay.algos.component import (
+    Loader,
+    LossTerm,
+    Needs,
+    RunFacts,
+    TermOutput,
+    TokenInput,
+    check_per_token,
+    find_function,
+    loss_term,
+)
+from assay.algos.losses import (
+    LOSSES,
+    ON_POLICY,
+    CovarianceControl,
+    ImportanceCorrection,
+    dual_clip,
+    importance_ratio,
+    sequence_logprobs,
+)
 from assay.config import AlgoConfig
 from assay.types import UserError
 

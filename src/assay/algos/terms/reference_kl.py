@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from assay.algos.batch import LossBatch
-from assay.algos.component import Needs
-from assay.algos.kl import KL
-from assay.algos.loss_term import LossTerm, TermOutput, loss_term
+from assay.algos.batch import KL, LossBatch
+from assay.algos.component import LossTerm, Needs, TermOutput, loss_term
 from assay.config.algorithm import ReferenceKLConfig
 from assay.types import UserError
 

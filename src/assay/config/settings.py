@@ -1,0 +1,205 @@
+"""What settings are made of: sections that refuse unknown keys, and numbers within bounds.
+
+Reading and writing settings: defaults < TOML file < dotted overrides from the command line, checked in one go.
+
+Every error is one sentence with the key, where it stands and, for a misspelt key, the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from assay.types import UserError
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Split = Literal["train", "validation", "test"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapping[str, Any]) -> Settings:
+    """Settings of one kind from an optional TOML file and dotted overrides such as {"optim.lr": 1e-4}."""
+    tree = read_toml(Path(file)) if file is not None else {}
+    fields = dict(keys(kind))
+    # Sections first: --task NAME drops the path of the file, never one that was given beside it.
+    for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
+        if value is True and key in fields and not is_flag(fields[key].annotation):
+            choices = [one for one in get_args(fields[key].annotation) if isinstance(one, str)]
+            raise UserError(f"--{key} needs a value" + f": one of {', '.join(choices)}" * bool(choices))
+        set_dotted(tree, key, value, kind)
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(explain(error, kind, str(file or ""), overrides)) from None
+
+
+def is_flag(kind: Any) -> bool:
+    """Whether it takes true and false, and maybe nothing: then it may stand on the command line without a value."""
+    return bool in (kind, *get_args(kind))
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no config file at {file}: give the path of a TOML file, e.g. configs/demo.toml") from None
+    except IsADirectoryError:
+        raise UserError(f"{file} is a folder: give the path of a TOML file, e.g. configs/demo.toml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{file} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{file} is nested too deeply for a config file") from None
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """`--optim.lr 1e-4 --model=PATH --eval.strict` -> {"optim.lr": 1e-4, "model": "PATH", "eval.strict": True}"""
+    found: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or len(word) < 3:
+            raise UserError(f"unexpected argument '{word}': settings are changed by --section.key VALUE")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            # A following word is the value unless it is the next option; negative numbers are values.
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        found[key.replace("-", "_")] = literal(value)
+    return found
+
+
+def literal(text: str) -> Any:
+    """The TOML value that the text spells, or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+
+
+def set_dotted(tree: dict[str, Any], key: str, value: Any, kind: type[BaseModel]) -> None:
+    *parents, last = key.split(".")
+    place = tree
+    for i, name in enumerate(parents):
+        below = place.get(name, {})
+        if isinstance(below, str):  # a short form such as model = "PATH" in the file
+            below = short_form(kind, parents[: i + 1], below)
+        if not isinstance(below, dict):
+            raise UserError(f"--{key}: '{'.'.join(parents[: i + 1])}' is a value and has no keys of its own")
+        place[name] = below
+        place = below
+    old = place.get(last)
+    if isinstance(old, dict) and isinstance(value, str) and last not in ("task", "env"):
+        old.update(short_form(kind, [*parents, last], value))  # --model PATH changes a [model] table's source only
+    else:
+        place[last] = value
+
+
+def short_form(kind: type[BaseModel], path: Sequence[str], value: str) -> dict[str, Any]:
+    """What a section makes of a plain string, e.g. {"source": value} for the model."""
+    section = section_at(kind, path)
+    first = next(iter(section.model_fields), "") if section else ""
+    return {first: value}
+
+
+def section_at(kind: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
+    for name in path:
+        field = kind.model_fields.get(name)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return None
+        kind = field.annotation
+    return kind
+
+
+def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key with its pydantic field, sections before what is in them."""
+    for name, field in kind.model_fields.items():
+        section = section_at(kind, [name])
+        if section is None:
+            yield prefix + name, field
+        else:
+            yield from keys(section, f"{prefix}{name}.")
+
+
+def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides: Mapping[str, Any]) -> str:
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")  # misspelt keys first
+    first = problems[0]
+    path = [str(part) for part in first["loc"]]
+    while path and path[0].startswith("function-"):
+        path = path[1:]
+    key = ".".join(path)
+    given = any(f"{key}.".startswith(f"{o}.") or f"{o}.".startswith(f"{key}.") for o in overrides)
+    where = "on the command line" if given else f"in {file}" if file else "in the settings"
+    if first["type"] == "extra_forbidden":
+        text = f"unknown key '{key}' {where}{suggestion(kind, path)}"
+    else:
+        text = (
+            f"bad value for '{key}' {where}: {first['msg'][0].lower() + first['msg'][1:]}, not {first['input']!r:.200}"
+        )
+    more = len(problems) - 1
+    return text + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
+
+
+def suggestion(kind: type[BaseModel], path: Sequence[str]) -> str:
+    """The valid key most like the given one; the last part weighs most, so that a wrong section is found too."""
+
+    def likeness(candidate: str) -> float:
+        last = difflib.SequenceMatcher(None, candidate.rpartition(".")[2], path[-1]).ratio()
+        return last + 0.5 * difflib.SequenceMatcher(None, candidate, ".".join(path)).ratio()
+
+    valid = [key for key, _ in keys(kind)] + [name for name in kind.model_fields if section_at(kind, [name])]
+    best = max(valid, key=likeness)
+    return f": did you mean '{best}'?" if likeness(best) > 0.9 else f"; valid keys: {', '.join(kind.model_fields)}"
+
+
+def to_toml(settings: BaseModel) -> str:
+    """The resolved settings as TOML; unset optional values are left out."""
+    lines: list[str] = []
+    write_table(settings.model_dump(mode="json", exclude_none=True), "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def write_table(table: Mapping[str, Any], prefix: str, lines: list[str]) -> None:
+    for key, value in table.items():
+        if not isinstance(value, Mapping):
+            lines.append(f"{toml_key(key)} = {toml_value(value)}")
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            path = f"{prefix}{toml_key(key)}"
+            lines += ["", f"[{path}]"]
+            write_table(value, path + ".", lines)
+
+
+def toml_key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
+    return repr(value)

@@ -1,0 +1,167 @@
+"""Attention over the blocks of the cache, in torch: for prompts, and for one new token of every row.
+
+Blocks are gathered into one tensor first, a copy that on a CPU costs a fraction of the attention itself. What lies
+behind a sequence's end comes along and gets a weight of 0; it may be anything, even NaN.
+
+Attention of prompt chunks on CUDA at 16 bits: torch's variable-length kernel over keys gathered from the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.backends.mkl as mkl
+import torch.nn.functional as F
+from torch import Tensor
+
+from assay.engine.native.scheduler import Chunk
+from assay.models.attention import varlen_attention
+
+# (queries [A, B, N, d], keys [A, C, S, d], values [A, C, S, d]) -> [A, B, N, d], where B is C or a multiple of it
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Gather:
+    """The same blocks of every layer, one behind the other, into memory that the next layer uses again."""
+
+    def __init__(self, blocks: Tensor) -> None:
+        self.blocks = blocks
+        self.index: Tensor | None = None
+        self.out: Tensor | None = None
+
+    def __call__(self, kv: Tensor) -> Tensor:
+        """kv [2, K, blocks, block size, d] -> [2 x K x blocks chosen, block size x d]"""
+        lines = kv.view(-1, kv.shape[3] * kv.shape[4])  # a block of one head each: copied faster than along an axis
+        if self.index is None:
+            heads = torch.arange(kv.shape[0] * kv.shape[1], device=kv.device)[:, None]
+            self.index = (heads * kv.shape[2] + self.blocks).view(-1)
+            self.out = lines.new_empty(len(self.index), lines.shape[1])
+        assert self.out is not None
+        return torch.index_select(lines, 0, self.index, out=self.out)
+
+
+class RowAttention:
+    """One query for each row."""
+
+    def __init__(self, tables: Tensor, lengths: Tensor, span: int, block_size: int, dtype: torch.dtype) -> None:
+        """`tables` [B, *]: blocks of the rows; `lengths` [B]: keys that each sees, at most `span`."""
+        self.rows, blocks = tables.shape[0], -(-span // block_size)
+        self.span = blocks * block_size
+        self.gather = Gather(tables[:, :blocks].reshape(-1))
+        unseen = torch.arange(self.span, device=tables.device) >= lengths[:, None]
+        self.bias = torch.zeros(unseen.shape, device=tables.device, dtype=dtype).masked_fill_(unseen, -math.inf)
+        self.last = lengths[:, None] - 1
+        # With MKL at 32 bits two batched products beat the fused kernel; at 16 bits its 32-bit inside is needed.
+        # Other libraries have no batched product: it is one call for each row and head.
+        self.plain = dtype != torch.bfloat16 and tables.device.type == "cpu" and mkl.is_available()
+        self.wide_bias: Tensor | None = None
+
+    def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
+        kv_heads, head_dim = kv.shape[1], kv.shape[-1]
+        keys, values = self.gather(kv).view(2, kv_heads, self.rows, self.span, head_dim)
+        # Query heads that share a key head stand where a sequence of queries usually does: no key is repeated.
+        queries = q.view(self.rows, kv_heads, -1, head_dim).transpose(0, 1)
+        out = unseen_silenced(self._attend, queries, keys, values, self.last)
+        return out.transpose(0, 1).reshape(q.shape)
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if self.plain:
+            return self._products(*(x.flatten(0, 1) for x in (queries, keys, values))).view(queries.shape)
+        # Rows first: the other way round the mask makes it slow.
+        q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias[:, None, None]).transpose(0, 1)
+
+    def _products(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if self.wide_bias is None:  # the same for every layer
+            copies, shared = queries.shape[0] // self.rows, queries.shape[1]
+            wide = self.bias[None, :, None].expand(copies, -1, shared, -1)
+            self.wide_bias = wide.reshape(-1, shared, self.span)
+        scores = torch.baddbmm(self.wide_bias, queries, keys.transpose(1, 2), alpha=1 / math.sqrt(queries.shape[-1]))
+        return torch.bmm(scores.softmax(-1), values)
+
+
+class ChunkAttention:
+    """Queries of several chunks of prompts, one behind the other, each over all that comes before it in its own."""
+
+    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        starts, stops = (np.array([getattr(chunk, side) for chunk in chunks]) for side in ("start", "stop"))
+        sizes, blocks = stops - starts, -(-stops // block_size)
+        self.count, self.longest, self.span = len(chunks), int(sizes.max()), int(blocks.max()) * block_size
+        tables = np.zeros((self.count, int(blocks.max())), dtype=np.int64)
+        for row, chunk in enumerate(chunks):
+            tables[row, : blocks[row]] = chunk.blocks[: blocks[row]]
+        self.gather = Gather(torch.from_numpy(tables.reshape(-1)).to(device))
+        places = np.arange(self.longest) < sizes[:, None]
+        self.even = bool(places.all())
+        self.places = torch.from_numpy(np.flatnonzero(places)).to(device)  # of real queries in the padded batch
+        last = starts[:, None] + np.arange(self.longest)
+        self.last = torch.from_numpy(last).to(device)[:, None]
+        self.bias: Tensor | None = None
+        if starts.any():
+            seen = np.arange(self.span) <= last[:, :, None]
+            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~torch.from_numpy(seen), -math.inf)
+            self.bias = bias[:, None].to(device)
+
+    def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
+        kv_heads, head_dim = kv.shape[1], kv.shape[-1]
+        keys, values = self.gather(kv).view(2, kv_heads, self.count, self.span, head_dim)
+        padded = q
+        if not self.even:
+            padded = q.new_zeros(self.count * self.longest, *q.shape[1:]).index_copy_(0, self.places, q)
+        queries = padded.view(self.count, self.longest, *q.shape[1:]).transpose(1, 2)
+        out = unseen_silenced(self._attend, queries, keys.transpose(0, 1), values.transpose(0, 1), self.last)
+        out = out.transpose(1, 2).flatten(0, 1)
+        return out if self.even else out.index_select(0, self.places)
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=self.bias,
+            is_causal=self.bias is None,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+        )
+
+
+def unseen_silenced(attend: Attend, queries: Tensor, keys: Tensor, values: Tensor, last: Tensor) -> Tensor:
+    """Attention in which only those who see a key or value that is no number get NaN.
+
+    `last`: the place of the last key that a query sees. NaN times a weight of 0 is NaN, so that one broken sequence
+    would break those who share its blocks, or use them after it.
+    """
+    out = attend(queries, keys, values)
+    if not bool(out.sum().isnan()):
+        return out
+    sound = (keys.isfinite() & values.isfinite()).all(-1, keepdim=True)
+    out = attend(queries, keys.where(sound, 0.0), values.where(sound, 0.0))
+    places = torch.arange(keys.shape[2], device=keys.device)
+    broken = torch.where(sound[..., 0], keys.shape[2], places).amin(-1)  # the first such place
+    broken = broken.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)[..., None]
+    return out.masked_fill((broken <= last)[..., None], math.nan)
+
+
+class VarlenAttention:
+    """Queries of several chunks, one behind the other, each over all that comes before it in its own sequence."""
+
+    def __init__(self, chunks: Sequence[Chunk], block_size: int, upload: Callable[[np.ndarray], Tensor]) -> None:
+        queries = [0, *np.cumsum([chunk.stop - chunk.start for chunk in chunks])]
+        keys = [0, *np.cumsum([chunk.stop for chunk in chunks])]
+        self.most = max(chunk.stop - chunk.start for chunk in chunks), max(chunk.stop for chunk in chunks)
+        slots = np.concatenate([slots_of(chunk, 0, chunk.stop, block_size) for chunk in chunks])
+        host = [np.array(queries, dtype=np.int32), np.array(keys, dtype=np.int32), slots]
+        self.queries, self.keys, self.slots = (upload(values) for values in host)
+
+    def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
+        keys, values = kv.view(2, kv.shape[1], -1, kv.shape[-1]).index_select(2, self.slots).transpose(1, 2)
+        return varlen_attention(q, keys, values, self.queries, self.keys, self.most)
+
+
+def slots_of(chunk: Chunk, start: int, stop: int, block_size: int) -> np.ndarray:
+    """Where tokens start .. stop of a sequence are in the cache."""
+    positions = np.arange(start, stop)
+    blocks = np.array(chunk.blocks, dtype=np.int64)
+    return blocks[positions // block_size] * block_size + positions % block_size

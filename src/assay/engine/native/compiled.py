@@ -1,0 +1,240 @@
+"""Steps of decoding in C, for float32 on a CPU: `kernels/cpu.c`, compiled when first wanted.
+
+Where there is no compiler, or it fails, torch does the same more slowly (`operations.py`, `attention.py`,
+`sampler.py`). To have it that way, set CC to something that is no compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from assay.engine.native.network import FusedDecoder, Places
+from assay.engine.native.runner import Runner
+from assay.engine.rows import LOG_STEPS, Rows
+from assay.engine.sampler import BLOCK, GOLDEN, MULTIPLIERS
+from assay.engine.sequence import BLOCK_SIZE, WIDTH, Column, RowState
+from assay.models.spec import ModelSpec
+
+SOURCE = Path(__file__).parent / "kernels" / "cpu.c"
+DEFINES = {
+    **{member.name: member.value for member in (*Column, *RowState)},
+    "WIDTH": WIDTH,
+    "PART": BLOCK,
+    "GOLDEN": f"{GOLDEN % 2**64}u",
+    "FIRST_MULTIPLIER": f"{MULTIPLIERS[0] % 2**64}u",
+    "SECOND_MULTIPLIER": f"{MULTIPLIERS[1] % 2**64}u",
+}
+FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+PATIENCE = 60  # seconds for the compiler, which takes about one
+SMALL_PRODUCT = 2**22  # multiplications: with more of them in its largest product a step is for several threads
+WORTH_THREAD = 2**21  # numbers to look at, about a millisecond, for which it is worth to wake another thread
+
+Pointer, Int, Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+SIGNATURES: dict[str, Sequence[Any]] = {
+    "place_rows": (Pointer, Pointer, Int, Int, Int, Pointer, Pointer),
+    "rms_norm": (Pointer, Pointer, Int, Int, Float, Pointer),
+    "silu_mul": (Pointer, Int, Int, Pointer),
+    "rope_store": (Pointer, *[Int] * 4, *[Pointer] * 5, Float, Pointer, Int),
+    "attend_rows": (Pointer, Int, Pointer, Int, Int, Pointer, Int, Pointer, *[Int] * 5, Pointer, Pointer),
+    "decode_rows": (Pointer, Float, Pointer, Pointer, *[Int] * 3, Pointer, Int, Int, *[Pointer] * 4),
+    "draw_rows": (Pointer, Int, Pointer, Pointer, Int, Pointer, Pointer, Int, Pointer, Pointer),
+}
+
+
+def library_for(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:
+    return library(os.environ.get("CC", "cc")) if device.type == "cpu" and dtype == torch.float32 else None
+
+
+@cache
+def library(compiler: str) -> ctypes.CDLL | None:
+    """Compiled anew by each process: what suits this machine need not suit another that has the same files."""
+    with tempfile.TemporaryDirectory(prefix="assay-") as folder:
+        path = f"{folder}/cpu.so"
+        defines = [f"-D{name}={value}" for name, value in DEFINES.items()]
+        command = [*shlex.split(compiler), *FLAGS, *defines, "-o", path, str(SOURCE), "-lm"]
+        try:
+            subprocess.run(command, check=True, timeout=PATIENCE, capture_output=True)
+            found = ctypes.CDLL(path)
+        except (OSError, subprocess.SubprocessError):
+            return None
+    for name, types in SIGNATURES.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = types, None
+    return found
+
+
+class CompiledOperations:
+    """`TorchOperations` in C; all tensors have to be contiguous."""
+
+    def __init__(self, spec: ModelSpec, angles: Tensor, found: ctypes.CDLL) -> None:
+        self.spec, self.library = spec, found
+        self.turns = torch.cat((angles.cos(), angles.sin()), dim=-1).contiguous()
+
+    def places(self, positions: Tensor, slots: Tensor) -> Places:
+        return Places(positions.contiguous(), slots.contiguous())
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        self.library.rms_norm(x.data_ptr(), weight.data_ptr(), *x.shape, self.spec.norm_eps, out.data_ptr())
+        return out
+
+    def activate(self, gate_up: Tensor) -> Tensor:
+        rows, size = gate_up.shape
+        out = gate_up.new_empty(rows, size // 2)
+        self.library.silu_mul(gate_up.data_ptr(), rows, size // 2, out.data_ptr())
+        return out
+
+    def rotate_and_store(
+        self, qkv: Tensor, places: Places, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
+    ) -> Tensor:
+        heads, kv_heads, size = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
+        rows = qkv.shape[0]
+        self.library.rope_store(
+            *(qkv.data_ptr(), rows, heads, kv_heads, size),
+            *(places.positions.data_ptr(), places.slots.data_ptr(), self.turns.data_ptr()),
+            *(None if norm is None else norm.data_ptr() for norm in (q_norm, k_norm)),
+            *(self.spec.norm_eps, kv.data_ptr(), kv.shape[2] * kv.shape[3]),
+        )
+        return qkv.view(rows, -1, size)[:, :heads]
+
+
+class CompiledAttention:
+    """`RowAttention` in C: nothing is copied out of the cache, or looked at behind a sequence's end."""
+
+    def __init__(self, found: ctypes.CDLL, tables: Tensor, positions: Tensor, span: int) -> None:
+        self.library, self.tables, self.positions, self.span = found, tables, positions, span
+
+    def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
+        rows, heads, size = q.shape
+        _, kv_heads, blocks, block, _ = kv.shape
+        out = torch.empty(rows, heads, size)
+
+        def attend(start: int, stop: int) -> None:
+            scores = torch.empty(self.span)
+            self.library.attend_rows(
+                *(at(q, start), q.stride(0), kv.data_ptr(), blocks, block),
+                *(at(self.tables, start), self.tables.stride(0), at(self.positions, start), self.span),
+                *(stop - start, heads, kv_heads, size, scores.data_ptr(), at(out, start)),
+            )
+
+        in_threads(attend, rows, self.span * heads * size)
+        return out
+
+
+class SmallModel:
+    """Sizes and weights as the C wants them, for steps that are one call."""
+
+    def __init__(self, network: FusedDecoder, turns: Tensor) -> None:
+        spec = network.spec
+        layers = [
+            (
+                *(layer.input_norm, layer.qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.out, layer.out_bias),
+                *(layer.mlp_norm, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias),
+            )
+            for layer in network.layers
+        ]
+        self.spec = spec
+        self.layers = np.array([[0 if w is None else w.data_ptr() for w in layer] for layer in layers])
+        sizes = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.head_dim, spec.intermediate, spec.vocab_size)
+        shared = (w.data_ptr() for w in (network.embedding, network.norm, network.head, turns))
+        self.model = np.array([*sizes, *shared, self.layers.ctypes.data])
+
+    @staticmethod
+    def fits(network: FusedDecoder) -> bool:
+        matrices = [w for layer in network.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return network.shares is None and all(w.t().is_contiguous() for w in (*matrices, network.head))
+
+    def logits(self, found: ctypes.CDLL, rows: Rows, kv: Tensor, size: int, span: int) -> Tensor:
+        spec, tables = self.spec, rows.tables
+        most = max(spec.heads * spec.head_dim, spec.intermediate)
+        places, scores = torch.empty(2, size, dtype=torch.int64), torch.empty(span)
+        room, out = torch.empty(size, 2 * spec.hidden + 4 * most), torch.empty(size, spec.vocab_size)
+        found.decode_rows(
+            *(self.model.ctypes.data, spec.norm_eps, rows.ints.data_ptr(), tables.data_ptr(), tables.stride(0)),
+            *(size, span, kv.data_ptr(), kv.shape[3], kv.shape[4]),
+            *(places.data_ptr(), scores.data_ptr(), room.data_ptr(), out.data_ptr()),
+        )
+        return out
+
+
+class CompiledRunner(Runner):
+    """`Runner` with a decoding step in C, but for large products, and draws where tokens are cut off or forbidden."""
+
+    def __init__(self, network: FusedDecoder, rows: Rows, kv: Tensor, found: ctypes.CDLL) -> None:
+        super().__init__(network, rows, kv)
+        self.library, self.small, spec = found, None, network.spec
+        if SmallModel.fits(network) and isinstance(network.ops, CompiledOperations):
+            self.small = SmallModel(network, network.ops.turns)
+        self.few = SMALL_PRODUCT // (spec.hidden * max(2 * spec.intermediate, spec.vocab_size))
+
+    def _step(self, size: int, span: int) -> None:
+        rows = self.rows
+        if self.small is not None and size <= self.few:
+            logits = self.small.logits(self.library, rows, self.kv, size, span)
+        else:
+            logits = self._logits(size, span)
+        if rows.modes.truncate or rows.modes.forbids:
+            rows.draw(logits)
+        else:
+            self._draw(logits)
+            rows.step += 1
+
+    def _logits(self, size: int, span: int) -> Tensor:
+        rows, tables = self.rows, self.rows.tables
+        positions, slots = torch.empty(2, size, dtype=torch.int64)
+        self.library.place_rows(
+            *(rows.ints.data_ptr(), tables.data_ptr(), tables.stride(0), BLOCK_SIZE, size),
+            *(positions.data_ptr(), slots.data_ptr()),
+        )
+        attend = CompiledAttention(self.library, tables, positions, span)
+        places = self.network.ops.places(positions, slots)
+        hidden = self.network.forward(rows.column(Column.TOKEN, size), places, self.kv, attend)
+        return self.network.unembed(hidden)
+
+    def _draw(self, logits: Tensor) -> None:
+        rows, (count, size) = self.rows, logits.shape
+        place = int(rows.step) % LOG_STEPS
+        tokens, scores = rows.log_tokens[place], rows.log_scores[0, place]
+
+        def draw(start: int, stop: int) -> None:
+            shares, sums = torch.empty(size), torch.empty(size // BLOCK + 1, dtype=torch.float64)
+            self.library.draw_rows(
+                *(at(logits, start), size, at(rows.ints, start), at(rows.floats, start), stop - start),
+                *(at(tokens, start), at(scores, start), rows.log_scores.stride(0)),
+                *(shares.data_ptr(), sums.data_ptr()),
+            )
+
+        in_threads(draw, count, size)
+
+
+def at(x: Tensor, row: int) -> int:
+    """The address of a row."""
+    return x.data_ptr() + row * x.stride(0) * x.element_size()
+
+
+def in_threads(work: Callable[[int, int], None], rows: int, numbers: int) -> None:
+    """Rows from .. to, by as many of torch's threads as have enough to do; `numbers`: those that a row looks at."""
+    threads = min(torch.get_num_threads(), rows, 1 + rows * numbers // WORTH_THREAD)
+    if threads == 1:
+        work(0, rows)
+    else:
+        bounds = [rows * i // threads for i in range(threads + 1)]
+        list(pool(threads).map(work, bounds[:-1], bounds[1:]))
+
+
+@cache
+def pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads)

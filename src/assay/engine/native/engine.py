@@ -1,0 +1,414 @@
+"""The native engine: continuous batching over a paged KV cache, with prompts computed once for all their samples."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from assay.engine.base import Capabilities, EngineInfo, Event, Request, WeightSource
+from assay.engine.dispatch import Lockstep, StepBoundary, least
+from assay.engine.native.compiled import CompiledRunner, library_for
+from assay.engine.native.network import FusedDecoder, copy_weights
+from assay.engine.native.runner import Runner, cache_blocks, new_cache
+from assay.engine.native.scheduler import Blocks, Plan, Scheduler
+from assay.engine.outputs import Decode, OutputProcessor, StopStrings, handles_of
+from assay.engine.rows import LOG_STEPS, Rows, StepOutput
+from assay.engine.sequence import BLOCK_SIZE, Job, Kept, RowState, Sample, Stats, check_scored, job_for, nothing_kept
+from assay.models.device import uses_triton
+from assay.models.fingerprint import fingerprint
+from assay.models.spec import ModelSpec
+from assay.types import UserError
+
+COUNT_EVERY = 7  # windows, for what takes time to count; odd, or it would always be at the same place in a block
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed between two stretches of decoding, unless told otherwise
+KvOnUpdate = Literal["recompute", "keep"]
+
+
+class NativeEngine:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_batch: int = 256,
+        max_length: int | None = None,
+        memory: float = 0.0,
+        prefill_tokens: int = 0,
+        decode: Decode | None = None,
+        group: dist.ProcessGroup | None = None,
+        lend: bool = False,
+        kv_on_update: KvOnUpdate = "recompute",
+    ) -> None:
+        """`memory`: GiB for the KV cache; 0: as much as is useful and free. `decode`: tokens to text.
+
+        `lend`: `sleep` releases the memory of the KV cache (CUDA).
+        `group`: the ranks that serve this model together. All of them must make the same calls (see `lockstep`).
+        `kv_on_update`: what becomes of the KV cache of running sequences when weights are updated. "recompute": it is
+        computed again with the new weights; "keep": it stays, and only new tokens use the new weights.
+        """
+        if max_batch < 1:
+            raise UserError(f"max_batch must be at least 1, not {max_batch}")
+        max_length = min(spec.max_length, max_length or spec.max_length)
+        self.device, self.kv_on_update = torch.device(device), kv_on_update
+        self.stopping = StopStrings(decode) if decode else None
+        self.group = group if group is not None and group.size() > 1 else None
+        self.network = FusedDecoder(spec, max_length, self.device, dtype, self.group)
+        spec = self.network.spec
+        total = cache_blocks(spec, max_batch, max_length, self.device, dtype, memory)
+        if self.group is not None:
+            (total,) = least([total], self.group)
+        # A sequence cannot outgrow the whole cache; its last token is sampled but never stored.
+        max_length = min(max_length, total * BLOCK_SIZE + 1)
+        able = Capabilities(**dict.fromkeys(Capabilities.__dataclass_fields__, True))
+        self.info = EngineInfo(-1, max_length, max_batch, dtype, able)
+        self.blocks = Blocks(total, BLOCK_SIZE)
+        chunk = prefill_tokens or PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
+        self.scheduler = Scheduler(self.blocks, max_batch, chunk)
+        self.rows = Rows(max_batch, -(-max_length // BLOCK_SIZE), self.device, dtype)
+        # The last block takes what is to be stored nowhere.
+        kv, self.lent = new_cache(spec, total + 1, self.device, dtype, lend)
+        self.runner = make_runner(self.network, self.rows, kv)
+        self.outputs = OutputProcessor(
+            max_batch, self.stopping, self._keep, self.rows.float_type, digests=self.group is not None
+        )
+        self.in_flight: deque[StepOutput] = deque()  # windows of steps whose results the host has not read yet
+        self.incoming: deque[tuple[int, Request]] = deque()
+        self.next_id = count()
+        self.lockstep = Lockstep(self.group) if self.group is not None else None
+        self.boundary = StepBoundary()
+        self.rows_changed = False
+        self.busy = False  # whether there were requests since it was last idle
+        self.stats = Stats()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests or events for the next step. To be asked between two steps."""
+        return bool(self.incoming or self.outputs.events) or self.scheduler.unfinished
+
+    # -- requests
+
+    def add(self, request: Request) -> int:
+        request_id = next(self.next_id)
+        if self.lockstep is not None:
+            self.lockstep.add(request)
+        # Requests that arrive one by one are collected for some steps before they are let in.
+        self.scheduler.open = self.scheduler.open or self.scheduler.unfinished
+        self.incoming.append((request_id, request))
+        return request_id
+
+    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
+        ids = list(ids)
+        self.boundary.post(lambda: self._abort(ids))
+
+    def release(self, handles: Iterable[int]) -> None:
+        handles = list(handles)
+        self.boundary.post(lambda: self._release(handles))
+
+    @torch.inference_mode()
+    def step(self, wait: bool = True) -> list[Event]:
+        with self.boundary.stepping():
+            try:
+                if self.lockstep is not None:
+                    self.lockstep.check_requests(self.scheduler.step)
+                while self._admit():
+                    self._iterate()
+                    if not wait or self.outputs.events:
+                        break
+                    self.boundary.run_queued()
+                if self.busy and not self.scheduler.unfinished:
+                    self._become_idle()
+            except BaseException:
+                self.drop_requests()
+                raise
+            return self.outputs.take_events()
+
+    # -- weights and memory
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        self.boundary.call(lambda: self._update_weights(source, version))
+
+    def fingerprint(self) -> str:
+        return self.boundary.call(lambda: fingerprint(self.network.weights()))
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        check_scored(sequences, temperature, self.info.max_length, self.network.spec.vocab_size)
+        return self.boundary.call(lambda: self.runner.score(sequences, temperature, self.scheduler.prefill_tokens))
+
+    def sleep(self) -> None:
+        self.boundary.call(self._sleep)
+
+    def wake(self) -> None:
+        if self.lent is not None:
+            self.boundary.call(self.lent.map)
+
+    def reset_prefix_cache(self) -> None:
+        self.boundary.call(self._reset_prefix_cache)
+
+    def close(self) -> None:
+        self.boundary.call(self._close)
+
+    def reset_stats(self) -> None:
+        self.stats = Stats()
+
+    # -- at the boundary between two steps
+
+    def _abort(self, ids: Sequence[int | tuple[int, int]]) -> None:
+        requests = {one for one in ids if not isinstance(one, tuple)}
+        in_part = {one[0] for one in ids if isinstance(one, tuple)}
+        for _ in range(len(self.incoming)):  # in place: another thread may be adding requests
+            request_id, request = self.incoming.popleft()
+            if request_id in in_part or (request_id in requests and request.continues is not None):
+                self._accept(request_id, request)  # what it continues is freed with it
+            elif request_id not in requests:
+                self.incoming.append((request_id, request))
+        samples, handles = self.outputs.abort(ids)
+        self._drop(samples)
+        self._release(handles)
+
+    def _drop(self, samples: Sequence[Sample]) -> None:
+        """Take samples out without a result."""
+        running = [sample for sample in samples if sample.row >= 0]
+        waiting = [sample for sample in samples if sample.row < 0]
+        for sample in samples:
+            sample.done = True
+            sample.job.unfinished -= 1
+            if not sample.job.unfinished:
+                self.outputs.remove(sample.job)
+        if running:
+            self._leave(running)
+        if waiting:
+            self.scheduler.remove_waiting(waiting)
+
+    def _release(self, handles: Sequence[int]) -> None:
+        for handle in handles:
+            self.scheduler.drop(handle)
+
+    def _update_weights(self, source: WeightSource, version: int) -> None:
+        keep = self.kv_on_update == "keep"
+        if not keep:
+            self._preempt_all()
+        self.scheduler.weights_changed(keep)
+        copy_weights(self.network.canonical(), source.weights(), self.network.shares)
+        step = self.scheduler.step
+        self.outputs.versions.update(version, step, min([step, *(s.entered for s in self.scheduler.running)]))
+        self.info = replace(self.info, version=version)
+
+    def _preempt_all(self) -> None:
+        """Store what all running samples have written and put them back into the queue, in their order."""
+        while self.in_flight:
+            self._collect()
+        for sample in sorted(self.scheduler.running, key=lambda sample: (sample.job.id, sample.index), reverse=True):
+            self._preempt(sample)
+
+    def _sleep(self) -> None:
+        if self.scheduler.unfinished or self.incoming:
+            raise UserError("the engine cannot sleep while requests are running: finish or abort them first")
+        if self.lent is not None:
+            self._reset_prefix_cache()
+            self.lent.unmap()
+
+    def _reset_prefix_cache(self) -> None:
+        self.scheduler.drop_kept_blocks()
+        self.scheduler.reset_prefix_cache()
+
+    def _close(self) -> None:
+        self.drop_requests()
+        self.scheduler.kept.clear()
+        self.runner.close()
+        if self.lent is not None:
+            self.lent.unmap()
+
+    # -- one iteration
+
+    def _admit(self) -> bool:
+        """Accept new requests; whether there is anything to do."""
+        # Checking requests takes time, in which those already accepted can run.
+        while self.incoming and self.scheduler.pending < self.info.max_batch:
+            self._accept(*self.incoming.popleft())
+        if self.scheduler.unfinished and self.lent is not None:
+            self.lent.map()
+        return self.scheduler.unfinished
+
+    def _accept(self, request_id: int, request: Request) -> None:
+        if self.info.version < 0:
+            raise UserError("the engine has no weights yet: call update_weights first")
+        try:
+            kept = self._continued(request, request_id)
+            job = self._job(request, request_id, kept)
+        except UserError as error:
+            self.outputs.fail(request_id, str(error))
+            return
+        if request.continues is not None and kept is not None:
+            self.scheduler.resume(request.continues)
+        self.busy = True
+        self.outputs.add(job)
+        self.scheduler.add(job.tokens, job.samples, kept)
+
+    def _continued(self, request: Request, request_id: int) -> Kept | None:
+        if request.continues is None:
+            return None
+        kept = self.scheduler.kept.get(request.continues)
+        if kept is None:
+            raise nothing_kept(request, request_id)
+        return kept
+
+    def _job(self, request: Request, request_id: int, kept: Kept | None) -> Job:
+        return job_for(
+            request,
+            request_id,
+            kept.tokens if kept else [],
+            max_length=self.info.max_length,
+            vocabulary=self.network.spec.vocab_size,
+            can_decode=self.stopping is not None,
+        )
+
+    def _iterate(self) -> None:
+        """Admit samples, take some decoding steps, and process the results of earlier ones."""
+        window = self.runner.window
+        self._make_room(window)
+        plan = self.scheduler.plan(window)
+        self._carry_out(plan)
+        steps = self._steps(window)
+        if steps:
+            self._decode(steps)
+        else:
+            assert self.in_flight or plan.chunks or not self.scheduler.unfinished, "no sequence can continue"
+        while len(self.in_flight) > (self.runner.ahead if steps else 0):
+            self._collect()
+
+    def _steps(self, window: int) -> int:
+        """Number of steps that some sample can use, before the host reads results."""
+        scheduler = self.scheduler
+        # All running samples may be past their last step, not yet seen, when one that would have gone on has stopped.
+        useful = max([scheduler.step, *(sample.last for sample in scheduler.running)]) - scheduler.step
+        return min(window, useful, LOG_STEPS - scheduler.step % LOG_STEPS)
+
+    def _make_room(self, window: int) -> None:
+        """Make sure that running samples have blocks for the next steps; preempt the newest ones if necessary."""
+        while self.scheduler.lack(window) > 0:
+            if self.in_flight:
+                self._collect()
+                continue
+            self._preempt(self.scheduler.preempt())
+            self.stats.preemptions += 1
+
+    def _preempt(self, sample: Sample) -> None:
+        self.outputs.pause(sample, len(sample.drawn) + self.scheduler.step - sample.entered)
+        self._leave([sample])
+        self.scheduler.restart(sample)
+
+    def _carry_out(self, plan: Plan) -> None:
+        if plan.chunks:
+            self.runner.compute(plan.chunks)
+            self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in plan.chunks)
+        if plan.copies:
+            self.runner.copy(plan.copies)
+        if plan.entering:
+            self.rows.enter(plan.entering)
+            self.rows_changed = True
+        self.rows.note_blocks([*plan.grown, *plan.entering])
+
+    def _decode(self, steps: int) -> None:
+        scheduler, running = self.scheduler, self.scheduler.running
+        width = max(len(sample.blocks) for sample in running)
+        self.rows.write_tables(len(running), width)
+        if self.rows_changed:
+            self.runner.arrange(running)
+            self.rows_changed = False
+        self.runner.decode(len(running), steps, width * BLOCK_SIZE)
+        self.in_flight.append(self.rows.read(list(running), scheduler.step, steps))
+        scheduler.advance(steps)
+        self.stats.decode_steps += steps
+        self.stats.windows += 1
+        if self.stats.windows % COUNT_EVERY == 0:
+            self._count_waste(steps)
+
+    def _count_waste(self, steps: int) -> None:
+        """After the first and the last of some steps: blocks are taken for all of them at once, and fill up slowly."""
+        stats, last, held = self.stats, self.scheduler.step, 2 * self.blocks.in_use * BLOCK_SIZE
+        empty = 0
+        for sample in self.scheduler.running:
+            done = last - sample.entered
+            stored = sample.stored(done) + (sample.stored(done - steps + 1) if steps > 1 else sample.stored(done))
+            empty += 2 * BLOCK_SIZE * len(sample.blocks) - stored
+        stats.places += held
+        stats.empty_places += empty
+        if held >= stats.peak_places:
+            stats.peak_places, stats.kv_waste_peak = held, empty / held
+
+    def _collect(self) -> None:
+        """Process the oldest results, and take out the samples that have ended."""
+        tokens = self.outputs.tokens
+        ended = self.outputs.process(self.in_flight.popleft(), self.scheduler.running)
+        self.stats.decoded_tokens += self.outputs.tokens - tokens
+        failed: set[int] = set()
+        for sample, state in ended:
+            if state == RowState.BROKEN:
+                self.blocks.release(sample.blocks, forget=True)
+                sample.blocks = []
+                failed.add(sample.job.id)
+        if ended:
+            self._leave([sample for sample, _ in ended])
+        if failed:
+            jobs = {id(sample.job): sample.job for sample, _ in ended if sample.job.id in failed}.values()
+            self._drop([sample for job in jobs for sample in job.samples if not sample.done])
+
+    def _leave(self, samples: list[Sample]) -> None:
+        before = len(self.scheduler.running)
+        moves = self.scheduler.release(samples)
+        self.rows.move(moves, len(self.scheduler.running), before)
+        self.rows_changed = True
+
+    def _keep(self, sample: Sample, tokens: list[int]) -> int:
+        handle = self.scheduler.keep(tokens, sample.blocks, sample.mixed)
+        sample.blocks = []
+        return handle
+
+    def _become_idle(self) -> None:
+        """Nothing is unfinished: drop results of steps that were taken before the host saw that."""
+        self.in_flight.clear()
+        self.scheduler.open = self.busy = False
+        if self.lockstep is not None:
+            self.lockstep.check_tokens(self.outputs.digest())
+        self.outputs.start(self.scheduler.step)
+
+    def drop_requests(self) -> None:
+        """After an error within a step: all requests are dropped. Kept sequences stay, and are computed again."""
+        self._release(handles_of(self.outputs.events))  # nobody will learn of these handles
+        kept = dict(self.scheduler.kept)
+        for job in self.outputs.jobs.values():
+            if (handle := job.request.continues) is not None:
+                kept[handle] = Kept(list(job.tokens[: len(job.tokens) - len(job.request.prompt_ids)]), [])
+        for one in kept.values():
+            one.blocks, one.mixed = [], False
+        self.in_flight.clear()
+        self.incoming.clear()
+        if self.lockstep is not None:
+            self.lockstep.clear()
+        old = self.scheduler
+        self.blocks = Blocks(self.blocks.total, BLOCK_SIZE)
+        self.scheduler = Scheduler(self.blocks, self.info.max_batch, old.prefill_tokens)
+        self.scheduler.step, self.scheduler.next_handle = old.step, old.next_handle
+        self.scheduler.kept.update(kept)
+        self.outputs.clear(old.step)
+        self.busy = False
+        self.rows.move([], 0, self.rows.size)
+        self.rows.step.fill_(old.step)
+
+
+def make_runner(network: FusedDecoder, rows: Rows, kv: Tensor) -> Runner:
+    if uses_triton(kv.device):
+        from assay.engine.native.cuda_graph import GraphRunner
+
+        return GraphRunner(network, rows, kv)
+    if found := library_for(kv.device, kv.dtype):
+        return CompiledRunner(network, rows, kv, found)
+    return Runner(network, rows, kv)

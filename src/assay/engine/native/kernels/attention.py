@@ -1,0 +1,386 @@
+"""Attention of one new token a sequence over the paged cache.
+
+One program takes a sequence and a key head with all the query heads that share it, so that every key is read once.
+Where there are few sequences, each is cut into ranges that different programs take; the last to finish joins them.
+Where many begin with the same blocks, another kernel goes first: it reads these once for the queries of many rows, and
+each row starts from what that kernel leaves behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from assay.engine.native.cuda_graph import max_tiles
+
+# By padded head size. Queries in a tile: rows times the query heads of a key head.
+TUNING = {64: (64, 2, 6), 128: (32, 1, 5), 256: (32, 2, 2)}  # keys in a tile, warps, stages
+SHARED_TUNING = {64: (64, 128, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}  # queries, keys, warps, stages
+MAX_TILE_ROWS = 16
+MAX_SPLITS = 16
+PROGRAMS = 1024  # that keep an H200 busy: eight on each of its multiprocessors
+MIN_RANGE, LONG_RANGE = 64, 1024  # tokens: the least range where there are few programs, and where there are enough
+MIN_DOT = 16  # the least side of a product on tensor cores
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+def tuned_size(d: int) -> int:
+    return min(max(triton.next_power_of_2(d), min(TUNING)), max(TUNING))
+
+
+def tuning(d: int) -> tuple[int, int, int]:
+    """(keys in a tile, warps, stages) for a head size."""
+    return TUNING[tuned_size(d)]
+
+
+def tile_rows(group: int, d: int) -> int:
+    """Rows in a tile of those that share blocks, for `group` query heads to a key head."""
+    queries = SHARED_TUNING[tuned_size(d)][0]
+    return min(max(queries // triton.next_power_of_2(group), 1), MAX_TILE_ROWS)
+
+
+def default_splits(n: int, kv_heads: int, span: int) -> int:
+    """Ranges to cut sequences of up to `span` tokens into, a power of two.
+
+    Few rows leave multiprocessors idle; and even among many rows a very long one should not be left working alone.
+    """
+    enough = PROGRAMS // max(n * kv_heads, 1)
+    wanted = min(max(enough, span // LONG_RANGE, 1), MAX_SPLITS)
+    return 1 << wanted.bit_length() - 1
+
+
+def least_range(n: int, kv_heads: int) -> int:
+    """Tokens below which a range is not cut off."""
+    return MIN_RANGE if n * kv_heads < PROGRAMS else LONG_RANGE
+
+
+@dataclass(slots=True)
+class Shared:
+    """Which rows begin with the same blocks, as `plan_sharing` gives it, and room for what is computed of these."""
+
+    ints: Tensor  # the three that follow, in one piece
+    rows: Tensor  # [T, rows of a tile] int32, from the left; -1: nobody
+    tokens: Tensor  # [T] int32: a multiple of the block size; 0: nobody's tile
+    skip: Tensor  # [R] int32: the tokens of a row's tile, no more than the row has; 0: it is in no tile
+    maxima: Tensor  # [R, H] float32: the largest exponent
+    sums: Tensor  # [R, H] float32: of the weights
+    partials: Tensor  # [R, H, d] float32: still to be divided by the sum
+
+    @classmethod
+    def new(cls, rows: int, heads: int, kv_heads: int, d: int, device: torch.device | str) -> Shared:
+        """For so many rows; nobody shares anything yet."""
+        height = tile_rows(heads // kv_heads, d)
+        tiles = max_tiles(rows, height)
+        ints = torch.zeros(tiles * (height + 1) + rows, dtype=torch.int32, device=device)
+        members, tokens, skip = ints.split([tiles * height, tiles, rows])
+        maxima, sums = torch.empty((2, rows, heads), device=device)
+        partials = torch.empty((rows, heads, d), device=device)
+        return cls(ints, members.view(tiles, height), tokens, skip, maxima, sums, partials)
+
+    def write(self, plan: tuple[np.ndarray, np.ndarray, np.ndarray], upload: Callable[[np.ndarray], Tensor]) -> None:
+        self.ints.copy_(upload(np.concatenate([part.ravel() for part in plan])))
+
+
+def decode_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    out: Tensor | None = None,
+    splits: int | None = None,
+    *,
+    counters: Tensor | None = None,
+    order: Tensor | None = None,
+    shared: Shared | None = None,
+    block_n: int | None = None,
+    warps: int | None = None,
+    stages: int | None = None,
+) -> Tensor:
+    """q [N, H, d] over the first lengths [N] tokens of each row of `tables`, in kv_layer [2, K, blocks, block_size, d].
+
+    A row of length 0 gives zeros. `shared`: blocks that rows have in common, to be read once; then `splits` is 1.
+    `counters` [N, K] int32 are zeros, and left so; where sequences are cut and none are given, new ones are made.
+    `order` [N] int32: rows in the order in which they begin; the longest first, and none is left working alone.
+    """
+    assert q.is_contiguous() and kv_layer.is_contiguous() and lengths.is_contiguous() and tables.stride(1) == 1
+    rows, heads, size = q.shape
+    _, kv_heads, blocks, block_size, _ = kv_layer.shape
+    group, columns = heads // kv_heads, max(triton.next_power_of_2(size), MIN_DOT)
+    if out is None:
+        out = torch.empty_like(q)
+    if splits is None:
+        splits = default_splits(rows, kv_heads, tables.shape[1] * block_size) if shared is None else 1
+    assert shared is None or splits == 1
+    best = tuning(size)
+    tile = block_n or (best[0] if q.element_size() == 2 else best[0] // 2)
+    if shared is not None:
+        attend_shared(q, kv_layer, tables, shared)
+    partial, stats = out, out
+    if splits > 1:
+        if counters is None:
+            counters = torch.zeros((rows, kv_heads), device=q.device, dtype=torch.int32)
+        partial = torch.empty((rows, heads, splits, size), device=q.device, dtype=torch.float32)
+        stats = torch.empty((rows, heads, splits, 2), device=q.device, dtype=torch.float32)
+    _attend[(kv_heads, rows, splits)](
+        *(q, kv_layer, tables, tables.stride(0), lengths, out, partial, stats),
+        out if counters is None else counters,
+        lengths if order is None else order,
+        *((shared.skip, shared.maxima, shared.sums, shared.partials) if shared else [out] * 4),
+        *(blocks * block_size * size, least_range(rows, kv_heads)),
+        SCALE=math.log2(math.e) / math.sqrt(size),  # exponents are to base 2
+        HEADS=heads,
+        GROUP=group,
+        GROUP_BLOCK=max(triton.next_power_of_2(group), MIN_DOT),
+        SIZE=size,
+        SIZE_BLOCK=columns,
+        BLOCK_SIZE=block_size,
+        TILE=tile,
+        SPLITS=splits,
+        ORDERED=order is not None,
+        SHARED=shared is not None,
+        WIDE=INTERPRETED and q.dtype == torch.bfloat16,
+        num_warps=warps or best[1],
+        num_stages=stages or best[2],
+    )
+    return out
+
+
+def attend_shared(q: Tensor, kv_layer: Tensor, tables: Tensor, shared: Shared) -> None:
+    """What the blocks in common give to the rows that have them, still to be joined with the rest."""
+    rows, heads, size = q.shape
+    _, kv_heads, blocks, block_size, _ = kv_layer.shape
+    tiles, height = shared.rows.shape
+    group = heads // kv_heads
+    # A tile has at least so many queries as a product on tensor cores has rows.
+    group_block = max(triton.next_power_of_2(group), triton.cdiv(MIN_DOT, height))
+    _, tile, warps, stages = SHARED_TUNING[tuned_size(size)]
+    _attend_shared[(kv_heads, tiles)](
+        *(q, kv_layer, tables, tables.stride(0), shared.rows, shared.tokens),
+        *(shared.maxima, shared.sums, shared.partials, rows, blocks * block_size * size),
+        SCALE=math.log2(math.e) / math.sqrt(size),
+        HEADS=heads,
+        ROWS=height,
+        GROUP=group,
+        GROUP_BLOCK=group_block,
+        SIZE=size,
+        SIZE_BLOCK=max(triton.next_power_of_2(size), MIN_DOT),
+        BLOCK_SIZE=block_size,
+        TILE=tile if q.element_size() == 2 else tile // 2,
+        WIDE=INTERPRETED and q.dtype == torch.bfloat16,
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+@triton.jit
+def _attend(
+    q,
+    kv,
+    tables,
+    tables_stride,
+    lengths,
+    out,
+    partial,  # with SPLITS > 1 [N, H, splits, d]: what a range gives, still to be divided by the sum of the weights
+    stats,  # with SPLITS > 1 [N, H, splits, 2]: the largest exponent, the sum of the weights
+    counters,  # with SPLITS > 1 [N, K]: ranges that are done
+    order,  # with ORDERED
+    skip,  # this and the next three: see Shared
+    maxima,
+    sums,
+    partials,
+    head_stride,  # elements of one head in the cache
+    least,  # tokens of a range
+    SCALE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    SHARED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    if ORDERED:
+        row = tl.load(order + row).to(tl.int64)
+    length = tl.load(lengths + row)
+    first, last, ranges = 0, length, 1
+    if SPLITS > 1:
+        share = tl.maximum(tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE, least)
+        ranges = tl.maximum(tl.cdiv(length, share), 1)
+        if tl.program_id(2) >= ranges:
+            return
+        first = tl.program_id(2) * share
+        last = tl.minimum(first + share, length)
+
+    member = tl.arange(0, GROUP_BLOCK)
+    column = tl.arange(0, SIZE_BLOCK)
+    head = row * HEADS + kv_head * GROUP + member
+    inside = (member < GROUP)[:, None] & (column < SIZE)[None, :]
+    query = tl.load(q + head[:, None] * SIZE + column[None, :], mask=inside, other=0.0)
+    keys = kv + kv_head.to(tl.int64) * head_stride
+    values = keys + tl.num_programs(0).to(tl.int64) * head_stride
+    table = tables + row * tables_stride
+
+    largest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    result = tl.zeros([GROUP_BLOCK, SIZE_BLOCK], tl.float32)
+    if SHARED:
+        first = tl.minimum(tl.load(skip + row), length)  # of a row that does not run nothing is read
+        begun = (member < GROUP) & (first > 0)
+        largest = tl.load(maxima + head, mask=begun, other=float("-inf"))
+        total = tl.load(sums + head, mask=begun, other=0.0)
+        result = tl.load(partials + head[:, None] * SIZE + column[None, :], mask=inside & begun[:, None], other=0.0)
+    largest, total, result = _take_in(
+        query, keys, values, table, first, last, largest, total, result, SCALE, SIZE, BLOCK_SIZE, TILE, WIDE
+    )
+
+    complete = True
+    if SPLITS > 1:  # known when compiled, and so not part of the next condition  # noqa: SIM102
+        if ranges > 1:
+            part = head * SPLITS + tl.program_id(2)
+            tl.store(stats + part * 2, largest, mask=member < GROUP)
+            tl.store(stats + part * 2 + 1, total, mask=member < GROUP)
+            tl.store(partial + part[:, None] * SIZE + column[None, :], result, mask=inside)
+            tl.debug_barrier()  # all that this program gives is there before it is counted
+            counter = counters + row * tl.num_programs(0) + kv_head
+            complete = tl.atomic_add(counter, 1, sem="acq_rel") == ranges - 1
+            if complete:
+                tl.store(counter, 0)
+                total, result = _join(partial, stats, head, member < GROUP, inside, ranges, SIZE, SPLITS)
+    if complete:
+        result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + head[:, None] * SIZE + column[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _attend_shared(
+    q,
+    kv,
+    tables,
+    tables_stride,
+    tile_rows,
+    tile_tokens,
+    maxima,
+    sums,
+    partials,
+    n,  # rows of q
+    head_stride,
+    SCALE: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """One tile of rows, for one key head."""
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
+    length = tl.load(tile_tokens + tile)
+    if length == 0:
+        return
+
+    query_index = tl.arange(0, ROWS * GROUP_BLOCK)
+    column = tl.arange(0, SIZE_BLOCK)
+    member = query_index % GROUP_BLOCK
+    row = tl.load(tile_rows + tile * ROWS + query_index // GROUP_BLOCK)
+    asked = (row >= 0) & (row < n) & (member < GROUP)
+    head = row.to(tl.int64) * HEADS + kv_head * GROUP + member
+    inside = asked[:, None] & (column < SIZE)[None, :]
+    query = tl.load(q + head[:, None] * SIZE + column[None, :], mask=inside, other=0.0)
+    keys = kv + kv_head.to(tl.int64) * head_stride
+    values = keys + tl.num_programs(0).to(tl.int64) * head_stride
+    table = tables + tl.load(tile_rows + tile * ROWS).to(tl.int64) * tables_stride
+
+    largest = tl.full([ROWS * GROUP_BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS * GROUP_BLOCK], tl.float32)
+    result = tl.zeros([ROWS * GROUP_BLOCK, SIZE_BLOCK], tl.float32)
+    largest, total, result = _take_in(
+        query, keys, values, table, 0, length, largest, total, result, SCALE, SIZE, BLOCK_SIZE, TILE, WIDE
+    )
+
+    tl.store(maxima + head, largest, mask=asked)
+    tl.store(sums + head, total, mask=asked)
+    tl.store(partials + head[:, None] * SIZE + column[None, :], result, mask=inside)
+
+
+@triton.jit
+def _take_in(
+    query,  # [queries, d]
+    keys,
+    values,
+    table,
+    first,
+    last,
+    largest,  # of the exponents so far, to base 2
+    total,  # of the weights
+    result,  # still to be divided by the total
+    SCALE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,  # the interpreter cannot multiply bfloat16
+):
+    """The tokens first .. last of a table: the last three arguments before the constants, brought up to date."""
+    token = tl.arange(0, TILE)
+    column = tl.arange(0, result.shape[1])
+    for start in range(first, last, TILE):
+        position = start + token
+        known = position < last
+        block = tl.load(table + position // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+        place = slot[:, None] * SIZE + column[None, :]
+        # What lies beyond the length may be anything, even NaN, which a weight of zero would not silence.
+        readable = known[:, None] & (column < SIZE)[None, :]
+        key = tl.load(keys + place, mask=readable, other=0.0)
+        value = tl.load(values + place, mask=readable, other=0.0)
+        if WIDE:
+            key, value = key.to(tl.float32), value.to(tl.float32)
+        exponent = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee") * SCALE
+        exponent = tl.where(known[None, :], exponent, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(exponent, 1))
+        weight = tl.exp2(exponent - new_largest[:, None])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weight, 1)
+        weight = weight.to(query.dtype).to(value.dtype)
+        result = tl.dot(weight, value, result * shrink[:, None], input_precision="ieee")
+        largest = new_largest
+    return largest, total, result
+
+
+@triton.jit
+def _join(partial, stats, head, asked, inside, ranges, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """The sum of the weights, and the result still to be divided by it, of all ranges: always in the same order."""
+    column = tl.arange(0, inside.shape[1])
+    largest = tl.full([inside.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([inside.shape[0]], tl.float32)
+    result = tl.zeros([inside.shape[0], inside.shape[1]], tl.float32)
+    for index in tl.static_range(SPLITS):  # unrolled, so that all loads are under way at once
+        part = head * SPLITS + index
+        there = asked & (index < ranges)
+        # Other programs wrote these: they are read from where all can see them.
+        other_largest = tl.load(stats + part * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        other_total = tl.load(stats + part * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        place = partial + part[:, None] * SIZE + column[None, :]
+        other = tl.load(place, mask=inside & (index < ranges), other=0.0, cache_modifier=".cg")
+        new_largest = tl.maximum(tl.maximum(largest, other_largest), -1e30)  # finite: no difference is NaN
+        shrink, other_shrink = tl.exp2(largest - new_largest), tl.exp2(other_largest - new_largest)
+        total = total * shrink + other_total * other_shrink
+        result = result * shrink[:, None] + other * other_shrink[:, None]
+        largest = new_largest
+    return total, result

@@ -1,0 +1,305 @@
+// A step of decoding in float32, for one CPU thread: what torch does in many calls, or with copies of the cache, is
+// done here in one pass. Matrix products are for small models only. Compiled at first use by assay/engine/native/compiled.py,
+// which also defines what is in capitals and not defined here: columns and states of assay/engine/sequence.py, constants
+// of sampler.py (PART is its BLOCK).
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define SIMD _Pragma("omp simd")
+#define SIMD_SUM(x) SIMD_SUM_(omp simd reduction(+ : x))
+#define SIMD_SUM_(words) _Pragma(#words)
+
+// e^x for x <= 0, within about 2 units in the last place; 0 below -87. NaN stays NaN.
+static inline float exponential(float x) {
+    float n = rintf((x < -87.0f ? -87.0f : x) * 1.44269504f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n log 2, in two steps that lose nothing
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return x < -87.0f ? 0.0f : (p * r * r + r + 1.0f) * power;
+}
+
+#ifdef __AVX__
+#define LANES 8  // numbers in a register
+#define ACROSS 2  // registers of a row of a tile, of which there are four: as many as there is room for
+#else
+#define LANES 4
+#define ACROSS 4
+#endif
+#define TILE (LANES * ACROSS)
+#define INLINE static inline __attribute__((always_inline))
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define AT(x, i) (*(Lanes *)((x) + (i) * LANES))
+
+// By hand, with two sums under way at once: compilers may not reorder sums by themselves.
+static inline float dot(const float *a, const float *b, int64_t size) {
+    Lanes x = {0.0f}, y = {0.0f};
+    float sum = 0.0f;
+    int64_t i = 0;
+    for (; i + 2 * LANES <= size; i += 2 * LANES) {
+        x += AT(a + i, 0) * AT(b + i, 0);
+        y += AT(a + i, 1) * AT(b + i, 1);
+    }
+    for (; i < size; i++) sum += a[i] * b[i];
+    x += y;
+    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
+    return sum;
+}
+
+static inline void scaled(const float *x, const float *weight, int64_t size, float eps, float *out) {
+    float scale = 1.0f / sqrtf(dot(x, x, size) / (float)size + eps);
+    SIMD
+    for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
+}
+
+// Where the next token of each row stands, and its slot in the cache: -1 for what is there already or goes nowhere.
+void place_rows(const int64_t *table, const int32_t *blocks, int64_t width, int64_t block, int64_t rows,
+                int64_t *positions, int64_t *slots) {
+    for (int64_t row = 0; row < rows; row++, table += WIDTH) {
+        int64_t at = positions[row] = table[POSITION];
+        int stores = table[STATE] == RUNNING && at >= table[STORED];
+        slots[row] = stores ? blocks[row * width + at / block] * block + at % block : -1;
+    }
+}
+
+// x, out [rows, size]
+void rms_norm(const float *x, const float *weight, int64_t rows, int64_t size, float eps, float *out) {
+    for (int64_t row = 0; row < rows; row++) scaled(x + row * size, weight, size, eps, out + row * size);
+}
+
+// gate_up [rows, 2 size], out [rows, size]
+void silu_mul(const float *gate_up, int64_t rows, int64_t size, float *out) {
+    for (int64_t row = 0; row < rows; row++) {
+        const float *gate = gate_up + 2 * row * size, *up = gate + size;
+        float *y = out + row * size;
+        SIMD
+        for (int64_t i = 0; i < size; i++) {
+            float x = gate[i], share = exponential(-fabsf(x));
+            y[i] = x * up[i] * (x < 0.0f ? share : 1.0f) / (1.0f + share);
+        }
+    }
+}
+
+// Rotates the queries in qkv [rows, heads + 2 kv_heads, size] where they stand; keys (rotated) and values go into the
+// cache [2, kv_heads, places, size], at `slots`, or nowhere where that is negative. turns [*, size]: cosines, sines.
+void rope_store(float *qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t size, const int64_t *positions,
+                const int64_t *slots, const float *turns, const float *q_norm, const float *k_norm, float eps,
+                float *kv, int64_t places) {
+    int64_t half = size / 2;
+    for (int64_t row = 0; row < rows; row++) {
+        float *start = qkv + row * (heads + 2 * kv_heads) * size;
+        const float *cosines = turns + positions[row] * size, *sines = cosines + half;
+        for (int64_t head = 0; head < heads + kv_heads; head++) {
+            float *x = start + head * size;
+            const float *weight = head < heads ? q_norm : k_norm;
+            if (weight) scaled(x, weight, size, eps, x);
+            SIMD
+            for (int64_t i = 0; i < half; i++) {
+                float a = x[i], b = x[i + half];
+                x[i] = a * cosines[i] - b * sines[i];
+                x[i + half] = b * cosines[i] + a * sines[i];
+            }
+        }
+        for (int64_t i = 0; slots[row] >= 0 && i < 2 * kv_heads; i++)
+            memcpy(kv + (i * places + slots[row]) * size, start + (heads + i) * size, size * sizeof(float));
+    }
+}
+
+// One row and head: a query over `seen` keys and values in the blocks of the cache that `table` names.
+INLINE void attend(
+    const float *query, const float *keys, const float *values, const int32_t *table, int64_t block, int64_t seen,
+    int64_t size, float *scores, float *out) {
+    float scale = 1.0f / sqrtf((float)size), largest = -INFINITY, total = 0.0f;
+    for (int64_t t = 0; t < seen; t += block) {
+        const float *key = keys + table[t / block] * block * size;
+        int64_t stop = t + block < seen ? t + block : seen;
+        for (int64_t i = t; i < stop; i++, key += size) scores[i] = dot(query, key, size) * scale;
+    }
+    for (int64_t t = 0; t < seen; t++) largest = scores[t] > largest ? scores[t] : largest;
+    SIMD_SUM(total)
+    for (int64_t t = 0; t < seen; t++) total += scores[t] = exponential(scores[t] - largest);
+    memset(out, 0, size * sizeof(float));
+    for (int64_t j = 0; j + 4 * LANES <= size; j += 4 * LANES) {  // some columns of values at a time, in registers
+        Lanes a = {0.0f}, b = {0.0f}, c = {0.0f}, d = {0.0f};
+        for (int64_t t = 0; t < seen; t += block) {
+            const float *value = values + table[t / block] * block * size + j;
+            int64_t stop = t + block < seen ? t + block : seen;
+            for (int64_t i = t; i < stop; i++, value += size) {
+                a += scores[i] * AT(value, 0);
+                b += scores[i] * AT(value, 1);
+                c += scores[i] * AT(value, 2);
+                d += scores[i] * AT(value, 3);
+            }
+        }
+        Lanes sums[4] = {a / total, b / total, c / total, d / total};
+        memcpy(out + j, sums, sizeof sums);
+    }
+    for (int64_t j = size / (4 * LANES) * (4 * LANES); j < size; j++) {  // the columns that are left
+        for (int64_t t = 0; t < seen; t++)
+            out[j] += scores[t] * values[(table[t / block] * block + t % block) * size + j];
+        out[j] /= total;
+    }
+}
+
+// q [rows, heads, size], `stride` numbers from row to row, each over positions 0 .. positions[row], at most `span`,
+// of its blocks in the cache [2, kv_heads, blocks, block, size]. scores [span]: room to work in.
+void attend_rows(const float *q, int64_t stride, const float *kv, int64_t blocks, int64_t block, const int32_t *tables,
+                 int64_t width, const int64_t *positions, int64_t span, int64_t rows, int64_t heads,
+                 int64_t kv_heads, int64_t size, float *scores, float *out) {
+    int64_t places = blocks * block * size;  // numbers of one head
+    for (int64_t head = 0; head < heads; head++) {  // outside: rows that share blocks follow each other
+        const float *keys = kv + head / (heads / kv_heads) * places, *values = keys + kv_heads * places;
+        for (int64_t row = 0; row < rows; row++) {
+            const float *query = q + row * stride + head * size;
+            const int32_t *table = tables + row * width;
+            float *y = out + (row * heads + head) * size;
+            int64_t seen = positions[row] < span ? positions[row] + 1 : span;
+            // The same code for each size, which the compiler unrolls where it knows that.
+            if (size == 32) attend(query, keys, values, table, block, seen, 32, scores, y);
+            else if (size == 64) attend(query, keys, values, table, block, seen, 64, scores, y);
+            else attend(query, keys, values, table, block, seen, size, scores, y);
+        }
+    }
+}
+
+INLINE void tile(const float *x, int64_t rows, int64_t in, const float *weight, int64_t out, float *y) {
+    Lanes sums[4][ACROSS];
+    for (int64_t row = 0; row < rows; row++)
+        for (int i = 0; i < ACROSS; i++) sums[row][i] = AT(y + row * out, i);
+    for (int64_t k = 0; k < in; k++, weight += out) {
+        __builtin_prefetch(weight + 8 * out);
+        for (int64_t row = 0; row < rows; row++)
+            for (int i = 0; i < ACROSS; i++) sums[row][i] += x[row * in + k] * AT(weight, i);
+    }
+    for (int64_t row = 0; row < rows; row++)
+        for (int i = 0; i < ACROSS; i++) AT(y + row * out, i) = sums[row][i];
+}
+
+// y [rows, out] = x [rows, in] times weight [in, out], plus a bias if there is one, plus y itself if it is to be kept.
+static void product(const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out,
+                    int keep, float *y) {
+    int64_t column = 0;
+    if (!keep) memset(y, 0, rows * out * sizeof(float));
+    for (int64_t row = 0; bias && row < rows; row++)
+        for (int64_t i = 0; i < out; i++) y[row * out + i] += bias[i];
+    for (; column + TILE <= out; column += TILE) {
+        int64_t row = 0;
+        for (; row + 4 <= rows; row += 4) tile(x + row * in, 4, in, weight + column, out, y + row * out + column);
+        for (; row < rows; row++) tile(x + row * in, 1, in, weight + column, out, y + row * out + column);
+    }
+    for (; column < out; column++)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t k = 0; k < in; k++) y[row * out + column] += x[row * in + k] * weight[k * out + column];
+}
+
+typedef struct {
+    const float *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *gate_up_bias, *down,
+        *down_bias;
+} Layer;
+
+typedef struct {
+    int64_t layers, hidden, heads, kv_heads, size, inner, vocabulary;
+    const float *embedding, *norm, *head, *turns;
+    const Layer *layer;
+} Model;
+
+// The logits [rows, vocabulary] of a small model, all of whose matrices lie by columns. kv [layers] of caches as above.
+// places [2, rows], room [rows, 2 hidden + 4 times the largest of heads x size and inner]: to work in.
+void decode_rows(const Model *m, float eps, const int64_t *table, const int32_t *tables, int64_t width, int64_t rows,
+                 int64_t span, float *kv, int64_t blocks, int64_t block, int64_t *places, float *scores, float *room,
+                 float *logits) {
+    int64_t heads = m->heads * m->size, most = heads > m->inner ? heads : m->inner;
+    int64_t qkv = heads + 2 * m->kv_heads * m->size, *slots = places + rows;
+    float *x = room, *y = x + rows * m->hidden, *narrow = y + rows * m->hidden, *wide = narrow + rows * most;
+    place_rows(table, tables, width, block, rows, places, slots);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < m->hidden; i++)
+            x[row * m->hidden + i] = m->embedding[i * m->vocabulary + table[row * WIDTH + TOKEN]];
+    for (const Layer *l = m->layer; l < m->layer + m->layers; l++) {
+        rms_norm(x, l->norm, rows, m->hidden, eps, y);
+        product(y, rows, m->hidden, l->qkv, l->qkv_bias, qkv, 0, wide);
+        rope_store(wide, rows, m->heads, m->kv_heads, m->size, places, slots, m->turns, l->q_norm, l->k_norm, eps, kv,
+                   blocks * block);
+        attend_rows(wide, qkv, kv, blocks, block, tables, width, places, span, rows, m->heads, m->kv_heads, m->size,
+                    scores, narrow);
+        product(narrow, rows, heads, l->out, l->out_bias, m->hidden, 1, x);
+        rms_norm(x, l->mlp_norm, rows, m->hidden, eps, y);
+        product(y, rows, m->hidden, l->gate_up, l->gate_up_bias, 2 * m->inner, 0, wide);
+        silu_mul(wide, rows, m->inner, narrow);
+        product(narrow, rows, m->inner, l->down, l->down_bias, m->hidden, 1, x);
+        kv += 2 * m->kv_heads * blocks * block * m->size;
+    }
+    rms_norm(x, m->norm, rows, m->hidden, eps, y);
+    product(y, rows, m->hidden, m->head, 0, m->vocabulary, 0, logits);
+}
+
+static inline uint64_t mix(uint64_t x) {
+    x = (x ^ (x >> 30)) * FIRST_MULTIPLIER;
+    x = (x ^ (x >> 27)) * SECOND_MULTIPLIER;
+    return x ^ (x >> 31);
+}
+
+// The first token at which the cumulative sum of `shares` exceeds `target`, of which `sums` are those of whole parts.
+static int64_t invert(const float *shares, const double *sums, int64_t size, double target) {
+    int64_t part = 0, parts = (size + PART - 1) / PART;
+    while (part < parts - 1 && target >= sums[part]) target -= sums[part++];
+    int64_t start = part * PART, stop = start + PART < size ? start + PART : size;
+    double total = 0.0, sum = 0.0;
+    for (int64_t i = start; i < stop; i++) total += shares[i];
+    double most = total * (1 - 0x1p-52);  // sums of parts are rounded
+    target = target < most ? target : most;
+    for (int64_t i = start; i < stop; i++)
+        if ((sum += shares[i]) > target) return i;
+    return stop - 1;  // of what is not a number
+}
+
+// A token for each row that runs, from logits [rows, size]: `draw_rows` of sampler.py for rows that forbid and cut off
+// nothing. settings [rows, 4]: temperatures first. tokens [rows] and scores [4] of rows, `stride` apart, take what was
+// drawn. shares [size] and sums [size / PART, rounded up]: room to work in.
+void draw_rows(const float *logits, int64_t size, int64_t *table, const float *settings, int64_t rows, int32_t *tokens,
+               float *scores, int64_t stride, float *shares, double *sums) {
+    for (int64_t row = 0; row < rows; row++, table += WIDTH, logits += size) {
+        if (table[STATE] != RUNNING) continue;
+        float temperature = settings[4 * row], divisor = temperature == 0.0f ? 1.0f : temperature, largest = -INFINITY;
+        int64_t token = 0;
+        for (int64_t i = 0; i < size; i++) largest = logits[i] > largest ? logits[i] : largest;
+        double total = 0.0, mean = 0.0;
+        for (int64_t start = 0; start < size; start += PART) {
+            int64_t stop = start + PART < size ? start + PART : size;
+            float part = 0.0f, weighted = 0.0f;
+#pragma omp simd reduction(+ : part, weighted)
+            for (int64_t i = start; i < stop; i++) {
+                float x = (logits[i] - largest) / divisor, share = shares[i] = exponential(x);
+                part += share;
+                weighted += share > 0.0f ? share * x : 0.0f;
+            }
+            total += sums[start / PART] = part;
+            mean += weighted;
+        }
+        if (temperature == 0.0f) {
+            while (token < size - 1 && logits[token] != largest) token++;
+        } else {
+            uint64_t bits = mix((uint64_t)table[KEY] + (uint64_t)(table[COUNT] + 1) * GOLDEN);
+            token = invert(shares, sums, size, (double)(bits >> 12) * 0x1p-52 * total);
+        }
+        double logprob = (logits[token] - largest) / divisor - log(total), entropy = log(total) - mean / total;
+        if (isnan(total)) logprob = NAN;
+        int64_t state = ++table[COUNT] >= table[LIMIT] ? LENGTH : RUNNING;
+        for (int64_t i = STOPS; i < WIDTH; i++) state = table[i] == token ? STOP : state;
+        table[STATE] = isnan(logprob) ? BROKEN : state;
+        table[TOKEN] = tokens[row] = token;
+        table[POSITION]++;
+        scores[row] = logprob;
+        scores[stride + row] = temperature == 0.0f || logprob > 0.0 ? 0.0 : logprob;
+        scores[2 * stride + row] = 1.0f;
+        scores[3 * stride + row] = entropy < 0.0 ? 0.0 : entropy;
+    }
+}

@@ -1,0 +1,224 @@
+"""The small operations between the products of a decoder layer, each in one pass over its data."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from assay.engine.sequence import Column, RowState
+
+MLP_BLOCK = 1024  # elements of a row that one program of silu_mul takes
+HEADS_BLOCK = 8  # heads that one program of rope_store takes
+STEP_BLOCK = 128  # rows that one program of start_step takes
+LANE = 256  # elements for a warp: each thread moves 16 bytes of 16-bit numbers at once
+
+TOKEN = tl.constexpr(int(Column.TOKEN))
+POSITION = tl.constexpr(int(Column.POSITION))
+STORED = tl.constexpr(int(Column.STORED))
+STATE = tl.constexpr(int(Column.STATE))
+RUNNING = tl.constexpr(int(RowState.RUNNING))
+
+
+def warps_for(elements: int) -> int:
+    """For a power of two of elements."""
+    return min(max(elements // LANE, 1), 16)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [N, D] over its root mean square, times weight [D]; rounded once."""
+    assert x.is_contiguous()
+    out = torch.empty_like(x)
+    size = x.shape[1]
+    block = triton.next_power_of_2(size)
+    _rms_norm[(x.shape[0],)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=warps_for(block))
+    return out
+
+
+@triton.jit
+def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * scale
+    tl.store(out + row + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [N, 2I], gate first; rounded once. [N, I]"""
+    assert gate_up.is_contiguous()
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, size), device=gate_up.device, dtype=gate_up.dtype)
+    block = min(triton.next_power_of_2(size), MLP_BLOCK)
+    grid = (rows, triton.cdiv(size, block))
+    _silu_mul[grid](gate_up, out, SIZE=size, BLOCK=block, num_warps=warps_for(block))
+    return out
+
+
+@triton.jit
+def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    gate = tl.load(gate_up + 2 * row + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + 2 * row + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+def rope_store(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rotations: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    kv_layer: Tensor,
+) -> Tensor:
+    """Queries [N, H, d] out of qkv [N, (H+2K)*d], turned; keys, turned, and values go to the cache.
+
+    `positions` [N] are rows of `rotations` [max_length, d]: cosines in the first half, sines in the second.
+    `slots` [N] are places in kv_layer [2, K, blocks, block_size, d], -1 for nowhere. With `q_norm` and `k_norm` [d]
+    every head is normalised first.
+    """
+    assert qkv.is_contiguous() and positions.is_contiguous() and slots.is_contiguous()
+    assert rotations.is_contiguous() and kv_layer.is_contiguous()
+    _, kv_heads, blocks, block_size, size = kv_layer.shape
+    rows, all_heads = qkv.shape[0], qkv.shape[1] // size
+    heads = all_heads - 2 * kv_heads
+    q = torch.empty((rows, heads, size), device=qkv.device, dtype=qkv.dtype)
+    half = triton.next_power_of_2(size // 2)
+    group = min(triton.next_power_of_2(all_heads), HEADS_BLOCK)
+    _rope_store[(rows, triton.cdiv(all_heads, group))](
+        *(qkv, positions, slots, rotations),
+        q if q_norm is None else q_norm,  # without norms these are not read
+        q if k_norm is None else k_norm,
+        *(eps, kv_layer, q, blocks * block_size * size),
+        NORM=q_norm is not None,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=size // 2,
+        HEADS_BLOCK=group,
+        HALF_BLOCK=half,
+        num_warps=warps_for(group * half),
+    )
+    return q
+
+
+@triton.jit
+def _rope_store(
+    qkv,
+    positions,
+    slots,
+    rotations,
+    q_norm,
+    k_norm,
+    eps,
+    kv,
+    q,
+    head_stride,  # elements of one head in the cache
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """One token, HEADS_BLOCK of its heads, which may be queries, keys and values mixed."""
+    SIZE: tl.constexpr = 2 * HALF
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
+    column = tl.arange(0, HALF_BLOCK)[None, :]
+    inside = (head < HEADS + 2 * KV_HEADS) & (column < HALF)
+    dtype = q.dtype.element_ty
+
+    source = qkv + row * ((HEADS + 2 * KV_HEADS) * SIZE) + head * SIZE + column
+    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    kept_a, kept_b = a, b
+    if NORM:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / SIZE + eps)[:, None]
+        weight_a = tl.where(head < HEADS, _line(q_norm, column, HALF), _line(k_norm, column, HALF))
+        weight_b = tl.where(head < HEADS, _line(q_norm + HALF, column, HALF), _line(k_norm + HALF, column, HALF))
+        # Rounded twice, as where the norm and its weight are two operations.
+        a = ((a * scale).to(dtype).to(tl.float32) * weight_a).to(dtype).to(tl.float32)
+        b = ((b * scale).to(dtype).to(tl.float32) * weight_b).to(dtype).to(tl.float32)
+
+    turn = rotations + tl.load(positions + row) * SIZE
+    cos, sin = _line(turn, column, HALF), _line(turn + HALF, column, HALF)
+    is_value = head >= HEADS + KV_HEADS
+    turned_a = tl.where(is_value, kept_a, a * cos - b * sin).to(dtype)
+    turned_b = tl.where(is_value, kept_b, b * cos + a * sin).to(dtype)
+
+    target = q + row * (HEADS * SIZE) + head * SIZE + column
+    tl.store(target, turned_a, mask=inside & (head < HEADS))
+    tl.store(target + HALF, turned_b, mask=inside & (head < HEADS))
+    slot = tl.load(slots + row)
+    # Keys and values lie in the cache in the order in which they follow the queries.
+    place = kv + (head - HEADS).to(tl.int64) * head_stride + slot * SIZE + column
+    stored = inside & (head >= HEADS) & (slot >= 0)
+    tl.store(place, turned_a, mask=stored)
+    tl.store(place + HALF, turned_b, mask=stored)
+
+
+@triton.jit
+def _line(start, column, SIZE: tl.constexpr):
+    return tl.load(start + column, mask=column < SIZE, other=0.0).to(tl.float32)
+
+
+def start_step(
+    ints: Tensor,
+    tables: Tensor,
+    n: int,
+    block_size: int,
+    positions: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    ids: Tensor,
+) -> None:
+    """What the first n rows feed to the network, from `ints` [R, W] and `tables` [R, max_blocks] into the last four.
+
+    A row that does not run gets position 0, length 0, slot -1, token 0. A token that the cache holds gets slot -1.
+    """
+    assert ints.stride(1) == 1 and tables.stride(1) == 1
+    _start_step[(triton.cdiv(n, STEP_BLOCK),)](
+        *(ints, ints.stride(0), tables, tables.stride(0), n, positions, lengths, slots, ids),
+        BLOCK_SIZE=block_size,
+        BLOCK=STEP_BLOCK,
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["n"])
+def _start_step(
+    ints,
+    ints_stride,
+    tables,
+    tables_stride,
+    n,
+    positions,
+    lengths,
+    slots,
+    ids,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < n
+    fields = ints + row.to(tl.int64) * ints_stride
+    running = inside & (tl.load(fields + STATE, mask=inside, other=-1) == RUNNING)
+    position = tl.load(fields + POSITION, mask=running, other=0)
+    stored = tl.load(fields + STORED, mask=running, other=0)
+    token = tl.load(fields + TOKEN, mask=running, other=0)
+    writes = running & (position >= stored)
+    entry = tables + row.to(tl.int64) * tables_stride + position // BLOCK_SIZE
+    block = tl.load(entry, mask=writes, other=0).to(tl.int64)
+    slot = tl.where(writes, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(positions + row, position, mask=inside)
+    tl.store(lengths + row, tl.where(running, position + 1, 0).to(tl.int32), mask=inside)
+    tl.store(slots + row, slot, mask=inside)
+    tl.store(ids + row, token, mask=inside)

@@ -1,0 +1,447 @@
+"""Which blocks of the cache are whose: reference counts, and the memory of computed prefixes. No tensors.
+
+A block holds `size` tokens of one sequence, or of several that begin alike. Full blocks of prompts are remembered by
+what they hold, together with everything before them: the key is the tokens and the parent block's own entry, so that
+equal keys mean equal prefixes, without trusting a hash. A remembered block that nobody uses keeps its contents until
+its place is needed; those unused for longest go first.
+
+Who runs, in which row, with which blocks, and what is computed next: first come, first served. No tensors.
+
+Prompts are computed in chunks within a budget of tokens, between stretches of decoding. Samples enter as rows and
+blocks allow; where blocks run short, what is only kept in case it is useful goes first, then whoever came last has to
+start again later: its tokens are computed anew as a prompt. Whoever came first always goes on, so everything finishes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from assay.engine.sequence import NEVER, Kept, Prefix, Sample
+
+ROOT = 0  # the parent of a first block
+Key = tuple[int, tuple[int, ...]]  # the parent's entry, and the tokens
+
+
+class Blocks:
+    def __init__(self, total: int, size: int) -> None:
+        self.total, self.size = total, size
+        self.users = [0] * total
+        self.free = list(range(total - 1, -1, -1))  # the end is taken first, so that low numbers are used most
+        self.idle: OrderedDict[int, None] = OrderedDict()  # remembered, used by nobody; longest unused first
+        self.known: dict[Key, int] = {}
+        self.keys: dict[int, Key] = {}
+        self.entries: dict[int, int] = {}  # what children name as their parent; never given twice
+        self.next_entry = ROOT + 1
+
+    @property
+    def available(self) -> int:
+        return len(self.free) + len(self.idle)
+
+    @property
+    def in_use(self) -> int:
+        return self.total - self.available
+
+    def needed(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.size)
+
+    def take(self, count: int) -> list[int]:
+        """Blocks with no contents, for one user."""
+        assert count <= self.available, "asked for more blocks than there are"
+        return [self.take_one() for _ in range(count)]
+
+    def take_one(self) -> int:
+        if self.free:
+            block = self.free.pop()
+        else:
+            block, _ = self.idle.popitem(last=False)
+            self._forget(block)
+        self.users[block] = 1
+        return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more user."""
+        for block in blocks:
+            if self.users[block] == 0:
+                del self.idle[block]
+            self.users[block] += 1
+
+    def release(self, blocks: Sequence[int], *, forget: bool = False) -> list[int]:
+        """One user less; returns those that nobody uses now. `forget`: what they hold must not be found again."""
+        unused = []
+        users, keys = self.users, self.keys
+        for block in reversed(blocks):  # so that the end of a prefix goes before its beginning
+            left = users[block] = users[block] - 1
+            assert left >= 0, "a block was released twice"
+            if forget:
+                self._forget(block)
+            if left == 0:
+                unused.append(block)
+                if block in keys:
+                    self.idle[block] = None
+                else:
+                    self.free.append(block)
+        return unused
+
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """The longest run of remembered blocks with which these tokens begin, each with one more user."""
+        found = list(self._remembered(tokens))
+        self.share(found)
+        return found
+
+    def holds(self, tokens: Sequence[int]) -> bool:
+        """Whether remembered blocks hold all of these tokens."""
+        return len(tokens) % self.size == 0 and len(list(self._remembered(tokens))) == len(tokens) // self.size
+
+    def _remembered(self, tokens: Sequence[int]) -> Iterator[int]:
+        parent = ROOT
+        for start in range(0, len(tokens) - self.size + 1, self.size):
+            block = self.known.get((parent, tuple(tokens[start : start + self.size])))
+            if block is None:
+                return
+            yield block
+            parent = self.entries[block]
+
+    def remember(self, tokens: Sequence[int], blocks: Sequence[int], computed: int) -> None:
+        """The full blocks among the first `computed` tokens can be found from now on."""
+        parent = ROOT
+        for index in range(computed // self.size):
+            block = blocks[index]
+            if block not in self.keys:
+                key = (parent, tuple(tokens[index * self.size : (index + 1) * self.size]))
+                other = self.known.get(key)
+                if other is None:
+                    self.known[key], self.keys[block] = block, key
+                    self.entries[block] = self.next_entry
+                    self.next_entry += 1
+                else:
+                    block = other  # computed twice; the first stays the one to be found
+            parent = self.entries[block]
+
+    def forget_all(self) -> None:
+        """No prefix can be found again."""
+        self.free.extend(self.idle)
+        self.idle.clear()
+        self.known.clear()
+        self.keys.clear()
+        self.entries.clear()
+
+    def _forget(self, block: int) -> None:
+        key = self.keys.pop(block, None)
+        if key is not None:
+            del self.known[key], self.entries[block]
+
+
+FEW, MORE = 64, 32  # the parts of the batch that are collected before anybody is let in
+PASS, PATIENCE = 8, 16  # what letting somebody in costs, in steps of those who run; the most steps that anybody waits
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens start .. stop of a sequence, to be computed and stored in its blocks."""
+
+    tokens: Sequence[int]
+    start: int
+    stop: int
+    blocks: Sequence[int]
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to do before the next steps, in this order."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (from, to)
+    entering: list[Sample] = field(default_factory=list)  # in the last rows
+    grown: list[Sample] = field(default_factory=list)  # have more blocks than before
+
+
+class Scheduler:
+    """`running[i]` is the sample in row i: rows in use are always 0 .. len(running) - 1."""
+
+    def __init__(self, blocks: Blocks, max_batch: int, prefill_tokens: int) -> None:
+        self.blocks, self.max_batch, self.prefill_tokens = blocks, max_batch, prefill_tokens
+        self.waiting: deque[Prefix] = deque()
+        self.running: list[Sample] = []
+        self.kept: OrderedDict[int, Kept] = OrderedDict()
+        self.pending = 0  # samples that wait
+        self.open = False  # whether others may come while these run
+        self.waited = self.missed = 0  # steps since somebody could have entered; those of all such rows together
+        self.step = 0
+        self.preemptions = 0
+        self.next_handle = 1
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, tokens: Sequence[int], samples: Iterable[Sample], kept: Kept | None = None) -> None:
+        """`kept`: the sequence that these tokens continue."""
+        prefix = Prefix(tokens, deque(samples))
+        if kept is not None:
+            prefix.blocks, prefix.computed, prefix.mixed = kept.blocks, kept.stored, kept.mixed
+        self.pending += len(prefix.samples)
+        self.waiting.append(prefix)
+
+    # -- before some steps of decoding
+
+    def lack(self, steps: int) -> int:
+        """Blocks that those who run miss for so many steps, after giving up what is only kept in case."""
+        short = self._short(steps)
+        if len(short) * self.blocks.needed(steps) <= self.blocks.available:  # more than any of them can want
+            return 0
+        wanted = sum(self._growth(sample, steps) for sample in short)
+        if wanted > self.blocks.available:
+            self._give_up(wanted)
+        return max(0, wanted - self.blocks.available)
+
+    def preempt(self) -> Sample:
+        """Return the newest running sample, which is preempted first.
+
+        The caller stores what it has written, releases it and calls `restart`.
+        """
+        self.preemptions += 1
+        return max(self.running, key=lambda sample: (sample.job.id, sample.index))
+
+    def restart(self, sample: Sample) -> None:
+        """Put a sample that was released in front of those who wait."""
+        self.waiting.appendleft(Prefix([*sample.job.tokens, *sample.drawn], deque([sample])))
+        self.pending += 1
+
+    def plan(self, steps: int) -> Plan:
+        """Blocks for those who run, then newcomers, for so many steps; `lack(steps)` has to be 0."""
+        plan = Plan(grown=self._short(steps))
+        until, size = self.step + steps, self.blocks.size
+        for sample in plan.grown:
+            while sample.dry < until:
+                sample.blocks.append(self.blocks.take_one())
+                sample.dry += size
+                if sample.dry >= sample.last:
+                    sample.dry = NEVER
+        if self._worth_it(steps):
+            self._admit(plan, steps)
+            # Whose prompt was too long for one pass has waited enough.
+            self.waited = PATIENCE if self.pending and len(self.running) < self.max_batch else 0
+            self.missed = 0
+        return plan
+
+    def _admit(self, plan: Plan, steps: int) -> None:
+        budget = self.prefill_tokens
+        while self.waiting and len(self.running) < self.max_batch:
+            prefix = self.waiting[0]
+            if not prefix.ready:
+                if budget <= 0 or not self._has_room(prefix, steps):
+                    return
+                budget -= self._compute(prefix, plan, budget)
+                if not prefix.ready:
+                    return
+            if not self._enter(prefix, plan, steps):
+                return
+            self.waiting.popleft()
+
+    def _has_room(self, prefix: Prefix, steps: int) -> bool:
+        """Take the blocks that a prefix needs, if that leaves a little for those who run."""
+        searched = not prefix.blocks
+        if searched:
+            prefix.blocks = self.blocks.find(prefix.tokens)
+            prefix.computed = len(prefix.blocks) * self.blocks.size
+        missing = self.blocks.needed(len(prefix.tokens)) - len(prefix.blocks)
+        growth = self._growth(prefix.samples[0], steps, have=missing + len(prefix.blocks))
+        if not self._can_spare(missing + growth, prefix):
+            if searched:  # nothing but found blocks, which others may need before they are found again
+                self.blocks.release(prefix.drop_blocks())
+            return False
+        prefix.blocks = prefix.blocks + self.blocks.take(missing)
+        return True
+
+    def _compute(self, prefix: Prefix, plan: Plan, budget: int) -> int:
+        """Schedule the next chunk of a prefix. Its full blocks can be shared at once: what shares them runs later."""
+        start, stop = prefix.computed, min(len(prefix.tokens), prefix.computed + budget)
+        if start < stop:
+            plan.chunks.append(Chunk(prefix.tokens, start, stop, prefix.blocks))
+            prefix.computed = stop
+            if not prefix.mixed:
+                self.blocks.remember(prefix.tokens, prefix.blocks, stop)
+        return stop - start
+
+    def _enter(self, prefix: Prefix, plan: Plan, steps: int) -> bool:
+        """Start samples of a computed prefix; whether all of them have started."""
+        while prefix.samples and len(self.running) < self.max_batch:
+            sample = prefix.samples[0]
+            # The last to start takes the prefix over; others share it, with a copy of the block they will write to.
+            takes = len(prefix.samples) == 1
+            copies = not takes and len(prefix.tokens) % self.blocks.size != 0
+            growth = self._growth(sample, steps, have=len(prefix.blocks))
+            if not self._can_spare(growth + copies, prefix):
+                if self.running or not self._can_spare(growth, prefix):
+                    return False
+                takes = True  # a cache so small that one sequence fills it
+            prefix.samples.popleft()
+            sample.mixed = prefix.mixed
+            if takes:
+                sample.blocks = prefix.drop_blocks()
+            else:
+                self._share(prefix, sample, plan)
+            if growth:
+                sample.blocks = sample.blocks + self.blocks.take(growth)
+            self._seat(sample, plan)
+            if takes:
+                break
+        return not prefix.samples
+
+    def _share(self, prefix: Prefix, sample: Sample, plan: Plan) -> None:
+        full = len(prefix.tokens) // self.blocks.size
+        sample.blocks = prefix.blocks[:full]
+        self.blocks.share(sample.blocks)
+        if full < len(prefix.blocks):
+            (own,) = self.blocks.take(1)
+            plan.copies.append((prefix.blocks[full], own))
+            sample.blocks.append(own)
+
+    def _can_spare(self, wanted: int, prefix: Prefix) -> bool:
+        """Whether a newcomer can have so many blocks; those who run soon need some and should not be thrown out."""
+        wanted += len(self.running)
+        return wanted <= self.blocks.available or self._give_up(wanted, sparing=prefix)
+
+    def _seat(self, sample: Sample, plan: Plan) -> None:
+        seat(sample, self.running, self.step)
+        sample.last, sample.dry = sample.end, sample.lasts_until(self.blocks.size)
+        self.pending -= 1
+        plan.entering.append(sample)
+
+    def _worth_it(self, steps: int) -> bool:
+        # A newcomer costs a pass of its own, so that a few free rows are collected first: more of them where a prompt
+        # has to be computed. As many as wait are enough, unless others come as those who run end their turns: then
+        # they are collected for some steps, until what they miss is worth a pass.
+        room = self.max_batch - len(self.running)
+        if self.open and self.running:
+            idle = min(room, self.pending)
+            self.missed, self.waited = self.missed + idle * steps, self.waited + steps * bool(idle)
+            return self.missed >= PASS * len(self.running) or self.waited >= PATIENCE
+        few, more = (min(self.pending, max(1, self.max_batch // share)) for share in (FEW, MORE))
+        return room >= more or (room >= few and self._is_computed(self.waiting[0]))
+
+    def _is_computed(self, prefix: Prefix) -> bool:
+        return prefix.ready or self.blocks.holds(prefix.tokens)
+
+    def _short(self, steps: int) -> list[Sample]:
+        """Those who run and need more blocks for so many steps."""
+        until = self.step + steps
+        return [sample for sample in self.running if sample.dry < until]
+
+    def _growth(self, sample: Sample, steps: int, have: int | None = None) -> int:
+        """Blocks that a sample misses for so many more steps."""
+        done = 0 if sample.row < 0 else self.step - sample.entered
+        needed = self.blocks.needed(sample.stored(done + steps))
+        return max(0, needed - (len(sample.blocks) if have is None else have))
+
+    def _give_up(self, wanted: int, sparing: Prefix | None = None) -> bool:
+        """Free what can be computed again, until so many blocks are available; whether they are."""
+        for kept in self.kept.values():
+            if wanted <= self.blocks.available:
+                return True
+            self.blocks.release(kept.blocks)
+            kept.blocks, kept.mixed = [], False
+        if not (sparing is not None and self.running):  # who waits in front of the queue may go on waiting
+            for prefix in reversed(self.waiting):
+                if wanted <= self.blocks.available:
+                    return True
+                if prefix is not sparing and prefix.blocks:
+                    self.blocks.release(prefix.drop_blocks())
+        return wanted <= self.blocks.available
+
+    # -- after some steps
+
+    def advance(self, steps: int) -> None:
+        self.step += steps
+
+    def release(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
+        """Take samples out; returns the row moves (from, to) that close the gaps."""
+        for sample in samples:
+            self.blocks.release(sample.blocks)
+            sample.blocks = []
+        return close_gaps(self.running, samples, self.step)
+
+    def remove_waiting(self, samples: Sequence[Sample]) -> None:
+        """Take samples that have not entered, or were preempted, out of the queue."""
+        gone = {id(sample) for sample in samples}
+        for prefix in self.waiting:
+            left = deque(sample for sample in prefix.samples if id(sample) not in gone)
+            self.pending -= len(prefix.samples) - len(left)
+            prefix.samples = left
+            if not left:
+                self.blocks.release(prefix.drop_blocks())
+        self.waiting = deque(prefix for prefix in self.waiting if prefix.samples)
+
+    # -- sequences kept for later
+
+    def keep(self, tokens: list[int], blocks: list[int], mixed: bool = False) -> int:
+        """Keep a finished sequence; only the blocks that hold some of its tokens stay."""
+        needed = self.blocks.needed(len(tokens) - 1)
+        self.blocks.release(blocks[needed:])
+        handle, self.next_handle = self.next_handle, self.next_handle + 1
+        self.kept[handle] = Kept(tokens, blocks[:needed], mixed)
+        return handle
+
+    def resume(self, handle: int) -> Kept | None:
+        """A kept sequence, which is no longer kept."""
+        return self.kept.pop(handle, None)
+
+    def drop(self, handle: int) -> None:
+        """Free a kept sequence; an unknown handle is ignored."""
+        if (kept := self.kept.pop(handle, None)) is not None:
+            self.blocks.release(kept.blocks)
+
+    # -- cached prefixes
+
+    def reset_prefix_cache(self) -> None:
+        """No cached prefix is found again. Running and kept sequences keep their blocks."""
+        self.blocks.forget_all()
+
+    def drop_kept_blocks(self) -> None:
+        """Kept sequences are computed again when they are continued."""
+        for kept in self.kept.values():
+            self.blocks.release(kept.blocks)
+            kept.blocks, kept.mixed = [], False
+
+    def weights_changed(self, keep_kv: bool) -> None:
+        """Cached prefixes are void. With `keep_kv`, running and kept sequences continue from what earlier weights
+        computed; otherwise nothing may be running, and kept sequences are computed again. What waits always is.
+        """
+        assert keep_kv or not self.running
+        for prefix in self.waiting:
+            self.blocks.release(prefix.drop_blocks())
+        if keep_kv:
+            for sample in self.running:
+                sample.mixed = True
+            for kept in self.kept.values():
+                kept.mixed = bool(kept.blocks)
+        else:
+            self.drop_kept_blocks()
+        self.blocks.forget_all()
+
+
+def close_gaps(running: list[Sample], gone: Sequence[Sample], step: int) -> list[tuple[int, int]]:
+    """Take samples out of the rows; returns the moves (from, to) of others, each from behind every gap."""
+    rows = {sample.row for sample in gone}
+    kept = len(running) - len(rows)
+    gaps = sorted(row for row in rows if row < kept)
+    movers = [row for row in range(kept, len(running)) if row not in rows]
+    for sample in gone:
+        sample.row = -1
+    moves = list(zip(movers, gaps, strict=True))
+    for source, destination in moves:
+        sample = running[destination] = running[source]
+        sample.row = destination
+        sample.spans.append((destination, step))
+    del running[kept:]
+    return moves
+
+
+def seat(sample: Sample, running: list[Sample], step: int) -> None:
+    """Give a sample the next row."""
+    sample.row, sample.entered, sample.noted = len(running), step, 0
+    sample.spans = [(sample.row, step)]
+    running.append(sample)

@@ -1,0 +1,352 @@
+"""Tensor-parallel serving for consumers on one rank: the leader sends its commands to the other ranks.
+
+All ranks of the group run the whole engine, as described in `lockstep`. Where all ranks receive identical calls anyway
+(training), nothing else is needed. A server or an asynchronous producer runs on rank 0 alone: there a
+`TensorParallelLeader` has the engine interface, and the other ranks run `follow` until the leader is closed. At each
+step boundary the leader broadcasts one list of commands (requests, aborts, weight updates, ...), which all ranks apply
+before they take the same step.
+
+A broadcast is a header of three integers, followed by a payload (JSON) if there are commands. An idle leader sends
+nothing. If a step raises an exception on the leader, requests are dropped on all ranks. If a follower fails alone, its
+`follow` raises, and the group cannot be used any more.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from itertools import count
+from operator import index
+from types import FrameType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from assay.engine.base import EngineInfo, Event, Request, SamplingParams, WeightSource
+from assay.engine.dispatch import StepBoundary
+from assay.engine.native.engine import NativeEngine
+from assay.engine.sequence import Kept
+
+T = TypeVar("T")
+FOREVER = timedelta(days=3650)  # followers wait for an idle leader; heartbeats tell whether it is alive
+STEP = 1  # flag of a header: take a step after the commands
+
+
+def new_cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks for commands, through the hosts and without a timeout. All of its ranks call this."""
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", timeout=FOREVER, use_local_synchronization=True)
+
+
+class Link:
+    """Broadcasts from the first rank of `group` to all others."""
+
+    def __init__(self, engine: NativeEngine, group: dist.ProcessGroup) -> None:
+        assert engine.lockstep is not None, "the engine has to be made with the ranks' group"
+        engine.lockstep.compares_requests = False
+        self.engine, self.group, self.leads = engine, group, group.rank() == 0
+
+    def exchange(self, flags: int = 0, failures: int = 0, commands: Sequence[str] = ()) -> tuple[int, int, list[Any]]:
+        """The leader sends its arguments, all other ranks receive them. Commands are JSON, and returned as objects."""
+        payload = f"[{','.join(commands)}]".encode() if commands else b""
+        header = torch.tensor([flags, failures, len(payload)])
+        dist.broadcast(header, group=self.group, group_src=0)
+        flags, failures, size = header.tolist()
+        if not size:
+            return flags, failures, []
+        data = np.frombuffer(payload, dtype=np.uint8).copy() if self.leads else np.empty(size, dtype=np.uint8)
+        dist.broadcast(torch.from_numpy(data), group=self.group, group_src=0)
+        return flags, failures, [] if self.leads else json.loads(data.tobytes())
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """The leader's tensor, on every rank, through the group of the network's own collectives."""
+        tensor = tensor.detach().to(self.engine.device).contiguous()
+        dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.engine.group, group_src=0)
+        return tensor
+
+
+class SentWeights:
+    """A weight source of the leader that sends each weight to the followers before it is used."""
+
+    def __init__(self, link: Link, source: WeightSource) -> None:
+        self.link, self.source = link, source
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        weights = iter(self.source.weights())
+        while True:
+            try:
+                name, weight = next(weights)
+            except StopIteration:
+                self.link.exchange(commands=[json.dumps(["end"])])
+                return
+            except BaseException as error:
+                self.link.exchange(commands=[json.dumps(["error", str(error)])])
+                raise
+            layout = ["weight", name, list(weight.shape), str(weight.dtype).removeprefix("torch.")]
+            self.link.exchange(commands=[json.dumps(layout)])
+            yield name, self.link.tensor(weight)
+
+
+class ReceivedWeights:
+    """The same weights on a follower."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        while True:
+            _, _, ((kind, *values),) = self.link.exchange()
+            if kind == "end":
+                return
+            if kind == "error":
+                raise RuntimeError(f"the leader's weight source failed: {values[0]}")
+            name, shape, dtype = values
+            yield (
+                name,
+                self.link.tensor(torch.empty(shape, dtype=getattr(torch, dtype), device=self.link.engine.device)),
+            )
+
+
+class SharedCommand:
+    """A command that runs on all ranks: here by calling it."""
+
+    def __init__(self, run: Callable[[], Any], name: str, *arguments: Any) -> None:
+        self.run, self.encoded = run, json.dumps([name, *arguments])
+
+    def __call__(self) -> Any:
+        return self.run()
+
+
+class LeaderBoundary(StepBoundary):
+    """Sends queued commands, all of them in one list, before they run here. All of them are `SharedCommand`s."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self.link = link
+        self.failures = 0  # commands that raised an exception
+
+    def run_queued(self, flags: int = 0) -> None:
+        queued = [self.queue.popleft() for _ in range(len(self.queue))]
+        if queued or flags:
+            with signals_deferred():
+                self.link.exchange(flags, self.failures, [command.encoded for command, _ in queued])  # type: ignore[attr-defined]
+                for command, future in queued:
+                    self.run(command, future)
+
+    def run(self, work: Callable[[], Any], future: Future | None) -> None:
+        super().run(work, future)
+        self.failures += future is not None and future.exception() is not None
+
+
+class TensorParallelLeader:
+    """The engine interface on rank 0 of a group whose other ranks run `follow`.
+
+    All ranks make their engines with the same arguments and `group`. `cpu_group`: see `new_cpu_group`.
+    """
+
+    def __init__(self, engine: NativeEngine, cpu_group: dist.ProcessGroup) -> None:
+        self.engine, self._link = engine, Link(engine, cpu_group)
+        assert self._link.leads, "only the first rank of the group leads; the others run follow()"
+        self._boundary = LeaderBoundary(self._link)
+        self._ids = count(next(engine.next_id))
+        self._closed = False
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    def add(self, request: Request) -> int:
+        self._check_open()
+        request_id = next(self._ids)
+        encoded = encode_request(request)
+        command = SharedCommand(lambda: add_as(self.engine, request_id, encoded), "add", request_id, encoded)
+        self._boundary.queue.append((command, None))
+        return request_id
+
+    def step(self, wait: bool = True) -> list[Event]:
+        with self._boundary.lock:
+            while self._boundary.queue or self.engine.has_work:
+                with signals_deferred():
+                    events = self._step()
+                if events or not wait:
+                    return events
+            return []
+
+    def _step(self) -> list[Event]:
+        self._boundary.run_queued(STEP)
+        try:
+            return self.engine.step(wait=False)
+        except BaseException:
+            self._drop_requests()
+            raise
+
+    def _drop_requests(self) -> None:
+        """After an exception within a step, which may have stopped the ranks in different states: send this rank's."""
+        scheduler = self.engine.scheduler
+        kept = [[handle, kept.tokens] for handle, kept in scheduler.kept.items()]
+        command = ["drop_requests", scheduler.step, scheduler.next_handle, kept]
+        self._link.exchange(failures=self._boundary.failures, commands=[json.dumps(command)])
+        dist.barrier(group=self._link.group)  # a follower may still be inside the step, waiting for this rank
+
+    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
+        ids = list(ids)
+        self._post(lambda: self.engine.abort(ids), "abort", ids)
+
+    def release(self, handles: Iterable[int]) -> None:
+        handles = list(handles)
+        self._post(lambda: self.engine.release(handles), "release", handles)
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        lists = [[index(token) for token in sequence] for sequence in sequences]
+        return self._call(lambda: self.engine.score(lists, temperature), "score", lists, temperature)
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """`source` is read on this rank alone; each weight is sent to the other ranks in its own dtype."""
+        sent = SentWeights(self._link, source)
+        self._call(lambda: self.engine.update_weights(sent, version), "update_weights", version)
+
+    def fingerprint(self) -> str:
+        return self._call(self.engine.fingerprint, "fingerprint")
+
+    def sleep(self) -> None:
+        self._call(self.engine.sleep, "sleep")
+
+    def wake(self) -> None:
+        self._call(self.engine.wake, "wake")
+
+    def reset_prefix_cache(self) -> None:
+        self._call(self.engine.reset_prefix_cache, "reset_prefix_cache")
+
+    def close(self) -> None:
+        """Close the engines of all ranks; `follow` returns."""
+        if not self._closed:
+            self._closed = True
+            self._boundary.call(SharedCommand(self.engine.close, "close"))
+
+    def _post(self, run: Callable[[], Any], name: str, *arguments: Any) -> None:
+        self._check_open()
+        self._boundary.post(SharedCommand(run, name, *arguments))
+
+    def _call(self, run: Callable[[], T], name: str, *arguments: Any) -> T:
+        self._check_open()
+        return self._boundary.call(SharedCommand(run, name, *arguments))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
+
+def follow(engine: NativeEngine, cpu_group: dist.ProcessGroup) -> None:
+    """Do what the leader of the group does, until it is closed. Signals are handled afterwards: the leader decides."""
+    follower = Follower(engine, Link(engine, cpu_group))
+    with signals_deferred():
+        while not follower.closed:
+            follower.advance()
+
+
+class Follower:
+    def __init__(self, engine: NativeEngine, link: Link) -> None:
+        assert not link.leads, "the first rank of the group leads"
+        self.engine, self.link = engine, link
+        self.failures = 0  # commands that raised an exception
+        self.error: BaseException | None = None  # the last exception
+        self.step_failed = self.closed = False
+
+    def advance(self) -> None:
+        """Wait for the leader's next commands and apply them."""
+        flags, failures, commands = self.link.exchange()
+        dropped = bool(commands) and commands[0][0] == "drop_requests"
+        if failures != self.failures or (self.step_failed and not dropped):
+            raise RuntimeError("this rank of a tensor-parallel engine failed where the leader did not") from self.error
+        for name, *values in commands:
+            try:
+                self.apply(name, values)
+            except Exception as error:
+                self.failures, self.error = self.failures + 1, error
+        if flags & STEP:
+            try:
+                self.engine.step(wait=False)
+            except Exception as error:
+                self.step_failed, self.error = True, error
+
+    def apply(self, name: str, values: list[Any]) -> None:
+        engine = self.engine
+        match name, values:
+            case "add", [request_id, request]:
+                add_as(engine, request_id, request)
+            case "abort", [ids]:
+                engine.abort(tuple(one) if isinstance(one, list) else one for one in ids)
+            case "release", [handles]:
+                engine.release(handles)
+            case "score", [sequences, temperature]:
+                engine.score(sequences, temperature)
+            case "update_weights", [version]:
+                engine.update_weights(ReceivedWeights(self.link), version)
+            case "drop_requests", [step, next_handle, kept]:
+                self.drop_requests(step, next_handle, kept)
+            case "close", []:
+                self.closed = True
+                engine.close()
+            case (("fingerprint" | "sleep" | "wake" | "reset_prefix_cache"), []):
+                getattr(engine, name)()
+            case _:
+                raise AssertionError(f"unknown command {name}")
+
+    def drop_requests(self, step: int, next_handle: int, kept: list[tuple[int, list[int]]]) -> None:
+        """Take over the leader's state after an exception."""
+        self.engine.drop_requests()
+        scheduler = self.engine.scheduler
+        scheduler.step, scheduler.next_handle = step, next_handle
+        scheduler.kept.clear()
+        scheduler.kept.update({handle: Kept(tokens, []) for handle, tokens in kept})
+        self.engine.rows.step.fill_(step)
+        self.engine.outputs.start(step)
+        self.step_failed = False
+        dist.barrier(group=self.link.group)
+
+
+def encode_request(request: Request) -> dict[str, Any]:
+    """In JSON's types. Token ids may come as an array."""
+    encoded = {name: getattr(request, name) for name in Request.__dataclass_fields__}
+    return encoded | {"prompt_ids": [index(token) for token in request.prompt_ids], "params": asdict(request.params)}
+
+
+def add_as(engine: NativeEngine, request_id: int, encoded: dict[str, Any]) -> None:
+    """Add an encoded request under the leader's id."""
+    params: dict[str, Any] = encoded["params"]
+    params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
+    engine.next_id = count(request_id)
+    engine.add(Request(**(encoded | {"params": SamplingParams(**params)})))
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Call Python's handlers of SIGINT and SIGTERM afterwards: an exception in the middle of an exchange or of a step
+    would leave the other ranks waiting. Handlers run in the main thread; other threads are not affected.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {kind: handler for kind, handler in handlers.items() if callable(handler)}
+    for kind in handlers:
+        signal.signal(kind, lambda number, frame: received.append((number, frame)))
+    try:
+        yield
+    finally:
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
+    for number, frame in received:
+        handler = handlers[signal.Signals(number)]
+        assert callable(handler)
+        handler(number, frame)

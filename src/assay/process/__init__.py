@@ -1,0 +1,1 @@
+"""Process management: start processes, exchange messages, confine them, and end them with all their children."""

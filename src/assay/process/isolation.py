@@ -1,0 +1,300 @@
+"""What Linux offers to confine a process: namespaces, Landlock and resource limits; see `seccomp` for system calls.
+
+Everything goes through ctypes, so nothing has to be installed. On other systems these functions raise OSError.
+
+A seccomp filter: no sockets, no new processes, no signals to others, no changes to files, no system administration.
+
+Refused system calls fail with an error code. Threads, reading files and everything on open descriptors still work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import re
+import struct
+import sys
+import sysconfig
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_NOSUID_NODEV_NOEXEC, _RECURSIVE_SLAVE = 2 | 4 | 8, 0x4000 | 0x80000
+_SET_DEATH_SIGNAL, _SET_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 36, 38
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's system calls, the same on all architectures
+_WRITE_FILE, _READ_FILE, _READ_DIR = 2, 4, 8
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # version of Landlock -> number of file access rights; later ones: 16
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/nix/store", "/etc/ld.so.cache")
+TIME_ZONES = ("/etc/localtime", "/usr/share/zoneinfo")
+
+
+def libc() -> Any:
+    if sys.platform != "linux":
+        raise OSError("this system is not Linux")
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def checked(result: int, name: str) -> int:
+    """The result of a C function, or OSError where it is negative."""
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return result
+
+
+def prctl(option: int, value: int) -> None:
+    checked(libc().prctl(option, *(ctypes.c_ulong(argument) for argument in (value, 0, 0, 0))), "prctl")
+
+
+def die_with_parent(signum: int) -> None:
+    """Receive this signal when the thread that started this process ends."""
+    with suppress(OSError):
+        prctl(_SET_DEATH_SIGNAL, signum)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become children of this process."""
+    with suppress(OSError):
+        prctl(_SET_SUBREAPER, 1)
+
+
+def no_new_privileges() -> None:
+    prctl(_SET_NO_NEW_PRIVS, 1)
+
+
+def enter_namespaces(network: bool) -> None:
+    """Give this process's children a PID and a mount namespace, and without `network` an empty network one."""
+    flags = _NEWPID | _NEWNS | (0 if network else _NEWNET | _NEWIPC)
+    if libc().unshare(flags) == 0:  # as root
+        return
+    user, group = os.geteuid(), os.getegid()
+    checked(libc().unshare(flags | _NEWUSER), "unshare")
+    for name, content in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        Path("/proc/self", name).write_text(content)
+
+
+def mount_own_proc() -> None:
+    """In the first process of a PID namespace: let /proc show the processes of this namespace only."""
+    checked(libc().mount(None, b"/", None, ctypes.c_ulong(_RECURSIVE_SLAVE), None), "mount /")
+    flags = ctypes.c_ulong(_NOSUID_NODEV_NOEXEC)
+    checked(libc().mount(b"proc", b"/proc", b"proc", flags, None), "mount /proc")
+
+
+def limit_processes(most: int) -> None:
+    """In the first process of a PID namespace: at most so many processes in it, root's too (Linux 6.14 and later)."""
+    version = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
+    if version >= (6, 14):  # before that the value holds for the whole machine
+        with suppress(OSError):
+            Path("/proc/sys/kernel/pid_max").write_text(str(most))
+
+
+def drop_capabilities() -> None:
+    """Give up what the first process of a user namespace may do in it."""
+    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
+    checked(libc().capset(header, none), "capset")
+
+
+def restrict_files(readable: Iterable[str], writable: Iterable[str] = ("/dev/null",)) -> None:
+    """From now on only these files, and those below these folders, can be opened (Landlock)."""
+    version = checked(libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1), "Landlock")
+    handled = (1 << _FILE_RIGHTS.get(version, 16)) - 1
+    network, scoped = 3 if version >= 4 else 0, 3 if version >= 6 else 0  # TCP; signals and abstract sockets
+    attributes = struct.pack("QQQ", handled, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = checked(libc().syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock")
+    try:
+        for rights, paths in ((_READ_FILE, readable), (_READ_FILE | _WRITE_FILE, writable)):
+            for path in paths:
+                _allow(ruleset, path, rights)
+        no_new_privileges()
+        checked(libc().syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
+    finally:
+        os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return  # what does not exist needs no permission
+    try:
+        rule = struct.pack("=Qi", rights | (_READ_DIR if os.path.isdir(path) else 0), descriptor)
+        checked(libc().syscall(_ADD_RULE, ruleset, 1, rule, 0), f"Landlock: {path}")
+    finally:
+        os.close(descriptor)
+
+
+def import_folders(user_code: bool) -> list[str]:
+    """What has to stay readable so that modules can still be imported. `user_code`: from all of `sys.path`."""
+    paths = sysconfig.get_paths()
+    standard = [paths["stdlib"], paths["platstdlib"]]
+    packages = [place for place in sys.path if user_code or _holds_packages(Path(place))]
+    ours = str(Path(__file__).resolve().parents[1])
+    libraries = [str(Path(prefix, "lib")) for prefix in (sys.prefix, sys.base_prefix)]
+    libraries += os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    return [place for place in (*standard, *packages, ours, *libraries, *LIBRARIES, *TIME_ZONES) if place]
+
+
+def _holds_packages(folder: Path) -> bool:
+    """Whether packages are installed in this folder, e.g. by `pip install --target`; a project's folder has none."""
+    return folder.name in ("site-packages", "dist-packages") or any(folder.glob("*.dist-info"))
+
+
+def limit(resource_name: str, value: int) -> None:
+    """Lower a resource limit, e.g. RLIMIT_CORE. Not every system has or allows each."""
+    import resource
+
+    kind = getattr(resource, resource_name, None)
+    if kind is None:
+        return
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(kind, (value, hard if resource_name in _RAISABLE else value))
+
+
+_RAISABLE = ("RLIMIT_AS", "RLIMIT_CPU")  # raised again for more answers, or by users' functions that know what they do
+
+
+def tasks_on_system() -> int:
+    """Number of processes and threads on the whole machine."""
+    try:
+        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+    except (OSError, ValueError, IndexError):
+        return 4096
+
+
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_LOAD, _EQUAL, _GREATER_EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF operations
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+_X32 = 0x40000000
+_CLONE_THREAD = 0x10000
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_SET_SECCOMP, _FILTER = 22, 2
+
+# machine -> audit number, and its column in the table below
+_MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+# Numbers of system calls on x86_64 and aarch64; -1: it has none of that name.
+_CALLS = {
+    "socket": (41, 198),
+    **{"fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281), "clone": (56, 220)},
+    **{"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "prlimit64": (302, 261)},
+    **{"rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240)},
+    **{"ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272)},
+    **{"shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180)},
+    **{"open": (2, -1), "openat": (257, 56), "creat": (85, -1), "truncate": (76, 45), "open_by_handle_at": (304, 265)},
+    **{"rename": (82, -1), "renameat": (264, 38), "renameat2": (316, 276), "unlink": (87, -1), "unlinkat": (263, 35)},
+    **{"mkdir": (83, -1), "mkdirat": (258, 34), "rmdir": (84, -1), "link": (86, -1), "linkat": (265, 37)},
+    **{"symlink": (88, -1), "symlinkat": (266, 36), "mknod": (133, -1), "mknodat": (259, 33)},
+    **{"chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53)},
+    **{"chown": (92, -1), "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54)},
+    **{"utime": (132, -1), "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88)},
+    **{"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)},
+    **{"removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16)},
+    **{"mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51)},
+    **{"unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "perf_event_open": (298, 241)},
+    **{"userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
+    **{"init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106)},
+    **{"kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142), "acct": (163, 89)},
+    **{"swapon": (167, 224), "swapoff": (168, 225), "quotactl": (179, 60), "syslog": (103, 116)},
+    **{"settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266)},
+    **{"sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, -1), "ioperm": (173, -1)},
+    **{"pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438)},
+    **{"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427)},
+    **{"open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fspick": (433, 433)},
+    **{"clone3": (435, 435), "openat2": (437, 437), "process_madvise": (440, 440), "mount_setattr": (442, 442)},
+    **{"process_mrelease": (448, 448), "fchmodat2": (452, 452), "setxattrat": (463, 463), "removexattrat": (466, 466)},
+    **{"open_tree_attr": (467, 467), "file_setattr": (469, 469)},
+}
+_CONDITIONAL = ("clone", "kill", "tgkill", "prlimit64", "open", "openat")
+_UNKNOWN = ("clone3", "openat2")  # arguments in memory cannot be looked at; told ENOSYS, libc uses the older ones
+STRICT = tuple(name for name in _CALLS if name not in _CONDITIONAL)
+
+
+def confine(read_only: bool) -> None:
+    """Install the filter of this module. `read_only`: files cannot be opened for writing either."""
+    own = os.getpid()
+    rules = _refusals(STRICT)
+    rules += _unless_bit("clone", 0, _CLONE_THREAD)
+    for name in ("kill", "tgkill"):
+        rules += _unless_equal(name, (own,))
+    rules += _unless_equal("prlimit64", (0, own))
+    if read_only:
+        rules += _if_bit("openat", 2, _WRITING) + _if_bit("open", 1, _WRITING)
+    _install(rules)
+
+
+def refuse(*names: str) -> None:
+    """Install a filter that refuses just these system calls."""
+    _install(_refusals(names))
+
+
+def _machine() -> tuple[int, int]:
+    machine = platform.machine()
+    if machine not in _MACHINES:
+        raise OSError(f"no seccomp filter for {machine}")
+    return _MACHINES[machine]
+
+
+def _number(name: str) -> int:
+    return _CALLS[name][_machine()[1]]
+
+
+def _refusals(names: tuple[str, ...]) -> list[bytes]:
+    rules = []
+    for name in names:
+        code = errno.ENOSYS if name in _UNKNOWN else errno.EACCES if name == "socket" else errno.EPERM
+        rules += _for_call(name, [_step(_RETURN, _ERRNO | code)])
+    return rules
+
+
+def _unless_bit(name: str, argument: int, bits: int) -> list[bytes]:
+    return _for_call(name, [_argument(argument), _step(_ANY_BIT, bits, 1, 0), _refused(), _allowed()])
+
+
+def _if_bit(name: str, argument: int, bits: int) -> list[bytes]:
+    refused = _step(_RETURN, _ERRNO | errno.EACCES)
+    return _for_call(name, [_argument(argument), _step(_ANY_BIT, bits, 0, 1), refused, _allowed()])
+
+
+def _unless_equal(name: str, values: tuple[int, ...]) -> list[bytes]:
+    compare = [_step(_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
+    return _for_call(name, [_argument(0), *compare, _refused(), _allowed()])
+
+
+def _for_call(name: str, steps: list[bytes]) -> list[bytes]:
+    """These steps if it is this call, else on to the next one; the accumulator holds the number before and after."""
+    number = _number(name)
+    return [_step(_EQUAL, number, 0, len(steps)), *steps] if number >= 0 else []
+
+
+def _argument(index: int) -> bytes:
+    return _step(_LOAD, _ARGUMENTS + 8 * index)  # its lower half: both machines are little-endian
+
+
+def _refused() -> bytes:
+    return _step(_RETURN, _ERRNO | errno.EPERM)
+
+
+def _allowed() -> bytes:
+    return _step(_RETURN, _ALLOW)
+
+
+def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", operation, if_true, if_false, value)
+
+
+def _install(rules: list[bytes]) -> None:
+    audit, _ = _machine()
+    prologue = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, audit, 1, 0), _refused(), _step(_LOAD, _NUMBER)]
+    if platform.machine() == "x86_64":
+        prologue += [_step(_GREATER_EQUAL, _X32, 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
+    program = b"".join([*prologue, *rules, _allowed()])
+    code = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
+    no_new_privileges()
+    checked(libc().prctl(_SET_SECCOMP, ctypes.c_ulong(_FILTER), header, 0, 0), "seccomp")

@@ -1,0 +1,223 @@
+"""From a batch of rollouts to changed weights."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from assay.algos import Algorithm, LossBatch, Sums, metrics
+from assay.algos.credit import RETURNS
+from assay.mesh import Mesh
+from assay.models import PolicyModel
+from assay.models.logprobs import token_logprobs, token_loss
+from assay.models.lora import adapters_off
+from assay.train.faults import Fault, examine
+from assay.train.learner.critic import Critic
+from assay.train.learner.optim import clip_gradients, set_rate
+from assay.train.learner.pack import (
+    TRAINER_LOGPROBS,
+    MicroBatch,
+    Row,
+    fitted,
+    pack,
+    rows_of,
+    share_rows,
+    with_step_inputs,
+)
+from assay.train.learner.parallel import sum_gradients
+from assay.types import Group
+
+Scorer = Literal["trainer", "reference"]
+
+
+def mini_batches(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
+    """Split into `count` runs of consecutive groups whose sizes differ by at most one."""
+    bounds = [len(groups) * part // count for part in range(count + 1)]
+    return [groups[start:end] for start, end in pairwise(bounds)]
+
+
+@dataclass
+class Updater:
+    """The policy, its optimizer, and how a batch goes through them."""
+
+    policy: PolicyModel
+    optimizer: torch.optim.Optimizer
+    temperature: float = 1.0
+    max_grad_norm: float = 1.0
+    token_budget: int = 16384  # halved, for good, whenever a micro-batch does not fit into memory
+    dtype: torch.dtype = torch.float32  # of the computation; weights stay as they are
+    reference: PolicyModel | None = None  # the policy itself stands for its base: its adapters do not count here
+    offload_reference: bool = False  # to main memory, whenever it is not asked
+    critic: Critic | None = None  # one that shares the policy's trunk, and learns as that does
+    mesh: Mesh = field(default_factory=Mesh)  # every rank is handed all rows of a step, and takes its share
+    expects_more: bool = True  # whether another update follows the next one, for which it pays to prepare
+    faults: Sequence[Fault] = ()  # what kept the last `update` from making all of its steps
+
+    def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
+        """`passes` times over the groups, each time one optimizer step per mini-batch."""
+        self.faults = []
+        parts = [rows_of(part, algo) for part in mini_batches(groups, algo.update_count(len(groups)))]
+        with self.working(algo.needs.ref_logprobs_in_loss):
+            if algo.needs.trainer_logprobs and len(parts) * passes > 1:
+                parts = [self.rescored(rows, algo) for rows in parts]
+            parts = [with_step_inputs(rows, algo) for rows in parts]
+            steps = [self.step(rows, algo, lr) for _ in range(passes) for rows in parts if rows]
+        if not steps:
+            return {"optim/lr": lr, "optim/skipped": 1.0, "optim/non_finite": 0.0}
+        sums, norms, skipped = zip(*steps, strict=True)
+        return metrics(sum(sums), updates=len(steps)) | {
+            "optim/lr": lr,
+            "optim/grad_norm": sum(norms) / len(norms),
+            "optim/skipped": float(sum(skipped)),
+            "optim/non_finite": float(len(self.faults)),
+        }
+
+    def rescored(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
+        """Rows with the trainer's own log-probabilities, before the first step."""
+        scores = self.scores(rows, algo, "trainer")
+        return [row.with_input(TRAINER_LOGPROBS, values) for row, values in zip(rows, scores, strict=True)]
+
+    def ref_logprobs(self, groups: Sequence[Group], algo: Algorithm) -> list[list[float]]:
+        """What the reference says of each token of each rollout that is in the loss."""
+        with self.working(reference=True):
+            return self.scores([Row.of(rollout) for group in groups for rollout in group.rollouts], algo, "reference")
+
+    def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:
+        """Log-probabilities of the trained tokens of each row. Ranks share the work, and every one gets all of them."""
+        logprobs = self._own_logprobs if by == "trainer" else self._ref_logprobs
+        trained = [row for row in rows if row.count]  # rows without trained tokens need no forward pass
+        places = {id(row): place for place, row in enumerate(rows)}
+
+        def own_share() -> dict[int, list[float]]:
+            found = {}
+            size, rank = self.mesh.dp_size, self.mesh.dp_rank
+            for share in share_rows(trained, size, rank, self.token_budget, self.policy.shares):
+                part = pack(share, self.policy.device, self._loss_dtype)
+                for row, values in zip(share, logprobs(part).cpu().split(part.trained_lengths), strict=True):
+                    found[places.get(id(row), -1)] = values.tolist()
+            return found
+
+        shares = self.mesh.all_gather_objects(fitted(self, self.policy, trained, own_share))
+        every = {place: values for share in shares for place, values in share.items()}
+        return [every[place] if row.count else [] for place, row in enumerate(rows)]
+
+    def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
+        """One optimizer step. The split into micro-batches, and over ranks, changes memory and time, not the result."""
+        sums = fitted(self, self.policy, rows, lambda: self._accumulate(rows, algo))
+        if self.mesh.dp_size > 1:
+            sums = sums.all_reduce(self.mesh.dp_group)
+            sum_gradients(self.policy.parameters(), self.mesh)
+        norm = float(clip_gradients(self.policy.parameters(), self.max_grad_norm))
+        loss = float(sums.losses["loss/total"])
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        if finite and norm:  # with a gradient of 0 there is nothing to learn, and momentum must not go on by itself
+            set_rate(self.optimizer, lr)
+            self.optimizer.step()
+        elif not finite:
+            self.faults = [*self.faults, examine(self.policy, loss, norm)]
+            warnings.warn(f"{self.faults[-1].what} is not finite: this update is skipped", stacklevel=2)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.critic:
+            self.critic.step(finite)
+        return sums, norm, not (finite and norm)
+
+    def _accumulate(self, rows: Sequence[Row], algo: Algorithm) -> Sums:
+        self._forget()
+        shares = share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares)
+        # One after the other: a GPU is busy with one part while the next is packed.
+        parts = (pack(part, self.policy.device, self._loss_dtype) for part in shares)
+        return sum(self._backward(part, algo) for part in parts)  # type: ignore[return-value]
+
+    def _backward(self, part: MicroBatch, algo: Algorithm) -> Sums:
+        needs = algo.needs
+        ref_logprobs = self._ref_logprobs(part) if needs.ref_logprobs_in_loss else None
+        sums: list[Sums] = []
+        values: list[Tensor] = []
+
+        def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            sampled = part.behaviour_logprobs[at]
+            inputs = {name: values[at] for name, values in part.inputs.items()}
+            own = inputs.get(TRAINER_LOGPROBS, logprobs.detach())  # they are equal in the only step on a batch
+            out = algo.loss(
+                LossBatch(
+                    logprobs=logprobs,
+                    behaviour_logprobs=own if needs.trainer_logprobs else sampled,
+                    advantages=part.advantages[at],
+                    weights=part.weights[at],
+                    entropy=entropy if needs.entropy_gradient else entropy.detach(),
+                    ref_logprobs=None if ref_logprobs is None else ref_logprobs[at],
+                    engine_logprobs=sampled if needs.trainer_logprobs else None,
+                    lengths=part.trained_lengths if needs.whole_sequences else None,
+                    inputs=inputs,
+                )
+            )
+            sums.append(out.sums)
+            return out.total
+
+        def value_loss(hidden: Tensor) -> Tensor:
+            assert self.critic is not None
+            values.append(self.critic.loss(hidden, part))
+            return values[0]
+
+        with self._computing():
+            total = token_loss(
+                self.policy,
+                part.ids,
+                part.lengths,
+                part.trained,
+                loss,
+                self.temperature,
+                shared=part.shared,
+                whole=needs.whole_sequences,
+                also=value_loss if self.critic and RETURNS.name in part.inputs else None,
+            )
+        total.backward()
+        found: Sums = sum(sums)  # type: ignore[assignment]
+        return found.and_loss("loss/value", values[0]) if values else found
+
+    def _forget(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.critic:
+            self.critic.step(usable=False)
+
+    def _own_logprobs(self, part: MicroBatch) -> Tensor:
+        return self._logprobs(self.policy, part)
+
+    def _ref_logprobs(self, part: MicroBatch) -> Tensor:
+        assert self.reference is not None, "needs.reference: there is no reference model"
+        with adapters_off(self.reference):
+            return self._logprobs(self.reference, part)
+
+    @torch.no_grad()
+    def _logprobs(self, model: PolicyModel, part: MicroBatch) -> Tensor:
+        ids, lengths, trained = part.ids, part.lengths, part.trained
+        with self._computing():
+            return token_logprobs(model, ids, lengths, trained, self.temperature, shared=part.shared)[0]
+
+    @contextmanager
+    def working(self, reference: bool = False) -> Iterator[None]:
+        """Steps are made within this: it has at hand what they need, and puts it away again."""
+        away = self.offload_reference and reference and self.reference is not self.policy
+        if not away or self.reference is None:
+            yield
+            return
+        self.reference.to(self.policy.device)
+        try:
+            yield
+        finally:
+            self.reference.to("cpu")
+
+    def _computing(self) -> AbstractContextManager:
+        return torch.autocast(self.policy.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    @property
+    def _loss_dtype(self) -> torch.dtype:
+        return torch.float64 if next(self.policy.parameters()).dtype == torch.float64 else torch.float32
