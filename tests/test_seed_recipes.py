@@ -208,7 +208,7 @@ def test_single_file_asks_in_plain_text_and_keeps_the_entropy_up(tmp_path: Path)
     assert f"Make {target} from the numbers {nums}" in asked and asked.endswith("Step by step:\n<think>")
     algo = build_algorithm(settings("single_file"))
     own = algo.settings
-    assert (own.advantage, own.aggregate, own.updates, own.rescore) == ("group_norm", "sequence", 4, True)
+    assert (own.advantage, own.aggregate, own.updates, own.recompute_logprobs) == ("group_norm", "sequence", 4, True)
     assert algo.needs.entropy_gradient and not algo.needs.reference
     entropy, bonus = seed.metrics("policy/entropy"), seed.metrics("loss/entropy")
     assert bonus == pytest.approx([-0.001 * nats for nats in entropy], rel=1e-3)

@@ -233,7 +233,7 @@ def test_what_an_earlier_policy_sampled_is_for_losses_that_weigh_it() -> None:
 
     found = {recipe for recipe in RECIPES if replays(recipe)}
     assert found == {"grpo", "ppo", "dr_grpo", "dapo", "reinforce_pp", "cispo", "bnpo"}
-    assert not replays("grpo", rescore=True)  # its ratio starts from the policy as it is
+    assert not replays("grpo", recompute_logprobs=True)  # its ratio starts from the policy as it is
     for recipe in RECIPES:  # trainer against engine: whoever sampled, and whenever
         assert replays(recipe, correction="token_truncate")
     assert replays("simple", policy_loss=lambda *given: (given[0], {}))  # it is given who sampled

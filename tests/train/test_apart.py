@@ -415,7 +415,17 @@ def test_nothing_stays_on_the_gpu() -> None:
 def test_a_run_on_the_gpu_is_the_same_in_either_process(small: SmallRuns, lend: str) -> None:
     from safetensors.torch import load_file
 
-    words = (*WORDS, "--device", "cuda", "--dtype", "float32", "--engine.dtype", "float32", "--engine.lend", lend)
+    words = (
+        *WORDS,
+        "--device",
+        "cuda",
+        "--dtype",
+        "float32",
+        "--engine.dtype",
+        "float32",
+        "--engine.sleep_while_training",
+        lend,
+    )
     assert small.train(*words) == 0
     assert small.train(*words, *SEPARATE, "--name", "apart") == 0
     start, one, other = (

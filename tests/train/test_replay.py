@@ -180,7 +180,9 @@ def test_another_run_begins_with_what_was_saved(
     assert "another tokenizer" in said[0] and "no replay buffer" in said[1] and len(said) == 2
 
 
-@pytest.mark.parametrize(("recipe", "why"), [("reinforce", "'reinforce' does not ask"), ("gspo", "rescore forgets")])
+@pytest.mark.parametrize(
+    ("recipe", "why"), [("reinforce", "'reinforce' does not ask"), ("gspo", "recompute_logprobs forgets")]
+)
 def test_a_loss_that_cannot_tell_who_sampled_cannot_replay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, why: str
 ) -> None:

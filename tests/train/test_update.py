@@ -40,7 +40,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "reinforce_pp": {},
     "reinforce_pp with a reference": {"recipe": "reinforce_pp", "reward_kl_coef": 0.3},
     "remax": {},
-    "gspo": {"updates": 1, "rescore": False, "clip_low": 0.05, "clip_high": 0.05},
+    "gspo": {"updates": 1, "recompute_logprobs": False, "clip_low": 0.05, "clip_high": 0.05},
     "cispo": {"updates": 1, "clip_high": 0.2},
     "gpg": {},
     "bnpo": {},
@@ -150,7 +150,7 @@ def each_alone(model: Decoder, groups: Sequence[Group]) -> list[Tensor]:
 def test_the_update_equals_a_plain_gspo_on_single_sequences(name: str) -> None:
     """One ratio an answer, differentiated as it stands; rescored, it is 1 and has the slope of its mean log-prob."""
     rescored = name != "gspo"
-    algo = make_algorithm("gspo", clip_low=0.05, clip_high=0.05, rescore=rescored, updates=1)
+    algo = make_algorithm("gspo", clip_low=0.05, clip_high=0.05, recompute_logprobs=rescored, updates=1)
     groups = credited(algo, seed=5)
     trained = updater(algo, token_budget=50)
     sums = trained._accumulate(rows_of(groups, algo), algo)
@@ -172,7 +172,7 @@ def test_the_update_equals_a_plain_gspo_on_single_sequences(name: str) -> None:
 
 def test_sequences_are_asked_about_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities are computed a few tokens at a time where logits are large: that must cut no ratio."""
-    algo = make_algorithm("gspo", clip_low=0.05, clip_high=0.05, rescore=False, updates=1)
+    algo = make_algorithm("gspo", clip_low=0.05, clip_high=0.05, recompute_logprobs=False, updates=1)
     groups = credited(algo)
     whole = updater(algo)._accumulate(rows_of(groups, algo), algo)
     monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", 3 * SPEC.vocab_size)

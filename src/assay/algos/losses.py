@@ -77,7 +77,7 @@ class ImportanceCorrection(Component):
     def needs(self) -> Needs:
         mode = self.settings.correction
         return Needs(
-            trainer_logprobs=self.settings.rescore or mode is not None,
+            trainer_logprobs=self.settings.recompute_logprobs or mode is not None,
             whole_sequences=mode is not None and mode.startswith("sequence"),
         )
 

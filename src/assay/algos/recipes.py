@@ -95,7 +95,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "ratio": "sequence",
         "clip_low": 3e-4,
         "clip_high": 4e-4,
-        "rescore": True,
+        "recompute_logprobs": True,
         "updates": 4,
     },
     # CISPO (MiniMax-M1, arXiv 2506.13585): clipped ratios as weights without a gradient, group-relative advantages,

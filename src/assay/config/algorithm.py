@@ -7,7 +7,7 @@ are overridden by those of the recipe, and these by the keys that the user sets.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, SerializerFunctionWrapHandler, field_validator, model_serializer
 
@@ -36,18 +36,18 @@ class CreditConfig(Section):
     greedy_baseline: bool = False
     """sample one more answer per prompt greedily and subtract its reward from the others'; it is not trained on"""
     critic: bool = False
-    """a critic gives tokens their advantages, in place of algo.advantage (PPO): see the critic section"""
+    """estimate advantages per token with a critic instead of algo.advantage (PPO): see the critic section"""
     discount: Fraction = 1.0
-    """discount per step of rewards that come later in an episode; 1: none"""
+    """discount factor per step of an episode; 1: no discount"""
     step_credit: bool = False
-    """each step of an episode has its own advantage, from the rewards that follow it"""
+    """give each step of an episode its own advantage, from the rewards that follow it"""
 
 
 class RewardKLConfig(Section):
     reward_kl_coef: NonNegative = 0.0
     """weight of log(policy / reference) that is subtracted from the reward; above 0 a reference model is kept"""
     reward_kl_per: Literal["sequence", "token"] = "sequence"
-    """sequence: an answer pays for all of its tokens; token: each of them for itself and those after it"""
+    """sequence: one penalty per answer, the sum over its tokens; token: one per token, from it onwards"""
 
 
 class PolicyGradientConfig(Section):
@@ -56,18 +56,20 @@ class PolicyGradientConfig(Section):
     ratio: Literal["token", "sequence"] = "token"
     """policy / sampler probability ratio: of each token, or of the whole answer (geometric mean of its tokens)"""
     clip_low: Bound = 0.2
-    """how far below 1 the ratio may go"""
+    """clip range below 1"""
     clip_high: Bound = 0.2
-    """how far above 1 the ratio may go"""
+    """clip range above 1"""
     dual_clip: NonNegative = 0.0
     """largest ratio where the advantage is negative, e.g. 3 or 10 (ppo_clip); 0: none"""
 
 
 class ImportanceConfig(Section):
-    rescore: bool = False
-    """ratios start from log-probabilities that the trainer computes before its first update, not from the engine's"""
+    renamed: ClassVar = {"rescore": "recompute_logprobs"}
+
+    recompute_logprobs: bool = False
+    """importance ratios use log-probabilities that the trainer computes before the first update, not the engine's"""
     correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
-    """weight tokens or answers by trainer / engine, truncated to bounds or masked outside of them; implies rescore"""
+    """weight tokens or answers by trainer / engine probability, truncated to or masked outside of the bounds below"""
     correction_low: NonNegative = 0.0
     """lower bound of that weight"""
     correction_high: Bound = 2.0
@@ -76,9 +78,9 @@ class ImportanceConfig(Section):
 
 class CovarianceConfig(Section):
     cov: Literal["kl_cov", "clip_cov"] | None = None
-    """restrain tokens whose log-probability and advantage covary most: by a penalty, or by masking their loss"""
+    """tokens with the highest covariance of log-probability and advantage: kl_cov penalises, clip_cov masks them"""
     cov_fraction: Fraction = 2e-4
-    """fraction of tokens that is restrained"""
+    """fraction of tokens that kl_cov or clip_cov selects"""
     cov_coef: NonNegative = 1.0
     """kl_cov: weight of the penalty"""
     cov_low: Finite = 1.0
@@ -89,7 +91,7 @@ class CovarianceConfig(Section):
 
 class AggregateConfig(Section):
     aggregate: str = "sequence"
-    """what the loss averages over: token, sequence or constant (length)"""
+    """loss aggregation: token (mean over tokens), sequence (mean over sequence means) or constant (fixed length)"""
 
 
 class ReferenceKLConfig(Section):
@@ -101,7 +103,7 @@ class ReferenceKLConfig(Section):
 
 class ReferenceConfig(Section):
     reference: str = ""
-    """model to stay close to, of any size, with the same tokenizer; empty: the policy when reinforcement began"""
+    """reference model of any size with the same tokenizer; empty: the policy at the start of reinforcement learning"""
     refresh_reference: Count = 0
     """replace the reference by the current policy every N steps; 0: never"""
     reference_ema: Below1 = 0.0
@@ -112,7 +114,7 @@ class EntropyConfig(Section):
     entropy_coef: Finite = 0.0
     """weight of an entropy bonus; with entropy_target, the initial one"""
     entropy_target: NonNegative | None = None
-    """entropy per token below which that weight grows from step to step; above it the weight shrinks and is not used"""
+    """adaptive weight: grows while the entropy per token is below this target; above it shrinks and is not applied"""
     entropy_delta: NonNegative = 0.005
     """change of the weight per step"""
 
@@ -126,9 +128,9 @@ class ZeroVarianceConfig(Section):
 
 class PassRateConfig(Section):
     pass_rate_low: Fraction = 0.0
-    """prompts with a running pass rate below are skipped"""
+    """skip prompts whose running pass rate is below this"""
     pass_rate_high: Fraction = 1.0
-    """prompts with a running pass rate above are skipped"""
+    """skip prompts whose running pass rate is above this"""
     pass_rate_retry: Count = 0
     """steps after which a skipped prompt is tried again; 0: never"""
 

@@ -1,15 +1,11 @@
-"""What is solved, by which model, and how answers are asked for and judged.
+"""Settings of models, tasks, rewards, training, sampling, evaluation and the engine, and of whole commands.
 
-How the policy learns from answers: critic, replay, optimizer, loop, warm start.
-
-How answers are sampled, models measured, and a run saved, logged and spread out.
-
-All the settings of a command, section by section.
+The string below a field is its help text.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -26,7 +22,7 @@ class ModelConfig(Section):
     tokenizer: str = ""
     """tokenizer from another folder or hub id; for presets 'words' (the task's own words) or 'characters'"""
     max_length: Count = 0
-    """longest prompt + completion in tokens; 0: what the model was made for (presets: 512)"""
+    """longest prompt + completion in tokens; 0: the model's own maximum (presets: 512)"""
     trust_remote_code: bool = False
     """run Python code that comes with a hub model; only for models you trust"""
 
@@ -40,11 +36,11 @@ class LoraConfig(Section):
     """Low-rank adapters, trained in place of the model's own weights."""
 
     rank: Count = 0
-    """of the adapters; 0: none, all weights are trained"""
+    """rank of the adapters; 0: no adapters, all weights are trained"""
     alpha: Above0 = 32.0
-    """what an adapter adds is multiplied by alpha / rank"""
+    """adapter outputs are scaled by alpha / rank"""
     targets: list[str] = Field(default_factory=lambda: ["all-linear"], min_length=1)
-    """linear layers to adapt, by the end of their names, e.g. ["q_proj", "v_proj"]; all-linear: all in the layers"""
+    """linear layers to adapt, by name suffix, e.g. ["q_proj", "v_proj"]; all-linear: all of the transformer layers"""
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -53,14 +49,14 @@ class LoraConfig(Section):
 
 
 class TaskConfig(Section):
-    """What to solve. `task = "NAME"` is short for `task.name`; on the command line it drops a file's path and args."""
+    """The task. `task = "NAME"` is short for `task.name`; on the command line it resets the file's path and args."""
 
     name: str = ""
-    """gsm8k, math, countdown, abacus, jsonl, reasoning_gym:NAME, or your own as package.module:Thing, file.py:Thing"""
+    """gsm8k, math, countdown, abacus, jsonl, reasoning_gym:NAME, or your own as package.module:Name or file.py:Name"""
     path: str = ""
-    """folder or JSONL file with the data, or a hub id; empty: the task's own default"""
+    """folder or JSONL file with the data, or a hub id; empty: the task's default"""
     args: dict[str, Any] = Field(default_factory=dict)
-    """the task's own knobs, e.g. task.args.max_steps = 3"""
+    """arguments of the task, e.g. task.args.max_steps = 3"""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,20 +65,20 @@ class TaskConfig(Section):
 
 
 class EnvConfig(Section):
-    """An environment to act in, in one step or many. `env = "NAME"` is short for `env.name`."""
+    """The environment, single-step or multi-step. `env = "NAME"` is short for `env.name`."""
 
     name: str = ""
-    """guess, countdown_tries; about a task: single, stepwise, calculator, python; or your own as file.py:Thing"""
+    """guess, countdown_tries; on top of a task: single, stepwise, calculator, python; or your own as file.py:Name"""
     path: str = ""
-    """folder or file that the environment reads; empty: its own default"""
+    """folder or file that the environment reads; empty: the environment's default"""
     args: dict[str, Any] = Field(default_factory=dict)
-    """the environment's own knobs, e.g. env.args.tries = 3"""
+    """arguments of the environment, e.g. env.args.tries = 3"""
     max_steps: Count = 0
-    """episodes are cut off after so many steps; 0: the environment's own limit"""
+    """truncate episodes after this many steps; 0: the environment's own limit"""
     max_tokens: Count = 0
-    """tokens of one step; 0: all that is left of sampling.max_new_tokens, which holds for the whole episode"""
+    """maximum tokens per step; 0: what remains of sampling.max_new_tokens, which limits the whole episode"""
     max_seconds: NonNegative = 0.0
-    """episodes still going on so long after they began are cut off; 0: never. What is cut off depends on the machine"""
+    """truncate episodes after this many seconds; 0: never. Results then depend on the speed of the machine"""
 
     @model_validator(mode="before")
     @classmethod
@@ -91,10 +87,10 @@ class EnvConfig(Section):
 
 
 class PromptConfig(Section):
-    """How a problem becomes tokens."""
+    """How a problem is rendered as a prompt."""
 
     style: Literal["auto", "chat", "raw"] = "auto"
-    """chat: the tokenizer's template, an error where it has none; raw: prompt.template, for base models; auto: chat"""
+    """chat: the tokenizer's chat template, an error if it has none; raw: prompt.template (base models); auto: chat"""
     template: str = ""
     """raw prompt with {question}, {examples}, {system} or any field of the problem"""
     system: str = ""
@@ -102,44 +98,44 @@ class PromptConfig(Section):
     system_file: str = ""
     """file to read the system message from"""
     few_shot: Count = 0
-    """worked examples put before each question; with few_shot_file, 0: all of the file"""
+    """number of worked examples before each question; with few_shot_file, 0 means all examples of the file"""
     few_shot_file: str = ""
-    """JSONL with question and solution columns to take them from; empty: the train split"""
+    """JSONL file of examples with question and solution columns; empty: examples come from the train split"""
 
 
 class RewardConfig(Section):
-    """How an answer is judged."""
+    """How answers are judged and rewarded."""
 
     extract: Literal["", "boxed", "hash", "answer-tag", "last-number"] = ""
-    """the form in which the final answer must stand; empty: the task's own"""
+    """format of the final answer; empty: the task's default"""
     strict: bool = True
-    """only that form counts, and a number where the gold answer is one; false: other forms and expressions count too"""
+    """accept only that format, and only numbers where the gold answer is a number; false: accept other formats too"""
     accuracy: Finite = 1.0
-    """weight of a right answer"""
+    """weight of correctness"""
     format: Finite = 0.0
-    """weight of having the asked form, right or wrong"""
+    """weight of following the answer format, whether the answer is correct or not"""
     format_pattern: str = ""
-    """regular expression that defines the form; empty: a final answer could be extracted"""
+    """regular expression for the format; empty: any completion with an extractable answer follows it"""
     length: Finite = 0.0
-    """weight of being short: 1 up to target_length characters, falling to 0 at twice that"""
+    """weight of brevity: 1 up to target_length characters, decreasing linearly to 0 at twice that length"""
     target_length: Positive = 1000
-    """see length"""
+    """length in characters up to which reward.length gives its full value"""
     correct: Finite = 1.0
-    """accuracy of a right answer"""
+    """correctness value of a correct answer"""
     wrong: Finite = 0.0
-    """accuracy of a wrong answer"""
+    """correctness value of a wrong answer"""
     unparsable: Finite = 0.0
-    """accuracy where no answer could be read"""
+    """correctness value if no answer could be extracted"""
     function: str = ""
-    """your own reward in place of the task's: package.module:function or file.py:function"""
+    """your own reward function instead of the task's judge: package.module:function or file.py:function"""
     workers: Count = 2
-    """judging processes; 0 judges in the training process, without isolation"""
+    """number of judge processes; 0: judge in the training process, without isolation"""
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 5.0
-    """hard time limit for one answer"""
+    """time limit in seconds for judging one answer"""
     sandbox: Literal["auto", "strict", "off"] = "auto"
-    """what judging processes may do; auto: strict for built-in judges, files and network for your own code"""
+    """confinement of judge processes; auto: strict for built-in judges, file and network access for your own code"""
     pass_env: list[str] = Field(default_factory=list)
-    """environment variables that judging processes may see, e.g. ["OPENAI_API_KEY"]; others are hidden from them"""
+    """environment variables passed to judge processes, e.g. ["OPENAI_API_KEY"]; most others are hidden"""
 
     @field_validator("pass_env", mode="before")
     @classmethod
@@ -148,43 +144,43 @@ class RewardConfig(Section):
 
 
 class ReplayConfig(Section):
-    """Learning again from groups of earlier steps. Needs a loss with an importance ratio, or algo.correction."""
+    """Replay of groups of earlier steps. Needs a loss with an importance ratio, or algo.correction."""
 
     groups: Count = 0
-    """of earlier steps that are added to each step's own; 0: none"""
+    """number of replayed groups added to each step; 0: none"""
     capacity: Positive = 256
-    """groups kept, the latest ones"""
+    """maximum number of groups in the buffer; the oldest are removed first"""
     max_staleness: Count = 0
-    """drop groups that a policy of more than so many steps ago has sampled; 0: never"""
+    """drop groups that were sampled more than this many steps ago; 0: never"""
     with_replacement: bool = False
-    """a group may be drawn several times in one step"""
+    """allow a group to be drawn several times in one step"""
     load: str = ""
-    """folder of a saved buffer that a new run begins with: ReplayBuffer.save, or replay/ of a run's checkpoint"""
+    """folder of a saved buffer to start from: written by ReplayBuffer.save, or replay/ of a checkpoint"""
 
 
 class CriticConfig(Section):
-    """With algo.critic: it learns what states are worth, and gives tokens their advantages (PPO)."""
+    """The critic (value model) that estimates advantages per token when algo.critic is on (PPO)."""
 
     trunk: Literal["separate", "shared"] = "separate"
-    """separate: a network as large as the policy; shared: a head on the policy's own, which learns for both"""
+    """separate: a network of the policy's size; shared: a value head on the policy's network"""
     coef: NonNegative = 0.5
-    """shared: weight of its loss beside the policy's"""
+    """shared: weight of the value loss relative to the policy loss"""
     lr: Above0 = 1e-5
-    """its learning rate, constant; shared: of the head"""
+    """learning rate of the critic (shared: of the value head), constant"""
     gamma: Fraction = 1.0
-    """discount of a token's distance from the reward"""
+    """discount factor per token"""
     gae_lambda: Fraction = 1.0
-    """1: returns less values, unbiased; 0: one step ahead, as good as the values are"""
+    """GAE lambda; 1: returns minus values (unbiased, high variance); 0: one-step temporal differences"""
     clip: NonNegative = 0.5
-    """how far a value may go from the one that gave credit before it stops paying; 0: any distance"""
+    """PPO value clip range; 0: no clipping"""
     passes: Positive = 4
-    """separate: optimizer steps on each batch; shared: as many as the policy makes"""
+    """separate: optimizer steps per batch; shared: not used, the policy's steps train both"""
     bootstrap: bool = False
-    """episodes that a limit cut off count as worth what it expects of them; false: as over, with what they have got"""
+    """bootstrap truncated episodes with the value of their last state; false: treat truncation as termination"""
     normalise: bool = True
-    """advantages of a batch get mean 0 and standard deviation 1"""
+    """normalise the advantages of a batch to mean 0 and standard deviation 1"""
     max_grad_norm: Above0 = 1.0
-    """its gradients are scaled down to this norm"""
+    """maximum gradient norm of the critic"""
 
 
 class OptimConfig(Section):
@@ -193,128 +189,128 @@ class OptimConfig(Section):
     name: Literal["adamw", "muon"] = "adamw"
     """muon: orthogonalised momentum for the matrices of the layers, AdamW for everything else"""
     lr: Above0 = 1e-6
-    """learning rate of whatever has none of its own below; a schedule scales them all"""
+    """learning rate of all parameters without a learning rate of their own; the schedule scales all learning rates"""
     matrix_lr: Above0 | None = None
-    """learning rate of the matrices in the layers; muon needs one, e.g. 0.001; empty: lr"""
+    """learning rate of weight matrices in the layers; required by muon, e.g. 0.001; empty: lr"""
     embedding_lr: Above0 | None = None
-    """learning rate of the embedding, and of a head that shares its weights; empty: lr"""
+    """learning rate of the embedding and of a tied head; empty: lr"""
     head_lr: Above0 | None = None
-    """learning rate of a head with weights of its own; empty: lr"""
+    """learning rate of an untied head; empty: lr"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """decay after the warm-up"""
     warmup: Count = 0
     """steps of linear warm-up"""
     final: Fraction = 0.0
-    """fraction of the learning rate that linear and cosine schedules end with"""
+    """final learning rate of linear and cosine schedules, as a fraction of the peak"""
     initial: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """fraction of the learning rate to start from, for all steps"""
+    """factor applied to all learning rates"""
     weight_decay: NonNegative = 0.0
     """decoupled; not applied to vectors (norms and biases)"""
     betas: tuple[Below1, Below1] = (0.9, 0.95)
-    """AdamW's moments"""
+    """AdamW betas"""
     momentum: Below1 = 0.95
-    """Muon's momentum"""
+    """Muon momentum"""
     eps: Above0 = 1e-8
-    """AdamW's epsilon"""
+    """AdamW epsilon"""
     max_grad_norm: NonNegative = 1.0
-    """gradients are scaled down to this norm; 0: never"""
+    """maximum gradient norm; 0: no clipping"""
 
 
 class LoopConfig(Section):
-    """The loop."""
+    """The training loop."""
 
     steps: Count = 100
-    """batches of rollouts to train on"""
+    """number of training steps; each samples one batch of rollouts and trains on it"""
     epochs: NonNegative = 0.0
-    """length in passes over the train split instead of steps; 0: use steps"""
+    """length of the run in passes over the train split, instead of train.steps; 0: use train.steps"""
     budget: Count = 0
-    """end, and schedule the learning rate, by answers sampled, those of dropped groups included; 0: by steps"""
+    """length of run and schedule in sampled answers, including those of dropped groups; 0: use train.steps"""
     prompts: Positive = 16
-    """prompts a step"""
+    """prompts per step"""
     samples: Positive = 8
-    """answers a prompt"""
+    """answers per prompt (group size)"""
     passes: Positive = 1
-    """times the trainer goes over each batch of rollouts"""
+    """training passes over each batch of rollouts"""
     token_budget: Positive = 16384
-    """most tokens in one forward and backward pass; memory goes with it, the result does not"""
+    """maximum tokens per micro-batch; affects memory, not the result"""
     recompute: bool = False
-    """keep only the inputs of layers for the backward pass: a fraction of the memory, a third more time"""
+    """activation checkpointing: store only layer inputs for the backward pass; less memory, about a third more time"""
     compile: Literal["auto", "on", "off"] = "auto"
     """compile the layers with torch.compile; auto: on one GPU, for models of 100 million parameters or more"""
     offload_reference: bool = False
-    """keep the reference model of a KL term in main memory, and on the GPU only while it is asked"""
+    """keep the reference model in CPU memory and move it to the GPU only while it computes log-probabilities"""
     process: Literal["same", "separate"] = "same"
-    """separate: each update in a process of its own, which leaves nothing on the GPU; takes seconds to start"""
+    """separate: run each update in its own process, which frees all of its GPU memory; takes seconds to start"""
     max_train_prompts: Count = 0
-    """use only the first so many prompts of the train split; 0: all"""
+    """use only the first N prompts of the train split; 0: all"""
     max_skipped: Count = 5
-    """stop after so many steps in a row whose loss or gradient was not finite; 0: never"""
+    """stop after this many consecutive steps with a non-finite loss or gradient; 0: never"""
 
 
 class SftConfig(Section):
-    """A supervised warm start on worked solutions, before reinforcement."""
+    """Supervised fine-tuning on worked solutions before reinforcement learning (warm start)."""
 
     steps: Count = 0
     """optimizer steps; 0: no warm start"""
     batch: Positive = 64
-    """solutions a step"""
+    """solutions per step"""
     lr: Above0 = 1e-5
-    """learning rate, linear to 0"""
+    """peak learning rate; decays linearly to 0"""
     warmup: Count = 10
     """steps of linear warm-up"""
     weight_decay: NonNegative = 0.0
-    """as in optim"""
+    """decoupled weight decay, as in optim.weight_decay"""
     args: dict[str, Any] = Field(default_factory=dict)
-    """task knobs that differ for the demonstrations, e.g. sft.args.noise = 0.3"""
+    """task arguments that differ for the worked solutions, e.g. sft.args.noise = 0.3"""
 
 
 BUILT_IN_ENGINES = ("auto", "native", "hf")
 
 
 class SamplingConfig(Section):
-    """How training answers are sampled."""
+    """How answers are sampled during training."""
 
     temperature: Above0 = 1.0
-    """1 samples from the policy itself"""
+    """sampling temperature; 1: the policy's own distribution"""
     top_k: Count = 0
-    """0: off. Truncation makes importance ratios inexact"""
+    """sample from the k most likely tokens; 0: off. Truncation makes importance ratios inexact"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """1: off. Truncation makes importance ratios inexact"""
+    """sample from the most likely tokens of this total probability; 1: off. Makes importance ratios inexact"""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """0: off; else tokens less likely than this share of the likeliest one are not drawn"""
+    """exclude tokens less likely than this fraction of the most likely token; 0: off"""
     max_new_tokens: Positive = 256
-    """answers are cut off here; of an episode: all that the policy writes in it"""
+    """maximum tokens per answer; for an episode, of all policy turns together"""
     min_new_tokens: Count = 0
-    """end tokens are not drawn before there are as many"""
+    """end tokens are excluded until an answer has this many tokens"""
     stop: list[str] = Field(default_factory=list)
-    """strings that end an answer, besides the model's own end tokens"""
+    """strings that end an answer, in addition to the model's end tokens"""
 
 
 class EvalConfig(Section):
-    """How models are measured."""
+    """How models are evaluated."""
 
     every: Count = 0
-    """evaluate on eval.split every so many steps; 0: only at the start and the end"""
+    """evaluate on eval.split every N steps; 0: only before and after training"""
     split: Split = "validation"
-    """what the periodic evaluation and the choice of the best checkpoint look at"""
+    """split for periodic evaluation and for choosing the best checkpoint"""
     final_split: Split | Literal["all"] = "test"
-    """what before and after are measured on; all: every row of a single file (what assay eval --data takes)"""
+    """split for the evaluations before and after training; all: every row of one file (as in assay eval --data)"""
     examples: Count = 200
-    """problems of the periodic evaluation; 0: all"""
+    """number of problems of periodic evaluations; 0: all"""
     final_examples: Count = 0
-    """problems of before and after; 0: all"""
+    """number of problems of the evaluations before and after training; 0: all"""
     samples: Positive = 1
-    """answers a problem"""
+    """answers per problem"""
     temperature: NonNegative = 0.0
-    """0 is greedy"""
+    """sampling temperature; 0: greedy"""
     top_k: Count = 0
-    """0: off"""
+    """as sampling.top_k"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """1: off"""
+    """as sampling.top_p"""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """0: off"""
+    """as sampling.min_p"""
     max_new_tokens: Count = 0
-    """0: as in training; without a training run: 512"""
+    """maximum tokens per answer; 0: as in training (512 without a training run)"""
     stop: list[str] = Field(default_factory=list)
     """strings that end an answer; empty: as in training"""
 
@@ -323,19 +319,19 @@ class SaveConfig(Section):
     """Checkpoints and rollout files."""
 
     every: Count = 50
-    """checkpoint every so many steps; 0: only at the end"""
+    """save a checkpoint every N steps; 0: only at the end"""
     keep: Positive = 2
-    """latest checkpoints kept, besides the best one and the start"""
+    """number of latest checkpoints to keep, in addition to the best one and the initial one"""
     best: bool = True
-    """also whenever a periodic evaluation comes out best; false: the best is one of those that are saved anyway"""
+    """also save when a periodic evaluation is the best so far; false: choose among the regular checkpoints"""
     rollouts: Annotated[int, Field(ge=-1)] = -1
-    """steps whose rollouts are kept on disk; -1: all, 0: none"""
+    """number of latest steps whose rollout files are kept; -1: all, 0: none"""
     grace_s: NonNegative = 30.0
-    """seconds that a step may take to end after Ctrl-C or SIGTERM; later, sampling or an evaluation is broken off"""
+    """seconds to wait for the current step after Ctrl-C or SIGTERM before sampling or evaluation is interrupted"""
 
 
 class LogConfig(Section):
-    """Where metrics go besides the run directory."""
+    """Metric trackers in addition to the run directory."""
 
     wandb: str = ""
     """Weights & Biases project; empty: off"""
@@ -344,14 +340,14 @@ class LogConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How a run that torchrun starts is spread over its processes."""
+    """Distribution of a run over the processes that torchrun starts."""
 
     tp: Positive = 1
-    """processes that hold one model together (tensor parallelism); the others split the batch"""
+    """tensor-parallel size; the remaining processes are data parallel"""
     mode: Literal["auto", "ddp", "fsdp"] = "auto"
-    """between those that split the batch. ddp: whole copies; fsdp: parts; auto: fsdp on GPUs from 1e9 parameters on"""
+    """data parallelism. ddp: replicated weights; fsdp: sharded weights; auto: fsdp on GPUs from 1e9 parameters on"""
     heartbeat_timeout_s: NonNegative = 300.0
-    """a process that has shown no sign of life for so many seconds ends the run; 0: it is reported and waited for"""
+    """end the run if a process sends no heartbeat for this many seconds; 0: report it and keep waiting"""
 
 
 def check_engine_name(name: str) -> str:
@@ -364,37 +360,39 @@ def check_engine_name(name: str) -> str:
 
 
 class EngineConfig(Section):
-    """Generation."""
+    """The generation engine."""
+
+    renamed: ClassVar = {"lend": "sleep_while_training"}
 
     name: Annotated[str, AfterValidator(check_engine_name)] = "auto"
     """native for the Llama and Qwen families, hf for everything else (auto), or your own as file.py:function"""
     max_batch: Count = 0
-    """sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
+    """maximum number of sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
     memory: NonNegative = 0.0
-    """GiB for keys and values; 0: what max_batch sequences can use, within 40 % (CUDA) or 25 % of what is free"""
-    lend: bool = False
-    """give the memory of keys and values back while the trainer works (CUDA); recorded graphs stay as they are"""
+    """GiB for the KV cache; 0: enough for max_batch sequences, at most 40 % (CUDA) or 25 % of the free memory"""
+    sleep_while_training: bool = False
+    """release the memory of the KV cache while the trainer works (CUDA); captured CUDA graphs stay valid"""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """KV cache of sequences that are running when new weights arrive: computed again with them, or kept as it is"""
+    """KV cache of running sequences when weights are updated: recompute it with the new weights, or keep it"""
     prefill_tokens: Count = 0
-    """prompt tokens computed between two stretches of decoding; 0: 8,192 on CUDA, 1,024 elsewhere"""
+    """maximum prompt tokens per prefill batch; 0: 8,192 on CUDA, 1,024 elsewhere"""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """auto: as the device prefers; float64: see the run's dtype"""
+    """auto: the device's preferred dtype; float64: see the dtype of the run"""
 
 
 class TrainConfig(Section):
     """A training run."""
 
     name: str = ""
-    """name of the run; empty: that of the config file"""
+    """name of the run; empty: the name of the config file"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     seed: Seed = 0
-    """of everything: data order, sampling, fresh weights"""
+    """seed of data order, sampling and new weights"""
     device: str = "auto"
     """cuda, mps, cpu or auto"""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """computation in training; master weights are float32. float64 for both is slow, and meant for comparing layouts"""
+    """dtype of computation in training; master weights are float32. float64 applies to both; slow, for comparisons"""
     model: ModelConfig = Field(default_factory=ModelConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
     task: TaskConfig = Field(default_factory=TaskConfig)
@@ -416,12 +414,12 @@ class TrainConfig(Section):
 
 
 class MeasureConfig(Section):
-    """An evaluation of finished models: the sections of a training run that matter to it."""
+    """Settings of an evaluation: the sections of a training run that apply to it."""
 
     runs_dir: str = "runs"
     """folder that holds the runs"""
     seed: Seed = 0
-    """of sampling"""
+    """seed of sampling"""
     device: str = "auto"
     """cuda, mps, cpu or auto"""
     model: ModelConfig = Field(default_factory=ModelConfig)

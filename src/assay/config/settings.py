@@ -1,8 +1,6 @@
-"""What settings are made of: sections that refuse unknown keys, and numbers within bounds.
+"""Load and write settings: defaults < TOML file < dotted overrides from the command line, validated together.
 
-Reading and writing settings: defaults < TOML file < dotted overrides from the command line, checked in one go.
-
-Every error is one sentence with the key, where it stands and, for a misspelt key, the nearest valid one.
+Every error is one sentence with the key, its source and, for a misspelt key, the nearest valid one.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from assay.types import UserError
 
@@ -30,7 +28,17 @@ Split = Literal["train", "validation", "test"]
 
 
 class Section(BaseModel):
+    """A table of settings. Unknown keys are rejected; `renamed` maps former names of keys to the current ones."""
+
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    renamed: ClassVar[dict[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _current_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {cls.renamed.get(key, key): value for key, value in values.items()}
 
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -40,7 +48,7 @@ def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapp
     """Settings of one kind from an optional TOML file and dotted overrides such as {"optim.lr": 1e-4}."""
     tree = read_toml(Path(file)) if file is not None else {}
     fields = dict(keys(kind))
-    # Sections first: --task NAME drops the path of the file, never one that was given beside it.
+    # Sections first: --task NAME resets the path given in the file, never one given on the command line.
     for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
         if value is True and key in fields and not is_flag(fields[key].annotation):
             choices = [one for one in get_args(fields[key].annotation) if isinstance(one, str)]
@@ -53,7 +61,7 @@ def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapp
 
 
 def is_flag(kind: Any) -> bool:
-    """Whether it takes true and false, and maybe nothing: then it may stand on the command line without a value."""
+    """Whether a setting is boolean, so that it may be given on the command line without a value."""
     return bool in (kind, *get_args(kind))
 
 
@@ -74,7 +82,7 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """`--optim.lr 1e-4 --model=PATH --eval.strict` -> {"optim.lr": 1e-4, "model": "PATH", "eval.strict": True}"""
-    found: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -84,8 +92,8 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         if not equals:
             # A following word is the value unless it is the next option; negative numbers are values.
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        found[key.replace("-", "_")] = literal(value)
-    return found
+        overrides[key.replace("-", "_")] = literal(value)
+    return overrides
 
 
 def literal(text: str) -> Any:
@@ -98,24 +106,27 @@ def literal(text: str) -> Any:
 
 def set_dotted(tree: dict[str, Any], key: str, value: Any, kind: type[BaseModel]) -> None:
     *parents, last = key.split(".")
-    place = tree
+    table = tree
     for i, name in enumerate(parents):
-        below = place.get(name, {})
+        below = table.get(name, {})
         if isinstance(below, str):  # a short form such as model = "PATH" in the file
             below = short_form(kind, parents[: i + 1], below)
         if not isinstance(below, dict):
             raise UserError(f"--{key}: '{'.'.join(parents[: i + 1])}' is a value and has no keys of its own")
-        place[name] = below
-        place = below
-    old = place.get(last)
+        table[name] = below
+        table = below
+    renamed = getattr(section_at(kind, parents), "renamed", {})
+    table.update({new: table.pop(former) for former, new in renamed.items() if former in table})
+    last = renamed.get(last, last)
+    old = table.get(last)
     if isinstance(old, dict) and isinstance(value, str) and last not in ("task", "env"):
         old.update(short_form(kind, [*parents, last], value))  # --model PATH changes a [model] table's source only
     else:
-        place[last] = value
+        table[last] = value
 
 
 def short_form(kind: type[BaseModel], path: Sequence[str], value: str) -> dict[str, Any]:
-    """What a section makes of a plain string, e.g. {"source": value} for the model."""
+    """The table that a plain string stands for, e.g. {"source": value} for the model."""
     section = section_at(kind, path)
     first = next(iter(section.model_fields), "") if section else ""
     return {first: value}
@@ -131,7 +142,7 @@ def section_at(kind: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | 
 
 
 def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key with its pydantic field, sections before what is in them."""
+    """Every dotted key with its pydantic field."""
     for name, field in kind.model_fields.items():
         section = section_at(kind, [name])
         if section is None:
@@ -160,7 +171,7 @@ def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides:
 
 
 def suggestion(kind: type[BaseModel], path: Sequence[str]) -> str:
-    """The valid key most like the given one; the last part weighs most, so that a wrong section is found too."""
+    """The most similar valid key. The last part counts most, so that a key in the wrong section is found too."""
 
     def likeness(candidate: str) -> float:
         last = difflib.SequenceMatcher(None, candidate.rpartition(".")[2], path[-1]).ratio()

@@ -223,7 +223,7 @@ def build_engine(
         max_batch=cfg.max_batch,
         memory=cfg.memory,
         prefill_tokens=cfg.prefill_tokens,
-        lend=cfg.lend,
+        lend=cfg.sleep_while_training,
         kv_on_update=cfg.kv_on_update,
         max_length=min(max_length or policy.max_length, policy.max_length),
         decode=renderer.decode,

@@ -64,14 +64,16 @@ class PolicyGradient(LossTerm[AlgoConfig]):
 
     def check_replay(self) -> None:
         settings = self.settings
-        if settings.correction is not None or not (settings.rescore or settings.policy_loss in ON_POLICY):
+        if settings.correction is not None or not (settings.recompute_logprobs or settings.policy_loss in ON_POLICY):
             return
         why = (
-            "algo.rescore forgets" if settings.rescore else f"algo.policy_loss = {settings.policy_loss!r} does not ask"
+            "algo.recompute_logprobs forgets"
+            if settings.recompute_logprobs
+            else f"algo.policy_loss = {settings.policy_loss!r} does not ask"
         )
         raise UserError(
             f"{why} which policy sampled, so groups of earlier steps cannot be replayed: "
-            "set algo.correction = 'token_truncate', or algo.policy_loss = 'ppo_clip' without algo.rescore"
+            "set algo.correction = 'token_truncate', or algo.policy_loss = 'ppo_clip' without algo.recompute_logprobs"
         )
 
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:

@@ -148,7 +148,9 @@ def driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
-        raise UserError("engine.lend needs NVIDIA's driver library libcuda.so.1: set it to false") from None
+        raise UserError(
+            "engine.sleep_while_training needs NVIDIA's driver library libcuda.so.1: set it to false"
+        ) from None
 
 
 def call(name: str, *values: Any) -> None:

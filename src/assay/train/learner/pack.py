@@ -247,7 +247,7 @@ def shrink(owner: Budgeted, rows: Sequence[Row], failure: BaseException | None) 
         where = "out of memory" if failure else "another rank ran out of memory"
         raise UserError(
             f"{where} with a single sequence, of up to {longest} tokens: set train.recompute = true or "
-            "engine.lend = true, lower engine.memory, or ask for shorter answers (sampling.max_new_tokens)"
+            "engine.sleep_while_training = true, lower engine.memory, or lower sampling.max_new_tokens"
         ) from failure
     owner.token_budget = max(min(owner.token_budget, sum(len(row.ids) for row in rows)) // 2, longest)
     if torch.cuda.is_available():

@@ -100,8 +100,8 @@ class Work:
             if not out_of_memory(error):
                 raise
             raise UserError(
-                "weights and moments do not fit on the device beside the engine: set engine.lend = true, or lower "
-                "engine.memory"
+                "weights and optimizer state do not fit on the device next to the engine: "
+                "set engine.sleep_while_training = true, or lower engine.memory"
             ) from error
 
     def step(self, rows: Sequence[Row], lr: float) -> Result:

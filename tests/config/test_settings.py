@@ -10,7 +10,7 @@ from assay.config.settings import keys, load_settings, parse_overrides, to_toml
 from assay.train.components import build_algorithm
 from assay.types import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def load(words: str, file: Path | None = None) -> TrainConfig:
@@ -35,9 +35,19 @@ def test_overrides_read_toml_values_strings_and_bare_switches() -> None:
     words = ["--a.b", "1", "--c=x/y z", "--flag", "--list", "['p', 'q']", "--low", "-3", "--some-key", "true"]
     expected = {"a.b": 1, "c": "x/y z", "flag": True, "list": ["p", "q"], "low": -3, "some_key": True}
     assert parse_overrides(words) == expected
-    for words in ("--algo.rescore", "--algo.rescore true"):
-        assert load(words).algo.rescore is True and load(words).algo.model_fields_set == {"rescore"}
+    for words in ("--algo.recompute_logprobs", "--algo.recompute_logprobs true"):
+        algo = load(words).algo
+        assert algo.recompute_logprobs is True and algo.model_fields_set == {"recompute_logprobs"}
     assert load("").algo.model_fields_set == set()
+
+
+def test_former_names_of_keys_are_accepted_everywhere(tmp_path: Path) -> None:
+    file = write(tmp_path, "[engine]\nlend = true\n[algo]\nrescore = true\n")
+    assert load("", file).engine.sleep_while_training and load("", file).algo.recompute_logprobs
+    assert not load("--engine.sleep_while_training false", file).engine.sleep_while_training
+    assert not load("--engine.lend false", file).engine.sleep_while_training
+    assert AlgoConfig(rescore=True).model_dump()["recompute_logprobs"] is True  # type: ignore[call-arg]
+    assert load("--engine.lend", write(tmp_path, "")).engine.sleep_while_training
 
 
 def test_short_forms_work_in_files_and_on_the_command_line(tmp_path: Path) -> None:
