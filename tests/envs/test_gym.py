@@ -1,4 +1,4 @@
-"""Gymnasium's own checker, where gymnasium is installed; and environments written for it."""
+"""Adapters to and from Gymnasium, checked with Gymnasium's own environment checker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from gymnasium.utils.env_checker import check_env as gymnasium_check
 
 from assay.envs import make_env
 from assay.envs.check import check_env
@@ -31,10 +32,7 @@ class Parity:
 
 
 @pytest.mark.parametrize(("name", "task"), [("guess", None), ("countdown_tries", None), ("stepwise", "abacus")])
-def test_gymnasiums_checker_is_content(name: str, task: str | None) -> None:
-    pytest.importorskip("gymnasium")
-    from gymnasium.utils.env_checker import check_env as gymnasium_check
-
+def test_environments_pass_the_gymnasium_checker(name: str, task: str | None) -> None:
     env = to_gymnasium(make_env(name, task=make_task(task) if task else None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -43,7 +41,7 @@ def test_gymnasiums_checker_is_content(name: str, task: str | None) -> None:
     assert env.reset(seed=5) == env.reset(seed=5)
 
 
-def test_an_environment_with_gymnasiums_methods_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_gymnasium_style_environment_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "foreign.py").write_text(FOREIGN)
     env = make_env(f"{tmp_path}/foreign.py:Parity")
     assert env.max_steps == 2 and len({prompt.question for prompt in env.prompts("train")[:20]}) > 5

@@ -1,7 +1,8 @@
-"""Data sets of reasoning-gym, where it is installed: the package's problems and scores, and splits that stay apart."""
+"""Datasets of reasoning-gym: the package's own problems and scores, and splits that share no problem."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from typing import Any
@@ -16,15 +17,16 @@ from assay.tasks import SPLITS, check_gold, make_task
 from assay.tasks.base import overlap
 from assay.types import Status, UserError
 
-NAMES = ["chain_sum", "basic_arithmetic", "mini_sudoku", "word_sorting", "spell_backward", "gcd", "acre"]
+QUICK = ["chain_sum", "gcd"]
+SLOW = ["basic_arithmetic", "mini_sudoku", "word_sorting", "spell_backward", "acre"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gym() -> Any:
-    return pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    return importlib.import_module("reasoning_gym")  # takes seconds
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     dataset.cache_clear()
     for name in ("reasoning_gym", "reasoning_gym.factory"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -33,8 +35,8 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
             make("reasoning_gym:gcd")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_gold_answers_score_full_and_splits_share_nothing(gym: Any, name: str) -> None:
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_gold_answers_score_one_and_splits_are_disjoint(gym: Any, name: str) -> None:
     task = make_task(f"reasoning_gym:{name}", size=200)
     for split in SPLITS:
         assert check_gold(task, split, limit=10) == []
@@ -43,7 +45,7 @@ def test_gold_answers_score_full_and_splits_share_nothing(gym: Any, name: str) -
     assert overlap(parts[1], parts[2]).n_shared == 0
 
 
-def test_problems_are_the_packages_own(gym: Any) -> None:
+def test_problems_equal_those_of_the_package(gym: Any) -> None:
     task = make_task("reasoning_gym:chain_sum", seed=3, size=50, eval_size=20, min_terms=5, max_terms=5)
     train, test = task.prompts("train"), task.prompts("test")
     assert len(train) == 50 and len(test) == len(task.prompts("validation")) == 20
@@ -60,8 +62,9 @@ def test_problems_are_the_packages_own(gym: Any) -> None:
     json.dumps(train[0].fields)  # as rollouts are written
 
 
-def test_scores_are_the_packages_own_and_only_a_full_one_is_right(gym: Any) -> None:
-    task = make_task("reasoning_gym:spell_backward", min_word_len=6)
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_scores_equal_those_of_the_package_and_only_full_scores_are_correct(gym: Any, workers: int) -> None:
+    task = make_task("reasoning_gym:spell_backward", min_word_len=6, size=20)
     prompt = task.prompts("train")[0]
     items = {
         f"<answer>{prompt.answer}</answer>": (Status.OK, 1.0),
@@ -72,7 +75,7 @@ def test_scores_are_the_packages_own_and_only_a_full_one_is_right(gym: Any) -> N
         f"\\boxed{{{prompt.answer}}}": (Status.NO_ANSWER, 0.0),
     }
     source = gym.create_dataset("spell_backward", min_word_len=6)
-    with JudgePool(task.judge(), workers=1, timeout_s=20.0) as pool:
+    with JudgePool(task.judge(), workers=workers, timeout_s=60.0) as pool:
         verdicts = pool.judge([(text, prompt.answer, prompt.fields) for text in items])
     for verdict, (status, reward) in zip(verdicts, items.values(), strict=True):
         assert verdict.status is status, verdict
@@ -83,7 +86,7 @@ def test_scores_are_the_packages_own_and_only_a_full_one_is_right(gym: Any) -> N
     assert relaxed(f"\\boxed{{{prompt.answer}}}", prompt.answer, prompt.fields).status is Status.OK
 
 
-def test_an_answer_on_which_the_package_fails_is_unreadable_and_a_broken_problem_is_an_error(gym: Any) -> None:
+def test_package_failure_gives_unparsable_and_missing_fields_give_error(gym: Any) -> None:
     task = make_task("reasoning_gym:prime_factorization")
     judge, prompt = task.judge(), task.prompts("test")[0]
     verdict = judge("<answer>no idea</answer>", prompt.answer, prompt.fields)
@@ -91,7 +94,7 @@ def test_an_answer_on_which_the_package_fails_is_unreadable_and_a_broken_problem
     assert judge("<answer>7</answer>", prompt.answer, {}).status is Status.ERROR
 
 
-def test_mistakes_are_told(gym: Any) -> None:
+def test_wrong_arguments_are_user_errors(gym: Any) -> None:
     for name, args, said in (
         ("chain_sums", {}, "did you mean chain_sum"),
         ("chain_sum", {"max_term": 3}, 'takes no argument "max_term"; its own are min_terms, max_terms'),
@@ -104,13 +107,13 @@ def test_mistakes_are_told(gym: Any) -> None:
             make_task(f"reasoning_gym:{name}", **args)
 
 
-def test_a_data_set_with_a_handful_of_problems_is_told(gym: Any) -> None:
+def test_dataset_with_too_few_problems_is_a_user_error(gym: Any) -> None:
     task = make_task("reasoning_gym:count_bits", min_n=5, max_n=5)
     with pytest.raises(UserError, match="too few different problems"):
         _ = [task.prompts(split)[0] for split in SPLITS]
 
 
-def test_a_data_set_is_an_environment_of_one_step(gym: Any) -> None:
+def test_dataset_is_a_single_step_environment(gym: Any) -> None:
     env = make_env("reasoning_gym:chain_sum", max_terms=3)
     assert [finding for finding in check_env(env, 4) if not finding.ok] == []
     env.reset(options={"prompt": env.prompts("train")[2]})
