@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,12 @@ def test_no_two_classes_have_the_same_name() -> None:
             if isinstance(node, ast.ClassDef):
                 modules.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
     assert not {name: found for name, found in modules.items() if len(found) > 1}
+
+
+def test_contributing_lists_the_import_rules() -> None:
+    page = (SOURCE.parent.parent / "CONTRIBUTING.md").read_text().partition("may import |")[2]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    stated = {name.strip("`"): set(re.findall(r"`(\w+)`", allowed)) for name, _, allowed in rows}
+    for name in ("api", "bench"):
+        stated[name] |= stated["train"]  # "as `train`, and `train`"
+    assert stated.pop("cli") == set() and stated == ALLOWED
