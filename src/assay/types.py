@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
 
@@ -11,7 +12,42 @@ T = TypeVar("T")
 
 
 class UserError(ValueError):
-    """Something the user can mend. The command line prints it as one line and exits with code 2."""
+    """A mistake that the user can fix. The command line prints it as one line and exits with code 2."""
+
+
+def unknown_name(
+    kind: str, name: str, known: Iterable[str], *, where: str = "", listed: Iterable[str] | None = None
+) -> UserError:
+    """Return the error for a name that is not one of `known`: it suggests the most similar one and lists all.
+
+    `listed` is printed instead of `known`. With a suggestion, a long list (above 20 names) is left out.
+    """
+    valid = list(known)
+    text = f"unknown {kind} '{name}'" + (f" {where}" if where else "")
+    suggestion = closest(name, valid)
+    if suggestion is not None:
+        text += f": did you mean '{suggestion}'?"
+    if suggestion is None or len(valid) <= 20:
+        names = ", ".join(valid if listed is None else listed) or "none"
+        text += f"{';' if suggestion is None else ''} known: {names}"
+    return UserError(text)
+
+
+def closest(name: str, known: Sequence[str]) -> str | None:
+    """Return the known name most similar to `name`, or None if all are too different.
+
+    Of dotted names the last part counts most, so that a key in the wrong section is found. Swapped letters count as
+    the most likely mistake.
+    """
+
+    def similarity(candidate: str) -> tuple[float, bool]:
+        last = SequenceMatcher(None, candidate.lower().rpartition(".")[2], wanted.rpartition(".")[2]).ratio()
+        whole = SequenceMatcher(None, candidate.lower(), wanted).ratio()
+        return last + 0.5 * whole, sorted(candidate) == sorted(name)
+
+    wanted = name.lower()
+    best = max(known, key=similarity, default=None)
+    return best if best is not None and similarity(best)[0] > 0.9 else None
 
 
 class Message(TypedDict):

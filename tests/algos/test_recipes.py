@@ -59,7 +59,7 @@ def test_own_functions_are_accepted() -> None:
     [
         ("gpro", {}, "unknown recipe 'gpro': did you mean 'grpo'"),
         ("GRPO", {}, "did you mean 'grpo'"),
-        ("zzz", {}, "There are reinforce, grpo"),
+        ("zzz", {}, "known: reinforce, grpo"),
         ("grpo", {"clip_hihg": 0.3}, "unknown key 'clip_hihg' in the settings: did you mean 'clip_high'"),
         ("grpo", {"advantage": "group_nrom"}, "unknown advantage 'group_nrom': did you mean 'group_norm'"),
         ("grpo", {"policy_loss": "ppo"}, "unknown policy_loss 'ppo'"),

@@ -111,7 +111,7 @@ def test_words_are_numbers_and_nothing_ends_an_answer() -> None:
 def test_settings_of_the_updater_are_read_by_their_kind() -> None:
     assert parse_settings(("token_budget=64", "max_grad_norm=0.5")) == {"token_budget": 64, "max_grad_norm": 0.5}
     assert row_id("x", StepOptions(set=("token_budget=64", "max_grad_norm=1.0"))) == "x-token_budget64"
-    for wrong, said in (("tokens=3", "choose one of .*token_budget"), ("token_budget=many", "such as 16384")):
+    for wrong, said in (("tokens=3", "known: .*token_budget"), ("token_budget=many", "such as 16384")):
         with pytest.raises(UserError, match=said):
             StepOptions(set=(wrong,))
 

@@ -54,7 +54,7 @@ def test_the_trainings_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"shape": "7b"}, "choose one of 0.5b"),
+        ({"shape": "7b"}, "known: 0.5b"),
         ({"sequences": 0}, "--sequences must be at least 1"),
         ({"tokens": 1}, "--tokens at least 2"),
         ({"tokens": 40_000}, "more than the 32768 of tiny"),

@@ -108,7 +108,7 @@ def test_words_leave_out_what_is_standard() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"shape": "7b"}, "choose one of 0.5b"),
+        ({"shape": "7b"}, "known: 0.5b"),
         ({"new": 0}, "--new must be at least 1"),
         ({"max_batch": 0}, "--max-batch must be at least 1"),
         ({"lengths": "longtail", "prompts": 9, "requests": 8}, "more than --requests 8"),

@@ -301,7 +301,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/tusk", "unknown command /tusk: did you mean /task"),
+        ("/tusk", "unknown command '/tusk': did you mean '/task'"),
         ("/usr/bin", "written with two, //usr/bin"),
         ("/temperature hot", "'hot' is not a number"),
         ("/temperature -1", "temperature must be 0"),
@@ -448,7 +448,7 @@ def test_a_prompt_longer_than_the_context_is_one_line_and_the_chat_goes_on(model
     ("options", "message"),
     [
         (["/no/such/folder"], "/no/such/folder"),
-        (["run:nonesuch@last"], "no run 'nonesuch'"),
+        (["run:nonesuch@last"], "unknown run 'nonesuch'"),
         (["MODEL", "--eval.temprature", "1"], "did you mean 'eval.temperature'"),
         (["MODEL", "--samples", "0"], "eval.samples"),
         (["MODEL", "--task", "nonesuch"], "unknown task"),

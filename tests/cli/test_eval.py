@@ -172,7 +172,7 @@ def test_bad_input_is_one_line(small: SmallRuns, tmp_path: Path, capsys: pytest.
     cases: list[tuple[tuple[object, ...], str]] = [
         (("run:small@77",), "there is no checkpoint of step 77; steps there: 0, "),
         (("run:small@first",), "after @ comes a step, last or best"),
-        (("run:smal@last",), "did you mean small?"),
+        (("run:smal@last",), "did you mean 'small'?"),
         (("preset:nano", "--task", "abacus"), "is untrained"),
         ((tmp_path / "nothing",), "no task"),
         ((tmp_path / "nothing", "--task", "abacus"), "nothing"),
@@ -182,7 +182,7 @@ def test_bad_input_is_one_line(small: SmallRuns, tmp_path: Path, capsys: pytest.
         (("run:small@last", "--json", taken), "exists already"),
         (("run:small@last", "--answers", taken), "exists already"),
         (("run:small@last", "--json", tmp_path / "no" / "out.json"), "there is no folder"),
-        (("run:small@last", "--task", "abacsu"), "did you mean abacus"),
+        (("run:small@last", "--task", "abacsu"), "did you mean 'abacus'"),
         (("run:small@last", "--eval.smaples", 3), "did you mean 'eval.samples'"),
         (("run:small@last", "--eval.top_p", 0), "'eval.top_p'"),
         (("run:small@last", "--model.max_length", 8), "leaves no room"),

@@ -28,7 +28,7 @@ def test_without_words_it_says_what_there_is(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == f"assay {__version__}\n"
 
 
-@pytest.mark.parametrize(("word", "hint"), [("trian", "'train'"), ("evla", "'eval'"), ("zzz", "choose one of train")])
+@pytest.mark.parametrize(("word", "hint"), [("trian", "'train'"), ("evla", "'eval'"), ("zzz", "known: train")])
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str], word: str, hint: str) -> None:
     assert main([word]) == 2
     found = capsys.readouterr()
@@ -186,7 +186,7 @@ def test_settings_may_stand_before_or_after_what_they_are_for(
 def test_python_m_assay_is_assay() -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     module = subprocess.run([sys.executable, "-m", "assay", "trian"], capture_output=True, text=True, env=environment)
-    assert module.returncode == 2 and module.stderr == "assay: unknown command 'trian': did you mean 'train'?\n"
+    assert module.returncode == 2 and module.stderr.startswith("assay: unknown command 'trian': did you mean 'train'?")
     whole = subprocess.run([sys.executable, "-m", "assay"], capture_output=True, text=True, env=environment)
     assert whole.returncode == 0 and "usage: assay COMMAND" in whole.stdout
 

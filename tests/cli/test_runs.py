@@ -116,7 +116,7 @@ def test_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_unknown_run(runs_dir: Path) -> None:
-    with pytest.raises(UserError, match="did you mean demo"):
+    with pytest.raises(UserError, match="did you mean 'demo'"):
         call("dmo", "--dir", runs_dir)
 
 
@@ -169,6 +169,6 @@ def test_export_of_a_checkpoint_loads_in_transformers(tmp_path: Path, dtype: str
 
 
 def test_export_of_an_unknown_run_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run 'demo'"):
+    with pytest.raises(UserError, match="unknown run 'demo'"):
         export_call("run:demo", tmp_path / "out", "--dir", tmp_path)
     assert not any(tmp_path.iterdir())

@@ -73,7 +73,7 @@ def test_what_it_cannot_do_is_one_line(small: SmallRuns, capsys: pytest.CaptureF
     cases: list[tuple[tuple[object, ...], str]] = [
         ((small.config,), "set sft.steps"),
         ((small.config, "--sft.steps", 1, *unsolved), "no worked solution"),
-        ((small.config, "--sft.steps", 1, "--sft.args.noize", 1), "did you mean noise"),
+        ((small.config, "--sft.steps", 1, "--sft.args.noize", 1), "did you mean 'noise'"),
         ((small.folder / "none.toml", "--sft.steps", 1), "no config file"),
     ]
     for words, message in cases:

@@ -242,7 +242,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(small: SmallRuns, capsys
 def test_a_dry_run_finds_what_a_run_would_stumble_over(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     stumbles: list[tuple[tuple[object, ...], str]] = [
         (("--sft.steps", 1, "--task", f"{small.folder}/rows.py:rows", "--task.args", "{}"), "no worked solution"),
-        (("--algo.kl_coef", 0.1, "--algo.reference", "run:none@last"), "no run 'none'"),
+        (("--algo.kl_coef", 0.1, "--algo.reference", "run:none@last"), "unknown run 'none'"),
         (("--model.max_length", 4), "leaves no room"),
         (("--reward.function", f"{small.folder}/reward.py:raises"), "cannot judge"),
     ]
@@ -319,15 +319,15 @@ def other_vocabulary(small: SmallRuns) -> str:
 Words = Callable[[SmallRuns], list[object]]
 BAD: dict[str, tuple[Words, str]] = {
     "a missing task": (lambda s: ["--task", ""], "no task: set task.name"),
-    "an unknown task": (lambda s: ["--task", "abacsu"], "did you mean abacus"),
+    "an unknown task": (lambda s: ["--task", "abacsu"], "did you mean 'abacus'"),
     "an unknown task of one's own": (lambda s: ["--task", "nowhere.py:Task"], "there is no file"),
-    "an argument the task does not take": (lambda s: ["--task.args.max_stepz", 3], "did you mean max_steps"),
+    "an argument the task does not take": (lambda s: ["--task.args.max_stepz", 3], "did you mean 'max_steps'"),
     "an unknown recipe": (lambda s: ["--algo.recipe", "gpro"], "did you mean 'grpo'"),
     "an unknown advantage": (lambda s: ["--algo.advantage", "group_men"], "did you mean 'group_mean'"),
     "no model": (lambda s: ["--model", ""], "no model: set model.source"),
     "an unknown preset": (lambda s: ["--model", "preset:nanoo"], "did you mean 'nano'"),
     "a model folder that is not there": (lambda s: ["--model", "./nothing/here"], "nothing/here"),
-    "a model of an unknown run": (lambda s: ["--model", "run:none@last"], "no run 'none'"),
+    "a model of an unknown run": (lambda s: ["--model", "run:none@last"], "unknown run 'none'"),
     "an unknown model on the hub": (lambda s: ["--model", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
     "a folder without a model": (lambda s: ["--model", s.folder], "tokenizer"),
     "damaged weights": (lambda s: ["--model", truncated_weights(s)], "is damaged or incomplete"),
@@ -373,7 +373,10 @@ BAD: dict[str, tuple[Words, str]] = {
     "an unknown key": (lambda s: ["--train.stpes", 3], "did you mean 'train.steps'"),
     "a wrong type": (lambda s: ["--train.steps", "many"], "'train.steps'"),
     "an unknown device": (lambda s: ["--device", "tpu9"], "tpu9"),
-    "an unknown reference": (lambda s: ["--algo.kl_coef", 0.1, "--algo.reference", "run:none@last"], "no run 'none'"),
+    "an unknown reference": (
+        lambda s: ["--algo.kl_coef", 0.1, "--algo.reference", "run:none@last"],
+        "unknown run 'none'",
+    ),
     "a reference of another vocabulary": (
         lambda s: [
             "--algo.kl_coef",

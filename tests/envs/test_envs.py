@@ -245,7 +245,7 @@ def test_a_step_that_fails_is_an_error_and_not_a_wrong_answer() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("gess", {}, "did you mean guess"),
+        ("gess", {}, "did you mean 'guess'"),
         ("stepwise", {}, "needs a task"),
         ("guess", {"task": "abacus"}, "problems of its own"),
         ("guess", {"high": 0}, "low must be below high"),

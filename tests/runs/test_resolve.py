@@ -43,9 +43,9 @@ def test_other_sources_pass_through(runs_dir: Path, source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("run:dmeo", "no run 'dmeo' in .*did you mean demo"),
-        ("run:", "no run ''"),
-        ("run:@last", "no run ''"),
+        ("run:dmeo", "unknown run 'dmeo' in .*did you mean 'demo'"),
+        ("run:", "unknown run ''"),
+        ("run:@last", "unknown run ''"),
         ("run:demo@15", "no checkpoint of step 15; steps there: 10, 20, 30"),
         ("run:demo@newest", "a step, last or best, not 'newest'"),
         ("run:demo@-1", "not '-1'"),

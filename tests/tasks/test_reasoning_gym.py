@@ -96,12 +96,12 @@ def test_package_failure_gives_unparsable_and_missing_fields_give_error(gym: Any
 
 def test_wrong_arguments_are_user_errors(gym: Any) -> None:
     for name, args, said in (
-        ("chain_sums", {}, "did you mean chain_sum"),
-        ("chain_sum", {"max_term": 3}, 'takes no argument "max_term"; its own are min_terms, max_terms'),
+        ("chain_sums", {}, "did you mean 'chain_sum'"),
+        ("chain_sum", {"max_term": 3}, "'max_term' of reasoning_gym:chain_sum: did you mean 'max_terms'"),
         ("chain_sum", {"min_terms": 9, "max_terms": 3}, "does not take these arguments"),
         ("chain_sum", {"seed": 64}, "seed must be from 0 to 63"),
         ("chain_sum", {"size": 0}, "size must be from 1 to 65,536"),
-        ("chain_sum", {"path": "x"}, 'takes no argument "path"'),
+        ("chain_sum", {"path": "x"}, "unknown argument 'path'"),
     ):
         with pytest.raises(UserError, match=said):
             make_task(f"reasoning_gym:{name}", **args)

@@ -219,7 +219,7 @@ def test_an_unknown_run_is_named_with_its_neighbours(tmp_path: Path, capsys: pyt
     assert "there are none yet" in capsys.readouterr().err
     assert small.train() == 0
     assert small.resume("smal") == 2
-    assert "did you mean small?" in capsys.readouterr().err
+    assert "did you mean 'small'?" in capsys.readouterr().err
 
 
 def edit(file: Path, old: str, new: str) -> None:

@@ -5,7 +5,6 @@ Loss terms: the loss of a batch is the sum over its terms of coefficient * sum o
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from assay.algos.batch import LossBatch
 from assay.config import Section
-from assay.types import Group, Rollout, UserError
+from assay.types import Group, Rollout, UserError, unknown_name
 
 Loader = Callable[[str], Any]  # from "file.py:name" to the object
 
@@ -156,12 +155,8 @@ class Component:
 def require_name(kind: str, name: str, names: Iterable[str]) -> None:
     """Raise a UserError that suggests the closest valid name, unless `name` is valid."""
     valid = list(names)
-    if name in valid:
-        return
-    nearest = difflib.get_close_matches(str(name).lower(), valid, n=3)
-    nearest.sort(key=lambda one: sorted(one) != sorted(str(name)))  # swapped letters are the likeliest slip
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    raise UserError(f"unknown {kind} {name!r}: {hint}There are {', '.join(valid)}.")
+    if name not in valid:
+        raise unknown_name(kind, str(name), valid)
 
 
 def check_order(low_name: str, low: float, high_name: str, high: float) -> None:

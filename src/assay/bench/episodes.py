@@ -20,7 +20,7 @@ from assay.models.device import pick_device, pick_dtype
 from assay.rewards import JudgePool
 from assay.rollout import Collector, Limits
 from assay.text import Renderer, char_tokenizer
-from assay.types import Rollout, UserError
+from assay.types import Rollout, UserError, unknown_name
 
 PACES = ("rounds", "own-pace")
 NANO = "nano"  # a preset, as small as a policy can be: what is left are the costs of the host
@@ -72,7 +72,7 @@ class Episodes:
 
     def __post_init__(self) -> None:
         if self.shape not in (known := (NANO, *SHAPES)):
-            raise UserError(f"unknown shape '{self.shape}': choose one of {', '.join(known)}")
+            raise unknown_name("shape", self.shape, known)
         for name in ("episodes", "samples", "step_tokens", "max_batch"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")

@@ -26,7 +26,7 @@ from assay.train.evaluation import sync_weights
 from assay.train.learner.pack import rows_of
 from assay.train.learner.reference import freeze_reference
 from assay.train.state import RunState
-from assay.types import Completion, Finish, Group, Prompt, Rollout, Turn, UserError
+from assay.types import Completion, Finish, Group, Prompt, Rollout, Turn, UserError, unknown_name
 
 
 @dataclass
@@ -161,7 +161,7 @@ class Sequences:
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
-            raise UserError(f"unknown shape '{self.shape}': choose one of {', '.join(SHAPES)}")
+            raise unknown_name("shape", self.shape, SHAPES)
         if self.sequences < 1 or self.tokens < 2:
             raise UserError("--sequences must be at least 1, and --tokens at least 2")
 

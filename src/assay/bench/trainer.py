@@ -29,7 +29,7 @@ from assay.train.learner.optim import make_adamw
 from assay.train.learner.update import Updater
 from assay.train.sources import OnPolicySource, PromptStream
 from assay.train.state import RunState, Schedule
-from assay.types import Prompt, UserError
+from assay.types import Prompt, UserError, unknown_name
 
 OWN_OPTIONS = ("temperature", "dtype")  # of the updater, but options of the command by themselves
 
@@ -64,7 +64,7 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         name, _, text = word.partition("=")
         if name not in known:
-            raise UserError(f"--set {word}: there is no setting '{name}', choose one of {', '.join(known)}")
+            raise unknown_name("setting", name, known, where="in --set")
         kind: Any = type(known[name].default)
         try:
             settings[name] = {"true": True, "false": False}[text] if kind is bool else kind(text)

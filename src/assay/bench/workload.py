@@ -19,7 +19,7 @@ from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.load import load_model, preset
 from assay.models.spec import ModelSpec
-from assay.types import UserError
+from assay.types import UserError, unknown_name
 
 
 def qwen2(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, vocab_size: int) -> ModelSpec:
@@ -106,7 +106,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
-            raise UserError(f"unknown shape '{self.shape}': choose one of {', '.join(SHAPES)}")
+            raise unknown_name("shape", self.shape, SHAPES)
         for name in ("prompts", "samples", "prompt_tokens", "new", "requests", "max_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:

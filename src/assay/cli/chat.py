@@ -8,7 +8,6 @@ A conversation: questions to all models, commands that begin with a slash, and w
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import random
 import sys
@@ -30,7 +29,7 @@ from assay.runs.resolve import PREFIX
 from assay.tasks import SPLITS, Task
 from assay.tasks.base import ALL, UNLIMITED, prompts_of
 from assay.train import components
-from assay.types import Finish, Message, Prompt, UserError
+from assay.types import Finish, Message, Prompt, UserError, unknown_name
 
 if TYPE_CHECKING:
     from assay.cli.chat_screen import Screen, Speaker
@@ -338,9 +337,7 @@ def number(text: str, kind: type[Number], example: str) -> Number:
 
 
 def unknown_command(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else "/help lists them"
-    return f"unknown command {name}: {hint} (a text that begins with a slash is written with two, /{name})"
+    return f"{unknown_name('command', name, known)} (write a text that begins with a slash with two: /{name})"
 
 
 HELP = """Talk to one or several models. /help in the chat lists its commands; /task asks a task's question and grades.

@@ -26,7 +26,7 @@ from assay import __version__
 from assay.cli.common import is_main, many, may_tell
 from assay.config.settings import keys, section_at, toml_value
 from assay.terminal import one_line, printable_output
-from assay.types import UserError
+from assay.types import UserError, unknown_name
 
 WIDTH = 118
 
@@ -164,11 +164,7 @@ def dispatch(words: list[str]) -> int:
         return 0
     name, *rest = words
     if name not in COMMANDS:
-        import difflib
-
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"choose one of {', '.join(COMMANDS)}"
-        raise UserError(f"unknown command '{name}': {hint}")
+        raise unknown_name("command", name, COMMANDS)
     name, module, rest = find_module(name, rest)
     parser = Parser(prog=f"assay {name}", description=module.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add_arguments(parser)

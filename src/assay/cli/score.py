@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePool, MathVerifyJudge, RewardMix, check_verdicts
-from assay.types import Status, UserError, Verdict
+from assay.types import Status, UserError, Verdict, unknown_name
 
 if TYPE_CHECKING:
     from assay.rewards.pool import Item
@@ -125,8 +125,9 @@ def second_judge(args: argparse.Namespace, task: Task | None) -> Judge | None:
     if ":" in kind:
         return FunctionJudge(kind)
     if kind not in EXTRACTORS and kind != "lenient":
-        known = ", ".join([*EXTRACTORS, "lenient", "math-verify"])
-        raise UserError(f"unknown judge '{kind}' for --against: choose one of {known}, or name a function FILE.py:FN")
+        raise unknown_name(
+            "judge", kind, [*EXTRACTORS, "lenient", "math-verify", "FILE.py:FUNCTION"], where="for --against"
+        )
     if task is None:
         raise UserError(f"--against {kind} needs --task")
     if kind == "lenient":

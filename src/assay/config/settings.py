@@ -5,7 +5,6 @@ Every error is one sentence with the key, its source and, for a misspelt key, th
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from assay.types import UserError
+from assay.types import UserError, unknown_name
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -161,25 +160,14 @@ def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides:
     given = any(f"{key}.".startswith(f"{o}.") or f"{o}.".startswith(f"{key}.") for o in overrides)
     where = "on the command line" if given else f"in {file}" if file else "in the settings"
     if first["type"] == "extra_forbidden":
-        text = f"unknown key '{key}' {where}{suggestion(kind, path)}"
+        valid = [key for key, _ in keys(kind)] + [name for name in kind.model_fields if section_at(kind, [name])]
+        text = str(unknown_name("key", key, valid, where=where, listed=kind.model_fields))
     else:
         text = (
             f"bad value for '{key}' {where}: {first['msg'][0].lower() + first['msg'][1:]}, not {first['input']!r:.200}"
         )
     more = len(problems) - 1
     return text + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
-
-
-def suggestion(kind: type[BaseModel], path: Sequence[str]) -> str:
-    """The most similar valid key. The last part counts most, so that a key in the wrong section is found too."""
-
-    def likeness(candidate: str) -> float:
-        last = difflib.SequenceMatcher(None, candidate.rpartition(".")[2], path[-1]).ratio()
-        return last + 0.5 * difflib.SequenceMatcher(None, candidate, ".".join(path)).ratio()
-
-    valid = [key for key, _ in keys(kind)] + [name for name in kind.model_fields if section_at(kind, [name])]
-    best = max(valid, key=likeness)
-    return f": did you mean '{best}'?" if likeness(best) > 0.9 else f"; valid keys: {', '.join(kind.model_fields)}"
 
 
 def to_toml(settings: BaseModel) -> str:

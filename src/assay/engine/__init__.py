@@ -28,7 +28,7 @@ from assay.engine.native.engine import KvOnUpdate, NativeEngine
 from assay.engine.outputs import Decode
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
-from assay.types import UserError
+from assay.types import UserError, unknown_name
 
 __all__ = [
     "ENGINES",
@@ -119,7 +119,7 @@ def make_engine(
     if backend == "auto":
         backend = "native" if isinstance(model, Decoder) else "hf"
     if isinstance(backend, str) and backend not in ENGINES:
-        raise UserError(f"unknown engine '{backend}': choose one of auto, {', '.join(ENGINES)}")
+        raise unknown_name("engine", backend, ["auto", *ENGINES])
     make = ENGINES[backend] if isinstance(backend, str) else without_group(backend)
     engine = make(
         model,

@@ -14,8 +14,8 @@ from assay.envs.python_tool import PythonTool
 from assay.rewards import load_object
 from assay.tasks import Task, make_task
 from assay.tasks.reasoning_gym import PREFIX
-from assay.tasks.registry import call, call_own, nearest, parameters
-from assay.types import UserError
+from assay.tasks.registry import call, call_own, parameters
+from assay.types import UserError, unknown_name
 
 ENVS: dict[str, Callable[..., Env]] = {
     env.name: env for env in (TaskEnv, GuessNumber, Stepwise, Calculator, PythonTool, CountdownTries)
@@ -37,8 +37,7 @@ def make_env(name: str, path: str | None = None, task: Task | None = None, **arg
     if name.endswith(".py"):
         raise UserError(f"{name} is a file: name the class in it too, as {name}:MyEnv")
     if name not in ENVS and ":" not in name:
-        known = ", ".join([*ENVS, f"{PREFIX}NAME"])
-        raise UserError(f'unknown environment "{name}"{nearest(name, ENVS)}; known: {known}, or my_file.py:MyEnv')
+        raise unknown_name("environment", name, ENVS, listed=[*ENVS, f"{PREFIX}NAME", "my_file.py:MyEnv"])
     make: Any = ENVS[name] if name in ENVS else load_object(name)
     if isinstance(make, Env):
         return check_attributes(make)

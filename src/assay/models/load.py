@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from assay.models.decoder import Decoder, Filler
 from assay.models.fallback import load_fallback
 from assay.models.gguf import is_gguf, load_gguf
 from assay.models.spec import FAMILIES, ModelSpec, spec_from_hf
-from assay.types import UserError
+from assay.types import UserError, unknown_name
 
 FORMS = "a Hugging Face folder, a .gguf file, a hub id such as org/name, preset:NAME, or run:NAME@STEP"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -209,9 +208,7 @@ PRESETS: dict[str, ModelSpec] = {
 def preset(name: str, vocab_size: int, max_length: int) -> ModelSpec:
     """The spec of a preset for a given vocabulary and longest sequence."""
     if name not in PRESETS:
-        near = get_close_matches(name, PRESETS, n=1, cutoff=0.4)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        raise UserError(f"unknown model preset '{name}': {hint}choose one of {', '.join(PRESETS)}")
+        raise unknown_name("model preset", name, PRESETS)
     if vocab_size < 1 or max_length < 1:
         raise UserError(
             f"preset '{name}' needs a vocabulary and a length of at least 1, not {vocab_size} and {max_length}"

@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -27,7 +26,7 @@ from assay.rewards.judge import graded, one_line
 from assay.rewards.latex import cache_bytecode, verify_whole
 from assay.rewards.limits import Unreadable, UnreadableGold, clip
 from assay.rewards.numeric import read_quantity, tidy
-from assay.types import Status, UserError, Verdict
+from assay.types import Status, UserError, Verdict, unknown_name
 
 MAX_AUDIT_CHARS = 50_000  # math-verify's own extraction searches the whole text, and slowly
 
@@ -219,14 +218,12 @@ def dataset(name: str, options: str, seed: int, size: int) -> Any:
             f'reasoning_gym:{name} needs the reasoning-gym extra: pip install "assay[reasoning-gym]" ({error})'
         ) from None
     if name not in DATASETS:
-        close = get_close_matches(name, list(DATASETS), n=2, cutoff=0.5)
-        known = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(DATASETS))}"
-        raise UserError(f'reasoning-gym has no data set "{name}": {known}')
+        raise unknown_name("reasoning-gym dataset", name, sorted(DATASETS))
     given: dict[str, Any] = json.loads(options)
     takes = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
     for key in given:
         if key not in takes:
-            raise UserError(f'reasoning_gym:{name} takes no argument "{key}"; its own are {", ".join(takes) or "none"}')
+            raise unknown_name("argument", key, takes, where=f"of reasoning_gym:{name}")
     try:
         return create_dataset(name, seed=seed, size=size, **given)
     except (AssertionError, TypeError, ValueError) as error:  # how its configs say no

@@ -5,7 +5,6 @@ Settings that differ between two starts of a run: which ones, from what to what,
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import reduce
@@ -16,7 +15,7 @@ from assay.config import TrainConfig
 from assay.config.settings import keys, load_settings, toml_value
 from assay.runs import checkpoints
 from assay.runs.directory import list_runs
-from assay.types import UserError
+from assay.types import UserError, unknown_name
 
 PREFIX = "run:"
 MODEL = "model"  # in a checkpoint
@@ -89,10 +88,10 @@ def find_run(name: str, runs_dir: Path) -> Path:
         with suppress(OSError):  # a name that is too long is no run's
             if name and (path / "config.toml").is_file():
                 return path
-    there = [run.name for run in list_runs(runs_dir)]
-    near = difflib.get_close_matches(name, there, n=3, cutoff=0.5) or there[-5:]
-    hint = f"did you mean {', '.join(near)}?" if near else "there are none yet, `assay train` makes one"
-    raise UserError(f"no run '{name}' in {runs_dir}: {hint}")
+    names = [run.name for run in list_runs(runs_dir)]
+    if not names:
+        raise UserError(f"unknown run '{name}': {runs_dir} has no runs yet; `assay train` creates one")
+    raise unknown_name("run", name, names, where=f"in {runs_dir}", listed=names[-5:])
 
 
 def _step_of(run_path: Path, source: str, tag: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -18,7 +17,7 @@ from assay.tasks.gsm8k import GSM8K
 from assay.tasks.jsonl import Jsonl, RowsTask
 from assay.tasks.math import Math
 from assay.tasks.reasoning_gym import PREFIX, ReasoningGym
-from assay.types import UserError
+from assay.types import UserError, unknown_name
 
 TASKS: dict[str, Callable[..., Task]] = {
     "abacus": Abacus,
@@ -42,8 +41,7 @@ def make_task(name: str, path: str | None = None, **args: Any) -> Task:
     if name.startswith(PREFIX):
         return call(ReasoningGym, name, args, dataset_name=name.removeprefix(PREFIX))
     if ":" not in name:
-        known = ", ".join(TASKS)
-        raise UserError(f'unknown task "{name}"{nearest(name, TASKS)}; known: {known}, or my_file.py:MyTask')
+        raise unknown_name("task", name, TASKS, listed=[*TASKS, f"{PREFIX}NAME", "my_file.py:MyTask"])
     return _from_object(load_object(name), name, args)
 
 
@@ -59,7 +57,7 @@ def _from_object(thing: Any, name: str, args: dict[str, Any]) -> Task:
         thing = call_own(thing, name, own)
     if isinstance(thing, Task):
         if rows_args:
-            raise UserError(f'{name} takes no argument "{next(iter(rows_args))}"')
+            raise unknown_name("argument", next(iter(rows_args)), (), where=f"of {name}")
         return thing
     if isinstance(thing, (str, bytes)) or not isinstance(thing, Iterable):
         raise UserError(
@@ -77,10 +75,7 @@ def call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **fi
             continue
         if key == "path":
             raise UserError(f"{owner} takes no path: its problems do not come from files")
-        open_names = [name for name in known if name not in fixed]
-        raise UserError(
-            f'{owner} takes no argument "{key}"{nearest(key, open_names)}; it takes {", ".join(open_names) or "none"}'
-        )
+        raise unknown_name("argument", key, [name for name in known if name not in fixed], where=f"of {owner}")
     missing = [key for key, needed in known.items() if needed and key not in args and key not in fixed]
     if missing:
         raise UserError(f"{owner} needs the argument {', '.join(missing)}")
@@ -123,8 +118,3 @@ def _typed(value: Any, hint: Any, key: str, owner: str) -> Any:
         return TypeAdapter(hint, config=arbitrary).validate_python(value)
     except ValidationError as error:
         raise UserError(f"{owner}: {key} = {value!r} will not do: {error.errors()[0]['msg']}") from None
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name, list(known), n=2, cutoff=0.5)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
