@@ -19,7 +19,7 @@ def test_one_process_is_a_grid_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert mesh.is_main and mesh.device_mesh is mesh.dp_group is mesh.tp_group is None
     assert mesh.all_gather_objects("mine") == ["mine"] and mesh.broadcast_object("mine") == "mine"
     assert mesh.any(True) and not mesh.any(False)
-    assert mesh.largest(-3) == -3 and first_to_fail()
+    assert mesh.max_over_ranks(-3) == -3 and first_to_fail()
     assert mesh.sum_(torch.ones(2)).tolist() == [1.0, 1.0]
     mesh.barrier()
     mesh.close()
@@ -59,7 +59,7 @@ def exchange(flat: Mesh) -> None:
     values = torch.tensor([float(mesh.rank), 1.0])
     assert mesh.sum_(values) is values and values.tolist() == [sum(pair), 2.0]
     assert mesh.any(mesh.rank == 3) and not mesh.any(False)
-    assert mesh.largest(10 * mesh.rank) == 30
+    assert mesh.max_over_ranks(10 * mesh.rank) == 30
     assert sorted(mesh.all_gather_objects(first_to_fail())) == [False, False, False, True]
     assert mesh.broadcast_object(f"from {mesh.rank}") == "from 0"
     mesh.barrier()
@@ -73,7 +73,7 @@ def test_what_ranks_exchange() -> None:
 def wait(_: Mesh) -> None:
     from assay import mesh as module
 
-    module.IN_A_PASS = timedelta(seconds=1)
+    module.COLLECTIVE_TIMEOUT = timedelta(seconds=1)
     mesh = init_mesh()
     if mesh.rank == 0:
         time.sleep(3)

@@ -25,7 +25,7 @@ from assay.tasks import make_task
 from assay.text import char_tokenizer
 from assay.train.components import build_algorithm, build_judge, build_problems, build_renderer
 from assay.train.learner.replay import ReplayBuffer
-from assay.train.learner.subprocess_updater import Apart, TrainingProcess
+from assay.train.learner.subprocess_updater import SubprocessUpdater, TrainingProcess
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,8 +132,10 @@ def test_tapes_keeps_its_rollouts_and_trains_apart_against_a_larger_reference(
     save_model(build_preset("tiny", tokenizer.vocab_size, 512, seed=5), larger)
     tokenizer.save(larger)
     started: list[TrainingProcess] = []
-    start = Apart._start
-    monkeypatch.setattr(Apart, "_start", lambda self, *args: started.append(start(self, *args)) or started[-1])
+    start = SubprocessUpdater._start
+    monkeypatch.setattr(
+        SubprocessUpdater, "_start", lambda self, *args: started.append(start(self, *args)) or started[-1]
+    )
     words = {"sft.steps": 0, "train.steps": 1, "sampling.max_new_tokens": 12, "eval.every": 1}
     seed = Seed("tapes", tmp_path, **words, **{"task.path": data, "algo.reference": larger, "optim.lr": 1e-2})
     assert seed() == 0

@@ -178,7 +178,7 @@ def say(text: str) -> None:
 T = TypeVar("T")
 # Within a pass ranks are seconds apart at most. Between passes one of them may judge or save for as long as it takes:
 # heartbeats tell whether it still lives.
-IN_A_PASS, IN_BETWEEN = timedelta(minutes=5), timedelta(days=2)
+COLLECTIVE_TIMEOUT, OBJECT_TIMEOUT = timedelta(minutes=5), timedelta(days=2)
 START = timedelta(minutes=10)  # until all processes have imported what they need
 FAILED = "assay/failed"  # in the store that all processes share: how many of them have told of an error
 
@@ -189,7 +189,7 @@ class Mesh:
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of this process
     device_mesh: DeviceMesh | None = None  # dimensions "dp" and "tp"; None: one process
-    between: dist.ProcessGroup | None = None  # all ranks, for what is exchanged between passes
+    cpu_group: dist.ProcessGroup | None = None  # all ranks, for what is exchanged between passes
 
     @property
     def rank(self) -> int:
@@ -233,7 +233,7 @@ class Mesh:
             return [item]
         found: list[Any] = [None] * self.world
         with waiting():
-            dist.all_gather_object(found, item, group=self.between)
+            dist.all_gather_object(found, item, group=self.cpu_group)
         return found
 
     def sum_(self, values: Tensor) -> Tensor:
@@ -242,18 +242,18 @@ class Mesh:
             dist.all_reduce(values, group=self.dp_group)
         return values
 
-    def largest(self, value: int) -> int:
+    def max_over_ranks(self, value: int) -> int:
         """Of what all ranks handed in."""
         if self.device_mesh is None:
             return value
         found = torch.tensor(value)
         with waiting():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.between)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.cpu_group)
         return int(found)
 
     def any(self, here: bool) -> bool:
         """Whether it is so on any rank at all."""
-        return self.largest(int(here)) > 0
+        return self.max_over_ranks(int(here)) > 0
 
     def broadcast_object(self, item: T) -> T:
         """What the main process handed in, on every rank."""
@@ -261,7 +261,7 @@ class Mesh:
             return item
         box = [item]
         with waiting():
-            dist.broadcast_object_list(box, src=0, group=self.between)
+            dist.broadcast_object_list(box, src=0, group=self.cpu_group)
         return box[0]
 
     def on_main(self, work: Callable[[], T]) -> T:
@@ -281,7 +281,7 @@ class Mesh:
         return result  # type: ignore[return-value]
 
     def barrier(self) -> None:
-        self.largest(0)
+        self.max_over_ranks(0)
 
     def close(self) -> None:
         """All ranks, at the end: none goes before the others are done."""
@@ -331,9 +331,9 @@ def init_mesh(
     check_equal(found, "start all ranks with the same command, config file, code and packages")
     grid = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
     for group in (None, grid.get_group("dp"), grid.get_group("tp")):
-        set_timeout(IN_A_PASS, group)
+        set_timeout(COLLECTIVE_TIMEOUT, group)
     # Gloo even beside NCCL: plain objects need not go through a GPU, and a GPU need not spin while a judge thinks.
-    return Mesh(device, grid, dist.new_group(backend="gloo", timeout=IN_BETWEEN))
+    return Mesh(device, grid, dist.new_group(backend="gloo", timeout=OBJECT_TIMEOUT))
 
 
 def check_equal(found: Sequence[tuple[str, Mapping[str, str]]], remedy: str) -> None:
@@ -390,17 +390,17 @@ def first_to_fail() -> bool:
         return True
 
 
-def local(weight: Tensor) -> Tensor:
+def local_tensor(weight: Tensor) -> Tensor:
     """This rank's part of a weight or gradient, or the thing itself where it is whole."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
-def whole(weight: Tensor) -> Tensor:
+def full_tensor(weight: Tensor) -> Tensor:
     """All of a weight. All ranks must ask for it together."""
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
-def gather_back(module: nn.Module) -> None:
+def reshard(module: nn.Module) -> None:
     """FSDP leaves weights unsharded, in its computing dtype, after a forward pass without a backward pass."""
     if not (dist.is_available() and dist.is_initialized()):
         return

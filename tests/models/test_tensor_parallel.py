@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes import start
 
-from assay.mesh import Mesh, init_mesh, local
+from assay.mesh import Mesh, init_mesh, local_tensor
 from assay.models import Decoder, ModelSpec
 from assay.models.logprobs import token_logprobs
 from assay.models.parallel import check_sizes, shard_decoder
@@ -38,7 +38,7 @@ def compare(mesh: Mesh, spec: ModelSpec) -> None:
     shard_decoder(parts, mesh)
     assert [name for name, _ in parts.named_parameters()] == list(before)
     assert all(torch.equal(weight, before[name]) for name, weight in parts.weights())
-    held = sum(local(weight).numel() for weight in parts.parameters())
+    held = sum(local_tensor(weight).numel() for weight in parts.parameters())
     assert held < 0.6 * sum(weight.numel() for weight in before.values())
 
     ids = torch.randint(spec.vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
@@ -56,7 +56,7 @@ def compare(mesh: Mesh, spec: ModelSpec) -> None:
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad, rtol=0, atol=1e-11, msg=name)  # type: ignore[attr-defined]
         if found.placements[0].is_replicate():  # type: ignore[attr-defined]
             # full_tensor() shows one copy; each rank holds its own, and all of them must be right
-            torch.testing.assert_close(local(found.grad), expected.grad, rtol=0, atol=1e-11, msg=name)
+            torch.testing.assert_close(local_tensor(found.grad), expected.grad, rtol=0, atol=1e-11, msg=name)
 
 
 def both(mesh: Mesh) -> None:

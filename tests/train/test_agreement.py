@@ -12,7 +12,7 @@ from test_shards import trained
 from train_parts import tiny_decoder
 
 from assay.config import TrainConfig
-from assay.mesh import Mesh, check_equal, init_mesh, local
+from assay.mesh import Mesh, check_equal, init_mesh, local_tensor
 from assay.runs import checkpoints
 from assay.tasks import make_task
 from assay.tasks.base import LazyPrompts
@@ -91,7 +91,7 @@ def differ(mesh: Mesh) -> None:
 def flip(weight: torch.Tensor, here: bool) -> None:
     """The last bit of one number."""
     if here:
-        local(weight.detach()).flatten().view(torch.int32)[:1].bitwise_xor_(1)
+        local_tensor(weight.detach()).flatten().view(torch.int32)[:1].bitwise_xor_(1)
 
 
 def test_ranks_with_other_settings_data_or_weights_are_named_on_all_ranks() -> None:

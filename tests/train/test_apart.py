@@ -20,7 +20,7 @@ from assay.mesh import Mesh
 from assay.rewards.importing import load_object
 from assay.runs import checkpoints
 from assay.train.learner.optim import make_adamw
-from assay.train.learner.subprocess_updater import Apart, TrainingProcess, home_of_policy, moments
+from assay.train.learner.subprocess_updater import SubprocessUpdater, TrainingProcess, moments, policy_device
 from assay.train.learner.update import Updater
 from assay.train.learner.update_worker import answered
 from assay.train.stopping import ECHO_S
@@ -170,11 +170,11 @@ def credited(algo: Algorithm) -> list[Group]:
     return groups
 
 
-def updaters(**settings: Any) -> tuple[Updater, Apart]:
+def updaters(**settings: Any) -> tuple[Updater, SubprocessUpdater]:
     """The same in this process, and apart."""
     one, other = tiny_decoder(), tiny_decoder()
     here = Updater(one, make_adamw(one, 1e-2), **settings)
-    return here, Apart.of(Updater(other, make_adamw(other, 1e-2), **settings))
+    return here, SubprocessUpdater.of(Updater(other, make_adamw(other, 1e-2), **settings))
 
 
 def test_updates_give_the_same_weights_moments_metrics_faults_and_warnings(recwarn: pytest.WarningsRecorder) -> None:
@@ -206,17 +206,17 @@ def test_the_reference_is_asked_there_too() -> None:
 
 
 def test_a_step_with_nothing_to_learn_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Apart, "_start", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(SubprocessUpdater, "_start", lambda *_: pytest.fail("started"))
     algo = make_algorithm("grpo")
     found = updaters()[1].update([], algo, 1e-2)
     assert found["optim/skipped"] == 1.0
 
 
-def with_loss(small: SmallRuns, name: str) -> tuple[Apart, Algorithm]:
+def with_loss(small: SmallRuns, name: str) -> tuple[SubprocessUpdater, Algorithm]:
     policy = tiny_decoder()
     path = own_loss(small, name)
     algo = make_algorithm("grpo", policy_loss=path, load=load_object)
-    return Apart.of(Updater(policy, make_adamw(policy, 1e-2))), algo
+    return SubprocessUpdater.of(Updater(policy, make_adamw(policy, 1e-2))), algo
 
 
 def test_errors_and_warnings_of_the_other_process_are_raised_here(small: SmallRuns) -> None:
@@ -378,10 +378,10 @@ class Two(Mesh):
 @pytest.mark.parametrize(("mesh", "message"), [(Two(), "not for 2 processes"), (Mesh(torch.device("mps")), "for CUDA")])
 def test_many_processes_and_shared_memory_are_refused(mesh: Mesh, message: str) -> None:
     cfg = TrainConfig()
-    assert home_of_policy(cfg, mesh) == mesh.device
+    assert policy_device(cfg, mesh) == mesh.device
     cfg.train.process = "separate"
     with pytest.raises(UserError, match=message):
-        home_of_policy(cfg, mesh)
+        policy_device(cfg, mesh)
 
 
 @pytest.mark.slow
@@ -400,7 +400,7 @@ def test_nothing_stays_on_the_gpu() -> None:
         policy, reference = tiny_decoder().float().to(place), tiny_decoder(seed=9).float().requires_grad_(False)
         one = Updater(policy, make_adamw(policy, 1e-2), reference=reference.to(place), mesh=Mesh(device))
         if place == "cpu":
-            one = Apart.of(one)
+            one = SubprocessUpdater.of(one)
             torch.zeros(1, device=device)  # a context there is
             free, held = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
         found.append([one.update(credited(algo), algo, 1e-2) for _ in range(2)])

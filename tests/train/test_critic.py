@@ -17,7 +17,7 @@ from assay.algos import Scorers, make_algorithm
 from assay.algos.advantages import token_rewards
 from assay.algos.credit import CriticCredit, KLPenalties, gae, log_ratios
 from assay.config import AlgoConfig, CriticConfig, TrainConfig
-from assay.mesh import Mesh, init_mesh, whole
+from assay.mesh import Mesh, full_tensor, init_mesh
 from assay.models import Decoder
 from assay.runs.rollouts import read_rollouts
 from assay.train.learner.critic import Critic, ValueModel, make_critic
@@ -263,7 +263,9 @@ def trained_on(
                 for weight in own.model.own_parameters().values():
                     weight.zero_()
             own.load(source)
-    weights = dict(policy.weights()) | {name: whole(weight) for name, weight in own.model.own_parameters().items()}
+    weights = dict(policy.weights()) | {
+        name: full_tensor(weight) for name, weight in own.model.own_parameters().items()
+    }
     return found, {name: weight.detach().clone() for name, weight in weights.items()}
 
 

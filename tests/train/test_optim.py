@@ -9,14 +9,14 @@ from torch import nn
 from train_parts import SPEC, tiny_decoder
 
 from assay.config import OptimConfig
-from assay.train.learner.optim import clip_gradients, make_adamw, make_optimizer, rate, set_rate
+from assay.train.learner.optim import clip_gradients, lr_factor, make_adamw, make_optimizer, set_lr
 from assay.types import UserError
 
 
 def test_warm_up_rises_in_equal_steps_to_one() -> None:
     for kind in ("constant", "linear", "cosine"):
-        assert [rate(kind, step, 100, warmup=4) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-        assert rate(kind, 4, 100, warmup=4) == 1.0
+        assert [lr_factor(kind, step, 100, warmup=4) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+        assert lr_factor(kind, 4, 100, warmup=4) == 1.0
 
 
 @pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
@@ -24,17 +24,17 @@ def test_warm_up_rises_in_equal_steps_to_one() -> None:
 def test_schedules_have_their_closed_forms(total: int, warmup: int, final: float) -> None:
     for step in range(warmup, total + 1):
         part = (step - warmup) / (total - warmup)
-        assert rate("constant", step, total, warmup, final) == 1.0
-        assert rate("linear", step, total, warmup, final) == pytest.approx(1 + (final - 1) * part)
+        assert lr_factor("constant", step, total, warmup, final) == 1.0
+        assert lr_factor("linear", step, total, warmup, final) == pytest.approx(1 + (final - 1) * part)
         cosine = final + (1 - final) * (1 + math.cos(math.pi * part)) / 2
-        assert rate("cosine", step, total, warmup, final) == pytest.approx(cosine)
-    assert rate("linear", total, total, warmup, final) == pytest.approx(final)
-    assert rate("cosine", total, total, warmup, final) == pytest.approx(final)
+        assert lr_factor("cosine", step, total, warmup, final) == pytest.approx(cosine)
+    assert lr_factor("linear", total, total, warmup, final) == pytest.approx(final)
+    assert lr_factor("cosine", total, total, warmup, final) == pytest.approx(final)
 
 
 def test_a_warm_up_longer_than_the_run_is_no_error() -> None:
-    assert [rate("linear", step, 3, warmup=10) for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
-    assert 0 <= rate("cosine", 0, 0) <= 1
+    assert [lr_factor("linear", step, 3, warmup=10) for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
+    assert 0 <= lr_factor("cosine", 0, 0) <= 1
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 1.0, 1e3])
@@ -75,7 +75,7 @@ def test_a_step_is_that_of_plain_adamw() -> None:
     model, other = tiny_decoder(), tiny_decoder()
     ours = make_adamw(model, lr=1.0, betas=(0.8, 0.9), eps=1e-6)
     theirs = torch.optim.AdamW(other.parameters(), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0, fused=False)
-    set_rate(ours, 0.01)
+    set_lr(ours, 0.01)
     for seed in range(3):
         for each in (model, other):
             generator = torch.Generator().manual_seed(seed)
@@ -109,7 +109,7 @@ def test_every_parameter_is_in_one_group_with_the_rate_of_its_kind(name: str, ti
     assert sorted(listed) == sorted(id(p) for p in model.parameters())
     names = dict(model.named_parameters())
     for factor in (1.0, 0.05):
-        set_rate(optimizer, 1e-3 * factor)
+        set_lr(optimizer, 1e-3 * factor)
         rates = {
             n: g["lr"] for n, p in names.items() for g in optimizer.param_groups if any(p is q for q in g["params"])
         }
@@ -121,7 +121,7 @@ def test_every_parameter_is_in_one_group_with_the_rate_of_its_kind(name: str, ti
 def test_without_rates_of_their_own_all_share_one_to_the_last_bit() -> None:
     optimizer = make_adamw(tiny_decoder(), lr=3e-6)
     for lr in (3e-6, 1.7e-6, 0.0):
-        set_rate(optimizer, lr)
+        set_lr(optimizer, lr)
         assert {group["lr"] for group in optimizer.param_groups} == {lr}
 
 

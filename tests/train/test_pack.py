@@ -8,7 +8,7 @@ import torch
 from train_parts import make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
-from assay.train.learner.pack import Row, pack, rows_of, share_rows, split_rows
+from assay.train.learner.pack import Row, pack, partition_rows, rows_of, split_rows
 
 
 def row(length: int, mark: float = 0.0) -> Row:
@@ -31,7 +31,7 @@ def test_parts_keep_to_the_budget_and_every_row_comes_once(token_budget: int) ->
 def test_ranks_share_every_row_once_in_step_and_in_balance(ranks: int, token_budget: int) -> None:
     draw = random.Random(token_budget)
     rows = [row(draw.randint(2, 14), mark) for mark in range(1, 41)]
-    shares = [share_rows(rows, ranks, rank, token_budget) for rank in range(ranks)]
+    shares = [partition_rows(rows, ranks, rank, token_budget) for rank in range(ranks)]
     assert len({len(parts) for parts in shares}) == 1
     learnt = [[r for part in parts for r in part if any(r.trained)] for parts in shares]
     assert sorted(r.advantage for own in learnt for r in own) == list(range(1, 41))
@@ -47,7 +47,7 @@ def test_ranks_share_every_row_once_in_step_and_in_balance(ranks: int, token_bud
 
 
 def test_more_ranks_than_rows_leave_some_with_nothing_to_learn() -> None:
-    shares = [share_rows([row(5), row(9)], 4, rank, 100) for rank in range(4)]
+    shares = [partition_rows([row(5), row(9)], 4, rank, 100) for rank in range(4)]
     assert [[any(r.trained) for r in part] for parts in shares for part in parts] == [[True], [True], [False], [False]]
     batch = pack(shares[3][0], "cpu")
     assert len(batch.ids) == 1 and len(batch.weights) == 0
@@ -59,10 +59,10 @@ def answer(prompt: int, length: int) -> Row:
 
 def test_a_shared_prompt_counts_once() -> None:
     rows = [answer(1, 4), answer(2, 3), answer(1, 2), answer(2, 5), answer(1, 3)]
-    (part,) = split_rows(rows, 6 + 2 + 3 + 4 + 6 + 3 + 5, sharing=True)
+    (part,) = split_rows(rows, 6 + 2 + 3 + 4 + 6 + 3 + 5, share_prefixes=True)
     assert [(r.ids[0], len(r.ids) - 6) for r in part] == [(1, 2), (1, 3), (1, 4), (2, 3), (2, 5)]
     assert pack(part, "cpu").shared == [0, 6, 6, 0, 6]
-    assert [len(p) for p in split_rows(rows, 28, sharing=True)] == [4, 1]
+    assert [len(p) for p in split_rows(rows, 28, share_prefixes=True)] == [4, 1]
     assert [len(p) for p in split_rows(rows, 28)] == [3, 2]
     assert pack([answer(1, 4), answer(2, 3)], "cpu").shared == [0, 0]
     assert pack([answer(1, 40), answer(1, 40)], "cpu").shared == [0, 0]  # 6 of 92 tokens are not worth it
@@ -71,7 +71,7 @@ def test_a_shared_prompt_counts_once() -> None:
 def test_ranks_keep_answers_to_a_prompt_together() -> None:
     rows = [answer(prompt, 4) for prompt in range(8) for _ in range(8)]
     for rank in range(2):
-        (part,) = share_rows(rows, 2, rank, 10_000, sharing=True)
+        (part,) = partition_rows(rows, 2, rank, 10_000, share_prefixes=True)
         assert sum(1 for shared in pack(part, "cpu").shared if not shared) <= 5
 
 

@@ -20,7 +20,7 @@ from assay.text import char_tokenizer
 from assay.train import checkpoint
 from assay.train.learner.optim import make_optimizer
 from assay.train.learner.pack import rows_of
-from assay.train.learner.parallel import is_split, load_parts, parallelise, save_parts, saved_shapes
+from assay.train.learner.parallel import is_sharded, load_sharded, parallelise, save_sharded, saved_shapes
 from assay.train.learner.update import Updater
 from assay.types import UserError
 
@@ -30,7 +30,7 @@ TENSORS = {"a|exp_avg": torch.randn(3, 4, dtype=torch.float64), "b|momentum": to
 def test_tensors_come_back_from_a_folder_of_parts_and_from_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_parts(tmp_path / "parts", TENSORS, Mesh())
+    save_sharded(tmp_path / "parts", TENSORS, Mesh())
     (tmp_path / "whole").mkdir()
     save_file(TENSORS, tmp_path / "whole" / "optimizer.safetensors")
     (tmp_path / "several").mkdir()
@@ -42,12 +42,12 @@ def test_tensors_come_back_from_a_folder_of_parts_and_from_files(
         assert {file.suffix for file in folder.iterdir()} == {".safetensors"}  # and no pickle
         assert saved_shapes(folder) == {name: tensor.shape for name, tensor in TENSORS.items()}
         found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-        load_parts(folder, found)
+        load_sharded(folder, found)
         assert all(found[name].equal(tensor) for name, tensor in TENSORS.items())
 
 
 def test_what_lies_in_one_place_is_not_split() -> None:
-    assert not is_split(nn.Linear(2, 2))
+    assert not is_sharded(nn.Linear(2, 2))
 
 
 LAYOUTS = ((1, "ddp"), (1, "fsdp"), (2, "ddp"), (2, "fsdp"))  # tensor-parallel ranks of four, and the others' mode
@@ -80,7 +80,7 @@ def move(_: Mesh, folder: Path) -> None:
     for step, layout in enumerate(LAYOUTS):
         saved = trained(*layout)
         checkpoint.save(folder, {"step": step}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
-        assert (checkpoints.folder(folder, step) / "optimizer").is_dir() == is_split(saved.policy)
+        assert (checkpoints.folder(folder, step) / "optimizer").is_dir() == is_sharded(saved.policy)
         assert checkpoints.last_sound(folder) == (step, [])
         expected = moments(saved)
         assert len(expected) > 20

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from assay.train.learner.subprocess_updater import ALIGNED, Shelf
+from assay.train.learner.subprocess_updater import ALIGNED, SharedTensors
 
 TENSORS = {
     "matrix": torch.arange(15, dtype=torch.float32).view(3, 5).T,  # not contiguous
@@ -17,7 +17,7 @@ TENSORS = {
 
 
 def test_what_is_placed_lies_there_as_it_was() -> None:
-    shelf = Shelf()
+    shelf = SharedTensors()
     for placed in (shelf.place(TENSORS), shelf.tensors()):
         assert placed.keys() == TENSORS.keys()
         for name, tensor in TENSORS.items():
@@ -26,7 +26,7 @@ def test_what_is_placed_lies_there_as_it_was() -> None:
 
 
 def test_a_shelf_grows_and_what_was_there_stays_in_its_place() -> None:
-    shelf = Shelf()
+    shelf = SharedTensors()
     first = shelf.place({"a": torch.ones(3)})["a"]
     offset = shelf.slots["a"].offset
     shelf.place({"b": torch.full((5000,), 2.0)})
@@ -38,9 +38,9 @@ def test_a_shelf_grows_and_what_was_there_stays_in_its_place() -> None:
 
 
 def test_who_is_handed_the_file_sees_and_changes_the_same_memory() -> None:
-    shelf = Shelf()
+    shelf = SharedTensors()
     mine = shelf.place({"a": torch.arange(1000.0)})["a"]
-    other = Shelf(os.dup(shelf.file.fileno()), shelf.slots)  # what a process has that the file was handed to
+    other = SharedTensors(os.dup(shelf.file.fileno()), shelf.slots)  # what a process has that the file was handed to
     other.tensors()["a"].mul_(2)
     placed = other.place({"b": torch.ones(3)})["b"]
     assert mine.equal(2 * torch.arange(1000.0)) and shelf.tensors().keys() == {"a"}
@@ -49,7 +49,7 @@ def test_who_is_handed_the_file_sees_and_changes_the_same_memory() -> None:
 
 
 def test_a_parameter_can_live_on_a_shelf() -> None:
-    shelf = Shelf()
+    shelf = SharedTensors()
     layer = torch.nn.Linear(4, 2)
     before = layer.weight.detach().clone()
     layer.weight.data = shelf.place({"w": layer.weight})["w"]

@@ -132,7 +132,7 @@ def check_norm(mesh: Mesh) -> None:
 
 
 def check_memory(mesh: Mesh) -> None:
-    """One rank runs out of memory: all of them shrink the budget alike, and nothing is counted twice."""
+    """One rank runs out of memory: all of them halve_token_budget the budget alike, and nothing is counted twice."""
     rows = some_rows()
     longest = max(len(row.ids) for row in rows)
     model = cramped(longest + 5 if mesh.rank == 1 else 10**9)

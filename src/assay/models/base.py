@@ -15,14 +15,14 @@ class PolicyModel(nn.Module):
 
     vocab_size: int
     max_length: int
-    shares = False
+    supports_prefix_sharing = False
     lora: Lora | None = None  # adapters, which are then all that is trained
 
     def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
         """Hidden states [N, D] for packed token ids [N]; `lengths` says where sequences end and sums to N.
 
         `shared`: with how many tokens of the nearest sequence before it that has 0 here a sequence begins. A model that
-        `shares` computes these once.
+        `supports_prefix_sharing` computes these once.
         """
         raise NotImplementedError
 

@@ -99,7 +99,7 @@ class Trunk(nn.Module):
 
 class Decoder(PolicyModel):
     inv_freq: Tensor
-    shares = True
+    supports_prefix_sharing = True
     recompute = False  # keep only the inputs of layers for the backward pass: less memory, a third more time
     between: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None  # see `chained`
 

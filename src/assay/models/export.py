@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from assay.mesh import whole
+from assay.mesh import full_tensor
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel, no_progress_bars
@@ -157,7 +157,7 @@ def write_files(files: Iterable[tuple[Path, dict[str, Tensor]]]) -> None:
         for one in writing:
             one.result()
     for path in written:  # only now: a process has one umask, and asking for it changes it
-        share(path)
+        apply_umask(path)
 
 
 def split(sizes: Sequence[int], item_bytes: int, shard_bytes: int) -> list[int]:
@@ -188,7 +188,7 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def share(file: Path) -> None:
+def apply_umask(file: Path) -> None:
     """The permissions that other new files get: safetensors makes its own readable by their owner alone."""
     mask = os.umask(0)
     os.umask(mask)
@@ -208,13 +208,15 @@ def save_adapter(policy: PolicyModel, folder: Path, writes: bool = True) -> None
     """The adapters as a folder that PEFT loads. Where they are split over ranks, all call this and one `writes`."""
     lora = policy.lora
     assert lora is not None, "a policy without adapters"
-    tensors = {name: whole(weight.detach()).cpu().contiguous() for name, weight in adapter_weights(policy).items()}
+    tensors = {
+        name: full_tensor(weight.detach()).cpu().contiguous() for name, weight in adapter_weights(policy).items()
+    }
     base = base_fingerprint(policy)
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})  # of several entries safetensors shuffles the order
-    share(folder / WEIGHTS)
+    apply_umask(folder / WEIGHTS)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -32,10 +32,10 @@ def scores_of(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tens
         return kernels.scores_of(logits, targets, temperature)
     logits = at_least_float32(logits) / temperature
     partition = logits.logsumexp(-1)
-    shares = torch.exp(logits - partition[:, None])
+    probs = torch.exp(logits - partition[:, None])
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
-    logits.masked_fill_(shares == 0, 0.0)  # a blocked token has a logit of -inf, and 0 * -inf would be NaN
-    return chosen - partition, partition - (shares * logits).sum(-1), partition
+    logits.masked_fill_(probs == 0, 0.0)  # a blocked token has a logit of -inf, and 0 * -inf would be NaN
+    return chosen - partition, partition - (probs * logits).sum(-1), partition
 
 
 def gradient_of(
@@ -54,10 +54,10 @@ def gradient_of(
     if kernels := triton_for(logits):
         return kernels.gradient_of(logits, targets, temperature, entropies, partition, up, spread)
     logs = at_least_float32(logits) / temperature - partition[:, None]
-    shares = logs.exp()
-    logs.masked_fill_(shares == 0, 0.0)  # as in `scores_of`
+    probs = logs.exp()
+    logs.masked_fill_(probs == 0, 0.0)  # as in `scores_of`
     factor = up[:, None] if spread is None else up[:, None] + spread[:, None] * (logs + entropies[:, None])
-    grad = -shares * factor
+    grad = -probs * factor
     grad.scatter_add_(1, targets[:, None], up[:, None])
     return (grad / temperature).to(logits.dtype)
 
@@ -225,9 +225,9 @@ def scores(
     def score(part: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = at_least_float32(model.unembed(part)) / temperature
         every = torch.log_softmax(logits, dim=-1)
-        shares = every.exp()
-        logs = every.masked_fill(shares == 0, 0.0)  # of a blocked token -inf, and 0 * -inf would be NaN
-        return every.gather(-1, target[:, None]).squeeze(-1), -(shares * logs).sum(-1)
+        probs = every.exp()
+        logs = every.masked_fill(probs == 0, 0.0)  # of a blocked token -inf, and 0 * -inf would be NaN
+        return every.gather(-1, target[:, None]).squeeze(-1), -(probs * logs).sum(-1)
 
     if len(targets) <= size:
         return score(before, targets)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from assay.mesh import gather_back, whole
+from assay.mesh import full_tensor, reshard
 from assay.types import UserError
 
 if TYPE_CHECKING:
@@ -127,17 +127,19 @@ def adapters_off(policy: PolicyModel) -> Iterator[None]:
 
 def is_untrained(policy: PolicyModel) -> bool:
     """Whether the adapters are there and add nothing: the policy is its base."""
-    return policy.lora is not None and not any(whole(b.lora_B.weight).any() for _, b in adapted_layers(policy.network))
+    return policy.lora is not None and not any(
+        full_tensor(b.lora_B.weight).any() for _, b in adapted_layers(policy.network)
+    )
 
 
 def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight once, as if there were no adapters but what they add. The frozen weights are never written to."""
-    return ((name, whole(weight)) for name, weight in merged_parts(network))
+    return ((name, full_tensor(weight)) for name, weight in merged_parts(network))
 
 
 def merged_parts(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The same where weights are split over ranks: each as it lies there."""
-    gather_back(network)
+    reshard(network)
     adapted = dict(adapted_layers(network))
     for name, weight in network.named_parameters():
         owner, _, own_name = name.rpartition(".")
@@ -147,12 +149,12 @@ def merged_parts(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def merged_state(network: nn.Module) -> dict[str, Tensor]:
     """The state dict in the same way: with buffers, and tied weights under all of their names."""
-    gather_back(network)
+    reshard(network)
     gathered: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
     for name, value in network.state_dict(keep_vars=True).items():
         if not is_adapter(name):
             if id(value) not in gathered:
-                gathered[id(value)] = whole(value.detach())
+                gathered[id(value)] = full_tensor(value.detach())
             state[name] = gathered[id(value)]
-    return state | {f"{name}.weight": whole(layer.merged()) for name, layer in adapted_layers(network)}
+    return state | {f"{name}.weight": full_tensor(layer.merged()) for name, layer in adapted_layers(network)}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from assay.mesh import Mesh, copy_to, local, reduce_from
+from assay.mesh import Mesh, copy_to, local_tensor, reduce_from
 from assay.models.decoder import Decoder, Norm
 from assay.models.spec import ModelSpec
 from assay.types import UserError
@@ -34,7 +34,7 @@ class VocabularyPart(nn.Module):
 
 class VocabularyEmbedding(VocabularyPart):
     def forward(self, ids: Tensor) -> Tensor:
-        table = local(self.weight)
+        table = local_tensor(self.weight)
         rows, here = own_rows(ids, self.first, len(table))
         return reduce_from(F.embedding(rows, table) * here[:, None].to(table.dtype), self.group)
 
@@ -42,13 +42,13 @@ class VocabularyEmbedding(VocabularyPart):
 class VocabularyHead(VocabularyPart):
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits over the whole vocabulary, gathered from all ranks; `scores` does without."""
-        logits = F.linear(copy_to(hidden, self.group), local(self.weight))
+        logits = F.linear(copy_to(hidden, self.group), local_tensor(self.weight))
         before, after = self.first, self.weight.shape[0] - self.first - logits.shape[-1]
         return reduce_from(F.pad(logits, (before, after)), self.group)
 
     def scores(self, hidden: Tensor, targets: Tensor, temperature: float, logits_at_once: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [M] of `targets` [M] after `hidden` [M, D], a slice of them at a time."""
-        table = local(self.weight)
+        table = local_tensor(self.weight)
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         size = max(logits_at_once // self.most, 1)  # the same on all ranks
@@ -121,9 +121,9 @@ def scores_of(
     logits -= top[:, None]
     rows, here = own_rows(targets, first, logits.shape[-1])
     chosen = logits.gather(-1, rows[:, None]).squeeze(-1).where(here, 0.0)
-    shares = logits.exp()
-    logits.masked_fill_(shares == 0, 0.0)  # a blocked token has a logit of -inf, and 0 * -inf would be NaN
-    sums = torch.stack([shares.sum(-1), (shares * logits).sum(-1), chosen])
+    probs = logits.exp()
+    logits.masked_fill_(probs == 0, 0.0)  # a blocked token has a logit of -inf, and 0 * -inf would be NaN
+    sums = torch.stack([probs.sum(-1), (probs * logits).sum(-1), chosen])
     dist.all_reduce(sums, group=group)
     total, weighted, chosen = sums
     return chosen - total.log(), total.log() - weighted / total, top + total.log()
@@ -144,9 +144,9 @@ def gradient_of(
     With p the probabilities: d logprob / d logit = [target] - p, d entropy / d logit = -p (log p + entropy).
     """
     logs = over_temperature(logits, temperature) - partition[:, None]
-    shares = logs.exp()
-    logs.masked_fill_(shares == 0, 0.0)  # as in `scores_of`
-    grad = -shares * (up[:, None] + spread[:, None] * (logs + entropies[:, None]))
+    probs = logs.exp()
+    logs.masked_fill_(probs == 0, 0.0)  # as in `scores_of`
+    grad = -probs * (up[:, None] + spread[:, None] * (logs + entropies[:, None]))
     rows, here = own_rows(targets, first, logits.shape[-1])
     grad.scatter_add_(1, rows[:, None], (up * here)[:, None])
     return (grad / temperature).to(logits.dtype)
@@ -184,7 +184,7 @@ class ColumnLinear(Part):
     dim = bias_dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+        return F.linear(x, local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias))
 
 
 class RowLinear(Part):
@@ -193,15 +193,15 @@ class RowLinear(Part):
     dim = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        out = reduce_from(F.linear(x, local(self.weight)), self.group)
-        return out if self.bias is None else out + local(self.bias).to(out.dtype)
+        out = reduce_from(F.linear(x, local_tensor(self.weight)), self.group)
+        return out if self.bias is None else out + local_tensor(self.bias).to(out.dtype)
 
 
 class WholeNorm(Part):
     """A norm that every rank computes alike."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), local(self.weight).to(x.dtype), self.eps)
+        return F.rms_norm(x, (x.shape[-1],), local_tensor(self.weight).to(x.dtype), self.eps)
 
 
 class EntryNorm(WholeNorm):
@@ -215,7 +215,7 @@ class HeadNorm(Part):
     """One weight for all heads, of which each rank sees its own only."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = copy_to(local(self.weight), self.group)
+        weight = copy_to(local_tensor(self.weight), self.group)
         return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.eps)
 
 

@@ -36,7 +36,7 @@ from assay.train.learner.optim import make_optimizer
 from assay.train.learner.parallel import parallelise
 from assay.train.learner.reference import load_reference
 from assay.train.learner.replay import Replay
-from assay.train.learner.subprocess_updater import Apart, home_of_policy
+from assay.train.learner.subprocess_updater import SubprocessUpdater, policy_device
 from assay.train.learner.update import Updater
 from assay.train.recorder import Recorder
 from assay.train.run import TrainingRun
@@ -171,7 +171,7 @@ def assemble(
     """
     check_trackers(cfg.log.wandb or None, cfg.log.tensorboard)
     check_name(cfg.name or "run")
-    home = home_of_policy(cfg, mesh)
+    home = policy_device(cfg, mesh)
     algo = components.build_algorithm(cfg)
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task = components.build_problems(cfg.task, cfg.env)
@@ -243,7 +243,7 @@ def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torc
         dtype=dtype,
         mesh=mesh,
     )
-    return updater if cfg.train.process == "same" else Apart.of(updater)
+    return updater if cfg.train.process == "same" else SubprocessUpdater.of(updater)
 
 
 def shard_and_build_engine(

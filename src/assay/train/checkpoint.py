@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from assay.mesh import Mesh, gather_back
+from assay.mesh import Mesh, reshard
 from assay.models import PolicyModel, save_adapter, save_model
 from assay.models.export import shard_name, split, write_files
 from assay.models.lora import adapters_off
@@ -27,7 +27,7 @@ from assay.runs.resolve import SETTINGS
 from assay.text import Tokenizer
 from assay.train.checks import check_replicas
 from assay.train.learner.critic import Critic
-from assay.train.learner.parallel import is_split, load_parts, save_parts, saved_shapes
+from assay.train.learner.parallel import is_sharded, load_sharded, save_sharded, saved_shapes
 from assay.train.learner.replay import ReplayBuffer
 from assay.types import UserError
 
@@ -71,8 +71,8 @@ def save(
             save_adapter(policy, folder / ADAPTER, writes=mesh.is_main)
         if reference is not None:
             write(reference, folder / REFERENCE)
-        if tensors and is_split(policy):
-            save_parts(folder / PARTS, tensors, mesh)
+        if tensors and is_sharded(policy):
+            save_sharded(folder / PARTS, tensors, mesh)
         elif mesh.is_main:
             write_files(files_of(tensors, folder))
         if critic is not None:
@@ -92,7 +92,7 @@ def replicated(
     """Every tensor of which several ranks may hold the same part."""
     found = dict(policy.named_parameters()) | moments
     if reference is not None:
-        gather_back(reference)
+        reshard(reference)
         found |= {f"reference {name}": weight for name, weight in reference.named_parameters()}
     if critic is not None:
         found |= {f"critic {name}": value for name, value in critic.tensors()}
@@ -156,11 +156,11 @@ def load_replay(run_path: Path, step: int, replay: ReplayBuffer) -> None:
 
 def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
     """Put the saved moments back, by parameter name; those of parts that this rank has not got stay on disk."""
-    gather_back(policy)
+    reshard(policy)
     folder = checkpoints.folder(run_path, step)
     in_parts = (folder / PARTS).is_dir()
     place = folder / PARTS if in_parts else folder
-    plain = None if in_parts or is_split(policy) else load_whole(folder)
+    plain = None if in_parts or is_sharded(policy) else load_whole(folder)
     shapes = saved_shapes(place) if plain is None else {name: tensor.shape for name, tensor in plain.items()}
     wanted: dict[str, Tensor] = {}
     for name, parameter in policy.named_parameters():
@@ -179,7 +179,7 @@ def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: to
             optimizer.state[parameter] = state
             wanted |= {f"{name}|{kind}": value.detach() for kind, value in state.items()}
     if plain is None and wanted:
-        load_parts(place, wanted)
+        load_sharded(place, wanted)
     elif plain is not None:
         for name, tensor in wanted.items():
             tensor.copy_(plain[name])
@@ -197,7 +197,7 @@ def load_whole(folder: Path) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    gather_back(policy)
+    reshard(policy)
     return {
         f"{name}|{kind}": torch.as_tensor(value).detach().contiguous()
         for name, parameter in policy.named_parameters()

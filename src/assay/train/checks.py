@@ -25,7 +25,7 @@ from assay.algos import Algorithm, RunFacts, complete_settings
 from assay.config import EnvConfig, RewardConfig, TrainConfig
 from assay.config.settings import keys
 from assay.envs import Env
-from assay.mesh import Mesh, init_mesh, local
+from assay.mesh import Mesh, init_mesh, local_tensor
 from assay.models import PolicyModel, pick_device
 from assay.models.fingerprint import digests, fingerprint
 from assay.tasks import Task
@@ -164,7 +164,7 @@ def check_replicas(tensors: Mapping[str, Tensor], counts: Mapping[str, object], 
     if mesh.world == 1:
         return
     found = {key: repr(value) for key, value in counts.items()}
-    parts = ((f"{name} {shard(tensor)}".strip(), local(tensor)) for name, tensor in tensors.items())
+    parts = ((f"{name} {shard(tensor)}".strip(), local_tensor(tensor)) for name, tensor in tensors.items())
     found |= {key: text.rpartition(":")[2] for key, text in digests(parts).items()}
     mesh.require_equal(
         found,

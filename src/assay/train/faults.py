@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from assay.mesh import Mesh, local, whole
+from assay.mesh import Mesh, full_tensor, local_tensor
 from assay.models import PolicyModel
 from assay.runs import checkpoints, rollouts
 from assay.runs.files import write_json
@@ -42,7 +42,9 @@ def examine(policy: PolicyModel, loss: float, grad_norm: float) -> Fault:
         loss,
         grad_norm,
         weights=_not_finite(named),
-        gradients=[name for name, p in named if p.grad is not None and not whole(p.grad).isfinite().all()][:NAMED],
+        gradients=[name for name, p in named if p.grad is not None and not full_tensor(p.grad).isfinite().all()][
+            :NAMED
+        ],
     )
 
 
@@ -70,7 +72,7 @@ def diagnosis(fault: Fault, in_a_row: int, run_path: Path | None = None, lr: flo
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh, step: int, run_path: Path, lr: float) -> None:
     """Refuse to save weights that are not finite: no checkpoint ever holds them. All ranks together."""
-    here = [name for name, tensor in tensors if not _is_sound(local(tensor.detach()))]
+    here = [name for name, tensor in tensors if not _is_sound(local_tensor(tensor.detach()))]
     if found := [name for names in mesh.all_gather_objects(here[:NAMED]) for name in names]:
         raise UserError(
             f"the weight {found[0]} is not finite after step {step}, which is not saved: {resume_command(run_path, lr)}"
@@ -103,7 +105,7 @@ def _is_finite(run_path: Path, step: int) -> bool:
 
 
 def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    return [name for name, tensor in tensors if not _is_sound(whole(tensor.detach()))][:NAMED]
+    return [name for name, tensor in tensors if not _is_sound(full_tensor(tensor.detach()))][:NAMED]
 
 
 def _is_sound(weight: Tensor) -> bool:

@@ -11,7 +11,7 @@ from assay.algos import Algorithm
 from assay.config import AlgoConfig, SftConfig
 from assay.text import Renderer
 from assay.train.faults import diagnosis, hopeless
-from assay.train.learner.optim import make_adamw, rate
+from assay.train.learner.optim import lr_factor, make_adamw
 from assay.train.learner.pack import Row
 from assay.train.learner.update import Updater
 from assay.train.sources import PromptStream
@@ -32,7 +32,7 @@ def warm_start(
     with imitator.working():
         for step in range(cfg.steps):
             rows = solution_rows(stream.next(cfg.batch), renderer, updater.policy.max_length)
-            lr = cfg.lr * rate("linear", step, cfg.steps, cfg.warmup)
+            lr = cfg.lr * lr_factor("linear", step, cfg.steps, cfg.warmup)
             sums, norm, skipped = imitator.step(rows, IMITATION, lr)
             in_a_row = in_a_row + 1 if skipped else 0
             yield {

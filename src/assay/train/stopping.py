@@ -62,7 +62,7 @@ class Stopping:
 
     def check(self) -> None:
         """Between two steps, on all ranks: leave, if any of them was asked to."""
-        signum = self.mesh.largest(self.signum or 0)
+        signum = self.mesh.max_over_ranks(self.signum or 0)
         if signum:
             raise Stopped(signum)
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from assay.algos import Algorithm
 from assay.algos.credit import RETURNS, VALUES, value_loss
 from assay.config import CriticConfig, TrainConfig
-from assay.mesh import Mesh, gather_back, whole
+from assay.mesh import Mesh, full_tensor, reshard
 from assay.models import Decoder, PolicyModel
-from assay.models.export import share
+from assay.models.export import apply_umask
 from assay.models.logprobs import predictors
 from assay.train.learner.optim import clip_gradients
-from assay.train.learner.pack import MicroBatch, Row, fitted, pack, share_rows
-from assay.train.learner.parallel import is_split, load_parts, parallelise, sum_gradients
+from assay.train.learner.pack import MicroBatch, Row, pack, partition_rows, retry_on_oom
+from assay.train.learner.parallel import is_sharded, load_sharded, parallelise, sum_gradients
 from assay.types import Group, Rollout, UserError
 
 FILE = "critic.safetensors"  # in a checkpoint: weights and moments
@@ -79,7 +79,7 @@ class Critic:
     def start_from(self, policy: PolicyModel) -> None:
         """The policy as reinforcement finds it."""
         if not self.shared:
-            gather_back(policy)
+            reshard(policy)
             for own, weight in zip(self.model.trunk.parameters(), policy.parameters(), strict=True):
                 own.copy_(weight)
 
@@ -111,7 +111,7 @@ class Critic:
                     found[places.get(id(row), -1)] = values.tolist()
             return found
 
-        shares = self.mesh.all_gather_objects(fitted(self, self.model.trunk, rows, own_share))
+        shares = self.mesh.all_gather_objects(retry_on_oom(self, self.model.trunk, rows, own_share))
         every = {place: values for share in shares for place, values in share.items()}
         return [every[place] for place in range(len(rows))]
 
@@ -151,7 +151,7 @@ class Critic:
 
         total, skipped = 0.0, 0
         for _ in range(self.cfg.passes):
-            total += fitted(self, self.model.trunk, rows, accumulate) / self.cfg.passes
+            total += retry_on_oom(self, self.model.trunk, rows, accumulate) / self.cfg.passes
             skipped += not self.step()
         if skipped:
             warnings.warn(f"the critic's gradient is not finite: {skipped} of its updates were skipped", stacklevel=2)
@@ -160,19 +160,19 @@ class Critic:
 
     def save(self, folder: Path) -> None:
         """All ranks together: what lies in parts is gathered, and the main one writes it."""
-        gather_back(self.model)
-        gathered = ((name, whole(value.detach())) for name, value in self.tensors())
+        reshard(self.model)
+        gathered = ((name, full_tensor(value.detach())) for name, value in self.tensors())
         tensors = {name: value.cpu().contiguous() for name, value in gathered if self.mesh.is_main}
         if self.mesh.is_main:
             save_file(tensors, folder / FILE)
-            share(folder / FILE)
+            apply_umask(folder / FILE)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """From whatever layout was saved."""
         if not (folder / FILE).exists():
             raise UserError(f"{folder} has no critic, for the run began without one: start a new run to use one")
-        gather_back(self.model)
+        reshard(self.model)
         with safe_open(folder / FILE, "pt") as saved:
             for name, weight in self.model.own_parameters().items():
                 kinds = [key.partition("|")[2] for key in saved.keys() if key.startswith(f"{name}|")]  # noqa: SIM118
@@ -181,15 +181,15 @@ class Critic:
                     state = {kind: count.clone() if kind == "step" else torch.zeros_like(weight) for kind in kinds}
                     self.optimizer.state[weight] = state
             wanted = {name: value.detach() for name, value in self.tensors()}
-            if is_split(self.model):
-                load_parts(folder, wanted)
+            if is_sharded(self.model):
+                load_sharded(folder, wanted)
                 return
             for name, value in wanted.items():
                 value.copy_(saved.get_tensor(name))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Weights and moments; a shared trunk's are the policy's."""
-        gather_back(self.model)
+        reshard(self.model)
         for name, weight in self.model.own_parameters().items():
             yield name, weight
             for kind, value in self.optimizer.state.get(weight, {}).items():
@@ -199,7 +199,7 @@ class Critic:
         return part.inputs[VALUES.name], part.inputs[RETURNS.name]
 
     def _shares(self, rows: Sequence[Row]) -> list[list[Row]]:
-        return share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, sharing=True)
+        return partition_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, share_prefixes=True)
 
     def _packed(self, part: Sequence[Row]) -> MicroBatch:
         return pack(part, self.model.trunk.device, self.model.head.weight.dtype)

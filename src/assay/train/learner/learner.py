@@ -13,10 +13,10 @@ from torch import Tensor
 
 from assay.algos import Algorithm, Scorers
 from assay.config import TrainConfig
-from assay.mesh import Mesh, gather_back
+from assay.mesh import Mesh, reshard
 from assay.models import PolicyModel
 from assay.train.learner.critic import Critic
-from assay.train.learner.optim import rate
+from assay.train.learner.optim import lr_factor
 from assay.train.learner.reference import move_reference
 from assay.train.learner.update import Updater
 from assay.train.state import RunState, Schedule
@@ -61,11 +61,11 @@ class Learner:
     def learning_rate(self, state: RunState) -> float:
         cfg = self.cfg.optim
         progress, steps = self.schedule.progress(state), self.schedule.total_steps
-        return cfg.lr * cfg.initial * rate(cfg.schedule, progress, steps, cfg.warmup, cfg.final)
+        return cfg.lr * cfg.initial * lr_factor(cfg.schedule, progress, steps, cfg.warmup, cfg.final)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Weights of the policy, and weights and moments of the critic."""
-        gather_back(self.policy)
+        reshard(self.policy)
         return chain(self.policy.named_parameters(), self.critic.tensors() if self.critic else ())
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
 from assay.config import OptimConfig
-from assay.mesh import local
+from assay.mesh import local_tensor
 from assay.types import UserError
 
 # Jordan's quintic: steep at zero, so that five rounds take singular values from 0.01 and more to about 1 (0.7 to 1.2).
@@ -168,7 +168,7 @@ def kind_of(name: str, parameter: nn.Parameter) -> str:
     return "matrix" if LAYER.search(name) else "head"
 
 
-def rate(kind: str, step: int, total: int, warmup: int = 0, final: float = 0.0) -> float:
+def lr_factor(kind: str, step: int, total: int, warmup: int = 0, final: float = 0.0) -> float:
     """The fraction of the learning rate to use in `step` (from 0) of `total`."""
     if step < warmup:
         return (step + 1) / warmup
@@ -181,7 +181,7 @@ def rate(kind: str, step: int, total: int, warmup: int = 0, final: float = 0.0) 
     return 1.0
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give `lr` to all groups; those with a base rate of their own keep its ratio to `optim.lr`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["ratio"]
@@ -194,7 +194,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     norm = total_norm(grads)
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local(grad) for grad in grads], scale)
+        torch._foreach_mul_([local_tensor(grad) for grad in grads], scale)
     return norm
 
 
@@ -206,10 +206,10 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
     """
     by_holders: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for grad in grads:
-        by_holders[holders(grad)].append(local(grad))
+        by_holders[holders(grad)].append(local_tensor(grad))
     if set(by_holders) <= {()}:
-        return torch.nn.utils.get_total_norm([local(grad) for grad in grads])
-    total = torch.zeros((), device=local(grads[0]).device, dtype=grads[0].dtype)
+        return torch.nn.utils.get_total_norm([local_tensor(grad) for grad in grads])
+    total = torch.zeros((), device=local_tensor(grads[0]).device, dtype=grads[0].dtype)
     for groups, parts in by_holders.items():
         square = torch.nn.utils.get_total_norm(parts) ** 2
         for group in groups:

@@ -113,16 +113,16 @@ def with_step_inputs(rows: list[Row], algo: Algorithm) -> list[Row]:
     return rows
 
 
-def split_rows(rows: Sequence[Row], token_budget: int, sharing: bool = False) -> Iterator[list[Row]]:
+def split_rows(rows: Sequence[Row], token_budget: int, share_prefixes: bool = False) -> Iterator[list[Row]]:
     """Parts of at most `token_budget` tokens (a longer sequence is a part of its own).
 
-    Rows with the same prompt are neighbours; with `sharing` their prompt is computed, and so counts, once.
+    Rows with the same prompt are neighbours; with `share_prefixes` their prompt is computed, and so counts, once.
     """
     part: list[Row] = []
     size = 0
     for row in by_prompt(rows):
         new = len(row.ids)
-        if sharing and part and row.prompt == part[-1].prompt:
+        if share_prefixes and part and row.prompt == part[-1].prompt:
             new -= len(row.prompt)
         if part and size + new > token_budget:
             yield part
@@ -140,8 +140,8 @@ def by_prompt(rows: Sequence[Row]) -> list[Row]:
     return [row for _, row in sorted(zip(places, rows, strict=True), key=lambda placed: placed[0])]
 
 
-def share_rows(
-    rows: Sequence[Row], dp_size: int, dp_rank: int, token_budget: int, sharing: bool = False
+def partition_rows(
+    rows: Sequence[Row], dp_size: int, dp_rank: int, token_budget: int, share_prefixes: bool = False
 ) -> list[list[Row]]:
     """The micro-batches of one data-parallel rank; every rank gets as many, of about as many tokens together.
 
@@ -149,7 +149,7 @@ def share_rows(
     have to keep pace, for they exchange weights and gradients on the way.
     """
     if dp_size == 1:
-        return list(split_rows(rows, token_budget, sharing))
+        return list(split_rows(rows, token_budget, share_prefixes))
     # Pieces small enough that ranks come out even; rows with the same prompt stay together within them.
     pieces = list(split_rows(rows, max(sum(len(row.ids) for row in rows) // (PIECES * dp_size), 1)))
     shares: list[list[Row]] = [[] for _ in range(dp_size)]
@@ -158,7 +158,7 @@ def share_rows(
         least = sizes.index(min(sizes))  # to whoever has least
         shares[least] += piece
         sizes[least] += sum(len(row.ids) for row in piece)
-    parts = [list(split_rows(share, token_budget, sharing)) for share in shares]
+    parts = [list(split_rows(share, token_budget, share_prefixes)) for share in shares]
     most = max(len(own) for own in parts)
     blank = [blank_like(rows[0])] if rows else []
     return parts[dp_rank] + [blank] * (most - len(parts[dp_rank]))
@@ -217,7 +217,7 @@ class Budgeted(Protocol):
     mesh: Mesh
 
 
-def fitted(owner: Budgeted, model: PolicyModel, rows: Sequence[Row], work: Callable[[], Result]) -> Result:
+def retry_on_oom(owner: Budgeted, model: PolicyModel, rows: Sequence[Row], work: Callable[[], Result]) -> Result:
     """What `work` gives, which goes through the rows by micro-batches of the owner's budget and may be begun anew.
 
     Where memory does not suffice, on this rank or another, all of them go on with a smaller budget.
@@ -237,10 +237,10 @@ def fitted(owner: Budgeted, model: PolicyModel, rows: Sequence[Row], work: Calla
             failure = error.with_traceback(None)  # its frames would hold on to what did not fit
         if not owner.mesh.any(failure is not None):
             return result
-        shrink(owner, rows, failure)
+        halve_token_budget(owner, rows, failure)
 
 
-def shrink(owner: Budgeted, rows: Sequence[Row], failure: BaseException | None) -> None:
+def halve_token_budget(owner: Budgeted, rows: Sequence[Row], failure: BaseException | None) -> None:
     """Halve the budget, unless a single sequence is already all there is in a micro-batch."""
     longest = max(len(row.ids) for row in rows)
     if owner.token_budget <= longest:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from assay.mesh import Mesh, local
+from assay.mesh import Mesh, local_tensor
 from assay.models import Decoder, HFModel, PolicyModel
 from assay.types import UserError
 
@@ -99,7 +99,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for weight in parameters:
         if weight.grad is not None and not over_data(weight):
-            by_dtype[weight.grad.dtype].append(local(weight.grad))
+            by_dtype[weight.grad.dtype].append(local_tensor(weight.grad))
     for gradients in by_dtype.values():
         for bucket in buckets(gradients):
             total = mesh.sum_(torch.cat([gradient.flatten() for gradient in bucket]))
@@ -118,12 +118,12 @@ def buckets(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
         yield bucket
 
 
-def is_split(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """Whether this rank holds only parts of some weights."""
     return any(hasattr(weight, "to_local") for weight in module.parameters())
 
 
-def save_parts(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
+def save_sharded(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
     """All ranks together; what several of them hold is written once."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -131,7 +131,7 @@ def save_parts(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with on_its_own():
-            dcp.save(dict(tensors), storage_writer=writer, process_group=mesh.between, no_dist=mesh.world == 1)
+            dcp.save(dict(tensors), storage_writer=writer, process_group=mesh.cpu_group, no_dist=mesh.world == 1)
     except CheckpointException as error:  # it is no Exception, and would pass by everything that handles one
         raise RuntimeError(f"the optimizer's state could not be saved: {error}") from error
 
@@ -143,7 +143,7 @@ def saved_shapes(folder: Path) -> dict[str, torch.Size]:
     return {name: entry.size for name, entry in found.items()}  # type: ignore[union-attr]
 
 
-def load_parts(folder: Path, tensors: dict[str, Tensor]) -> None:
+def load_sharded(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors`, whole or in parts, from whatever layout was saved. Each rank reads what it needs for itself."""
     import torch.distributed.checkpoint as dcp
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from assay.config import AlgoConfig, TrainConfig
-from assay.mesh import Mesh, gather_back
+from assay.mesh import Mesh, reshard
 from assay.models import load_model, save_model
 from assay.models.lora import is_untrained, merged_parts
 from assay.runs import checkpoints
@@ -136,7 +136,7 @@ def move_reference(updater: Updater, cfg: AlgoConfig, step: int) -> None:
 def follow(updater: Updater, keep: float) -> None:
     """reference = keep * reference + (1 - keep) * policy; adapters count as merged."""
     assert updater.reference is not None and updater.reference is not updater.policy, "a reference of its own"
-    gather_back(updater.reference)
+    reshard(updater.reference)
     weights = dict(updater.reference.network.named_parameters())
     for name, weight in merged_parts(updater.policy.network):
         own = weights[name]

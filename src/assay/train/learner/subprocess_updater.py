@@ -42,7 +42,7 @@ ALIGNED = 64  # bytes, as torch's own memory is
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Where on the shelf a tensor lies."""
 
     offset: int  # in bytes
@@ -54,13 +54,13 @@ class Slot:
         return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
 
-class Shelf:
+class SharedTensors:
     """It grows as tensors are placed, and goes when the last process that has it open ends, however that comes about.
 
     `descriptor` and `slots` are those of another process, which handed its file on.
     """
 
-    def __init__(self, descriptor: int | None = None, slots: Mapping[str, Slot] | None = None) -> None:
+    def __init__(self, descriptor: int | None = None, slots: Mapping[str, TensorSlot] | None = None) -> None:
         self.file = os.fdopen(new_file() if descriptor is None else descriptor, "r+b", buffering=0)
         self.slots = dict(slots or {})
         self._views: dict[str, Tensor] = {}
@@ -75,7 +75,7 @@ class Shelf:
         for name, tensor in tensors.items():
             if name not in self.slots:
                 start = -(-self.size // ALIGNED) * ALIGNED
-                self.slots[name] = Slot(start, tuple(tensor.shape), tensor.dtype)
+                self.slots[name] = TensorSlot(start, tuple(tensor.shape), tensor.dtype)
         if self.file.seek(0, os.SEEK_END) < self.size:
             self.file.truncate(self.size)
         views = self.tensors()
@@ -108,7 +108,7 @@ def new_file() -> int:
 WEIGHTS, MOMENTS, REFERENCE = "weights", "moments", "reference"  # the shelves
 
 
-def home_of_policy(cfg: TrainConfig, mesh: Mesh) -> torch.device:
+def policy_device(cfg: TrainConfig, mesh: Mesh) -> torch.device:
     """Where its weights are between updates. Refuses what does not go together with a training process of its own."""
     if cfg.train.process == "same":
         return mesh.device
@@ -123,19 +123,19 @@ def home_of_policy(cfg: TrainConfig, mesh: Mesh) -> torch.device:
 
 
 @dataclass
-class Apart(Updater):
+class SubprocessUpdater(Updater):
     """An `Updater` whose steps are made elsewhere: on the device of `mesh`, while its own tensors are on the CPU."""
 
-    shelves: dict[str, Shelf] = field(init=False)
+    shelves: dict[str, SharedTensors] = field(init=False)
     trainer: TrainingProcess | None = field(init=False, default=None)
     spares: list[TrainingProcess] = field(init=False, default_factory=list)  # the next one, if it was started
 
     def __post_init__(self) -> None:
-        self.shelves = {name: Shelf() for name in (WEIGHTS, MOMENTS, REFERENCE)}
+        self.shelves = {name: SharedTensors() for name in (WEIGHTS, MOMENTS, REFERENCE)}
         weakref.finalize(self, close_all, self.spares)
 
     @classmethod
-    def of(cls, updater: Updater) -> Apart:
+    def of(cls, updater: Updater) -> SubprocessUpdater:
         return cls(**settings(updater))
 
     @contextmanager
@@ -215,7 +215,7 @@ class Apart(Updater):
             for name, tensor in tensors.items()
         }
 
-    def _take_back(self, slots: dict[str, Slot]) -> None:
+    def _take_back(self, slots: dict[str, TensorSlot]) -> None:
         """Weights have changed where they lie. Moments may have come into being."""
         self.shelves[MOMENTS].slots = slots
         views, weights = self.shelves[MOMENTS].tensors(), dict(self.policy.named_parameters())

@@ -21,15 +21,15 @@ from assay.models.logprobs import token_logprobs, token_loss
 from assay.models.lora import adapters_off
 from assay.train.faults import Fault, examine
 from assay.train.learner.critic import Critic
-from assay.train.learner.optim import clip_gradients, set_rate
+from assay.train.learner.optim import clip_gradients, set_lr
 from assay.train.learner.pack import (
     TRAINER_LOGPROBS,
     MicroBatch,
     Row,
-    fitted,
     pack,
+    partition_rows,
+    retry_on_oom,
     rows_of,
-    share_rows,
     with_step_inputs,
 )
 from assay.train.learner.parallel import sum_gradients
@@ -99,19 +99,19 @@ class Updater:
         def own_share() -> dict[int, list[float]]:
             found = {}
             size, rank = self.mesh.dp_size, self.mesh.dp_rank
-            for share in share_rows(trained, size, rank, self.token_budget, self.policy.shares):
+            for share in partition_rows(trained, size, rank, self.token_budget, self.policy.supports_prefix_sharing):
                 part = pack(share, self.policy.device, self._loss_dtype)
                 for row, values in zip(share, logprobs(part).cpu().split(part.trained_lengths), strict=True):
                     found[places.get(id(row), -1)] = values.tolist()
             return found
 
-        shares = self.mesh.all_gather_objects(fitted(self, self.policy, trained, own_share))
+        shares = self.mesh.all_gather_objects(retry_on_oom(self, self.policy, trained, own_share))
         every = {place: values for share in shares for place, values in share.items()}
         return [every[place] if row.count else [] for place, row in enumerate(rows)]
 
     def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
         """One optimizer step. The split into micro-batches, and over ranks, changes memory and time, not the result."""
-        sums = fitted(self, self.policy, rows, lambda: self._accumulate(rows, algo))
+        sums = retry_on_oom(self, self.policy, rows, lambda: self._accumulate(rows, algo))
         if self.mesh.dp_size > 1:
             sums = sums.all_reduce(self.mesh.dp_group)
             sum_gradients(self.policy.parameters(), self.mesh)
@@ -119,7 +119,7 @@ class Updater:
         loss = float(sums.losses["loss/total"])
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite and norm:  # with a gradient of 0 there is nothing to learn, and momentum must not go on by itself
-            set_rate(self.optimizer, lr)
+            set_lr(self.optimizer, lr)
             self.optimizer.step()
         elif not finite:
             self.faults = [*self.faults, examine(self.policy, loss, norm)]
@@ -131,7 +131,9 @@ class Updater:
 
     def _accumulate(self, rows: Sequence[Row], algo: Algorithm) -> Sums:
         self._forget()
-        shares = share_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.shares)
+        shares = partition_rows(
+            rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.supports_prefix_sharing
+        )
         # One after the other: a GPU is busy with one part while the next is packed.
         parts = (pack(part, self.policy.device, self._loss_dtype) for part in shares)
         return sum(self._backward(part, algo) for part in parts)  # type: ignore[return-value]

@@ -25,7 +25,7 @@ from assay.process.messages import receive, send
 from assay.process.spawn import take_pipes
 from assay.train.faults import Fault
 from assay.train.learner.pack import Row, out_of_memory
-from assay.train.learner.subprocess_updater import MOMENTS, WEIGHTS, Shelf, Slot, moments
+from assay.train.learner.subprocess_updater import MOMENTS, WEIGHTS, SharedTensors, TensorSlot, moments
 from assay.train.learner.update import Scorer
 from assay.train.stopping import SIGNALS
 from assay.types import UserError
@@ -86,11 +86,15 @@ class Work:
     """What can be asked for, in this order: begin, any number of scores and steps, end."""
 
     def begin(
-        self, described: bytes, shelves: dict[str, tuple[int, dict[str, Slot]]], device: torch.device, threads: int
+        self,
+        described: bytes,
+        shelves: dict[str, tuple[int, dict[str, TensorSlot]]],
+        device: torch.device,
+        threads: int,
     ) -> None:
         """Everything onto the device."""
         torch.set_num_threads(threads)  # sums in another order are other sums
-        self.shelves = {name: Shelf(*one) for name, one in shelves.items()}
+        self.shelves = {name: SharedTensors(*one) for name, one in shelves.items()}
         try:
             self.updater, self.algo = NameUnpickler(described, self.shelves, device).load()
             self.updater.policy.to(device)  # what is no parameter
@@ -111,7 +115,7 @@ class Work:
     def scores(self, rows: Sequence[Row], by: Scorer) -> list[list[float]]:
         return self.updater.scores(rows, self.algo, by)
 
-    def end(self) -> dict[str, Slot]:
+    def end(self) -> dict[str, TensorSlot]:
         """Put back what has changed; weights have their place, for moments it is told."""
         policy = self.updater.policy
         self.shelves[WEIGHTS].place({name: p for name, p in policy.named_parameters() if p.requires_grad})
@@ -122,7 +126,7 @@ class Work:
 class NameUnpickler(pickle.Unpickler):
     """Reads what `apart.named` wrote: tensors are copied from the shelves to the device."""
 
-    def __init__(self, content: bytes, shelves: dict[str, Shelf], device: torch.device) -> None:
+    def __init__(self, content: bytes, shelves: dict[str, SharedTensors], device: torch.device) -> None:
         super().__init__(io.BytesIO(content))
         self.shelves, self.device = shelves, device
         self.found: dict[tuple[Any, ...], Any] = {}
