@@ -1,4 +1,4 @@
-"""The nouns of the house. Standard library only, so that every room can speak them."""
+"""Core data types. Standard library only, so that every package can import them."""
 
 from __future__ import annotations
 
@@ -56,35 +56,33 @@ class Message(TypedDict):
 
 
 class Finish(StrEnum):
-    """Why the engine stopped writing a completion."""
+    """Why the engine ended a completion."""
 
     STOP = "stop"  # a stop token or stop string
     LENGTH = "length"  # max_new_tokens, or the end of the context
-    ACTION = (
-        "action"  # the limit of one action in an environment (env.max_tokens), which ends it as a stop string would
-    )
+    ACTION = "action"  # the token limit of one environment step (env.max_tokens)
 
 
 class Status(StrEnum):
-    """What a judge found. A judge that failed is data too: never a silent zero."""
+    """Outcome of judging. A failed judge is reported as TIMEOUT or ERROR, never as a silent zero."""
 
     OK = "ok"
     WRONG = "wrong"
-    NO_ANSWER = "no_answer"  # nothing that looks like a final answer
-    UNPARSABLE = "unparsable"  # there is an answer, but it cannot be read
-    TIMEOUT = "timeout"  # the judge ran past its time limit
-    ERROR = "error"  # the judge itself failed, or the environment; `detail` says how
+    NO_ANSWER = "no_answer"  # no final answer was found
+    UNPARSABLE = "unparsable"  # the final answer cannot be parsed
+    TIMEOUT = "timeout"  # the judge exceeded its time limit
+    ERROR = "error"  # the judge or the environment failed; see `detail`
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem of a task: what is asked, and what its judge needs to know."""
+    """One problem of a task: the messages of the prompt, and the information that its judge needs."""
 
-    id: str  # stable over runs, e.g. "gsm8k/train/17"
+    id: str  # stable across runs, e.g. "gsm8k/train/17"
     messages: tuple[Message, ...]
     answer: str = ""  # the gold answer
     solution: str | None = None  # a worked solution, for SFT and few-shot examples
-    fields: Mapping[str, Any] = field(default_factory=dict)  # anything else: nums, target, level, ...
+    fields: Mapping[str, Any] = field(default_factory=dict)  # task-specific: nums, target, level, ...
 
     @property
     def question(self) -> str:
@@ -94,13 +92,13 @@ class Prompt:
 
 @dataclass(slots=True)
 class Verdict:
-    """What a judge says of one completion."""
+    """Result of judging one completion."""
 
     reward: float
     status: Status
-    parsed: str | None = None  # the answer as it was extracted
-    parts: dict[str, float] = field(default_factory=dict)  # the reward's components, before weighting
-    detail: str = ""  # one line, for people
+    parsed: str | None = None  # the extracted answer
+    parts: dict[str, float] = field(default_factory=dict)  # components of the reward, before weighting
+    detail: str = ""  # explanation in one line
 
     @property
     def correct(self) -> bool:
@@ -109,21 +107,21 @@ class Verdict:
 
 @dataclass(slots=True)
 class Completion:
-    """What the engine wrote for one sample. Log-probabilities are of the sampled tokens, one for each token id."""
+    """One sampled completion. Log-probabilities are those of the sampled tokens, one per token id."""
 
     token_ids: list[int]
-    engine_logprobs: list[float]  # at the sampling temperature, before top-k/top-p: what the trainer recomputes
+    engine_logprobs: list[float]  # at the sampling temperature, before top-k/top-p/min-p truncation
     sampling_logprobs: list[float]  # after truncation: what the token was really drawn with
     finish: Finish
-    version: int = 0  # of the weights that sampled its first token
+    version: int = 0  # version of the weights that sampled the first token
     kept_mass: float = 1.0  # mean probability of what could be drawn; 1 without truncation and forbidden tokens
     entropy: float = 0.0  # mean over its tokens, of the distribution that `engine_logprobs` belong to
-    handle: int | None = None  # by which the engine can continue it, where that was asked for
-    version_spans: tuple[tuple[int, int], ...] = ()  # (version, tokens), if the weights changed while it was sampled
+    handle: int | None = None  # for continuing the sequence in the engine, if requested
+    version_spans: tuple[tuple[int, int], ...] = ()  # (version, number of tokens), if weights changed during sampling
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
-        """(weights version, number of tokens that it sampled), in the order of the tokens."""
+        """(weights version, number of tokens sampled with it), in the order of the tokens."""
         return self.version_spans or ((self.version, len(self.token_ids)),)
 
     @property
@@ -133,35 +131,35 @@ class Completion:
 
 @dataclass(slots=True)
 class Turn:
-    """Tokens given to the policy (a prompt, a tool's answer: never trained on), then what it wrote."""
+    """Context tokens (a prompt or an observation; never trained on), followed by a completion of the policy."""
 
     context_ids: list[int]
     completion: Completion
-    text: str  # the completion, decoded, without special tokens
-    reward: float = 0.0  # of this step of an environment, before any shaping; 0 where only the whole is judged
-    masked: bool = False  # its environment wants it as context only: nothing is learnt from what was written in it
+    text: str  # the decoded completion, without special tokens
+    reward: float = 0.0  # of this environment step, before shaping; 0 if only the whole episode is judged
+    masked: bool = False  # excluded from the loss by the environment: context only
 
     @property
     def trained(self) -> int:
-        """Tokens of it that are in the loss."""
+        """Number of trained tokens."""
         return 0 if self.masked else len(self.completion.token_ids)
 
 
 @dataclass(slots=True)
 class Rollout:
-    """One attempt at a prompt, from the first token to the verdict."""
+    """One sampled answer or episode with its verdict."""
 
     prompt: Prompt
     sample: int  # index within its group
     turns: list[Turn]
     verdict: Verdict | None = None
-    reward: float = 0.0  # what the algorithm learns from: the verdict's reward after shaping
+    reward: float = 0.0  # the verdict's reward after shaping
     advantage: float = 0.0
-    token_advantages: list[float] | None = None  # of each token in the loss, where steps or tokens differ in credit
-    inputs: dict[str, list[float]] = field(default_factory=dict)  # per trained token, from a credit rule to the loss
-    masked: bool = False  # a filter took it out of the loss (e.g. cut off at the length limit)
-    cut_off: bool = False  # an environment's limit (steps, tokens, time, context) ended it
-    following: list[int] | None = field(default=None, compare=False)  # tokens that this kept from it; in no file
+    token_advantages: list[float] | None = None  # per trained token, if credit differs between steps or tokens
+    inputs: dict[str, list[float]] = field(default_factory=dict)  # of loss terms, per trained token
+    masked: bool = False  # excluded from the loss by a filter (e.g. truncated answers)
+    cut_off: bool = False  # ended by a limit of the environment (steps, tokens, time, context)
+    bootstrap_ids: list[int] | None = field(default=None, compare=False)  # state after truncation; not saved
 
     @property
     def text(self) -> str:
@@ -173,7 +171,7 @@ class Rollout:
 
     @property
     def loss_mask(self) -> list[int]:
-        """1 for each token that the policy sampled, 0 for what it was given and for turns that are masked."""
+        """1 for tokens sampled by the policy, 0 for context tokens and masked turns."""
         marks = [(turn, 0 if turn.masked else 1) for turn in self.turns]
         return turn_by_turn(
             ([0] * len(turn.context_ids), [mark] * len(turn.completion.token_ids)) for turn, mark in marks
@@ -181,17 +179,17 @@ class Rollout:
 
     @property
     def engine_logprobs(self) -> list[float]:
-        """Aligned with `token_ids`; 0 for what the policy was given."""
+        """Aligned with `token_ids`; 0 for context tokens."""
         return turn_by_turn(([0.0] * len(turn.context_ids), turn.completion.engine_logprobs) for turn in self.turns)
 
     @property
     def length(self) -> int:
-        """Tokens written by the policy."""
+        """Number of tokens sampled by the policy."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     @property
     def trained(self) -> int:
-        """Those of them that are in the loss, unless a filter takes out the whole."""
+        """Number of trained tokens (if the rollout is not masked)."""
         return sum(turn.trained for turn in self.turns)
 
     @property
@@ -200,17 +198,17 @@ class Rollout:
 
     @property
     def learns(self) -> bool:
-        """Whether any of its tokens in the loss has an advantage."""
+        """Whether any trained token has a nonzero advantage."""
         return any([self.advantage and self.trained] if self.token_advantages is None else self.token_advantages)
 
 
 @dataclass(slots=True)
 class Group:
-    """All attempts at one prompt in one step: what group baselines compare."""
+    """All rollouts of one prompt in one step; group baselines compare them."""
 
     prompt: Prompt
     rollouts: list[Rollout]
-    baseline: float | None = None  # reward of a greedy answer, which is taken off the others' where there is one
+    baseline: float | None = None  # reward of a greedy answer, subtracted from the rewards
 
     @property
     def rewards(self) -> list[float]:
@@ -218,9 +216,9 @@ class Group:
 
 
 def turn_by_turn(turns: Iterable[tuple[list[T], list[T]]]) -> list[T]:
-    """What was given and what was written, turn after turn. Lists are copied whole: a step has 100,000s of tokens."""
-    found: list[T] = []
-    for given, written in turns:
-        found += given
-        found += written
-    return found
+    """Concatenate context and completion of all turns. Copies whole lists: a step has 100,000s of tokens."""
+    result: list[T] = []
+    for context, completion in turns:
+        result += context
+        result += completion
+    return result

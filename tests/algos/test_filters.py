@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from assay.algos.filters import drop_zero_variance, mask_overlong, soft_overlong, with_results, within_reach
+from assay.algos.filters import drop_zero_variance, mask_overlong, should_sample, soft_overlong, with_results
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 
@@ -97,4 +97,4 @@ def test_running_pass_rates_take_half_of_what_is_new() -> None:
 )
 def test_prompts_within_reach(prompt: str, retry: int, tried: bool) -> None:
     rates = {"easy": [0.95, 3.0], "hard": [0.0, 6.0], "good": [0.2, 1.0]}
-    assert within_reach(rates, prompt, step=8, low=0.1, high=0.9, retry=retry) is tried
+    assert should_sample(rates, prompt, step=8, low=0.1, high=0.9, retry=retry) is tried

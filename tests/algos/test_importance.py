@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.algos.losses import correction, over_sequences, ppo_clip, sequence_logprobs
+from assay.algos.losses import importance_correction, over_sequences, ppo_clip, sequence_logprobs
 
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -65,7 +65,7 @@ def test_some_sequences_are_clipped_and_some_are_not() -> None:
 def test_corrections(mode: str, low: float, high: float) -> None:
     trainer, engine, _ = random_tokens(3)
     trainer = trainer.detach()
-    weights, held = correction(mode, trainer, engine, low, high, LENGTHS)
+    weights, held = importance_correction(mode, trainer, engine, low, high, LENGTHS)
     expected, outside, start = [], [], 0
     for length in LENGTHS:
         ratios = [math.exp(float(trainer[i]) - float(engine[i])) for i in range(start, start + length)]
@@ -87,7 +87,7 @@ def test_truncation_keeps_the_expectation_within_reach() -> None:
     """Without a bound the weighted engine's samples have the trainer's expectation: closed form on three tokens."""
     trainer, engine = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
     rewards = torch.tensor([1.0, -2.0, 3.0])
-    weights, _ = correction("token_truncate", trainer.log(), engine.log(), 0.0, math.inf, None)
+    weights, _ = importance_correction("token_truncate", trainer.log(), engine.log(), 0.0, math.inf, None)
     torch.testing.assert_close((engine * weights * rewards).sum(), (trainer * rewards).sum())
 
 

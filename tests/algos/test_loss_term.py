@@ -89,7 +89,7 @@ def test_a_term_without_a_coefficient_is_not_in_the_gradient_but_logged() -> Non
         (["Drift"], {"Drift": {"coeff": 1.0}}, "'algo.term_args.Drift.coeff': Extra inputs are not permitted"),
         ([], {"Drift": {"coef": 1.0}}, "algo.term_args.Drift: there is no such class in algo.terms"),
         (["NotATerm"], {}, "here:NotATerm is not a subclass of assay.algos.LossTerm"),
-        (["Drift", "Drift"], {}, "loss terms need different names: 'drift' is missing or used twice"),
+        (["Drift", "Drift"], {}, "distinct names: 'drift'"),
     ],
 )
 def test_mistakes_in_terms_are_named(terms: list[str], args: dict[str, Any], message: str) -> None:
@@ -102,7 +102,7 @@ def test_mistakes_in_terms_are_named(terms: list[str], args: dict[str, Any], mes
     ("given", "message"),
     [
         (lambda values: values, "returned Tensor: return a TermOutput"),
-        (lambda values: TermOutput(values.mean()), "gave shape () for 3 tokens"),
+        (lambda values: TermOutput(values.mean()), "shape () for 3 tokens"),
         (lambda values: TermOutput(values, {"x": values.mean()}), "statistic 'x'"),
     ],
 )
@@ -114,7 +114,7 @@ def test_outputs_of_a_term_are_checked(given: Any, message: str, monkeypatch: py
 
 
 def test_a_path_needs_a_loader() -> None:
-    with pytest.raises(UserError, match="names code, which cannot be loaded here"):
+    with pytest.raises(UserError, match="cannot be loaded by path"):
         make_algorithm("grpo", policy_loss="mine.py:loss")
 
 

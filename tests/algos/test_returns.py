@@ -92,5 +92,5 @@ def test_a_group_is_dropped_only_if_nothing_that_is_compared_differs() -> None:
 
 def test_credit_for_steps_and_a_penalty_on_tokens_do_not_go_together() -> None:
     for settings in ({"step_credit": True}, {"discount": 0.9}):
-        with pytest.raises(UserError, match="leave out step_credit and discount"):
+        with pytest.raises(UserError, match="step_credit or discount"):
             make_algorithm("reinforce_pp", reward_kl_coef=0.01, **settings)

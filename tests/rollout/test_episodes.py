@@ -176,7 +176,7 @@ def test_limits_cut_episodes_off(limits: Limits, tokens: int, length: int, reaso
         assert all(len(turn.completion.token_ids) <= limits.step_tokens for turn in rollout.turns)
         said: Any = [{"role": "user", "content": "more"}]
         written = rollout.turns[-1].completion.token_ids
-        assert rollout.following == part.renderer.next_turn_ids(rollout.prompt, written, said)
+        assert rollout.bootstrap_ids == part.renderer.next_turn_ids(rollout.prompt, written, said)
     assert idle(part)
 
 
@@ -192,7 +192,7 @@ def test_what_an_episode_missed_is_known_if_it_was_cut_off(over: str, following:
     for rollout in rollouts(part.collect(Ending().prompts("train")[:2], PARAMS, (0, 0))):
         written = rollout.turns[-1].completion.token_ids
         expected = part.renderer.next_turn_ids(rollout.prompt, written, said) if following else None
-        assert rollout.cut_off == (over != "terminated") and rollout.following == expected
+        assert rollout.cut_off == (over != "terminated") and rollout.bootstrap_ids == expected
 
 
 def test_the_limit_of_an_action_ends_it_and_cuts_nothing_off() -> None:

@@ -181,7 +181,7 @@ def test_another_run_begins_with_what_was_saved(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "why"), [("reinforce", "'reinforce' does not ask"), ("gspo", "recompute_logprobs forgets")]
+    ("recipe", "why"), [("reinforce", "'reinforce' has no importance ratio"), ("gspo", "recompute_logprobs discards")]
 )
 def test_a_loss_that_cannot_tell_who_sampled_cannot_replay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, why: str

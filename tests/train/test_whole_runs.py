@@ -224,7 +224,7 @@ def test_bnpo_refuses_what_is_added_to_rewards_before_the_run_starts(
     small: SmallRuns, settings: tuple[object, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert small.train("--algo.recipe", "bnpo", *settings) == 2
-    assert "takes rewards for probabilities" in capsys.readouterr().err
+    assert "success rates" in capsys.readouterr().err
     assert not (small.runs / "small").exists()
 
 

@@ -1,6 +1,7 @@
-"""From rewards to advantages: one 1-D float64 tensor a group in, the same shapes out. Groups may differ in size.
+"""Returns of episodes and steps, and the functions that turn them into advantages.
 
-From the rewards of an episode's steps to what is compared: discounted returns, of whole episodes or of each step.
+An advantage function takes one 1-D float64 tensor per group and returns tensors of the same shapes. Groups may differ
+in size.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from assay.types import Group, Rollout, UserError
 
 Advantage = Callable[[list[Tensor]], list[Tensor]]
 
-MAX_LOG_SCALE = math.log(1e6)  # of 1 / f in beta_norm
-STD_EPS = 1e-4  # keeps a group of nearly equal rewards from blowing up; the value of TRL and TapeAgents
+MAX_LOG_SCALE = math.log(1e6)  # largest log(1 / f) in beta_norm
+STD_EPS = 1e-4  # bounds the advantages of nearly equal rewards; the same value as in TRL and TapeAgents
 
 
 def centred(values: Tensor) -> Tensor:
@@ -27,26 +28,26 @@ def centred(values: Tensor) -> Tensor:
 
 
 def group_mean(rewards: list[Tensor]) -> list[Tensor]:
-    """Reward minus the mean of its group (Dr. GRPO): a baseline, and no division that favours easy or hard prompts."""
+    """Reward minus the mean of its group (Dr. GRPO). Without division by the std, which over-weights some prompts."""
     _require_groups(rewards, "group_mean")
     return [centred(rewards_G) for rewards_G in rewards]
 
 
 def group_norm(rewards: list[Tensor]) -> list[Tensor]:
-    """(reward - mean) / (std + 1e-4) within the group (GRPO), std being the unbiased one (divided by G - 1)."""
+    """(reward - mean) / (std + 1e-4) within the group (GRPO), with the unbiased std (divided by G - 1)."""
     _require_groups(rewards, "group_norm")
     return [centred(rewards_G) / (rewards_G.std() + STD_EPS) for rewards_G in rewards]
 
 
 def leave_one_out(rewards: list[Tensor]) -> list[Tensor]:
-    """Reward minus the mean of the *other* rewards of its group (RLOO): unbiased, as its own reward is left out."""
+    """Reward minus the mean of the *other* rewards of its group (RLOO), an unbiased baseline."""
     _require_groups(rewards, "leave_one_out")
     return [centred(rewards_G) * (len(rewards_G) / (len(rewards_G) - 1)) for rewards_G in rewards]
 
 
 def batch_mean(rewards: list[Tensor]) -> list[Tensor]:
-    """Reward minus the mean reward of the whole batch: the classic baseline; one sample a prompt is enough."""
-    if not any(map(len, rewards)):  # there may be groups with nothing but masked tokens
+    """Reward minus the mean reward of the whole batch: the classic baseline; one sample per prompt is enough."""
+    if not any(map(len, rewards)):  # all tokens of all groups may be masked
         return list(rewards)
     every = torch.cat(rewards)
     if len(every) == 1:
@@ -56,7 +57,7 @@ def batch_mean(rewards: list[Tensor]) -> list[Tensor]:
 
 def batch_norm(rewards: list[Tensor]) -> list[Tensor]:
     """(reward - mean) / (std + 1e-4) over all answers of the batch: one scale for all prompts, easy or hard."""
-    if not any(map(len, rewards)):  # there may be groups with nothing but masked tokens
+    if not any(map(len, rewards)):  # all tokens of all groups may be masked
         return list(rewards)
     every = torch.cat(rewards)
     if len(every) == 1:
@@ -67,15 +68,15 @@ def batch_norm(rewards: list[Tensor]) -> list[Tensor]:
 def token_norm(returns: list[Tensor], tokens: list[Tensor] | None = None) -> list[Tensor]:
     """(return - mean) / (std + 1e-4), both over all trained tokens of the batch (REINFORCE++).
 
-    `tokens`: how many tokens have each return; one if not given, which makes it `batch_norm`.
+    `tokens`: number of tokens with each return; default 1, which is equivalent to `batch_norm`.
     """
-    if not any(map(len, returns)):  # there may be groups with nothing but masked tokens
+    if not any(map(len, returns)):  # all tokens of all groups may be masked
         return list(returns)
     every = torch.cat(returns)
     if len(every) == 1:
         raise UserError('advantage="token_norm" needs at least two rollouts in a batch: raise prompts or samples.')
     counts = torch.ones_like(every) if tokens is None else torch.cat(tokens)
-    first = every[0]  # taken off before sums are made, so that equal returns have advantages of exactly 0
+    first = every[0]  # subtracted before summing, so that equal returns give advantages of exactly 0
     mean = (counts * (every - first)).sum() / counts.sum().clamp(min=1)
     square = (counts * (every - first - mean).square()).sum() / (counts.sum() - 1).clamp(min=1)
     return [(values - first - mean) / (square.sqrt() + STD_EPS) for values in returns]
@@ -87,9 +88,9 @@ def group_mean_token_norm(rewards: list[Tensor], tokens: list[Tensor] | None = N
 
 
 def group_mean_batch_norm(rewards: list[Tensor]) -> list[Tensor]:
-    """Reward minus the mean of its group, over the std of these differences in the whole batch.
+    """Reward minus the mean of its group, divided by the std of these differences over the batch.
 
-    Their mean over the batch is 0, as it is in each group.
+    The mean over the batch is 0 because it is 0 in each group.
     """
     differences = group_mean(rewards)
     scale = torch.cat(differences).std() + STD_EPS if differences else STD_EPS
@@ -99,22 +100,22 @@ def group_mean_batch_norm(rewards: list[Tensor]) -> list[Tensor]:
 def group_mean_rescaled(rewards: list[Tensor]) -> list[Tensor]:
     """Reward minus the mean of its group, times all groups / groups with unequal rewards (GPG).
 
-    Groups without a winner have no gradient but count in the average: the factor takes them out of it again.
+    Groups with equal rewards have no gradient but count in the average. The factor compensates for them.
     """
     _require_groups(rewards, "group_mean_rescaled")
-    telling = sum(bool((rewards_G != rewards_G[0]).any()) for rewards_G in rewards)
-    return [centred(rewards_G) * (len(rewards) / max(telling, 1)) for rewards_G in rewards]
+    informative = sum(bool((rewards_G != rewards_G[0]).any()) for rewards_G in rewards)
+    return [centred(rewards_G) * (len(rewards) / max(informative, 1)) for rewards_G in rewards]
 
 
 def beta_norm(rewards: list[Tensor]) -> list[Tensor]:
-    """(reward - p) / f(p), p being the mean reward of the group and f a Beta density fitted to the batch (BNPO).
+    """(reward - p) / f(p), where p is the mean reward of the group and f a Beta density fitted to the batch (BNPO).
 
-    With p ~ Beta(a, b) over prompts and rewards of 0 or 1, Beta(1 + a/3, 1 + b/3) is the f that makes the variance of
-    the gradient smallest. a and b are those with the mean and variance of the batch's p. Where there is no such Beta
-    (all p alike, or all 0 and 1), f is 1: nothing but the group's mean is taken off. As in the authors' code, the
-    variance is the unbiased one, and 1 / f is at most 1e6: far from the mean of a narrow Beta, f underflows.
-    Rewards are read as fractions of success. Where some of the batch lie outside of [0, 1], all are mapped to it
-    linearly: the lowest, or 0 if that is lower, to 0; the highest, or 1 if that is higher, to 1.
+    With p ~ Beta(a, b) over prompts and rewards of 0 or 1, f = Beta(1 + a/3, 1 + b/3) minimises the variance of the
+    gradient. a and b are fitted to the mean and variance of p over the batch. If no Beta fits (all p are equal, or all
+    are 0 or 1), f is 1 and only the group mean is subtracted. As in the authors' code, the variance is unbiased and
+    1 / f is at most 1e6, because f underflows far from the mean of a narrow Beta.
+    Rewards are interpreted as success rates. If some rewards of the batch are outside of [0, 1], all are mapped to it
+    linearly: the minimum of 0 and the rewards to 0, the maximum of 1 and the rewards to 1.
     """
     _require_groups(rewards, "beta_norm")
     if not rewards:
@@ -125,7 +126,7 @@ def beta_norm(rewards: list[Tensor]) -> list[Tensor]:
     mean, variance = float(p.mean()), float(p.var()) if len(p) > 1 else 0.0
     size = mean * (1 - mean) / variance - 1 if variance > 1e-12 else 0.0  # a + b
     alpha, beta = 1 + max(size, 0.0) * mean / 3, 1 + max(size, 0.0) * (1 - mean) / 3
-    inside = p.clamp(1e-12, 1 - 1e-12)  # at 0 and 1 every reward is p, and 0 over anything is 0
+    inside = p.clamp(1e-12, 1 - 1e-12)  # at p = 0 and p = 1 every centred reward is 0
     log_density = (alpha - 1) * inside.log() + (beta - 1) * (1 - inside).log()
     log_density += math.lgamma(alpha + beta) - math.lgamma(alpha) - math.lgamma(beta)
     scales = (-log_density).clamp(max=MAX_LOG_SCALE).exp()
@@ -151,22 +152,22 @@ ADVANTAGES: dict[str, Advantage] = {
     "none": none,
 }
 
-# These compare the samples of one prompt with each other, so a single sample teaches them nothing.
+# Functions that compare the samples of one prompt: they need at least two of them.
 GROUP_BASELINES = (
     *(group_mean, group_norm, leave_one_out, group_mean_batch_norm, group_mean_token_norm),
     *(group_mean_rescaled, beta_norm),
 )
 
-# These take statistics over tokens, so they also have to know how many tokens have each reward.
+# Functions whose statistics are over tokens: their second argument is the number of tokens with each reward.
 BY_TOKEN: dict[str, Callable[[list[Tensor], list[Tensor]], list[Tensor]]] = {
     "token_norm": token_norm,
     "group_mean_token_norm": group_mean_token_norm,
 }
 
-# These can be given returns of single tokens as well.
+# Functions that also accept returns of single tokens.
 POOLED = (token_norm,)
 
-# These are rewards less a baseline: what single tokens are given on top is in the same units.
+# Rewards minus a baseline, unscaled: penalties of single tokens can be added in the same units.
 UNSCALED = (group_mean, leave_one_out, batch_mean, none)
 
 
@@ -183,27 +184,27 @@ def group_size_error(name: str) -> UserError:
 
 
 def returns(rewards: Sequence[float], discount: float = 1.0) -> list[float]:
-    """For each step, its reward and all that follow, each later one multiplied by `discount` once more."""
-    found: list[float] = []
-    after = 0.0
+    """The discounted return of each step: its reward plus `discount` times the return of the next step."""
+    reversed_returns: list[float] = []
+    following = 0.0
     for reward in reversed(rewards):
-        after = reward + discount * after
-        found.append(after)
-    return found[::-1]
+        following = reward + discount * following
+        reversed_returns.append(following)
+    return reversed_returns[::-1]
 
 
 def step_rewards(rollout: Rollout, whole: float | None = None) -> list[float]:
-    """Rewards of its turns; what the whole got beyond them (a verdict, a length punishment) came with the last one."""
+    """Reward of each turn. The rest of the total (a verdict, a length penalty) is added to the last turn."""
     rewards = [turn.reward for turn in rollout.turns]
     rewards[-1] += (rollout.reward if whole is None else whole) - sum(rewards)
     return rewards
 
 
-def token_rewards(rollout: Rollout, prices: Sequence[float] | None = None) -> list[float]:
-    """What comes with each of its tokens in the loss: a step's reward with the last one of it.
+def token_rewards(rollout: Rollout, penalties: Sequence[float] | None = None) -> list[float]:
+    """The reward of each trained token: the reward of a step is given to its last token.
 
-    That of a masked step comes with the last one before it; before the first there is none that could have earned it.
-    `prices`: of single tokens, which `rollout.reward` has paid in all; here each pays its own.
+    The reward of a masked step is given to the last trained token before it, and dropped if there is none.
+    `penalties`: of each token. `rollout.reward` already contains their sum, which is replaced by the single penalties.
     """
     rewards = [0.0] * rollout.trained
     trained = 0
@@ -211,48 +212,48 @@ def token_rewards(rollout: Rollout, prices: Sequence[float] | None = None) -> li
         trained += turn.trained
         if trained:
             rewards[trained - 1] += reward
-    if rewards and prices is not None:
-        rewards[-1] += sum(prices)
-        rewards = [reward - price for reward, price in zip(rewards, prices, strict=True)]
+    if rewards and penalties is not None:
+        rewards[-1] += sum(penalties)
+        rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
     return rewards
 
 
 def credited_returns(group: Group, discount: float = 1.0, by_step: bool = False) -> list[float]:
-    """What an advantage function compares within a group.
+    """The returns of a group that an advantage function compares.
 
-    One return for each episode; or, `by_step`, one for each step of each episode, so that a step is compared with all
-    steps of all samples of its group, as in Kevin (arXiv 2507.11948). Masked steps are none of these.
+    One return per episode, or, with `by_step`, one per step: then a step is compared with all steps of all samples of
+    its group, as in Kevin (arXiv 2507.11948). Masked steps are excluded.
     """
     return [value for r in group.rollouts for value in compared_returns(r, r.reward, discount, by_step)]
 
 
 def credited_tokens(group: Group, by_step: bool = False) -> list[int]:
-    """How many trained tokens have each of the `credited_returns`."""
+    """Number of trained tokens for each of the `credited_returns`."""
     if not by_step:
         return [rollout.trained for rollout in group.rollouts]
     return [turn.trained for rollout in group.rollouts for turn in rollout.turns if not turn.masked]
 
 
 def compared_returns(rollout: Rollout, whole: float, discount: float, by_step: bool) -> list[float]:
-    """The return of one episode that got `whole` in all, or, `by_step`, those of its steps that are in the loss."""
+    """The return of an episode with total reward `whole`, or, with `by_step`, the returns of its unmasked steps."""
     if not by_step and discount == 1.0:
         return [whole]
-    found = returns(step_rewards(rollout, whole), discount)
+    values = returns(step_rewards(rollout, whole), discount)
     if not by_step:
-        return found[:1]
-    return [value for value, turn in zip(found, rollout.turns, strict=True) if not turn.masked]
+        return values[:1]
+    return [value for value, turn in zip(values, rollout.turns, strict=True) if not turn.masked]
 
 
 def any_masked(group: Group) -> bool:
     return any(turn.masked for rollout in group.rollouts for turn in rollout.turns)
 
 
-def give_advantages(group: Group, advantages: Sequence[float], by_step: bool = False) -> None:
-    """In the order of `credited_returns`. A step's is that of its tokens; a rollout's own that of its first."""
-    coming: Iterator[float] = iter(advantages)
+def set_advantages(group: Group, advantages: Sequence[float], by_step: bool = False) -> None:
+    """Set advantages in the order of `credited_returns`. A rollout's own advantage is that of its first step."""
+    remaining: Iterator[float] = iter(advantages)
     for rollout in group.rollouts:
         turns = [turn for turn in rollout.turns if not turn.masked]
-        steps = [next(coming) for _ in (turns if by_step else range(1))]
+        steps = [next(remaining) for _ in (turns if by_step else range(1))]
         rollout.advantage, rollout.token_advantages = (steps or [0.0])[0], None
         if by_step:
             each = zip(steps, turns, strict=True)

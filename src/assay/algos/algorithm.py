@@ -1,4 +1,4 @@
-"""An algorithm: filters, a credit rule and loss terms, made from settings. The trainer looks at `needs` only."""
+"""An algorithm: filters, a credit rule and loss terms, built from settings. The trainer depends on `needs` only."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from assay.types import Group, UserError
 
 
 def no_paths(path: str) -> Any:
-    raise UserError(f"{path!r} names code, which cannot be loaded here: pass the function itself")
+    raise UserError(f"code cannot be loaded by path here ({path!r}): pass the function itself")
 
 
 class Algorithm:
-    """Made by `make_algorithm` from a recipe, or directly from settings that are complete.
+    """Created by `make_algorithm` from a recipe, or directly from complete settings.
 
-    `load` imports functions and loss terms that settings name by path.
+    `load` imports functions and loss terms that the settings name by path.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Algorithm:
 
     @property
     def needs(self) -> Needs:
-        """What the trainer has to provide; may change after `end_step`."""
+        """What the trainer must provide. May change after `end_step`."""
         return reduce(or_, (component.needs for component in self.components))
 
     @property
@@ -85,26 +85,26 @@ class Algorithm:
             component.check()
         for kind, names in (("loss terms", [t.name for t in self.terms]), ("inputs", [i.name for i in self.inputs])):
             if doubled := [name for name in names if not name or names.count(name) > 1]:
-                raise UserError(f"{kind} need different names: {doubled[0]!r} is missing or used twice.")
-        moves = self.settings.refresh_reference > 0 or self.settings.reference_ema > 0
-        if moves and not self.needs.reference:
+                raise UserError(f"{kind} need distinct names: {doubled[0]!r} is empty or used twice.")
+        dynamic = self.settings.refresh_reference > 0 or self.settings.reference_ema > 0
+        if dynamic and not self.needs.reference:
             raise UserError(
-                "algo.refresh_reference and algo.reference_ema move a reference: set algo.kl_coef or reward_kl_coef too"
+                "algo.refresh_reference and algo.reference_ema need a reference: set algo.kl_coef or reward_kl_coef"
             )
         if self.settings.refresh_reference and self.settings.reference_ema:
             raise UserError("algo.refresh_reference and algo.reference_ema are both set: keep one of them")
 
     def check_samples(self, samples: int) -> None:
-        """Fail before a run starts, not at its first step, if a group baseline gets one sample per prompt."""
+        """Raise a UserError before the run starts if a group baseline gets only one sample per prompt."""
         self.credit_rule.check_samples(samples)
 
     def check_replay(self) -> None:
-        """Raise a UserError if groups of earlier steps cannot be learnt from."""
+        """Raise a UserError if the algorithm cannot train on groups of earlier steps."""
         for component in self.components:
             component.check_replay()
 
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
-        """Why settings have no effect in this run, and which ones."""
+        """Pairs of a reason and the settings that have no effect because of it."""
         if not self.needs.reference:
             yield "algo.kl_coef and algo.reward_kl_coef are 0", ["algo.reference"]
         for component in (*self.components, *self.inactive):
@@ -115,7 +115,7 @@ class Algorithm:
             yield from component.warnings(run)
 
     def replace(self, **changes: Any) -> Algorithm:
-        """A new algorithm with other settings, and without the state of this one."""
+        """A new algorithm with changed settings and without the state of this one."""
         settings = AlgoConfig.model_validate(dict(self.settings) | changes)
         return Algorithm(settings, self.critic, self.limits, self.load)
 
@@ -127,27 +127,27 @@ class Algorithm:
 
     @property
     def sampling_rounds(self) -> int:
-        """Largest number of rounds of sampling in a step, each to replace groups that were dropped before."""
+        """Maximum number of sampling rounds per step; later rounds replace dropped groups."""
         return self.zero_variance.rounds
 
     def has_zero_variance(self, group: Group) -> bool:
-        """Whether all rollouts of a group were judged alike: see `filters.has_zero_variance`."""
+        """Whether all rewards of a group are equal: see `filters.has_zero_variance`."""
         return self.zero_variance.matches(group)
 
     def keep(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:
-        """(kept, dropped) of newly judged groups. Rewards are shaped for all: dropped groups are logged as well."""
+        """Split judged groups into (kept, dropped). Shapes the rewards of all, because all are logged."""
         self._shape_rewards(groups)
         self.overlong.mask(groups)
         return self.zero_variance.split(groups)
 
     def set_baselines(self, groups: Sequence[Group], greedy: list[Group]) -> None:
-        """`greedy` holds one greedy answer to the prompt of each group: its reward is that group's baseline."""
+        """Set the baseline of each group to the reward of the greedy answer in the corresponding group of `greedy`."""
         self._shape_rewards(greedy)
-        for group, alone in zip(groups, greedy, strict=True):
-            group.baseline = alone.rewards[0]
+        for group, greedy_group in zip(groups, greedy, strict=True):
+            group.baseline = greedy_group.rewards[0]
 
     def credit(self, groups: list[Group], scorers: Scorers | None = None) -> dict[str, float]:
-        """Set every rollout's reward (its verdict's, shaped) and advantage, compared over all groups; returns metrics.
+        """Set the shaped reward and the advantage of every rollout; returns metrics.
 
         `scorers`: functions of the trainer, as far as `needs` asks for them.
         """
@@ -169,15 +169,15 @@ class Algorithm:
     # Updates
 
     def update_count(self, groups: int) -> int:
-        """Number of optimizer steps in one pass over a batch of `groups`; a filter may have dropped all of them."""
+        """Number of optimizer steps in one pass over a batch of `groups` (possibly 0) groups; at least 1."""
         size = self.settings.minibatch_size
         return max(min(-(-groups // size) if size else self.settings.updates, groups), 1)
 
     def token_weights(self, lengths: Tensor) -> Tensor:
-        """The weight of each token of each sequence of a global batch (see aggregate.token_weights)."""
+        """Weight of the tokens of each sequence of a global batch (see `batch.token_weights`)."""
         mode, limit = self.settings.aggregate, self.limits.max_new_tokens
         if mode == "constant" and limit < 1:
-            raise UserError('aggregate="constant" divides by max_new_tokens: set it.')
+            raise UserError('aggregate="constant" divides by max_new_tokens: set max_new_tokens.')
         return token_weights(lengths, mode, limit)
 
     def loss(self, batch: LossBatch) -> LossOut:
@@ -198,7 +198,7 @@ class Algorithm:
     # State
 
     def end_step(self, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adapt to what a step has sampled and measured; `step` counts it. Returns metrics of the adaptation."""
+        """Update the state of all components after step number `step`; returns their metrics."""
         return reduce(or_, (component.end_step(step, groups, metrics) for component in self.components))
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,11 +211,11 @@ class Algorithm:
                 component.load_state_dict(state[component.name])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For another process: code of the user's is imported there by its path."""
-        return _rebuilt, (self.settings, self.critic, self.limits, self.load, self.state_dict())
+        """Pickle settings and state; user code is imported by path in the other process."""
+        return _rebuild, (self.settings, self.critic, self.limits, self.load, self.state_dict())
 
 
-def _rebuilt(
+def _rebuild(
     settings: AlgoConfig, critic: CriticConfig, limits: LengthLimits, load: Loader, state: dict[str, Any]
 ) -> Algorithm:
     algo = Algorithm(settings, critic, limits, load)

@@ -1,28 +1,24 @@
-"""Metrics as sums, so that adding them over micro-batches and ranks gives exactly what one big batch would.
+"""Input, output and metrics of a loss; token weights; estimators of the KL divergence from the reference.
 
-Estimators of KL(policy || reference), one value a token, from the log-probabilities of tokens the policy sampled.
+Token weights are computed once per global batch, before it is split into micro-batches or over ranks, and losses and
+metrics are sums. The result therefore does not depend on the split.
 
-As values, k1 and k3 (within its limit) are unbiased. The mean of k2 is another divergence, E[log(policy / reference)^2]
-/ 2: it agrees with the KL up to second order near the reference, and may be many times as large far from it.
+KL estimators compute one value per token from the log-probabilities of sampled tokens. As values, k1 and k3 (within the
+limit of its log-ratio) are unbiased estimates of KL(policy || reference). The mean of k2 is a different divergence,
+E[log(policy / reference)^2] / 2. It agrees with the KL up to second order near the reference, and may be much larger
+far from it.
 
-As a *loss* only the gradient counts, and autograd differentiates the estimate, not the sampling. If tokens are sampled
-from the policy that is differentiated, the mean gradient at one token, given those before it, is
+In a *loss* only the gradient matters, and autograd differentiates the estimate, not the sampling. If tokens are sampled
+from the policy that is differentiated, the expected gradient at a token, given the tokens before it, is
 
-- k1: zero. It only adds noise: useful as a metric or inside a reward, useless in a loss.
-- k2: that of KL(policy || reference) at this token, although the value of k2 is biased.
-- k3: that of KL(reference || policy) at this token, the same to first order near the reference. Low variance; GRPO's
-  choice. Beyond the limit of its log-ratio, below, it is zero.
+- k1: zero. It only adds noise: useful as a metric or in a reward, useless in a loss.
+- k2: the gradient of KL(policy || reference) at this token, although the value of k2 is biased.
+- k3: the gradient of KL(reference || policy) at this token, which is the same to first order near the reference. It has
+  low variance and is used by GRPO. Beyond the limit of its log-ratio the gradient is zero.
 
-Neither holds for tokens of an earlier policy (later updates on a batch, replay): the estimates carry no importance
-ratio. Neither contains what a token changes in the divergence of later ones, so the sum over an answer is not the
-gradient of the KL between whole answers; a KL in the reward is (see `reward_kl`). Take k3 or k2 in a loss.
-
-How much each token counts.
-
-Weights are computed once for a whole global batch, before it is split into micro-batches or over ranks, and losses are
-then only ever summed: so the loss cannot depend on the split.
-
-The input and output of a loss.
+This does not hold for tokens of an earlier policy (later updates on a batch, replay), because the estimates contain no
+importance ratio. The effect of a token on the divergence of later tokens is not included either, so the sum over an
+answer is not the gradient of the KL between whole answers. A KL penalty in the reward is (`credit.RewardKL`).
 """
 
 from __future__ import annotations
@@ -37,12 +33,12 @@ from torch import Tensor
 
 @dataclass
 class Sums:
-    """Detached scalars in three kinds, keyed by the metric they become."""
+    """Metrics of a batch as detached scalars, which can be added over micro-batches and ranks."""
 
     tokens: Tensor
-    losses: dict[str, Tensor] = field(default_factory=dict)  # weighted already: their sum is the batch's loss
+    losses: dict[str, Tensor] = field(default_factory=dict)  # weighted: their sum is the loss of the batch
     per_token: dict[str, Tensor] = field(default_factory=dict)  # to be divided by `tokens`
-    largest: dict[str, Tensor] = field(default_factory=dict)  # combined by max; none is negative
+    largest: dict[str, Tensor] = field(default_factory=dict)  # combined by max; must not be negative
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(
@@ -58,12 +54,12 @@ class Sums:
         return self
 
     def and_loss(self, key: str, value: Tensor) -> Sums:
-        """With one more part of the total."""
+        """A copy with one more loss, added to the total."""
         value = value.detach().to(self.tokens.dtype)
         return replace(self, losses=self.losses | {key: value, "loss/total": self.losses["loss/total"] + value})
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Sums:
-        """The same over all ranks of `group`; every rank must hold the same keys (an empty batch gives them too)."""
+        """The sums over all ranks of `group`. Every rank must have the same keys, also for an empty batch."""
         if not (dist.is_available() and dist.is_initialized()):
             return self
         added = torch.stack([self.tokens, *self.losses.values(), *self.per_token.values()])
@@ -79,7 +75,7 @@ class Sums:
 
 
 def metrics(sums: Sums, updates: int = 1) -> dict[str, float]:
-    """Final metrics. When `sums` were added over several optimizer steps, `updates` makes the losses their mean."""
+    """Final metrics. Losses are averaged over `updates` optimizer steps."""
     tokens = max(float(sums.tokens), 1.0)
     losses = {key: float(value) / updates for key, value in sums.losses.items()}
     per_token = {key: float(value) / tokens for key, value in sums.per_token.items()}
@@ -87,24 +83,24 @@ def metrics(sums: Sums, updates: int = 1) -> dict[str, float]:
     return losses | per_token | largest
 
 
-# Limit of the log-ratio in k3, that of TapeAgents: a single token weighs at most exp(10) = 2.2e4, not exp(20) = 4.9e8.
+# Limit of the log-ratio in k3, as in TapeAgents: a single token contributes at most exp(10) = 2.2e4.
 MAX_LOG_RATIO = 10.0
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log(pi / ref): unbiased, high variance, may be negative."""
+    """log(policy / reference): unbiased, high variance, may be negative."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log(pi / ref)^2 / 2: low variance, never negative, biased unless pi is near ref."""
+    """log(policy / reference)^2 / 2: low variance, never negative, biased far from the reference."""
     return (logprobs - ref_logprobs).square() / 2
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """ref / pi - 1 - log(ref / pi): unbiased, low variance, never negative. The log-ratio is limited to +-10."""
+    """r - 1 - log(r) with r = reference / policy: unbiased, low variance, never negative. log(r) is limited to +-10."""
     log_ratio = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.expm1() - log_ratio
 
@@ -116,19 +112,18 @@ AGGREGATES = ("token", "sequence", "constant")
 
 
 def token_weights(lengths: Tensor, mode: str, constant_length: int = 0) -> Tensor:
-    """The weight of each token of sequence i, so that the batch's loss is sum_i w_i * sum_t loss_it. Float64 [B].
+    """Weight of each token of sequence i, float64 [B]; the loss of the batch is sum_i weight_i * sum_t loss_it.
 
     `lengths` are the numbers of trained tokens, 0 for a masked sequence.
 
-    - "token": every token counts the same, 1 / (all tokens).
-    - "sequence": the mean over sequences of their token means. Masked sequences are not counted: masking one acts as if
-      it had not been sampled, as it does in "token".
-    - "constant": 1 / (B * constant_length), whatever the lengths. Here masked sequences are counted: the divisor is
-      fixed by design, so masking one must not make the others louder.
+    - "token": 1 / (number of all tokens).
+    - "sequence": mean over sequences of the mean over tokens. Masked sequences are not counted, as in "token".
+    - "constant": 1 / (B * constant_length), independent of the lengths. Masked sequences are counted, so that masking
+      one does not change the weight of the others.
     """
     lengths_B = lengths.to(torch.float64)
     if mode == "token":
-        # A batch without tokens has no loss: the clamp avoids 0/0, and no weight is ever used.
+        # The clamp avoids 0/0 in a batch without tokens, whose weights are not used.
         return torch.full_like(lengths_B, 1.0) / lengths_B.sum().clamp(min=1)
     if mode == "sequence":
         trained = lengths_B > 0
@@ -144,29 +139,30 @@ class LossBatch:
     """Packed 1-D tensors of equal length: the trained tokens of a micro-batch, and only those."""
 
     logprobs: Tensor  # of the policy being trained, with gradient
-    behaviour_logprobs: Tensor  # of the policy that sampled
+    behaviour_logprobs: Tensor  # of the policy that sampled the tokens
     advantages: Tensor
-    weights: Tensor  # from token_weights, over the whole global batch
-    entropy: Tensor | None = None  # with gradient where there is an entropy bonus
+    weights: Tensor  # from token_weights, for the global batch
+    entropy: Tensor | None = None  # with gradient if there is an entropy bonus
     ref_logprobs: Tensor | None = None
-    engine_logprobs: Tensor | None = None  # given where behaviour_logprobs are the trainer's, to measure the mismatch
-    lengths: Sequence[int] | None = None  # trained tokens of each sequence, where `Needs.whole_sequences`
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # the `TokenInput`s of all terms, by name
+    engine_logprobs: Tensor | None = None  # set if behaviour_logprobs are the trainer's, to measure the mismatch
+    lengths: Sequence[int] | None = None  # trained tokens per sequence, if `Needs.whole_sequences`
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # `TokenInput`s of all terms, by name
 
 
 @dataclass(frozen=True)
 class LossOut:
-    total: Tensor  # call backward on it; micro-batches accumulate by plain addition
+    total: Tensor  # call backward on it; micro-batches accumulate by addition
     sums: Sums
 
 
 def sums_of(
     batch: LossBatch, losses: dict[str, Tensor], means: Mapping[str, Tensor], maxima: Mapping[str, Tensor]
 ) -> Sums:
-    """Metrics that can be added over micro-batches and ranks. The keys depend on the settings only, not on the batch.
+    """Metrics of a batch. The keys depend on the settings only, not on the batch.
 
-    `mismatch/*` compares trainer and engine on the same tokens. Where the behaviour log-probs are the engine's own, the
-    trainer's side is the current policy, so only the first update after a rollout measures the mismatch alone.
+    `mismatch/*` compares the log-probabilities of trainer and engine for the same tokens. If the behaviour
+    log-probabilities are the engine's, the trainer's are those of the current policy, so only the first update after
+    sampling measures the mismatch alone.
     """
     with torch.no_grad():
         if batch.engine_logprobs is None:
@@ -190,5 +186,5 @@ def sums_of(
 
 
 def _precise(values: Tensor) -> Tensor:
-    """Float64 where the device has it (mps has not), so that counts and long sums stay exact."""
+    """Detached and in float64 if the device supports it (mps does not), so that counts and long sums stay exact."""
     return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)

@@ -1,6 +1,6 @@
-"""What every component of an algorithm has: settings, needs, per-token inputs, checks and, where needed, state.
+"""Base classes of the components of an algorithm: settings, needs, per-token inputs, checks and state.
 
-Loss terms: the loss of a batch is the sum over its terms of coefficient * sum over tokens of weight * loss.
+The loss of a batch is the sum over its terms of coefficient * sum over tokens of weight * loss.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from assay.algos.batch import LossBatch
 from assay.config import Section
 from assay.types import Group, Rollout, UserError, unknown_name
 
-Loader = Callable[[str], Any]  # from "file.py:name" to the object
+Loader = Callable[[str], Any]  # "file.py:name" -> object
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the trainer has to provide. The needs of an algorithm are the union of those of its components."""
+    """What the trainer must provide. The needs of an algorithm are the union of the needs of its components."""
 
     ref_logprobs_in_loss: bool = False  # LossBatch.ref_logprobs
     ref_logprobs_in_credit: bool = False  # Scorers.ref_logprobs
-    values: bool = False  # Scorers.values, of a critic that learns the returns
+    values: bool = False  # Scorers.values, from a critic that is trained on the returns
     greedy_rollouts: bool = False  # one greedy rollout per group, for its baseline
-    trainer_logprobs: bool = False  # behaviour log-probabilities recomputed by the trainer before its first update
-    entropy_gradient: bool = False  # LossBatch.entropy with gradient; without, it is given for the metrics
-    whole_sequences: bool = False  # a loss of whole sequences, which cannot be computed on a slice of the tokens
-    every_rollout: bool = False  # rollouts with advantage 0 too: they have a gradient, or affect what is measured
+    trainer_logprobs: bool = False  # log-probabilities recomputed by the trainer before the first update
+    entropy_gradient: bool = False  # LossBatch.entropy with gradient, not only as a metric
+    whole_sequences: bool = False  # the loss cannot be computed on a slice of a sequence
+    every_rollout: bool = False  # also rollouts with advantage 0, which have a gradient or affect metrics
 
     @property
     def reference(self) -> bool:
-        """Whether there has to be a reference model."""
+        """Whether a reference model is needed."""
         return self.ref_logprobs_in_loss or self.ref_logprobs_in_credit
 
     def __or__(self, other: Needs) -> Needs:
@@ -46,12 +46,12 @@ class LengthLimits:
     """Length limits of the run, in tokens; 0: unknown."""
 
     max_new_tokens: int = 0  # of an answer
-    max_length: int = 0  # of a whole sequence, which may end an answer earlier
+    max_length: int = 0  # of prompt and answer together
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What decides, outside of the algorithm, whether a setting has an effect."""
+    """Properties of the run that determine whether a setting of the algorithm has an effect."""
 
     episodes: bool = False  # whether rollouts are episodes of an environment
     updates: int = 1  # optimizer steps per batch of rollouts, over all passes
@@ -60,10 +60,10 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Scorers:
-    """Functions of the trainer that a credit rule may call; each has to be given where `Needs` asks for it.
+    """Functions of the trainer that a credit rule may call; set if `Needs` asks for them.
 
-    Both return one list per rollout, with one number per trained token. `values` returns one more for a rollout that
-    is bootstrapped: the value of the state after its last token.
+    Both return one list per rollout with one number per trained token. For a bootstrapped rollout, `values` returns
+    one more: the value of the state after the last token.
     """
 
     ref_logprobs: Callable[[Sequence[Group]], list[list[float]]] | None = None
@@ -74,7 +74,7 @@ class TokenRow(Protocol):
     """A sequence of an optimizer step, as a `TokenInput` sees it."""
 
     @property
-    def sampled_logprobs(self) -> list[float]: ...  # of the trained tokens, by the policy that sampled them
+    def sampled_logprobs(self) -> list[float]: ...  # of the trained tokens, from the policy that sampled them
 
     @property
     def token_advantages(self) -> list[float]: ...
@@ -85,9 +85,9 @@ class TokenRow(Protocol):
 
 @dataclass(frozen=True)
 class TokenInput:
-    """Numbers that a loss term needs, one per trained token; the term finds them in `LossBatch.inputs[name]`.
+    """One number per trained token for a loss term, available as `LossBatch.inputs[name]`.
 
-    They are computed from one rollout at a time, or from all rows of an optimizer step, before these are split.
+    Computed from one rollout at a time, or from all rows of an optimizer step before they are split.
     """
 
     name: str
@@ -102,21 +102,23 @@ class TokenInput:
         assert self.from_rows is not None
         given = self.from_rows(rows)
         if len(given) != len(rows):
-            raise UserError(f"the token input {self.name!r} has {len(given)} lists for {len(rows)} sequences")
+            raise UserError(
+                f"token input {self.name!r} has {len(given)} lists for {len(rows)} sequences: return one per sequence"
+            )
         return [self._checked(own, len(row.token_advantages)) for own, row in zip(given, rows, strict=True)]
 
     def _checked(self, values: Sequence[float], tokens: int) -> list[float]:
         if len(values) != tokens:
             raise UserError(
-                f"the token input {self.name!r} has {len(values)} values for {tokens} trained tokens: give one for each"
+                f"token input {self.name!r} has {len(values)} values for {tokens} trained tokens: return one per token"
             )
         return list(values)
 
 
 class Component:
-    """A part of an algorithm. Settings are declared in its section, and nowhere else."""
+    """A part of an algorithm. Its settings are declared in its config section only."""
 
-    name: ClassVar[str] = ""  # by which its state is saved
+    name: ClassVar[str] = ""  # key of its saved state
 
     @property
     def needs(self) -> Needs:
@@ -124,29 +126,29 @@ class Component:
 
     @property
     def inputs(self) -> Sequence[TokenInput]:
-        """Numbers per trained token beyond those of every `LossBatch`."""
+        """Per-token inputs in addition to the fields of `LossBatch`."""
         return ()
 
     def check(self) -> None:
         """Raise a UserError if settings contradict each other."""
 
     def check_replay(self) -> None:
-        """Raise a UserError if the component cannot deal with groups that an earlier policy has sampled."""
+        """Raise a UserError if the component cannot be used with groups of an earlier policy."""
 
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
-        """Why settings have no effect in this run, and which ones."""
+        """Pairs of a reason and the settings that have no effect because of it."""
         yield from ()
 
     def warnings(self, run: RunFacts) -> Iterator[str]:
-        """Settings that are likely to harm learning, and what to do about them."""
+        """Warnings about settings that are likely to harm learning, with a remedy."""
         yield from ()
 
     def end_step(self, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Update the state from a step's sampled groups and metrics; returns metrics of the component itself."""
+        """Update the state from the groups and metrics of a step. Returns metrics of the component."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run has to know, as JSON."""
+        """State of the component for checkpoints, as JSON values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -165,7 +167,7 @@ def check_order(low_name: str, low: float, high_name: str, high: float) -> None:
 
 
 def find_function(kind: str, choice: Any, named: Mapping[str, Any], load: Loader) -> Any:
-    """The function that a setting names, by its name in `named` or by a path; or the function given as it is."""
+    """The function that a setting names: a key of `named`, a path, or the function itself."""
     if not isinstance(choice, str):
         return choice
     if ":" in choice:
@@ -179,11 +181,11 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class TermOutput:
-    """What a term computes for the N trained tokens of a micro-batch; every tensor has shape [N]."""
+    """Output of a loss term for the N trained tokens of a micro-batch; every tensor has shape [N]."""
 
     losses: Tensor
-    means: Mapping[str, Tensor] = field(default_factory=dict)  # logged under these names as means over tokens
-    maxima: Mapping[str, Tensor] = field(default_factory=dict)  # logged as maxima; none may be negative
+    means: Mapping[str, Tensor] = field(default_factory=dict)  # metrics, logged as means over tokens
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)  # metrics, logged as maxima; must not be negative
 
 
 class LossTerm(Component, Generic[S]):
@@ -194,7 +196,7 @@ class LossTerm(Component, Generic[S]):
     """
 
     section: ClassVar[type[Section]] = Section
-    order: ClassVar[int] = 100  # position in the sum, which is fixed because addition of floats is not associative
+    order: ClassVar[int] = 100  # position in the sum, fixed because floating-point addition is not associative
 
     def __init__(self, settings: S, load: Loader) -> None:
         self.settings = settings
@@ -206,7 +208,7 @@ class LossTerm(Component, Generic[S]):
 
     @property
     def active(self) -> bool:
-        """Whether the settings ask for this term at all."""
+        """Whether the settings enable this term."""
         return True
 
     def per_token(self, batch: LossBatch) -> TermOutput:
@@ -217,13 +219,13 @@ TERMS: list[type[LossTerm[Any]]] = []
 
 
 def loss_term(cls: type[LossTerm[Any]]) -> type[LossTerm[Any]]:
-    """Register a built-in term; it takes part in every algorithm whose settings make it `active`."""
+    """Register a built-in loss term."""
     TERMS.append(cls)
     return cls
 
 
 def checked_output(term: LossTerm[Any], out: Any, tokens: int) -> TermOutput:
-    """Output of a term, which may be the user's, after checking its shapes."""
+    """The output of a term, possibly user-defined, after checking its shapes."""
     if not isinstance(out, TermOutput):
         raise UserError(f"the loss term {term.name!r} returned {type(out).__name__}: return a TermOutput.")
     for what, values in _tensors(out):
@@ -237,26 +239,26 @@ def _tensors(out: TermOutput) -> Iterator[tuple[str, Any]]:
 
 
 def check_per_token(who: str, statistic: str, values: Any, tokens: int) -> None:
-    """A mean in place of one number per token would be averaged twice."""
+    """Raise a UserError unless there is one value per token: a mean would be averaged twice."""
     shape = tuple(getattr(values, "shape", ()))
     if shape != (tokens,):
         what = f"for its statistic {statistic!r}, " if statistic else ""
-        raise UserError(f"{who} gave shape {shape} for {tokens} tokens: {what}give one number for each.")
+        raise UserError(f"{who} returned shape {shape} for {tokens} tokens: {what}return one value per token.")
 
 
 def own_terms(paths: Sequence[str], args: Mapping[str, Mapping[str, Any]], load: Loader) -> list[LossTerm[Any]]:
-    """The user's terms, each with its settings from `args`, by class name."""
-    found: list[LossTerm[Any]] = []
+    """User-defined terms. `args` holds their settings by class name."""
+    terms: list[LossTerm[Any]] = []
     for path in paths:
         cls = load(path)
         if not (isinstance(cls, type) and issubclass(cls, LossTerm)):
             raise UserError(f"algo.terms: {path} is not a subclass of assay.algos.LossTerm")
         try:
-            found.append(cls(cls.section.model_validate(args.get(cls.__name__, {})), load))
+            terms.append(cls(cls.section.model_validate(args.get(cls.__name__, {})), load))
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(["algo.term_args", cls.__name__, *map(str, first["loc"])])
             raise UserError(f"bad value for '{key}': {first['msg']}, not {first['input']!r:.200}") from None
-    if unknown := set(args) - {type(term).__name__ for term in found}:
+    if unknown := set(args) - {type(term).__name__ for term in terms}:
         raise UserError(f"algo.term_args.{min(unknown)}: there is no such class in algo.terms")
-    return found
+    return terms

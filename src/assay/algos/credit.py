@@ -1,12 +1,4 @@
-"""Divergence from the reference as a penalty within the reward, applied before credit is assigned.
-
-Of an answer it is the sum over its tokens of log(policy / reference), k1 in `kl`: its mean is KL(policy || reference),
-and as part of a reward its gradient is that of this KL, because there the sampling is differentiated.
-
-Credit by comparing rewards: an advantage for each answer, each step of an episode, or each token.
-
-Credit by a critic: generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438), and its loss.
-"""
+"""Credit assignment: KL penalties in the reward, and advantages per answer, per step of an episode, or per token."""
 
 from __future__ import annotations
 
@@ -28,8 +20,8 @@ from assay.algos.advantages import (
     centred,
     credited_returns,
     credited_tokens,
-    give_advantages,
     group_size_error,
+    set_advantages,
     token_rewards,
 )
 from assay.algos.component import Component, Loader, Needs, RunFacts, Scorers, TokenInput, find_function
@@ -40,7 +32,7 @@ from assay.types import Group, Rollout, UserError
 
 @dataclass(frozen=True)
 class KLPenalties:
-    """log(policy / reference) of each trained token of each rollout, which costs it `coef` times as much reward."""
+    """log(policy / reference) of each trained token of each rollout, and the coefficient of the penalty."""
 
     log_ratios: Sequence[Sequence[float]]
     coef: float
@@ -49,13 +41,13 @@ class KLPenalties:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return list(zip(rollouts, self.log_ratios, strict=True))
 
-    def costs(self) -> list[list[float]]:
-        """What each token takes off the reward."""
+    def per_token(self) -> list[list[float]]:
+        """Penalty of each token."""
         return [[self.coef * ratio for ratio in own] for own in self.log_ratios]
 
 
 class RewardKL(Component):
-    """Subtracts the penalty of all tokens from the reward of their answer."""
+    """Subtracts the KL penalty from the reward."""
 
     def __init__(self, settings: RewardKLConfig) -> None:
         self.settings = settings
@@ -69,7 +61,7 @@ class RewardKL(Component):
             yield "algo.reward_kl_coef is 0", ["algo.reward_kl_per"]
 
     def apply(self, groups: Sequence[Group], scorers: Scorers) -> tuple[KLPenalties | None, dict[str, float]]:
-        """Returns the penalties, where tokens are to be credited separately, and metrics."""
+        """Returns penalties, if tokens get separate credit (reward_kl_per = "token"), and metrics."""
         coef = self.settings.reward_kl_coef
         if not coef:
             return None, {}
@@ -100,13 +92,13 @@ def log_ratios(groups: Sequence[Group], ref_logprobs: Sequence[Sequence[float]])
 
 
 def apply_kl_penalty(groups: Sequence[Group], penalties: KLPenalties) -> None:
-    """Every answer pays for all of its tokens: reduces `rollout.reward`, which must have been set before."""
+    """Subtract the penalties of all tokens from `rollout.reward`, which must have been set."""
     for rollout, ratios_T in penalties.of(groups):
         rollout.reward -= penalties.coef * sum(ratios_T)
 
 
 def kl_reward_to_go(whole: float, ratios: Sequence[float], coef: float) -> list[float]:
-    """For each token, the return (or advantage) of the whole answer without the penalty of the tokens before it."""
+    """Return (or advantage) of each token: that of the answer without the penalties of earlier tokens."""
     return [whole + coef * paid for paid, _ in zip(accumulate(ratios, initial=0.0), ratios, strict=False)]
 
 
@@ -117,7 +109,7 @@ class CreditRule(Component):
         """Raise a UserError if the rule cannot work with this number of samples per prompt."""
 
     def assign(self, groups: list[Group], penalties: KLPenalties | None, scorers: Scorers) -> dict[str, float]:
-        """Returns metrics. `penalties`: of single tokens, where these are credited separately."""
+        """Returns metrics. `penalties`: of single tokens, if tokens get separate credit."""
         raise NotImplementedError
 
 
@@ -137,19 +129,19 @@ class AdvantageCredit(CreditRule):
         suited = [name for name, function in ADVANTAGES.items() if function in (*POOLED, *UNSCALED)]
         if by_token and self.settings.advantage not in suited:
             raise UserError(
-                f'reward_kl_per = "token" needs an advantage that suits single tokens: take {", ".join(suited)}, '
+                f'reward_kl_per = "token" needs an advantage function for single tokens: use {", ".join(suited)}, '
                 'or reward_kl_per = "sequence".'
             )
         if by_token and (self.settings.step_credit or self.settings.discount != 1):
             raise UserError(
-                'reward_kl_per = "token" gives credit by whole answers: leave out step_credit and discount, '
-                'or take reward_kl_per = "sequence".'
+                'reward_kl_per = "token" cannot be combined with step_credit or discount: remove them, '
+                'or use reward_kl_per = "sequence".'
             )
         if self.settings.advantage == "beta_norm":
             self._check_probabilities()
 
     def _check_probabilities(self) -> None:
-        """beta_norm takes the mean reward of a group for its probability of success: nothing may be added to it."""
+        """beta_norm interprets the mean reward of a group as a success probability: rewards must not be modified."""
         settings = self.settings
         penalised = settings.soft_overlong_buffer > 0 and settings.soft_overlong_weight > 0
         for added, instead in (
@@ -158,7 +150,7 @@ class AdvantageCredit(CreditRule):
             (settings.greedy_baseline, "greedy_baseline = false"),
         ):
             if added:
-                raise UserError(f'advantage="beta_norm" takes rewards for probabilities: set {instead}.')
+                raise UserError(f'advantage="beta_norm" interprets rewards as success rates: set {instead}.')
 
     def check_samples(self, samples: int) -> None:
         if samples < 2 and self.function in GROUP_BASELINES:
@@ -189,13 +181,13 @@ class AdvantageCredit(CreditRule):
         for group, rewards_G, advantages_G in zip(groups, rewards, self._advantages(groups, rewards), strict=True):
             if advantages_G.shape != rewards_G.shape or not advantages_G.isfinite().all():
                 raise UserError(
-                    f"the advantage function gave {advantages_G.tolist()} for the rewards {rewards_G.tolist()} of "
-                    f"{group.prompt.id}: give one finite number for each."
+                    f"the advantage function returned {advantages_G.tolist()} for the rewards {rewards_G.tolist()} of "
+                    f"{group.prompt.id}: return one finite number per reward."
                 )
-            give_advantages(group, advantages_G.tolist(), by_step)
+            set_advantages(group, advantages_G.tolist(), by_step)
 
     def _advantages(self, groups: list[Group], rewards: list[Tensor]) -> list[Tensor]:
-        """Advantages of each group: 0 where masked steps have left nothing to compare with."""
+        """Advantages of each group; 0 if masked steps leave nothing to compare with."""
         by_step = self.settings.step_credit
         least = 2 if self.function in GROUP_BASELINES else 1
         masked = [by_step and any_masked(group) for group in groups]
@@ -208,13 +200,13 @@ class AdvantageCredit(CreditRule):
             advantages = self.function(given) if given or not groups else []
         if len(advantages) != len(given):
             raise UserError(
-                f"the advantage function gave {len(advantages)} groups for {len(given)}: give one for each."
+                f"the advantage function returned {len(advantages)} groups for {len(given)}: return one per group."
             )
         rest = iter(advantages)
         return [next(rest) if known else values * 0 for values, known in zip(rewards, comparable, strict=True)]
 
     def _credit_tokens(self, groups: list[Group], penalties: KLPenalties) -> None:
-        """Compare the tokens of all answers, each by its return: the reward minus the penalty from it on."""
+        """Compare the returns of all tokens: the reward minus the penalties from the token onwards."""
         baselines = [group.baseline or 0.0 for group in groups for _ in group.rollouts]
         rollouts = penalties.of(groups)
         returns = [
@@ -226,36 +218,38 @@ class AdvantageCredit(CreditRule):
             rollout.advantage = (rollout.token_advantages or [0.0])[0]
 
 
-# Values of the states before each trained token when credit was assigned, and what the critic is to learn of them.
+# Values of the states before each trained token at credit assignment, and the targets of the critic.
 VALUES = TokenInput("values", from_rollout=lambda rollout: rollout.inputs["values"])
 RETURNS = TokenInput("returns", from_rollout=lambda rollout: rollout.inputs["returns"])
 
 
-def gae(values: Sequence[float], rewards: Sequence[float], gamma: float, lam: float, after: float = 0.0) -> list[float]:
-    """The advantage of each token of an answer.
+def gae(
+    values: Sequence[float], rewards: Sequence[float], gamma: float, lam: float, bootstrap: float = 0.0
+) -> list[float]:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438) for the tokens of an answer.
 
-    `values`: of the state before each token; `rewards`: what comes with it. `after`: what the state after the last one
-    is worth, nothing unless an episode was cut off there.
+    `values`: of the state before each token; `rewards`: of each token. `bootstrap`: value of the state after the last
+    token, 0 unless the episode was truncated there.
     """
     advantages = [0.0] * len(values)
-    following, later = after, 0.0  # value of the next state, advantage of the next token
-    for place in reversed(range(len(values))):
-        surprise = rewards[place] + gamma * following - values[place]
-        later = surprise + gamma * lam * later
-        advantages[place], following = later, values[place]
+    next_value, advantage = bootstrap, 0.0
+    for t in reversed(range(len(values))):
+        td_error = rewards[t] + gamma * next_value - values[t]
+        advantage = td_error + gamma * lam * advantage
+        advantages[t], next_value = advantage, values[t]
     return advantages
 
 
-def value_loss(values: Tensor, given: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Half the squared error of each value; with a clip the larger of that and that of a value held near `given`."""
-    plain = (values - returns).square()
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Half the squared error of each value, with PPO's clipping of the change since credit assignment (0: none)."""
+    error = (values - returns).square()
     if clip:
-        plain = torch.maximum(plain, (given + (values - given).clamp(-clip, clip) - returns).square())
-    return plain / 2
+        error = torch.maximum(error, (old_values + (values - old_values).clamp(-clip, clip) - returns).square())
+    return error / 2
 
 
 class CriticCredit(CreditRule):
-    """Advantages of single tokens, from the values of a critic."""
+    """Advantages per token from the values of a critic (GAE)."""
 
     def __init__(self, settings: AlgoConfig, critic: CriticConfig) -> None:
         self.settings, self.critic = settings, critic
@@ -270,27 +264,29 @@ class CriticCredit(CreditRule):
 
     def check(self) -> None:
         if self.settings.step_credit or self.settings.discount != 1 or self.settings.greedy_baseline:
-            raise UserError("a critic gives credit by itself: leave out step_credit, discount and greedy_baseline.")
+            raise UserError(
+                "algo.critic cannot be combined with step_credit, discount or greedy_baseline: remove them."
+            )
 
     def check_replay(self) -> None:
-        raise UserError("a critic gives credit to new answers only: set replay.groups = 0, or algo.critic = false")
+        raise UserError("algo.critic cannot be combined with replay: set replay.groups = 0, or algo.critic = false")
 
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
-        yield "the critic gives credit (algo.critic)", ["algo.advantage"]
+        yield "the critic determines advantages (algo.critic)", ["algo.advantage"]
         if not run.episodes:
             yield "no environment is set (env.name)", ["critic.bootstrap"]
 
     def assign(self, groups: list[Group], penalties: KLPenalties | None, scorers: Scorers) -> dict[str, float]:
-        """Sets `rollout.inputs` for the critic's loss, too."""
+        """Also sets `rollout.inputs` for the loss of the critic."""
         assert scorers.values is not None, "needs.values"
         every = [rollout for group in groups for rollout in group.rollouts]
-        costs = [None] * len(every) if penalties is None else penalties.costs()
+        costs = [None] * len(every) if penalties is None else penalties.per_token()
         kept = [(one, cost) for one, cost in zip(every, costs, strict=True) if one.trained and not one.masked]
         rollouts = [rollout for rollout, _ in kept]
         for (rollout, cost), values in zip(kept, scorers.values(rollouts), strict=True):
-            after = values.pop() if len(values) > rollout.trained else 0.0
+            bootstrap = values.pop() if len(values) > rollout.trained else 0.0
             rewards = token_rewards(rollout, cost)
-            rollout.token_advantages = gae(values, rewards, self.critic.gamma, self.critic.gae_lambda, after)
+            rollout.token_advantages = gae(values, rewards, self.critic.gamma, self.critic.gae_lambda, bootstrap)
             returns = [value + more for value, more in zip(values, rollout.token_advantages, strict=True)]
             rollout.inputs |= {VALUES.name: values, RETURNS.name: returns}
         if self.critic.normalise:
@@ -312,7 +308,7 @@ def whiten(rollouts: Sequence[Rollout]) -> None:
 
 
 def value_quality(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How well values predict returns, before anything is learnt from these: 1 is perfectly, 0 not at all."""
+    """Mean value, and explained variance of the returns before the critic is trained on them."""
     values = torch.tensor([v for rollout in rollouts for v in rollout.inputs[VALUES.name]], dtype=torch.float64)
     returns = torch.tensor([v for rollout in rollouts for v in rollout.inputs[RETURNS.name]], dtype=torch.float64)
     if not len(values):

@@ -1,4 +1,4 @@
-"""Filters and reward shaping, applied before credit is assigned: which rollouts, groups and prompts to learn from."""
+"""Filters and reward shaping, applied before credit assignment: select rollouts, groups and prompts to train on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from assay.config import AlgoConfig
 from assay.config.algorithm import OverlongConfig, PassRateConfig
 from assay.types import Group, Rollout, UserError
 
-PassRates = Mapping[str, Sequence[float]]  # by prompt id: (running pass rate, step at which it was last tried)
+PassRates = Mapping[str, Sequence[float]]  # prompt id -> (running pass rate, step of the last attempt)
 
-NEWS = 0.5  # weight of the latest group in a running pass rate
+PASS_RATE_MOMENTUM = 0.5  # weight of the latest group in a running pass rate
 
 
 def verdict_reward(rollout: Rollout) -> float:
@@ -36,7 +36,7 @@ class OverlongFilter(Component):
         if not buffer:
             return
         if limits.max_new_tokens < 1:
-            raise UserError("the soft overlong punishment counts back from max_new_tokens: set it.")
+            raise UserError("algo.soft_overlong_buffer is a fraction of sampling.max_new_tokens: set that.")
         soft_overlong(groups, limits.max_new_tokens, buffer, weight, limits.max_length)
 
     def mask(self, groups: list[Group]) -> None:
@@ -45,21 +45,21 @@ class OverlongFilter(Component):
 
 
 class ZeroVarianceFilter(Component):
-    """Drops groups that have no gradient under a group baseline; new prompts may replace them."""
+    """Drops groups whose rewards are all equal; they have no gradient under a group baseline. May resample."""
 
     def __init__(self, settings: AlgoConfig) -> None:
         self.settings = settings
 
     @property
     def rounds(self) -> int:
-        """Largest number of rounds of sampling in a step."""
+        """Maximum number of sampling rounds per step."""
         return 1 + self.settings.resample
 
     def check(self) -> None:
         resample = self.settings.resample
         if resample > 0 and not self.settings.drop_zero_variance:
             raise UserError(
-                f"resample = {resample} refills dropped groups: set resample = 0, or drop_zero_variance = true."
+                f"resample = {resample} replaces dropped groups: set resample = 0, or drop_zero_variance = true."
             )
 
     def matches(self, group: Group) -> bool:
@@ -73,7 +73,7 @@ class ZeroVarianceFilter(Component):
 
 
 class PassRateFilter(Component):
-    """Skips prompts that are known to be too easy or too hard for the policy."""
+    """Skips prompts whose running pass rate is outside of the given range."""
 
     name = "pass_rate"
 
@@ -94,7 +94,7 @@ class PassRateFilter(Component):
 
     def accepts(self, prompt_id: str, step: int) -> bool:
         low, high = self.settings.pass_rate_low, self.settings.pass_rate_high
-        return within_reach(self.rates, prompt_id, step, low, high, self.settings.pass_rate_retry)
+        return should_sample(self.rates, prompt_id, step, low, high, self.settings.pass_rate_retry)
 
     def end_step(self, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
         if not self.active:
@@ -112,10 +112,10 @@ class PassRateFilter(Component):
 
 
 def has_zero_variance(group: Group, discount: float = 1.0, by_step: bool = False) -> bool:
-    """Whether max == min over the rewards of a group's verdicts.
+    """Whether all rewards of a group are equal, before shaping.
 
-    Rewards are taken as judged, before shaping: as in DAPO, lengths alone must not rescue an all-right group.
-    Where later rewards count less, or steps have their own credit, the returns that are compared have to differ.
+    As in DAPO, length penalties alone do not keep a group in which all answers are correct. With a discount or
+    credit per step, the compared returns must be equal.
     """
     judged = [(one, one.reward if one.verdict is None else one.verdict.reward) for one in group.rollouts]
     values = [value for one, whole in judged for value in compared_returns(one, whole, discount, by_step)]
@@ -125,7 +125,7 @@ def has_zero_variance(group: Group, discount: float = 1.0, by_step: bool = False
 def drop_zero_variance(
     groups: list[Group], discount: float = 1.0, by_step: bool = False
 ) -> tuple[list[Group], list[Group]]:
-    """(kept, dropped): a group in which all rollouts were judged alike teaches nothing to a group baseline."""
+    """(kept, dropped). Groups with equal rewards are dropped: their advantages are 0 under a group baseline."""
     kept: list[Group] = []
     dropped: list[Group] = []
     for group in groups:
@@ -134,7 +134,7 @@ def drop_zero_variance(
 
 
 def mask_overlong(groups: list[Group]) -> int:
-    """Exclude truncated rollouts from the loss; their rewards still count in the baseline. Returns how many."""
+    """Exclude truncated rollouts from the loss; their rewards still count in the baseline. Returns their number."""
     truncated = [rollout for group in groups for rollout in group.rollouts if rollout.truncated]
     for rollout in truncated:
         rollout.masked = True
@@ -144,10 +144,10 @@ def mask_overlong(groups: list[Group]) -> int:
 def soft_overlong(
     groups: list[Group], max_tokens: int, buffer: float, weight: float = 1.0, max_length: int = 0
 ) -> None:
-    """DAPO's soft penalty: nothing up to the last `buffer` (a fraction) of the limit, then down to -weight at it.
+    """DAPO's soft overlong penalty: grows linearly from 0 to `weight` over the last `buffer` (a fraction) of the limit.
 
-    The limit of an answer is `max_tokens`, or what its contexts leave of a sequence of `max_length` tokens (0: any).
-    Adds to `rollout.reward`, so rewards must have been set from the verdicts before.
+    The limit is `max_tokens`, or less if the context leaves fewer tokens of a sequence of `max_length` (0: unlimited).
+    Changes `rollout.reward`, which must have been set from the verdict.
     """
     assert 0 < buffer <= 1, "the buffer is a fraction of the limit"
     for rollout in (rollout for group in groups for rollout in group.rollouts):
@@ -157,8 +157,8 @@ def soft_overlong(
         rollout.reward -= weight * min(max((rollout.length - (limit - last)) / last, 0.0), 1.0)
 
 
-def within_reach(rates: PassRates, prompt_id: str, step: int, low: float, high: float, retry: int) -> bool:
-    """Whether to try a prompt: it is new, its running pass rate is within [low, high], or it is due for another try.
+def should_sample(rates: PassRates, prompt_id: str, step: int, low: float, high: float, retry: int) -> bool:
+    """Whether to sample a prompt: it is new, its running pass rate is within [low, high], or it is due for a retry.
 
     `retry`: steps after which a skipped prompt is tried again; 0: never.
     """
@@ -169,11 +169,11 @@ def within_reach(rates: PassRates, prompt_id: str, step: int, low: float, high: 
 
 
 def with_results(rates: PassRates, groups: Sequence[Group], step: int) -> dict[str, list[float]]:
-    """The rates after these groups: half the old rate, half the new one."""
+    """The running pass rates after these groups."""
     updated = {prompt_id: list(known) for prompt_id, known in rates.items()}
     for group in groups:
         solved = sum(rollout.verdict is not None and rollout.verdict.correct for rollout in group.rollouts)
         new = solved / len(group.rollouts)
         before = updated[group.prompt.id][0] if group.prompt.id in updated else new
-        updated[group.prompt.id] = [before + NEWS * (new - before), float(step)]
+        updated[group.prompt.id] = [before + PASS_RATE_MOMENTUM * (new - before), float(step)]
     return updated

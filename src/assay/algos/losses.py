@@ -1,15 +1,11 @@
-"""Whose probabilities are compared, and over what: ratios of whole sequences, and engine against trainer.
+"""Policy losses, importance ratios and corrections, and covariance-based entropy control.
 
-Sequences lie one after the other in the packed tensors [N]; `lengths` are the trained tokens of each. All of them have
-to be there in whole, so whatever uses these functions is never asked about a slice of a micro-batch.
+Tensors are packed and 1-D [N]: the trained tokens of whole sequences, one sequence after the other. `lengths` holds the
+number of trained tokens per sequence.
 
-Policy losses, one value a token, on packed 1-D tensors [N] that hold trained tokens only.
-
-`behaviour_logprobs` belong to the policy that sampled: the engine's own, or the trainer's recomputation before its
-first update. Each function returns the losses and a dict of per-token statistics; their mean over tokens is logged as
-`policy/<name>`. With `ratio = "sequence"` they are handed log-probabilities whose ratio is that of whole sequences.
-
-Tokens whose log-probability and advantage covary most, which reduce the entropy most (arXiv 2505.22617).
+`behaviour_logprobs` are those of the policy that sampled: the engine's, or the trainer's recomputation before the first
+update. A policy loss returns one loss per token and a dict of per-token statistics, whose means are logged as
+`policy/<name>`. With `ratio = "sequence"` it receives log-probabilities whose ratio is that of the whole sequence.
 """
 
 from __future__ import annotations
@@ -28,47 +24,47 @@ MAX_LOG_RATIO = 20.0  # exp(20) is far outside any clip range, and float32 overf
 
 
 def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
-    """pi(token) / mu(token), the log-ratio held within +-20 so that one absurd token cannot make the loss infinite."""
+    """policy / behaviour probability per token. The log-ratio is limited to +-20, so that the loss stays finite."""
     return (logprobs - behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def over_sequences(values: Tensor, lengths: Sequence[int], reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """One value a sequence, at each of its tokens. In a fixed order, so that it is the same in every run."""
+    """Reduce each sequence to one value and expand it to its tokens. The order is fixed, hence deterministic."""
     assert sum(lengths) == len(values), "sequences must be whole"
     parts = [reduce(part).expand(len(part)) for part in values.split(list(lengths)) if len(part)]
     return torch.cat(parts) if parts else values
 
 
 def sequence_logprobs(logprobs: Tensor, behaviour_logprobs: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Log-probabilities whose ratio to `behaviour_logprobs` is the geometric mean over the token's sequence (GSPO).
+    """Log-probabilities whose ratio to `behaviour_logprobs` is the geometric mean over the sequence (GSPO).
 
-    Each has the gradient of its own token's (GSPO-token). Summed over a sequence with one advantage and one weight,
-    that is the gradient of GSPO itself, and with an advantage of its own for each turn it still makes sense.
+    Gradients flow through the token's own log-probability (GSPO-token). For one advantage and one weight per sequence
+    their sum is the gradient of GSPO; it is also defined for advantages that differ between turns.
     """
     log_ratio = over_sequences((logprobs - behaviour_logprobs).detach(), lengths, torch.mean)
     return behaviour_logprobs + log_ratio + (logprobs - logprobs.detach())
 
 
-def correction(
+def importance_correction(
     mode: str, trainer_logprobs: Tensor, engine_logprobs: Tensor, low: float, high: float, lengths: Sequence[int] | None
 ) -> tuple[Tensor, Tensor]:
-    """(weight, whether it was held back) of each token: how likely the trainer found it when the engine sampled it.
+    """Importance weight of each token (trainer / engine probability), and whether it was outside of [low, high].
 
-    - "token_*": the ratio of each token; "sequence_*": of the whole sequence, the product of its tokens'.
-    - "*_truncate": held within [low, high], min(ratio, high) with low = 0; "*_mask": 0 outside of it.
+    - "token_*": ratio per token; "sequence_*": ratio of the whole sequence, the product over its tokens.
+    - "*_truncate" (TIS): clamped to [low, high]; "*_mask" (MIS): 0 outside of [low, high].
     """
     log_ratio = (trainer_logprobs - engine_logprobs).detach()
     if mode.startswith("sequence"):
-        assert lengths is not None, "a correction by sequences has to know them"
+        assert lengths is not None, "a correction per sequence needs `lengths`"
         log_ratio = over_sequences(log_ratio, lengths, torch.sum)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     outside = (ratio < low) | (ratio > high)
-    held = ratio.clamp(low, high) if mode.endswith("truncate") else ratio.masked_fill(outside, 0.0)
-    return held, outside
+    weight = ratio.clamp(low, high) if mode.endswith("truncate") else ratio.masked_fill(outside, 0.0)
+    return weight, outside
 
 
 class ImportanceCorrection(Component):
-    """Weights tokens by how much likelier the trainer finds them than the engine that sampled them."""
+    """Weights tokens by the ratio of trainer and engine probability, truncated or masked (TIS, MIS)."""
 
     def __init__(self, settings: ImportanceConfig) -> None:
         self.settings = settings
@@ -94,8 +90,10 @@ class ImportanceCorrection(Component):
             return losses_N, {}
         assert batch.engine_logprobs is not None, "needs.trainer_logprobs"
         bounds = self.settings.correction_low, self.settings.correction_high
-        weight, held = correction(mode, batch.behaviour_logprobs, batch.engine_logprobs, *bounds, batch.lengths)
-        return weight * losses_N, {"mismatch/weight": weight, "mismatch/held_fraction": held}
+        weight, outside = importance_correction(
+            mode, batch.behaviour_logprobs, batch.engine_logprobs, *bounds, batch.lengths
+        )
+        return weight * losses_N, {"mismatch/weight": weight, "mismatch/held_fraction": outside}
 
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, dict[str, Tensor]]]
@@ -104,16 +102,16 @@ PolicyLoss = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, dict
 def reinforce(
     logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-advantage * log pi: the textbook gradient. It assumes samples of the current policy: no ratio, no clip."""
+    """-advantage * logprob: the policy gradient for samples of the current policy, without ratio and clipping."""
     return -advantages * logprobs, {}
 
 
 def ppo_clip(
     logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A). Infinite bounds leave a plain importance ratio.
+    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A). With infinite bounds the ratio is not clipped.
 
-    A token counts as clipped when the clipped branch is the smaller one, i.e. when it gets no gradient.
+    A token counts as clipped if it has no gradient, i.e. if the clipped branch is the minimum.
     """
     ratio = importance_ratio(logprobs, behaviour_logprobs)
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -125,10 +123,10 @@ def ppo_clip(
 
 
 def dual_clip(losses: Tensor, advantages: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Losses of `ppo_clip` with the ratio limited where the advantage is negative, and which tokens that concerns.
+    """Losses of `ppo_clip` with an upper limit of the ratio for negative advantages, and a mask of the limited tokens.
 
-    There the clip bounds the ratio from below only, and one token that has become far more likely outweighs all others
-    (Ye et al. 2020, arXiv 1912.09729). A limited token has no gradient.
+    For negative advantages PPO's clip bounds the ratio from below only, so a token that has become much more likely
+    would dominate (Ye et al. 2020, arXiv 1912.09729). A limited token has no gradient.
     """
     largest = -limit * advantages
     limited = (advantages < 0) & (losses > largest)
@@ -150,14 +148,14 @@ def cispo(
 
 
 LOSSES: dict[str, PolicyLoss] = {"reinforce": reinforce, "ppo_clip": ppo_clip, "cispo": cispo}
-ON_POLICY = ("reinforce",)  # without a ratio: they take every sample for one of the current policy
+ON_POLICY = ("reinforce",)  # losses without a ratio, which assume samples of the current policy
 
 
 MASK = "cov_mask"
 
 
 def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """What each token adds to the covariance of log-probability and advantage."""
+    """Contribution of each token to the covariance of log-probability and advantage (arXiv 2505.22617)."""
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
@@ -176,9 +174,9 @@ def clip_cov(logprobs: Tensor, advantages: Tensor, fraction: float, low: float, 
     The draw depends on the number of tokens, not on their order: a resumed run repeats it.
     """
     mask = torch.zeros(len(logprobs), dtype=torch.bool)
-    found = covariances(logprobs, advantages) if len(logprobs) else logprobs
-    within = ((found >= low) & (found <= high)).nonzero().squeeze(1)
-    within = within[found[within].argsort()]
+    values = covariances(logprobs, advantages) if len(logprobs) else logprobs
+    within = ((values >= low) & (values <= high)).nonzero().squeeze(1)
+    within = within[values[within].argsort()]
     order = torch.randperm(len(within), generator=torch.Generator().manual_seed(len(logprobs)))
     mask[within[order[: max(int(fraction * len(logprobs)), 1)]]] = True
     return mask
@@ -188,7 +186,7 @@ SELECTIONS = {"kl_cov": kl_cov, "clip_cov": clip_cov}
 
 
 class CovarianceControl(Component):
-    """Restrains the selected tokens of an optimizer step: by a KL penalty, or by masking their loss."""
+    """Applies a KL penalty to the selected tokens of an optimizer step (kl_cov), or masks their loss (clip_cov)."""
 
     def __init__(self, settings: CovarianceConfig) -> None:
         self.settings = settings
@@ -209,7 +207,7 @@ class CovarianceControl(Component):
             yield "algo.cov is not set", [f"algo.cov_{name}" for name in ("fraction", "coef", "low", "high")]
         if self.settings.cov == "kl_cov" and run.updates == 1 and not run.replay:
             yield (
-                "each batch is learnt from in one update, before which the policy has not moved (algo.updates = 4)",
+                "with one update per batch the policy has not changed since sampling (try algo.updates = 4)",
                 ["algo.cov"],
             )
 

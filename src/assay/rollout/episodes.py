@@ -391,7 +391,7 @@ def _rollout(prompt: Prompt, episode: Episode) -> Rollout:
     for turn in episode.turns:
         turn.completion.handle = None  # no longer valid, and different in a resumed run
     rollout = Rollout(prompt, episode.sample, episode.turns, verdict, verdict.reward)
-    rollout.cut_off, rollout.following = bool(episode.cut_off), episode.bootstrap_ids
+    rollout.cut_off, rollout.bootstrap_ids = bool(episode.cut_off), episode.bootstrap_ids
     return rollout
 
 

@@ -1,4 +1,4 @@
-"""Built-in loss terms, one per module. Every module in this folder is imported, and registers its term by doing so."""
+"""Built-in loss terms, one per module. Importing this package imports, and thereby registers, all of them."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,4 +1,4 @@
-"""An entropy bonus, which keeps the policy from becoming deterministic too soon; its weight may follow a target."""
+"""An entropy bonus against premature determinism, with a fixed coefficient or one that follows a target entropy."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from assay.algos.component import Loader, LossTerm, Needs, RunFacts, TermOutput,
 from assay.config.algorithm import EntropyConfig
 from assay.types import Group
 
-MAX_COEF = 1.0  # of a bonus that follows a target
+MAX_COEF = 1.0  # upper limit of an adaptive coefficient
 
 
 @dataclass(frozen=True)
 class EntropyControl:
-    """The coefficient of an entropy bonus that grows while entropy lies below a target and shrinks above it."""
+    """Coefficient of an entropy bonus that grows while the entropy is below a target and shrinks above it."""
 
     coef: float
-    entropy: float | None = None  # as last measured
+    entropy: float | None = None  # last measured
 
     def applied(self, target: float) -> float:
         """The coefficient in use: 0 while entropy is above the target."""
@@ -34,7 +34,7 @@ class EntropyControl:
 
 @loss_term
 class EntropyBonus(LossTerm[EntropyConfig]):
-    """Always part of the loss, because the entropy is logged in any case."""
+    """Always part of the loss, because the entropy is always logged."""
 
     name, section, order = "entropy", EntropyConfig, 2
 

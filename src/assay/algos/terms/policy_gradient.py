@@ -1,4 +1,4 @@
-"""The policy gradient: a policy loss of each token, weighted and restrained by what the settings add to it."""
+"""The policy loss, with optional importance correction and covariance control."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PolicyGradient(LossTerm[AlgoConfig]):
     def needs(self) -> Needs:
         own = Needs(
             whole_sequences=self.settings.ratio == "sequence",
-            every_rollout=self.settings.policy_loss not in LOSSES,  # a user's loss may not be one of advantages alone
+            every_rollout=self.settings.policy_loss not in LOSSES,  # a user-defined loss may not vanish at advantage 0
         )
         for modifier in self.modifiers:
             own |= modifier.needs
@@ -67,12 +67,12 @@ class PolicyGradient(LossTerm[AlgoConfig]):
         if settings.correction is not None or not (settings.recompute_logprobs or settings.policy_loss in ON_POLICY):
             return
         why = (
-            "algo.recompute_logprobs forgets"
+            "algo.recompute_logprobs discards the log-probabilities of the policy that sampled"
             if settings.recompute_logprobs
-            else f"algo.policy_loss = {settings.policy_loss!r} does not ask"
+            else f"algo.policy_loss = {settings.policy_loss!r} has no importance ratio"
         )
         raise UserError(
-            f"{why} which policy sampled, so groups of earlier steps cannot be replayed: "
+            f"{why}, so groups of earlier steps cannot be replayed: "
             "set algo.correction = 'token_truncate', or algo.policy_loss = 'ppo_clip' without algo.recompute_logprobs"
         )
 
@@ -85,9 +85,9 @@ class PolicyGradient(LossTerm[AlgoConfig]):
     def warnings(self, run: RunFacts) -> Iterator[str]:
         if run.updates > 1 and self.settings.policy_loss in ON_POLICY:
             yield (
-                f"algo.policy_loss = {self.settings.policy_loss!r} has no ratio: all but the first of {run.updates} "
-                "updates a step learn from answers of an earlier policy, uncorrected; set algo.updates = 1 "
-                "(and algo.minibatch_size = 0) and train.passes = 1, or algo.policy_loss = 'ppo_clip'"
+                f"algo.policy_loss = {self.settings.policy_loss!r} has no importance ratio: all but the first of "
+                f"{run.updates} updates per step train on answers of an earlier policy without correction. "
+                "Set algo.updates = 1, algo.minibatch_size = 0 and train.passes = 1, or algo.policy_loss = 'ppo_clip'"
             )
 
     def per_token(self, batch: LossBatch) -> TermOutput:
@@ -108,9 +108,11 @@ class PolicyGradient(LossTerm[AlgoConfig]):
 
 
 def _checked(given: Any, tokens: int) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Losses and statistics as a loss function returned them, which may be the user's."""
+    """Losses and statistics of a loss function, possibly user-defined, after checking their form."""
     if not (isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], Mapping)):
-        raise UserError(f"the loss function gave {type(given).__name__}: give losses and statistics ({{}} for none).")
+        raise UserError(
+            f"the loss function returned {type(given).__name__}: return losses and statistics ({{}} for none)."
+        )
     losses, stats = given
     for name, values in {"": losses, **stats}.items():
         check_per_token("the loss function", name, values, tokens)

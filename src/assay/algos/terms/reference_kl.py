@@ -1,4 +1,4 @@
-"""Divergence from the reference as a term of the loss."""
+"""KL divergence from the reference model as a loss term."""
 
 from __future__ import annotations
 

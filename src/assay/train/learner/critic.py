@@ -92,7 +92,7 @@ class Critic:
 
         That is the one before a token which stands for any that could have come next. A full context has no next state.
         """
-        row, given = Row.of(rollout), rollout.following
+        row, given = Row.of(rollout), rollout.bootstrap_ids
         if not self.cfg.bootstrap or given is None or len(row.ids) + len(given) >= self.model.trunk.max_length:
             return row
         ids, trained = [*row.ids, *given, row.ids[0]], [*row.trained, *[0] * len(given), 1]
