@@ -1,12 +1,12 @@
-"""The classic loop: start, get_action, step, one action at a time. Half a minute: python examples/classic_loop.py"""
+"""The classic RL loop: start, get_action, step, one action at a time. Takes 30 s: python examples/classic_loop.py"""
 
 from assay.api import Trainer
 from assay.types import Group
 
 SETTINGS = {
-    "model": "preset:nano",  # 0.25M weights, fresh
+    "model": "preset:nano",  # 0.25M parameters, newly initialized
     "env": {"name": "guess", "args": {"high": 4, "tries": 2}, "max_tokens": 1},
-    "algo.recipe": "reinforce",  # the mean return of a batch is its baseline
+    "algo.recipe": "reinforce",  # the baseline is the mean return of the batch
     "train.steps": 80,
     "optim.lr": 2e-3,
     "eval": {"final_examples": 200, "temperature": 1.0},
@@ -20,15 +20,15 @@ class Classic(Trainer):
             groups = []
             for state in self.states(16):
                 env.start(state)
-                talk, taken, over, total = list(state.messages), [], False, 0.0
+                chat, taken, over, total = list(state.messages), [], False, 0.0
                 while not over:
-                    action = self.policy.get_action(talk)
+                    action = self.policy.get_action(chat)
                     observation, reward, terminated, truncated, _ = env.step(action.text)
                     over = terminated or truncated
                     taken.append((action, reward))
-                    talk += [{"role": "assistant", "content": action.text}, {"role": "user", "content": observation}]
+                    chat += [{"role": "assistant", "content": action.text}, {"role": "user", "content": observation}]
                 for action, reward in reversed(taken):
-                    total = reward + 0.9 * total  # what came of it, and of what followed
+                    total = reward + 0.9 * total  # discounted return of this action
                     self.reward(action, total)
                 groups += [Group(action.prompt, [action]) for action, _ in taken]
             self.credit(groups)

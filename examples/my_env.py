@@ -1,4 +1,4 @@
-"""An environment of one's own: say a word backwards, one letter at a time."""
+"""A custom environment: say a word backwards, one letter at a time."""
 
 import random
 
@@ -9,7 +9,7 @@ WORDS = ["cat", "ape", "pet", "tea", "ace", "cap", "tap", "pat", "act", "eat"]
 
 class Backwards(Env):
     name = "backwards"
-    max_steps = 4  # a letter may be missed once
+    max_steps = 4  # three letters, and one wrong action
 
     def reset(self, *, seed=None, options=None):
         self.left = random.Random(seed).choice(WORDS)

@@ -1,4 +1,4 @@
-"""Sort letters: a task of one's own, with a reward of one's own. Try it: assay train examples/my_task.toml"""
+"""Sort letters: a custom task with a custom reward. Run it with: assay train examples/my_task.toml"""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SortLetters(Task):
     name = "sort"
 
     def __init__(self, letters: int = 4, held_out: int = 60) -> None:
-        """`letters` of each problem; `held_out` problems go to validation and as many to test."""
+        """`letters` per problem; validation and test have `held_out` problems each."""
         problems = list(permutations(ALPHABET, letters))
-        random.Random(0).shuffle(problems)  # one seeded order, cut in three: no split shares a problem with another
+        random.Random(0).shuffle(problems)  # one seeded shuffle, divided into three disjoint splits
         ends = {"test": (0, held_out), "validation": (held_out, 2 * held_out), "train": (2 * held_out, len(problems))}
         self.splits = {split: problems[start:end] for split, (start, end) in ends.items()}
 
@@ -31,7 +31,7 @@ class SortLetters(Task):
         return Prompt(name, ({"role": "user", "content": f"sort {' '.join(letters)}"},), answer=right, solution=right)
 
     def words(self) -> list[str]:
-        """Only for preset models: the vocabulary of their word tokenizer."""
+        """Vocabulary of the word tokenizer; used only for preset models."""
         return ["sort", *ALPHABET]
 
     def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
@@ -39,7 +39,7 @@ class SortLetters(Task):
 
 
 def reward(completion: str, answer: str) -> dict:
-    """The share of letters in their right place; a wrong length is worth nothing. From 1.0 up it counts as correct."""
+    """Fraction of letters at the correct position; 0 for a wrong length. A reward of 1.0 counts as a correct answer."""
     given, right = completion.split(), answer.split()
-    share = sum(map(str.__eq__, given, right)) / len(right) if len(given) == len(right) else 0.0
-    return {"reward": share, "parsed": completion}  # a plain number would do; `parsed` lets majority votes count
+    fraction = sum(map(str.__eq__, given, right)) / len(right) if len(given) == len(right) else 0.0
+    return {"reward": fraction, "parsed": completion}  # a plain number also works; majority votes need `parsed`

@@ -1,8 +1,8 @@
-"""GSM8K accuracy of a model in plain transformers, with nothing of assay: to check a figure by other means.
+"""Measures GSM8K accuracy with plain transformers, without assay, as an independent check.
 
     python examples/plain_transformers.py FOLDER data/gsm8k/test.jsonl --questions 200
 
-Greedy, zero-shot chat, strict: the last \\boxed{} must hold the number.
+Greedy decoding, zero-shot chat, strict: the last \\boxed{} must contain the number.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 
 def boxed(text: str) -> str | None:
-    """What the last \\boxed{} holds, up to the brace that closes it."""
+    """Content of the last \\boxed{}, up to the matching brace."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
     begin, depth = start + len("\\boxed{"), 1
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for end in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
-            return text[begin:place]
+            return text[begin:end]
     return None
 
 
@@ -40,9 +40,9 @@ def number(text: str | None) -> Decimal | None:
 
 
 def is_right(completion: str, answer: str) -> bool:
-    """`answer` as the data set has it: worked out, with the number behind ####."""
-    found = number(boxed(completion))
-    return found is not None and found == number(answer.rpartition("####")[2])
+    """`answer` is the worked solution of the dataset, with the number after ####."""
+    value = number(boxed(completion))
+    return value is not None and value == number(answer.rpartition("####")[2])
 
 
 @torch.inference_mode()
@@ -67,7 +67,7 @@ def main(words: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="Hugging Face folder, e.g. from assay export")
     parser.add_argument("data", help="test.jsonl with question and answer")
-    parser.add_argument("--questions", type=int, default=200, help="the first so many")
+    parser.add_argument("--questions", type=int, default=200, help="number of questions, from the start of the file")
     parser.add_argument("--new-tokens", type=int, default=400)
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -75,7 +75,7 @@ def main(words: list[str] | None = None) -> float:
     rows = [json.loads(line) for line in Path(args.data).read_text("utf-8").splitlines()[: args.questions]]
     written = answers(args.folder, [row["question"] for row in rows], args.new_tokens, args.batch, args.device)
     right = sum(is_right(text, row["answer"]) for text, row in zip(written, rows, strict=True))
-    print(f"{right} of {len(rows)} right: {100 * right / len(rows):.1f} %")
+    print(f"{right} of {len(rows)} correct: {100 * right / len(rows):.1f} %")
     return right / len(rows)
 
 
