@@ -1,6 +1,4 @@
-"""Calls from any thread that must take effect between two steps of an engine.
-
-Tensor parallelism without communication about the schedule: every rank of a group runs the whole engine.
+"""Tensor parallelism without communication about the schedule: every rank of a group runs the whole engine.
 
 Only the network's computation is split. All ranks make the same scheduling decisions, because these depend on
 
@@ -30,13 +28,11 @@ import hashlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
 import numpy as np
 import torch
@@ -45,64 +41,6 @@ import torch.distributed as dist
 from assay.engine.base import Engine, EngineInfo, Event, Failed, Finished, Request, WeightSource
 from assay.engine.outputs import handles_of
 from assay.engine.sequence import nothing_kept
-
-T = TypeVar("T")
-RETRY_S = 0.01  # between two attempts to run a queued command oneself, if no other thread has
-
-
-class StepBoundary:
-    """A lock that is held during a step, and a queue of commands for the next boundary.
-
-    Whoever gets the lock runs the queued commands: the thread that steps the engine, or, if none does, the caller.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.queue: deque[tuple[Callable[[], Any], Future | None]] = deque()
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        with self.lock:
-            self.run_queued()
-            yield
-
-    def run_queued(self) -> None:
-        """The lock has to be held."""
-        while self.queue:
-            self.run(*self.queue.popleft())
-
-    def run(self, work: Callable[[], Any], future: Future | None) -> None:
-        with torch.inference_mode():
-            if future is None:
-                work()
-                return
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise  # Ctrl-C is meant for the thread that runs this, whoever made the call
-
-    def post(self, work: Callable[[], object]) -> None:
-        """Run `work` at the next boundary; at once if no step is running."""
-        self.queue.append((work, None))
-        if self.lock.acquire(blocking=False):
-            try:
-                self.run_queued()
-            finally:
-                self.lock.release()
-
-    def call(self, work: Callable[[], T]) -> T:
-        """Run `work` at the next boundary and return its result."""
-        future: Future[T] = Future()
-        self.queue.append((work, future))
-        while not future.done():
-            if self.lock.acquire(timeout=RETRY_S):
-                try:
-                    self.run_queued()
-                finally:
-                    self.lock.release()
-        return future.result()
 
 
 class Lockstep:

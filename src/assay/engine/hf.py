@@ -18,22 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.engine.base import Capabilities, EngineInfo, Event, Request, WeightSource
-from assay.engine.dispatch import StepBoundary
+from assay.engine.base import Capabilities, EngineInfo, WeightSource
+from assay.engine.local import LocalEngine
 from assay.engine.native.network import copy_weights
 from assay.engine.native.scheduler import close_gaps, seat
-from assay.engine.outputs import Decode, OutputProcessor, StopStrings, handles_of
+from assay.engine.outputs import Decode, OutputProcessor, StopStrings
 from assay.engine.rows import Rows, StepOutput
-from assay.engine.sequence import Column, Job, RowState, Sample, check_scored, job_for, nothing_kept
+from assay.engine.sequence import Column, RowState, Sample
 from assay.models.base import PolicyModel
-from assay.models.fingerprint import fingerprint
 from assay.models.lora import drop_lora
 from assay.types import UserError
 
 PREFILL_TOKENS = 8192  # of prompts that start together
 
 
-class HFEngine:
+class HFEngine(LocalEngine):
     """Requests run in waves: samples that start together, until the last of them has finished."""
 
     def __init__(
@@ -49,10 +48,11 @@ class HFEngine:
         """`model.hf` is the transformers model; device and dtype are the model's own unless given."""
         if max_batch < 1:
             raise UserError(f"max_batch must be at least 1, not {max_batch}")
+        super().__init__()
         self.device = torch.device(device) if device is not None else model.device
         self.model = own_copy(model, self.device, dtype)
         self.hf: Any = self.model.hf
-        self.stopping = StopStrings(decode) if decode else None
+        self.vocab_size = self.model.vocab_size
         self.info = EngineInfo(
             version=0,
             max_length=min(model.max_length, max_length or model.max_length),
@@ -72,147 +72,77 @@ class HFEngine:
         self.takes_positions = "position_ids" in accepted
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self.kept: dict[int, list[int]] = {}
-        self.next_handle, self.next_id = count(1), count()
-        self.outputs = OutputProcessor(max_batch, self.stopping, self._keep)
-        self.incoming: deque[tuple[int, Request]] = deque()
+        self.next_handle = count(1)
+        self.outputs = OutputProcessor(max_batch, StopStrings(decode) if decode else None, self._keep)
         self.waiting: deque[Sample] = deque()
         self.wave: Wave | None = None
-        self.boundary = StepBoundary()
-
-    def add(self, request: Request) -> int:
-        request_id = next(self.next_id)
-        self.incoming.append((request_id, request))
-        return request_id
-
-    @torch.inference_mode()
-    def step(self, wait: bool = True) -> list[Event]:
-        with self.boundary.stepping():
-            try:
-                while self._admit():
-                    self._iterate()
-                    if not wait or self.outputs.events:
-                        break
-                    self.boundary.run_queued()
-            except BaseException:
-                self._drop_everything()
-                raise
-            return self.outputs.take_events()
-
-    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
-        ids = list(ids)
-        self.boundary.post(lambda: self._abort(ids))
-
-    def release(self, handles: Iterable[int]) -> None:
-        handles = list(handles)
-        self.boundary.post(lambda: self._release(handles))
-
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        check_scored(sequences, temperature, self.info.max_length, self.model.vocab_size)
-        return self.boundary.call(lambda: [self._score(sequence, temperature) for sequence in sequences])
-
-    def update_weights(self, source: WeightSource, version: int) -> None:
-        self.boundary.call(lambda: self._update_weights(source, version))
-
-    def fingerprint(self) -> str:
-        return self.boundary.call(lambda: fingerprint(self.model.weights()))
-
-    def sleep(self) -> None:
-        """It holds nothing but weights between requests."""
-        if self.busy:
-            raise UserError("the engine cannot sleep while requests are running: finish or abort them first")
-
-    def wake(self) -> None:
-        """See `sleep`."""
-
-    def reset_prefix_cache(self) -> None:
-        """There is none: every prompt is computed again."""
-
-    def close(self) -> None:
-        self.boundary.call(self._close)
 
     @property
-    def busy(self) -> bool:
-        return self.wave is not None or bool(self.waiting or self.incoming)
+    def unfinished(self) -> bool:
+        return self.wave is not None or bool(self.waiting)
 
-    def _close(self) -> None:
-        self._drop_everything()
-        self.kept.clear()
+    def _weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self.model.weights()
 
     def _update_weights(self, source: WeightSource, version: int) -> None:
-        if self.busy:
+        if self.unfinished or self.incoming:
             raise UserError("the hf engine cannot update weights while requests are running: finish or abort them")
         copy_weights(dict(self.model.weights()), source.weights())
         self.info = replace(self.info, version=version)
         self.outputs.versions.current = version
 
+    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        return [self._score_one(sequence, temperature) for sequence in sequences]
+
+    def _score_one(self, sequence: Sequence[int], temperature: float) -> list[float]:
+        ids = torch.tensor([list(sequence)], device=self.device)
+        logits = self.hf(input_ids=ids, return_dict=True).logits[0, :-1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+
     def _abort(self, ids: Sequence[int | tuple[int, int]]) -> None:
         self._accept()
-        samples, handles = self.outputs.abort(ids)
-        self._drop(samples)
-        self._release(handles)
+        super()._abort(ids)
 
     def _release(self, handles: Iterable[int]) -> None:
         for handle in handles:
             self.kept.pop(handle, None)
 
-    def _drop(self, samples: Sequence[Sample]) -> None:
-        """Take samples out without a result."""
-        for sample in samples:
-            sample.done = True
-            sample.job.unfinished -= 1
-            if not sample.job.unfinished:
-                self.outputs.remove(sample.job)
+    def _remove(self, samples: Sequence[Sample]) -> None:
         self.waiting = deque(sample for sample in self.waiting if not sample.done)
         if self.wave is not None and (running := [sample for sample in samples if sample.row >= 0]):
             self._shrink(running)
 
-    def _drop_everything(self) -> None:
-        """After an error within a step: all requests are dropped, and what they continued is kept again."""
-        self._release(handles_of(self.outputs.events))  # nobody will learn of these handles
-        for job in self.outputs.jobs.values():
-            if (handle := job.request.continues) is not None:
-                self.kept[handle] = list(job.tokens[: len(job.tokens) - len(job.request.prompt_ids)])
+    def drop_requests(self) -> None:
+        self._release_unreported()
+        self.kept.update(self._continued())
         self.incoming.clear()
         self.waiting.clear()
         self.wave = None
         self.outputs.clear(0)
 
+    def _close(self) -> None:
+        self.drop_requests()
+        self.kept.clear()
+
     def _admit(self) -> bool:
-        """Accept new requests; whether there is anything to do."""
         self._accept()
-        return self.wave is not None or bool(self.waiting)
+        return self.unfinished
 
     def _accept(self) -> None:
         jobs = []
         while self.incoming:
             request_id, request = self.incoming.popleft()
-            try:
-                job = self._job(request, request_id)
-            except UserError as error:
-                self.outputs.fail(request_id, str(error))
-                continue
-            self.outputs.add(job)
-            jobs.append(job)
-            if request.continues is not None:
-                del self.kept[request.continues]
+            if (job := self._new_job(request_id, request)) is not None:
+                jobs.append(job)
+                if request.continues is not None:
+                    del self.kept[request.continues]
         if not self.takes_positions:
             jobs.sort(key=lambda job: len(job.tokens))
         self.waiting.extend(sample for job in jobs for sample in job.samples)
 
-    def _job(self, request: Request, request_id: int) -> Job:
-        before: list[int] = []
-        if request.continues is not None:
-            if request.continues not in self.kept:
-                raise nothing_kept(request, request_id)
-            before = self.kept[request.continues]
-        return job_for(
-            request,
-            request_id,
-            before,
-            max_length=self.info.max_length,
-            vocabulary=self.model.vocab_size,
-            can_decode=self.stopping is not None,
-        )
+    def _kept_tokens(self, handle: int) -> Sequence[int] | None:
+        return self.kept.get(handle)
 
     def _keep(self, sample: Sample, tokens: list[int]) -> int:
         """Only the tokens: a continuation computes them again."""
@@ -252,12 +182,6 @@ class HFEngine:
                     break
             samples.append(self.waiting.popleft())
         return samples
-
-    def _score(self, sequence: Sequence[int], temperature: float) -> list[float]:
-        ids = torch.tensor([list(sequence)], device=self.device)
-        logits = self.hf(input_ids=ids, return_dict=True).logits[0, :-1]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
         extra = {**self.last_only, **({"position_ids": positions} if self.takes_positions else {})}

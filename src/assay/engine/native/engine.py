@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from assay.engine.base import Capabilities, EngineInfo, Event, Request, WeightSource
-from assay.engine.dispatch import Lockstep, StepBoundary, least
+from assay.engine.base import Capabilities, EngineInfo, Request, WeightSource
+from assay.engine.dispatch import Lockstep, least
+from assay.engine.local import LocalEngine
 from assay.engine.native.compiled import CompiledRunner, library_for
 from assay.engine.native.network import FusedDecoder, copy_weights
 from assay.engine.native.runner import Runner, cache_blocks, new_cache
 from assay.engine.native.scheduler import Blocks, Plan, Scheduler
-from assay.engine.outputs import Decode, OutputProcessor, StopStrings, handles_of
+from assay.engine.outputs import Decode, OutputProcessor, StopStrings
 from assay.engine.rows import LOG_STEPS, Rows, StepOutput
-from assay.engine.sequence import BLOCK_SIZE, Job, Kept, RowState, Sample, Stats, check_scored, job_for, nothing_kept
+from assay.engine.sequence import BLOCK_SIZE, Kept, RowState, Sample, Stats
 from assay.models.device import uses_triton
-from assay.models.fingerprint import fingerprint
 from assay.models.spec import ModelSpec
 from assay.types import UserError
 
@@ -31,7 +30,7 @@ PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed between two stretches o
 KvOnUpdate = Literal["recompute", "keep"]
 
 
-class NativeEngine:
+class NativeEngine(LocalEngine):
     def __init__(
         self,
         spec: ModelSpec,
@@ -56,9 +55,9 @@ class NativeEngine:
         """
         if max_batch < 1:
             raise UserError(f"max_batch must be at least 1, not {max_batch}")
+        super().__init__()
         max_length = min(spec.max_length, max_length or spec.max_length)
-        self.device, self.kv_on_update = torch.device(device), kv_on_update
-        self.stopping = StopStrings(decode) if decode else None
+        self.device, self.kv_on_update, self.vocab_size = torch.device(device), kv_on_update, spec.vocab_size
         self.group = group if group is not None and group.size() > 1 else None
         self.network = FusedDecoder(spec, max_length, self.device, dtype, self.group)
         spec = self.network.spec
@@ -76,84 +75,31 @@ class NativeEngine:
         # The last block takes what is to be stored nowhere.
         kv, self.lent = new_cache(spec, total + 1, self.device, dtype, lend)
         self.runner = make_runner(self.network, self.rows, kv)
+        stopping = StopStrings(decode) if decode else None
         self.outputs = OutputProcessor(
-            max_batch, self.stopping, self._keep, self.rows.float_type, digests=self.group is not None
+            max_batch, stopping, self._keep, self.rows.float_type, digests=self.group is not None
         )
         self.in_flight: deque[StepOutput] = deque()  # windows of steps whose results the host has not read yet
-        self.incoming: deque[tuple[int, Request]] = deque()
-        self.next_id = count()
         self.lockstep = Lockstep(self.group) if self.group is not None else None
-        self.boundary = StepBoundary()
         self.rows_changed = False
         self.busy = False  # whether there were requests since it was last idle
         self.stats = Stats()
+
+    @property
+    def unfinished(self) -> bool:
+        return self.scheduler.unfinished
 
     @property
     def has_work(self) -> bool:
         """Whether there are requests or events for the next step. To be asked between two steps."""
         return bool(self.incoming or self.outputs.events) or self.scheduler.unfinished
 
-    # -- requests
-
     def add(self, request: Request) -> int:
-        request_id = next(self.next_id)
         if self.lockstep is not None:
             self.lockstep.add(request)
-        # Requests that arrive one by one are collected for some steps before they are let in.
+        # Requests that arrive one by one are collected for some steps before they are admitted.
         self.scheduler.open = self.scheduler.open or self.scheduler.unfinished
-        self.incoming.append((request_id, request))
-        return request_id
-
-    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
-        ids = list(ids)
-        self.boundary.post(lambda: self._abort(ids))
-
-    def release(self, handles: Iterable[int]) -> None:
-        handles = list(handles)
-        self.boundary.post(lambda: self._release(handles))
-
-    @torch.inference_mode()
-    def step(self, wait: bool = True) -> list[Event]:
-        with self.boundary.stepping():
-            try:
-                if self.lockstep is not None:
-                    self.lockstep.check_requests(self.scheduler.step)
-                while self._admit():
-                    self._iterate()
-                    if not wait or self.outputs.events:
-                        break
-                    self.boundary.run_queued()
-                if self.busy and not self.scheduler.unfinished:
-                    self._become_idle()
-            except BaseException:
-                self.drop_requests()
-                raise
-            return self.outputs.take_events()
-
-    # -- weights and memory
-
-    def update_weights(self, source: WeightSource, version: int) -> None:
-        self.boundary.call(lambda: self._update_weights(source, version))
-
-    def fingerprint(self) -> str:
-        return self.boundary.call(lambda: fingerprint(self.network.weights()))
-
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        check_scored(sequences, temperature, self.info.max_length, self.network.spec.vocab_size)
-        return self.boundary.call(lambda: self.runner.score(sequences, temperature, self.scheduler.prefill_tokens))
-
-    def sleep(self) -> None:
-        self.boundary.call(self._sleep)
-
-    def wake(self) -> None:
-        if self.lent is not None:
-            self.boundary.call(self.lent.map)
-
-    def reset_prefix_cache(self) -> None:
-        self.boundary.call(self._reset_prefix_cache)
-
-    def close(self) -> None:
-        self.boundary.call(self._close)
+        return super().add(request)
 
     def reset_stats(self) -> None:
         self.stats = Stats()
@@ -169,27 +115,25 @@ class NativeEngine:
                 self._accept(request_id, request)  # what it continues is freed with it
             elif request_id not in requests:
                 self.incoming.append((request_id, request))
-        samples, handles = self.outputs.abort(ids)
-        self._drop(samples)
-        self._release(handles)
+        super()._abort(ids)
 
-    def _drop(self, samples: Sequence[Sample]) -> None:
-        """Take samples out without a result."""
+    def _remove(self, samples: Sequence[Sample]) -> None:
         running = [sample for sample in samples if sample.row >= 0]
         waiting = [sample for sample in samples if sample.row < 0]
-        for sample in samples:
-            sample.done = True
-            sample.job.unfinished -= 1
-            if not sample.job.unfinished:
-                self.outputs.remove(sample.job)
         if running:
             self._leave(running)
         if waiting:
             self.scheduler.remove_waiting(waiting)
 
-    def _release(self, handles: Sequence[int]) -> None:
+    def _release(self, handles: Iterable[int]) -> None:
         for handle in handles:
             self.scheduler.drop(handle)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.network.weights()
+
+    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        return self.runner.score(sequences, temperature, self.scheduler.prefill_tokens)
 
     def _update_weights(self, source: WeightSource, version: int) -> None:
         keep = self.kv_on_update == "keep"
@@ -209,11 +153,14 @@ class NativeEngine:
             self._preempt(sample)
 
     def _sleep(self) -> None:
-        if self.scheduler.unfinished or self.incoming:
-            raise UserError("the engine cannot sleep while requests are running: finish or abort them first")
+        super()._sleep()
         if self.lent is not None:
             self._reset_prefix_cache()
             self.lent.unmap()
+
+    def _wake(self) -> None:
+        if self.lent is not None:
+            self.lent.map()
 
     def _reset_prefix_cache(self) -> None:
         self.scheduler.drop_kept_blocks()
@@ -228,8 +175,15 @@ class NativeEngine:
 
     # -- one iteration
 
+    def _begin_step(self) -> None:
+        if self.lockstep is not None:
+            self.lockstep.check_requests(self.scheduler.step)
+
+    def _end_step(self) -> None:
+        if self.busy and not self.scheduler.unfinished:
+            self._become_idle()
+
     def _admit(self) -> bool:
-        """Accept new requests; whether there is anything to do."""
         # Checking requests takes time, in which those already accepted can run.
         while self.incoming and self.scheduler.pending < self.info.max_batch:
             self._accept(*self.incoming.popleft())
@@ -240,35 +194,19 @@ class NativeEngine:
     def _accept(self, request_id: int, request: Request) -> None:
         if self.info.version < 0:
             raise UserError("the engine has no weights yet: call update_weights first")
-        try:
-            kept = self._continued(request, request_id)
-            job = self._job(request, request_id, kept)
-        except UserError as error:
-            self.outputs.fail(request_id, str(error))
+        job = self._new_job(request_id, request)
+        if job is None:
             return
-        if request.continues is not None and kept is not None:
+        kept = None
+        if request.continues is not None:
+            kept = self.scheduler.kept[request.continues]
             self.scheduler.resume(request.continues)
         self.busy = True
-        self.outputs.add(job)
         self.scheduler.add(job.tokens, job.samples, kept)
 
-    def _continued(self, request: Request, request_id: int) -> Kept | None:
-        if request.continues is None:
-            return None
-        kept = self.scheduler.kept.get(request.continues)
-        if kept is None:
-            raise nothing_kept(request, request_id)
-        return kept
-
-    def _job(self, request: Request, request_id: int, kept: Kept | None) -> Job:
-        return job_for(
-            request,
-            request_id,
-            kept.tokens if kept else [],
-            max_length=self.info.max_length,
-            vocabulary=self.network.spec.vocab_size,
-            can_decode=self.stopping is not None,
-        )
+    def _kept_tokens(self, handle: int) -> Sequence[int] | None:
+        kept = self.scheduler.kept.get(handle)
+        return kept.tokens if kept else None
 
     def _iterate(self) -> None:
         """Admit samples, take some decoding steps, and process the results of earlier ones."""
@@ -381,12 +319,9 @@ class NativeEngine:
         self.outputs.start(self.scheduler.step)
 
     def drop_requests(self) -> None:
-        """After an error within a step: all requests are dropped. Kept sequences stay, and are computed again."""
-        self._release(handles_of(self.outputs.events))  # nobody will learn of these handles
-        kept = dict(self.scheduler.kept)
-        for job in self.outputs.jobs.values():
-            if (handle := job.request.continues) is not None:
-                kept[handle] = Kept(list(job.tokens[: len(job.tokens) - len(job.request.prompt_ids)]), [])
+        """Also drops the KV cache: kept sequences are computed again."""
+        self._release_unreported()
+        kept = {**self.scheduler.kept, **{handle: Kept(tokens, []) for handle, tokens in self._continued()}}
         for one in kept.values():
             one.blocks, one.mixed = [], False
         self.in_flight.clear()

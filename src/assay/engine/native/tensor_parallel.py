@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from assay.engine.base import EngineInfo, Event, Request, SamplingParams, WeightSource
-from assay.engine.dispatch import StepBoundary
+from assay.engine.local import StepBoundary
 from assay.engine.native.engine import NativeEngine
 from assay.engine.sequence import Kept
 
