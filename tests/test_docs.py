@@ -87,11 +87,23 @@ def test_python_compiles(item: tuple[Path, str]) -> None:
     compile(item[1], item[0].name, "exec")
 
 
+def anchors(page: Path) -> set[str]:
+    """Anchors of the headings, as GitHub generates them, and explicit anchors."""
+    text = BLOCK.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    generated = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return generated | set(re.findall(r'<a id="([^"]+)">', text))
+
+
 @every([(page, link) for page in PAGES for link in LINK.findall(page.read_text())])
 def test_links_lead_somewhere(item: tuple[Path, str]) -> None:
     page, link = item
-    if "://" not in link:
-        assert (page.parent / link.partition("#")[0]).exists(), f"{page.name} links to {link}"
+    if "://" in link:
+        return
+    file, _, anchor = link.partition("#")
+    target = page.parent / file if file else page
+    assert target.exists(), f"{page.name} links to {link}"
+    assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
 
 
 @every([(page, place) for page in PAGES for place in sorted(set(PLACE.findall(page.read_text())))])
