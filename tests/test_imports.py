@@ -1,4 +1,4 @@
-"""Who may know whom: the one-way flow of the house, read from the imports themselves."""
+"""Structure of the source: import rules, no import cycles, unique class names, and a test module per module."""
 
 from __future__ import annotations
 
@@ -36,59 +36,87 @@ ALLOWED["api"] = ALLOWED["bench"] = ALLOWED["train"] | {"train"}
 NO_TORCH = ("types", "terminal", "config", "process", "rewards", "tasks", "envs", "text", "runs")
 
 
-def room_of(file: Path) -> str:
+def package_of(file: Path) -> str:
     return file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imports(file: Path, *, top_level_only: bool = False) -> set[str]:
+def imports(file: Path, *, top_level_only: bool = False, with_typing: bool = False) -> set[str]:
+    """Names of imported modules, and of imported objects with their module in front."""
     tree = ast.parse(file.read_text())
     typing_only = {
         inner
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not with_typing
         for inner in ast.walk(node)
     }
-    nodes = tree.body if top_level_only else ast.walk(tree)
-    found: set[str] = set()
-    for node in nodes:
+    names: set[str] = set()
+    for node in tree.body if top_level_only else ast.walk(tree):
         if node in typing_only:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: use absolute imports"
-            found.add(node.module or "")
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
-def test_rooms_import_only_what_they_may(file: Path) -> None:
-    room = room_of(file)
-    if room in ("cli", "__init__", "__main__"):  # the front door may open every room
+def test_packages_import_only_what_the_rules_allow(file: Path) -> None:
+    package = package_of(file)
+    if package in ("cli", "__init__", "__main__"):  # may import everything
         return
-    assert room in ALLOWED, f"{file}: add the room '{room}' to the plan"
+    assert package in ALLOWED, f"{file}: add '{package}' to the import rules"
     for name in imports(file):
         parts = name.split(".")
         if parts[0] == "assay" and len(parts) > 1:
             other = parts[1]
-            assert other in (room, "__version__") or other in ALLOWED[room], f"{file.name} of {room} imports {name}"
+            assert other in (package, "__version__") or other in ALLOWED[package], f"{file} imports {name}"
 
 
-def test_nothing_but_the_command_line_imports_the_loop_or_the_command_line() -> None:
+def test_there_are_no_import_cycles() -> None:
+    """Counting late imports and those under TYPE_CHECKING, but not imports of a package's own __init__."""
+    modules = {".".join(file.relative_to(SOURCE.parent).with_suffix("").parts): file for file in FILES}
+    graph = {
+        name: {other for other in imports(file, with_typing=True) if other in modules} for name, file in modules.items()
+    }
+    while graph:  # remove modules that are imported by none of the others, or import none of them
+        imported = set().union(*graph.values())
+        removable = {name for name, targets in graph.items() if name not in imported or not targets}
+        if not removable:
+            break
+        graph = {name: targets - removable for name, targets in graph.items() if name not in removable}
+    assert not graph, f"import cycles among {sorted(graph)}"
+
+
+def test_every_module_has_a_test_module() -> None:
+    tests = {file.stem for file in (SOURCE.parent.parent / "tests").rglob("test_*.py")}
+    missing = []
     for file in FILES:
-        if room_of(file) in ("cli", "__main__"):
+        parts = file.relative_to(SOURCE).with_suffix("").parts
+        own_names = {"test_" + "_".join(parts[start:]) for start in range(len(parts))}
+        if file.name not in ("__init__.py", "__main__.py") and not own_names & tests:
+            missing.append("/".join(parts))
+    assert not missing
+
+
+def test_only_the_command_line_imports_the_training_loop_and_itself() -> None:
+    for file in FILES:
+        if package_of(file) in ("cli", "__main__"):
             continue
         for name in imports(file):
             assert not name.startswith("assay.cli"), file
             assert not name.startswith("assay.train.loop"), file
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if room_of(f) in NO_TORCH], ids=lambda f: str(f.relative_to(SOURCE)))
-def test_rooms_without_tensors_do_not_load_torch(file: Path) -> None:
+@pytest.mark.parametrize(
+    "file", [f for f in FILES if package_of(f) in NO_TORCH], ids=lambda f: str(f.relative_to(SOURCE))
+)
+def test_packages_without_tensors_do_not_load_torch(file: Path) -> None:
     assert not {n for n in imports(file, top_level_only=True) if n.split(".")[0] == "torch"}
 
 

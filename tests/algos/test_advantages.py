@@ -1,4 +1,4 @@
-"""Advantages against plain numpy, group by group."""
+"""Advantage functions against plain numpy, and the returns that they compare."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.algos.advantages import ADVANTAGES
-from assay.types import UserError
+from assay.algos.advantages import ADVANTAGES, credited_returns, returns, token_rewards
+from assay.algos.recipes import make_algorithm
+from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 GROUPED = [
     *("group_mean", "group_norm", "leave_one_out", "group_mean_batch_norm", "group_mean_token_norm"),
@@ -80,14 +81,14 @@ def assert_close(actual: list[list[float]], expected: list[list[float]], toleran
 @pytest.mark.parametrize("name", list(ADVANTAGES))
 @settings(deadline=None)
 @given(groups=groups_of_rewards)
-def test_equal_to_the_formula(name: str, groups: list[list[float]]) -> None:
+def test_advantages_equal_the_formula(name: str, groups: list[list[float]]) -> None:
     if name == "beta_norm":  # it takes probabilities, and no finer ones than some judge would give
         groups = [[round(abs(r) / 10, 2) for r in group] for group in groups]
     # near-equal rewards divide rounding errors by 1e-4, hence the looser bound
     assert_close(give(name, groups), reference(name, groups), 1e-9 if name != "beta_norm" else 1e-6)
 
 
-def test_values_by_hand() -> None:
+def test_advantages_computed_by_hand() -> None:
     assert give("group_mean", [[1, 0, 0, 1]]) == [[0.5, -0.5, -0.5, 0.5]]
     assert give("leave_one_out", [[1, 0, 0, 1]]) == [pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])]
     assert give("batch_mean", [[1, 0], [0]]) == [pytest.approx([2 / 3, -1 / 3]), pytest.approx([-1 / 3])]
@@ -105,7 +106,7 @@ NOT_DYADIC = [0.7, 1 / 3, 0.1 + 0.2, 1e-3, 0.9999999]
 
 @pytest.mark.parametrize("value", NOT_DYADIC)
 @pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "none"])
-def test_equal_rewards_that_are_not_dyadic_give_advantages_of_exactly_zero(name: str, value: float) -> None:
+def test_equal_rewards_without_exact_binary_form_give_exactly_zero_advantages(name: str, value: float) -> None:
     """A rounded mean is not the value that it is the mean of."""
     for size in range(2, 20):
         assert give(name, [[value] * size] * 3) == [[0.0] * size] * 3
@@ -113,14 +114,14 @@ def test_equal_rewards_that_are_not_dyadic_give_advantages_of_exactly_zero(name:
 
 @pytest.mark.parametrize("value", NOT_DYADIC)
 @pytest.mark.parametrize("name", [name for name in GROUPED if name != "group_mean_token_norm"])  # its mean is not 0
-def test_a_group_with_equal_rewards_has_advantages_of_exactly_zero_among_others(name: str, value: float) -> None:
+def test_one_group_with_equal_rewards_among_others_has_exactly_zero_advantages(name: str, value: float) -> None:
     for size in range(2, 20):
         found = give(name, [[value] * size, [0.1, 0.7, 0.2, 0.2], [1 / 3, 0.6]])
         assert found[0] == [0.0] * size
         assert all(any(advantages) for advantages in found[1:])
 
 
-def test_new_values_by_hand() -> None:
+def test_batch_level_advantages_computed_by_hand() -> None:
     assert give("batch_norm", [[0, 2], [1]]) == [pytest.approx([-1 / 1.0001, 1 / 1.0001]), [0.0]]
     scale = (0.5 / 3) ** 0.5 + 1e-4  # of -0.5, 0.5, 0 and 0
     assert give("group_mean_batch_norm", [[0, 1], [5, 5]])[0] == pytest.approx([-0.5 / scale, 0.5 / scale])
@@ -131,7 +132,7 @@ def test_new_values_by_hand() -> None:
     assert found[0] == pytest.approx([0.75 / density, *[-0.25 / density] * 3])
 
 
-def test_beta_norm_has_the_smallest_variance() -> None:
+def test_beta_norm_minimises_gradient_variance() -> None:
     """Over p ~ Beta(a, b), the variance p (1 - p) / f(p)^2 of a normalised binary reward is least at BNPO's f."""
     a, b = 2.4, 4.2
     p = np.linspace(0, 1, 20_001)[1:-1]
@@ -149,7 +150,7 @@ def test_beta_norm_has_the_smallest_variance() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 10.0), (-0.25, 0.75), (-3.0, 2.0)])
-def test_beta_norm_reads_any_two_rewards_as_failure_and_success(low: float, high: float) -> None:
+def test_beta_norm_maps_any_two_rewards_to_failure_and_success(low: float, high: float) -> None:
     """Rewards outside of 0 to 1 are mapped to it: with two values, advantages are those of rewards 0 and 1."""
     binary = [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]]
     mapped = [[high if reward else low for reward in group] for group in binary]
@@ -165,17 +166,17 @@ def test_beta_norm_reads_any_two_rewards_as_failure_and_success(low: float, high
 
 @settings(deadline=None)
 @given(groups=groups_of_rewards)
-def test_beta_norm_is_finite_whatever_the_rewards(groups: list[list[float]]) -> None:
+def test_beta_norm_is_finite_for_any_rewards(groups: list[list[float]]) -> None:
     for group, advantages in zip(groups, give("beta_norm", groups), strict=True):
         assert all(map(math.isfinite, advantages)) and any(advantages) <= (max(group) > min(group))
 
 
-def test_beta_norm_falls_back_to_the_mean() -> None:
+def test_beta_norm_falls_back_to_the_group_mean_without_a_fit() -> None:
     assert give("beta_norm", [[1, 0], [0, 1]]) == [[0.5, -0.5], [-0.5, 0.5]]  # all alike
     assert give("beta_norm", [[1, 1], [0, 0]]) == [[0, 0], [0, 0]]  # all 0 and 1
 
 
-def test_beta_norm_is_bounded_where_the_density_underflows() -> None:
+def test_beta_norm_is_bounded_if_the_density_underflows() -> None:
     """Nearly all p alike: the Beta is narrow, and at the one p that lies apart its density is 0 in float64."""
     groups = [[1.0] * 5 + [0.0] * 5] * 2000 + [[1.0] + [0.0] * 9]
     found = give("beta_norm", groups)
@@ -184,7 +185,7 @@ def test_beta_norm_is_bounded_where_the_density_underflows() -> None:
 
 
 @pytest.mark.parametrize("name", ["token_norm", "group_mean_token_norm"])
-def test_token_norms_count_every_token_of_an_answer(name: str) -> None:
+def test_token_norm_statistics_are_over_all_tokens(name: str) -> None:
     rewards, tokens = [[1.0, 0.0, 0.5], [0.0, 1.0]], [[3, 1, 0], [7, 2]]
     function = ADVANTAGES[name]
     found = function(*([torch.tensor(v, dtype=torch.float64) for v in values] for values in (rewards, tokens)))  # type: ignore[call-arg, arg-type]
@@ -195,19 +196,19 @@ def test_token_norms_count_every_token_of_an_answer(name: str) -> None:
     assert_close([group.tolist() for group in found], expected, 1e-12)
 
 
-def test_equal_returns_have_token_norms_of_exactly_0() -> None:
+def test_token_norm_of_equal_returns_is_exactly_zero() -> None:
     tokens = [torch.tensor([3.0, 5.0, 1.0], dtype=torch.float64)]
     (found,) = ADVANTAGES["token_norm"]([torch.full((3,), 0.1, dtype=torch.float64)], tokens)  # type: ignore[call-arg]
     assert found.tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_single_samples_have_no_group_baseline(name: str) -> None:
+def test_group_baselines_reject_single_samples(name: str) -> None:
     with pytest.raises(UserError, match=r'raise samples .* advantage="batch_mean"'):
         give(name, [[1.0, 0.0], [1.0]])
 
 
-def test_single_samples_suit_a_batch_baseline() -> None:
+def test_batch_baselines_accept_single_samples() -> None:
     assert give("batch_mean", [[1.0], [0.0]]) == [[0.5], [-0.5]]
     assert give("batch_norm", [[1.0], [0.0]]) == [
         pytest.approx([0.5 / (0.5**0.5 + 1e-4)]),
@@ -219,11 +220,101 @@ def test_single_samples_suit_a_batch_baseline() -> None:
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
-def test_no_groups(name: str) -> None:
+def test_advantages_of_an_empty_batch(name: str) -> None:
     assert give(name, []) == []
 
 
-def test_none_does_not_share_memory() -> None:
+def test_advantage_none_copies_the_rewards() -> None:
     rewards = [torch.ones(2, dtype=torch.float64)]
     ADVANTAGES["none"](rewards)[0].zero_()
     assert rewards[0].tolist() == [1.0, 1.0]
+
+
+PROMPT = Prompt("p/0", ())
+
+
+def episode(rewards: list[float], sample: int = 0, total: float | None = None) -> Rollout:
+    turns = [Turn([1], Completion([2, 3], [-1.0] * 2, [-1.0] * 2, Finish.STOP), "x", reward=r) for r in rewards]
+    total = sum(rewards) if total is None else total
+    return Rollout(PROMPT, sample, turns, Verdict(total, Status.WRONG), total)
+
+
+def test_returns_are_discounted_sums_of_later_rewards() -> None:
+    rewards, discount = [1.0, 0.0, 2.0, -1.0], 0.5
+    expected = [sum(discount ** (k - t) * rewards[k] for k in range(t, 4)) for t in range(4)]
+    assert returns(rewards, discount) == pytest.approx(expected)
+    assert returns(rewards) == [2.0, 1.0, 1.0, -1.0] and returns([]) == [] and returns([3.0], 0.0) == [3.0]
+
+
+def test_reward_beyond_the_steps_is_added_to_the_last_step() -> None:
+    group = Group(PROMPT, [episode([0.0, 0.5], total=1.5), episode([0.0], total=1.0)])
+    assert credited_returns(group) == [1.5, 1.0]
+    assert credited_returns(group, 0.5) == [0.75, 1.0]
+    assert credited_returns(group, 0.5, by_step=True) == [0.75, 1.5, 1.0]
+
+
+def test_episode_credit_is_one_advantage_and_step_credit_one_per_step() -> None:
+    group = Group(PROMPT, [episode([0.0, 1.0], 0), episode([0.5], 1), episode([0.0, 0.0], 2)])
+    group.rollouts[0].token_advantages = [9.0, 9.0]  # of an earlier credit
+    make_algorithm("simple").credit([group])
+    assert [r.advantage for r in group.rollouts] == pytest.approx([0.5, 0.0, -0.5])
+    assert all(rollout.token_advantages is None for rollout in group.rollouts)
+    make_algorithm("simple", step_credit=True, discount=0.5).credit([group])
+    values = [0.5, 1.0, 0.5, 0.0, 0.0]
+    mean = sum(values) / 5
+    lengths = [len(turn.completion.token_ids) for r in group.rollouts for turn in r.turns]
+    expected = [value - mean for value, length in zip(values, lengths, strict=True) for _ in range(length)]
+    assert [value for r in group.rollouts for value in r.token_advantages or ()] == pytest.approx(expected)
+    assert all(r.token_advantages and r.advantage == r.token_advantages[0] for r in group.rollouts)
+
+
+def test_step_rewards_are_given_to_the_last_token_of_the_step() -> None:
+    rollout = episode([0.5, 0.25], total=1.5)
+    first, second = (len(turn.completion.token_ids) for turn in rollout.turns)
+    rollout.reward = 1.5
+    expected = [0.0] * (first - 1) + [0.5] + [0.0] * (second - 1) + [1.0]
+    assert token_rewards(rollout) == pytest.approx(expected)
+    prices = [0.1 * (place + 1) for place in range(first + second)]
+    rollout.reward -= sum(prices)  # as whole answers pay
+    assert token_rewards(rollout, prices) == pytest.approx([e - p for e, p in zip(expected, prices, strict=True)])
+
+
+def test_masked_steps_are_not_compared_but_their_rewards_count() -> None:
+    group = Group(PROMPT, [episode([0.25, 0.5, 1.0], 0), episode([0.0, 0.5], 1)])
+    first, second = group.rollouts
+    first.turns[1].masked = second.turns[0].masked = True
+    assert credited_returns(group, 0.5) == [0.75, 0.25]
+    assert credited_returns(group, 0.5, by_step=True) == [0.75, 1.0, 0.5]
+    assert token_rewards(first) == [0.0, 0.75, 0.0, 1.0]  # what follows a masked step came of those before it
+    assert token_rewards(second) == [0.0, 0.5]
+    second.turns[0].reward, second.reward, second.verdict = 0.25, 0.75, Verdict(0.75, Status.WRONG)
+    assert token_rewards(second) == [0.0, 0.5]  # no token in the loss has earned the rest
+    make_algorithm("simple", step_credit=True, discount=0.5).credit([group])
+    assert second.token_advantages == pytest.approx([-0.25] * 2) and second.advantage == pytest.approx(-0.25)
+
+
+def test_discount_prefers_earlier_rewards() -> None:
+    group = Group(PROMPT, [episode([1.0], 0), episode([0.0, 1.0], 1)])
+    make_algorithm("simple", discount=0.9).credit([group])
+    assert [r.advantage for r in group.rollouts] == pytest.approx([0.05, -0.05])
+    with pytest.raises(UserError, match="discount"):
+        make_algorithm("simple", discount=1.5)
+
+
+def test_zero_variance_filter_compares_the_credited_returns() -> None:
+    sooner = Group(PROMPT, [episode([1.0], 0), episode([0.0, 1.0], 1)])
+    steps = Group(PROMPT, [episode([0.5, 0.5], 0), episode([0.0, 1.0], 1)])
+    solved = Group(PROMPT, [episode([1.0], 0), episode([1.0], 1)])
+    expected = {(1.0, False): [], (0.9, False): [sooner, steps], (1.0, True): [steps], (0.9, True): [sooner, steps]}
+    for (discount, by_step), kept in expected.items():
+        algo = make_algorithm("simple", drop_zero_variance=True, discount=discount, step_credit=by_step)
+        assert algo.keep([sooner, steps, solved])[0] == kept
+        algo.credit([sooner, steps, solved])
+        learns = [any(rollout.learns for rollout in group.rollouts) for group in (sooner, steps, solved)]
+        assert learns == [group in kept for group in (sooner, steps, solved)]
+
+
+def test_step_credit_and_token_kl_penalties_cannot_be_combined() -> None:
+    for changes in ({"step_credit": True}, {"discount": 0.9}):
+        with pytest.raises(UserError, match="step_credit or discount"):
+            make_algorithm("reinforce_pp", reward_kl_coef=0.01, **changes)

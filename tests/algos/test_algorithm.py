@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -129,7 +128,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split(recipe: str, seed:
         assert metrics(sums) == pytest.approx(metrics(whole_sums), abs=1e-12)
 
 
-def test_grpo_loss_written_out_the_long_way() -> None:
+def test_grpo_loss_equals_a_scalar_reference_implementation() -> None:
     """The paper's objective in scalar Python: mean over sequences of mean over tokens, clip and k3 term inside."""
     batch, algorithm = Batch(3), make_algorithm("grpo", kl_coef=0.04)
     total, _, sums = batch.run(algorithm, [list(range(len(batch.lengths)))])
@@ -168,7 +167,7 @@ def mean_over_sequences(losses: list[list[float]]) -> float:
 
 
 @pytest.mark.parametrize("mode", CORRECTIONS)
-def test_corrections_written_out_the_long_way(mode: str) -> None:
+def test_importance_corrections_equal_a_scalar_reference_implementation(mode: str) -> None:
     batch, bounds = Batch(3), {"correction_low": 0.98, "correction_high": 1.01}
     total, _, sums = batch.run(make_algorithm("grpo", correction=mode, **bounds), [list(range(len(batch.lengths)))])
     losses, held = [], 0
@@ -186,7 +185,7 @@ def test_corrections_written_out_the_long_way(mode: str) -> None:
 
 
 @pytest.mark.parametrize("cov", ["kl_cov", "clip_cov"])
-def test_marked_tokens_written_out_the_long_way(cov: str) -> None:
+def test_covariance_control_equals_a_scalar_reference_implementation(cov: str) -> None:
     batch = Batch(5)
     total, _, sums = batch.run(make_algorithm("grpo", cov=cov, cov_coef=0.7), [list(range(len(batch.lengths)))])
     losses = []
@@ -201,7 +200,7 @@ def test_marked_tokens_written_out_the_long_way(cov: str) -> None:
     assert marked and metrics(sums)["policy/marked_fraction"] == pytest.approx(marked / sum(batch.lengths))
 
 
-def test_reinforce_pp_with_the_kl_in_the_reward() -> None:
+def test_reinforce_pp_with_a_token_kl_penalty_in_the_reward() -> None:
     """Returns fall by the KL of what follows, and are normalised over all tokens of the batch."""
     algorithm = make_algorithm("reinforce_pp", reward_kl_coef=0.2)
     logprobs, reference = [[-1.0, -2.0], [-0.5, -0.25, -3.0]], [[-1.5, -1.0], [-1.0, -0.75, -1.0]]
@@ -223,25 +222,7 @@ def test_reinforce_pp_with_the_kl_in_the_reward() -> None:
     assert "loss/kl" not in algorithm.loss(LossBatch(-one, -one, one, one / 2)).sums.losses
 
 
-def test_what_an_earlier_policy_sampled_is_for_losses_that_weigh_it() -> None:
-    def replays(recipe: str, **changes: Any) -> bool:
-        try:
-            make_algorithm(recipe, **{"critic": False, **changes}).check_replay()
-        except UserError:
-            return False
-        return True
-
-    found = {recipe for recipe in RECIPES if replays(recipe)}
-    assert found == {"grpo", "ppo", "dr_grpo", "dapo", "reinforce_pp", "cispo", "bnpo"}
-    assert not replays("grpo", recompute_logprobs=True)  # its ratio starts from the policy as it is
-    for recipe in RECIPES:  # trainer against engine: whoever sampled, and whenever
-        assert replays(recipe, correction="token_truncate")
-    assert replays("simple", policy_loss=lambda *given: (given[0], {}))  # it is given who sampled
-    with pytest.raises(UserError, match="cannot be combined with replay"):
-        make_algorithm("ppo").check_replay()
-
-
-def test_remax_takes_off_the_reward_of_the_greedy_answer() -> None:
+def test_remax_subtracts_the_reward_of_the_greedy_answer() -> None:
     remax = make_algorithm("remax", max_new_tokens=10, soft_overlong_buffer=0.5)
     groups = [make_group("a", [(1, 3), (0, 3)]), make_group("b", [(0.25, 1)])]
     remax.set_baselines(groups, [make_group("a", [(1, 3)]), make_group("b", [(1, 10)])])  # the latter is punished
@@ -251,7 +232,7 @@ def test_remax_takes_off_the_reward_of_the_greedy_answer() -> None:
     remax.check_samples(1)
 
 
-def test_metrics_values() -> None:
+def test_metrics_equal_values_computed_by_hand() -> None:
     algorithm = make_algorithm("dapo", kl="k1", kl_coef=0.5, entropy_coef=0.25)
     behaviour, engine = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.0, -1.2, -1.9])
     batch = LossBatch(
@@ -286,7 +267,7 @@ def test_metrics_values() -> None:
     assert not any(value.requires_grad for value in (*out.sums.losses.values(), *out.sums.per_token.values()))
 
 
-def test_mismatch_falls_back_to_behaviour_against_the_policy() -> None:
+def test_mismatch_compares_policy_and_behaviour_without_engine_logprobs() -> None:
     zeros = torch.zeros(2)
     batch = LossBatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -2.3]), zeros, zeros)
     found = metrics(make_algorithm("simple").loss(batch).sums)
@@ -315,7 +296,7 @@ def test_credit_sets_rewards_and_advantages() -> None:
     assert [r.advantage for r in all_rollouts(groups)] == pytest.approx([0.4, -0.6, -0.6, 1.4, -0.6])
 
 
-def test_dapo_keeps_mixed_groups_and_punishes_length() -> None:
+def test_dapo_drops_zero_variance_groups_and_penalises_length() -> None:
     dapo = make_algorithm("dapo", max_new_tokens=10)
     groups = [make_group("mixed", [(1, 9), (0, 5)]), make_group("solved", [(1, 10), (1, 2)])]
     kept, dropped = dapo.keep(groups)
@@ -344,7 +325,7 @@ def test_keep_without_filters_keeps_all() -> None:
     assert not groups[0].rollouts[0].masked
 
 
-def test_own_functions_run_and_are_checked() -> None:
+def test_user_defined_advantage_and_loss_are_used_and_checked() -> None:
     def doubled(rewards: list[Tensor]) -> list[Tensor]:
         return [2 * rewards_G for rewards_G in rewards]
 
@@ -366,25 +347,8 @@ def test_own_functions_run_and_are_checked() -> None:
         make_algorithm("simple", policy_loss=lambda *_: (torch.zeros(()), {})).loss(LossBatch(one, one, one, one))
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (lambda losses: losses, "losses and statistics"),
-        (lambda losses: (losses, None), "losses and statistics"),
-        (lambda losses: (losses, {"weight": losses.mean()}), "statistic 'weight'"),
-        (lambda losses: (losses, {"weight": 0.5}), "statistic 'weight'"),
-    ],
-)
-def test_what_a_loss_of_ones_own_gives_is_checked(given: Callable[[Tensor], object], said: str) -> None:
-    """A mean in place of a statistic of each token would be divided by their number once more."""
-    three = torch.ones(3)
-    algorithm = make_algorithm("simple", policy_loss=lambda *_: given(three))
-    with pytest.raises(UserError, match=said):
-        algorithm.loss(LossBatch(three, three, three, three))
-
-
 @pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "dapo", "rloo", "simple", "gspo", "cispo", "gpg", "bnpo"])
-def test_one_sample_a_prompt_is_refused_early(recipe: str) -> None:
+def test_group_recipes_reject_one_sample_per_prompt(recipe: str) -> None:
     with pytest.raises(UserError, match="raise samples"):
         make_algorithm(recipe).check_samples(1)
     make_algorithm(recipe).check_samples(2)
@@ -397,31 +361,15 @@ def test_rewards_must_be_finite() -> None:
         make_algorithm("simple").credit([make_group("a", [(1, 2), (math.nan, 2)])])
 
 
-def test_the_length_limit_is_asked_for() -> None:
+def test_recipes_that_need_the_length_limit_ask_for_it() -> None:
     with pytest.raises(UserError, match="max_new_tokens"):
         make_algorithm("dr_grpo").token_weights(torch.tensor([1, 2]))
     with pytest.raises(UserError, match="max_new_tokens"):
         make_algorithm("dapo").credit([make_group("a", [(1, 2), (0, 2)])])
 
 
-def test_ppo_clip_weighs_tokens_by_trainer_over_engine_without_a_correction() -> None:
-    """Ratios start from the engine's log-probabilities: within the clip range, that is an importance weight."""
-    torch.manual_seed(0)
-    logprobs = torch.randn(40, dtype=torch.float64).sub(2).requires_grad_()
-    engine = logprobs.detach() + 0.05 * torch.randn(40, dtype=torch.float64)  # well within 0.8 and 1.2
-    advantages, weights = torch.randn(40, dtype=torch.float64), torch.full((40,), 1 / 40, dtype=torch.float64)
-    ratio_loss = make_algorithm("grpo").loss(LossBatch(logprobs, engine, advantages, weights))
-    corrected = make_algorithm("simple", correction="token_truncate").loss(
-        LossBatch(logprobs, logprobs.detach(), advantages, weights, engine_logprobs=engine)
-    )
-    plain = make_algorithm("simple").loss(LossBatch(logprobs, engine, advantages, weights))
-    found, expected, without = (torch.autograd.grad(out.total, logprobs)[0] for out in (ratio_loss, corrected, plain))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert not torch.allclose(found, without, rtol=1e-3)
-
-
 @pytest.mark.parametrize("aggregate", AGGREGATES)
-def test_the_entropy_bonus_has_the_same_weight_beside_the_policy_loss_in_every_aggregation(aggregate: str) -> None:
+def test_entropy_bonus_is_weighted_like_the_policy_loss_in_every_aggregation(aggregate: str) -> None:
     """The ratio of both gradients at a token depends on neither the lengths nor the limit."""
     algo = make_algorithm("dr_grpo", aggregate=aggregate, entropy_coef=0.01, max_new_tokens=1000)
     lengths = torch.tensor([2, 5, 1])
@@ -430,14 +378,3 @@ def test_the_entropy_bonus_has_the_same_weight_beside_the_policy_loss_in_every_a
     out = algo.loss(LossBatch(logprobs, logprobs.detach(), torch.full_like(weights, 2.0), weights, entropy=entropy))
     of_policy, of_entropy = torch.autograd.grad(out.total, (logprobs, entropy))
     torch.testing.assert_close(of_entropy / of_policy, torch.full_like(weights, 0.01 / 2.0))
-
-
-def test_dual_clip_applies_to_ppo_clip_and_is_logged() -> None:
-    logprobs, nothing = torch.tensor([2.0, 2.0, 0.1]), torch.zeros(3)
-    advantages, weights = torch.tensor([-1.0, 1.0, -1.0]), torch.ones(3)
-    found = metrics(make_algorithm("grpo", dual_clip=3.0).loss(LossBatch(logprobs, nothing, advantages, weights)).sums)
-    assert found["loss/policy"] == pytest.approx(3.0 - 1.2 + math.exp(0.1))
-    assert found["policy/dual_clip_fraction"] == pytest.approx(1 / 3)
-    assert "policy/dual_clip_fraction" not in metrics(
-        make_algorithm("grpo").loss(LossBatch(logprobs, nothing, advantages, weights)).sums
-    )

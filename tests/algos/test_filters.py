@@ -29,7 +29,7 @@ def test_drop_zero_variance() -> None:
     assert [group.prompt.id for group in dropped] == ["solved", "failed"]
 
 
-def test_drop_zero_variance_reads_the_verdict_not_the_shaped_reward() -> None:
+def test_drop_zero_variance_uses_the_reward_before_shaping() -> None:
     solved = make_group("solved", [(1, 3, False), (1, 9, False)])
     solved.rollouts[1].reward = 0.5
     assert drop_zero_variance([solved]) == ([], [solved])
@@ -55,9 +55,7 @@ def test_soft_overlong_is_piecewise_linear(length: int, punishment: float) -> No
 
 
 @pytest.mark.parametrize(("length", "punishment"), [(0, 0), (31, 0), (32, 0), (36, -0.5), (40, -1)])
-def test_soft_overlong_counts_from_the_end_of_the_context_where_that_comes_first(
-    length: int, punishment: float
-) -> None:
+def test_soft_overlong_uses_the_context_limit_if_it_is_smaller(length: int, punishment: float) -> None:
     """Two context tokens leave room for 40 tokens of 42: the buffer is the last 8 of these."""
     group = make_group("a", [(1.0, length, length == 40)])
     soft_overlong([group], max_tokens=100, buffer=0.2, weight=1.0, max_length=42)
@@ -67,14 +65,14 @@ def test_soft_overlong_counts_from_the_end_of_the_context_where_that_comes_first
     assert far.rewards == [1.0]
 
 
-def test_soft_overlong_leaves_out_the_context_of_every_turn() -> None:
+def test_soft_overlong_subtracts_the_context_of_every_turn() -> None:
     group = make_group("a", [(1.0, 9, True)])
     group.rollouts[0].turns.append(make_group("b", [(0.0, 9, True)]).rollouts[0].turns[0])
     soft_overlong([group], max_tokens=100, buffer=0.5, weight=1.0, max_length=24)  # 2 + 9 + 2 + 9 of 24
     assert group.rewards == [pytest.approx(1.0 - 8 / 10)]
 
 
-def test_running_pass_rates_take_half_of_what_is_new() -> None:
+def test_running_pass_rates_average_old_and_new_results() -> None:
     easy, hard = make_group("easy", [(1, 3, False), (1, 3, False)]), make_group("hard", [(1, 3, False), (0, 3, False)])
     known = {"easy": [0.5, 3.0]}
     rates = with_results(known, [easy, hard], step=7)
@@ -95,6 +93,6 @@ def test_running_pass_rates_take_half_of_what_is_new() -> None:
         ("hard", 5, False),
     ],
 )
-def test_prompts_within_reach(prompt: str, retry: int, tried: bool) -> None:
+def test_should_sample_new_prompts_medium_pass_rates_and_due_retries(prompt: str, retry: int, tried: bool) -> None:
     rates = {"easy": [0.95, 3.0], "hard": [0.0, 6.0], "good": [0.2, 1.0]}
     assert should_sample(rates, prompt, step=8, low=0.1, high=0.9, retry=retry) is tried

@@ -1,15 +1,29 @@
-"""Per-token losses and their gradients against closed forms."""
+"""Policy losses, sequence ratios, importance corrections and covariance control, against closed forms and loops."""
 
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from assay.algos.losses import LOSSES, cispo, dual_clip, ppo_clip, reinforce
+from assay.algos.losses import (
+    LOSSES,
+    cispo,
+    clip_cov,
+    covariances,
+    dual_clip,
+    importance_correction,
+    kl_cov,
+    over_sequences,
+    ppo_clip,
+    reinforce,
+    sequence_logprobs,
+)
 
 
 def column(values: list[float], grad: bool = False) -> torch.Tensor:
@@ -88,7 +102,9 @@ def test_ppo_clip_has_separate_bounds() -> None:
 
 @settings(deadline=None)
 @given(tokens=st.lists(st.tuples(st.floats(-3, 3), st.floats(-2, 2)), min_size=1, max_size=8), high=st.floats(0, 5))
-def test_cispo_weighs_by_the_clipped_ratio_and_drops_no_token(tokens: list[tuple[float, float]], high: float) -> None:
+def test_cispo_weights_by_the_clipped_ratio_and_keeps_all_gradients(
+    tokens: list[tuple[float, float]], high: float
+) -> None:
     logprobs = column([log_ratio - 1.0 for log_ratio, _ in tokens], grad=True)
     losses, stats = cispo(logprobs, column([-1.0] * len(tokens)), column([a for _, a in tokens]), 0.5, high)
     losses.sum().backward()
@@ -125,7 +141,7 @@ def test_reinforce_is_the_policy_gradient() -> None:
     assert stats == {}
 
 
-def test_infinite_bounds_leave_the_plain_ratio() -> None:
+def test_infinite_clip_bounds_give_the_unclipped_ratio() -> None:
     log_ratios, advantages = column([2.0, -2.0, 1.0]), column([1.0, -1.0, -1.0])
     losses, stats = ppo_clip(log_ratios, column([0.0] * 3), advantages, math.inf, math.inf)
     torch.testing.assert_close(losses, -log_ratios.exp() * advantages)
@@ -133,10 +149,147 @@ def test_infinite_bounds_leave_the_plain_ratio() -> None:
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_absurd_log_ratios_stay_finite_in_float32(name: str) -> None:
+def test_extreme_log_ratios_stay_finite_in_float32(name: str) -> None:
     logprobs = torch.tensor([0.0, -500.0], requires_grad=True)
     losses, _ = LOSSES[name](logprobs, torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, -1.0]), 0.2, 0.2)
     losses.sum().backward()
     assert logprobs.grad is not None
     assert losses.isfinite().all()
     assert logprobs.grad.isfinite().all()
+
+
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+LENGTHS = [3, 1, 0, 5, 2]
+
+
+def random_tokens(seed: int = 0, spread: float = 0.3) -> tuple[Tensor, Tensor, list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    behaviour = -2 + torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64)
+    logprobs = behaviour + spread * torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64)
+    advantages = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64).tolist()
+    return logprobs.requires_grad_(), behaviour, advantages
+
+
+def gspo_by_sequences(logprobs: Tensor, behaviour: Tensor, advantages: list[float], low: float, high: float) -> Tensor:
+    """The paper's objective: each sequence has one ratio, which is differentiated as it stands."""
+    terms, start = [], 0
+    for length, advantage in zip(LENGTHS, advantages, strict=True):
+        if length:
+            at = slice(start, start + length)
+            ratio = torch.exp((logprobs[at] - behaviour[at]).sum() / length)
+            held = ratio.clamp(1 - low, 1 + high)
+            terms.append(-torch.minimum(ratio * advantage, held * advantage))
+        start += length
+    return torch.stack(terms).mean()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_gspo_equals_ppo_with_sequence_ratios(seed: int) -> None:
+    logprobs, behaviour, advantages = random_tokens(seed)
+    expected = gspo_by_sequences(logprobs, behaviour, advantages, 0.05, 0.1)
+    (expected_slope,) = torch.autograd.grad(expected, logprobs)
+    counts = torch.tensor(LENGTHS)
+    weights = (1 / (4 * counts.clamp(min=1))).double().repeat_interleave(counts)
+    each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(counts)
+    losses, stats = ppo_clip(sequence_logprobs(logprobs, behaviour, LENGTHS), behaviour, each, 0.05, 0.1)
+    total = (weights * losses).sum()
+    (slope,) = torch.autograd.grad(total, logprobs)
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(slope, expected_slope)
+    for part in stats["clip_fraction"].split(LENGTHS):  # a sequence is clipped as one
+        assert part.all() or not part.any()
+
+
+def test_sequence_ratios_are_clipped_per_sequence() -> None:
+    logprobs, behaviour, advantages = random_tokens(1)
+    each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
+    clipped = ppo_clip(sequence_logprobs(logprobs, behaviour, LENGTHS), behaviour, each, 0.05, 0.1)[1]["clip_fraction"]
+    assert 0 < clipped.sum() < len(clipped)
+
+
+@pytest.mark.parametrize("mode", CORRECTIONS)
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.2), (0.7, 1.3), (0.0, math.inf)])
+def test_corrections(mode: str, low: float, high: float) -> None:
+    trainer, engine, _ = random_tokens(3)
+    trainer = trainer.detach()
+    weights, held = importance_correction(mode, trainer, engine, low, high, LENGTHS)
+    expected, outside, start = [], [], 0
+    for length in LENGTHS:
+        ratios = [math.exp(float(trainer[i]) - float(engine[i])) for i in range(start, start + length)]
+        if mode.startswith("sequence"):
+            ratios = [math.prod(ratios)] * length
+        for ratio in ratios:
+            outside.append(not low <= ratio <= high)
+            if mode.endswith("mask"):
+                expected.append(0.0 if outside[-1] else ratio)
+            else:
+                expected.append(min(max(ratio, low), high))
+        start += length
+    assert weights.tolist() == pytest.approx(expected)
+    assert held.tolist() == outside
+    assert any(outside) or high == math.inf
+
+
+def test_truncated_importance_sampling_is_unbiased_within_its_bounds() -> None:
+    """Without a bound the weighted engine's samples have the trainer's expectation: closed form on three tokens."""
+    trainer, engine = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+    rewards = torch.tensor([1.0, -2.0, 3.0])
+    weights, _ = importance_correction("token_truncate", trainer.log(), engine.log(), 0.0, math.inf, None)
+    torch.testing.assert_close((engine * weights * rewards).sum(), (trainer * rewards).sum())
+
+
+def test_sequence_reductions_of_an_empty_batch() -> None:
+    nothing = torch.zeros(0)
+    assert over_sequences(nothing, [], torch.mean).tolist() == []
+    assert over_sequences(nothing, [0, 0], torch.sum).tolist() == []
+    with pytest.raises(AssertionError, match="whole"):
+        over_sequences(torch.ones(3), [2], torch.sum)
+
+
+def tokens(count: int = 200, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = random.Random(seed)
+    values = [(-abs(draw.gauss(0, 2)), draw.gauss(0, 1)) for _ in range(count)]
+    return torch.tensor([v[0] for v in values]).double(), torch.tensor([v[1] for v in values]).double()
+
+
+def by_hand(logprobs: torch.Tensor, advantages: torch.Tensor) -> list[float]:
+    one, other = logprobs.tolist(), advantages.tolist()
+    mean, mean_advantage = sum(one) / len(one), sum(other) / len(other)
+    return [(x - mean) * (a - mean_advantage) for x, a in zip(one, other, strict=True)]
+
+
+def test_token_covariances_sum_to_the_covariance() -> None:
+    logprobs, advantages = tokens()
+    found = covariances(logprobs, advantages)
+    assert found.tolist() == pytest.approx(by_hand(logprobs, advantages))
+    both = torch.cov(torch.stack([logprobs, advantages]), correction=0)
+    assert float(found.mean()) == pytest.approx(float(both[0, 1]))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.03, 0.5, 1.0])
+def test_kl_cov_selects_the_largest_covariances(fraction: float) -> None:
+    logprobs, advantages = tokens()
+    values = by_hand(logprobs, advantages)
+    count = max(int(fraction * 200), 1)
+    largest = sorted(range(200), key=lambda i: -values[i])[:count]
+    marked = kl_cov(logprobs, advantages, fraction, 0.0, 0.0)
+    assert {i for i, chosen in enumerate(marked.tolist()) if chosen} == set(largest)
+
+
+def test_clip_cov_samples_within_the_bounds() -> None:
+    logprobs, advantages = tokens()
+    values = by_hand(logprobs, advantages)
+    within = {i for i, value in enumerate(values) if 0.5 <= value <= 2.0}
+    marked = clip_cov(logprobs, advantages, 0.05, 0.5, 2.0)
+    chosen = {i for i, one in enumerate(marked.tolist()) if one}
+    assert chosen < within and len(chosen) == 10
+    assert chosen != set(sorted(within)[:10])  # drawn, not the first ones
+    assert clip_cov(logprobs, advantages, 0.05, 0.5, 2.0).equal(marked)  # and the same when a run is resumed
+    assert set(clip_cov(logprobs, advantages, 1.0, 0.5, 2.0).nonzero().squeeze(1).tolist()) == within
+    assert not clip_cov(logprobs, advantages, 0.5, 1e6, 1e7).any()
+
+
+@pytest.mark.parametrize("choose", [kl_cov, clip_cov])
+def test_covariance_selection_of_no_tokens_is_empty(choose) -> None:
+    assert choose(torch.zeros(0), torch.zeros(0), 0.1, 0.0, 1.0).tolist() == []

@@ -9,7 +9,7 @@ from assay.algos.recipes import RECIPES, make_algorithm
 from assay.types import UserError
 
 
-def test_names_and_defining_settings() -> None:
+def test_recipe_names_and_defining_settings() -> None:
     new = {"ppo", "reinforce_pp", "remax", "gspo", "cispo", "gpg", "bnpo"}
     assert set(RECIPES) == {"reinforce", "grpo", "dr_grpo", "dapo", "rloo", "simple"} | new
     made = {name: make_algorithm(name) for name in RECIPES}
@@ -39,7 +39,7 @@ def test_names_and_defining_settings() -> None:
     assert [name for name, algo in made.items() if algo.needs.values] == ["ppo"]
 
 
-def test_overrides_change_a_copy() -> None:
+def test_overrides_do_not_change_the_recipe() -> None:
     changed = make_algorithm("grpo", kl_coef=0.04, max_new_tokens=64)
     assert (changed.settings.kl, changed.settings.kl_coef, changed.limits.max_new_tokens) == ("k3", 0.04, 64)
     assert changed.needs.reference
@@ -47,7 +47,7 @@ def test_overrides_change_a_copy() -> None:
     assert changed.replace(kl_coef=0.0).settings == make_algorithm("grpo").settings
 
 
-def test_own_functions_are_accepted() -> None:
+def test_user_defined_functions_are_accepted() -> None:
     def halved(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
         return [rewards_G / 2 for rewards_G in rewards]
 
@@ -130,7 +130,7 @@ def test_own_functions_are_accepted() -> None:
         ("rloo", {"reward_kl_coef": -0.1}, "input should be greater than or equal to 0, not -0.1"),
     ],
 )
-def test_mistakes_are_named(recipe: str, overrides: dict, message: str) -> None:
+def test_invalid_settings_are_reported(recipe: str, overrides: dict, message: str) -> None:
     with pytest.raises(UserError) as error:
         make_algorithm(recipe, **overrides)
     assert message in str(error.value)

@@ -236,7 +236,7 @@ def rloo_prepared(rewards: list[float], tokens: Tokens, beta: float) -> Tensor:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_rloo_with_its_price_on_divergence(beta: float) -> None:
+def test_rloo_with_kl_in_the_reward(beta: float) -> None:
     tokens, rewards = Tokens(4), [1.0, 0.0, 0.25, 0.0, 1.0, 0.5]
     wrote = [row[:n].tolist() for row, n in zip(tokens.behaviour, LENGTHS, strict=True)]
     said = [row[:n].tolist() for row, n in zip(tokens.reference, LENGTHS, strict=True)]
@@ -250,7 +250,7 @@ def test_rloo_with_its_price_on_divergence(beta: float) -> None:
     torch.testing.assert_close(found, rloo_prepared(rewards, tokens, beta).double(), atol=1e-5, rtol=0)
 
 
-def test_rloos_gradient_where_it_is_on_policy() -> None:
+def test_rloo_gradient_on_policy() -> None:
     """Their ratio is of a whole answer; with one update a batch it is 1, and its gradient that of the sum. Ours has
     the same up to the constant that we divide by."""
     tokens = Tokens(5, spread=0.0)
@@ -280,7 +280,7 @@ def test_corrections(mode: str) -> None:
     assert len(set(weights.flatten().tolist())) > 2  # not all of them are held
 
 
-def test_an_entropy_bonus_that_follows_a_target() -> None:
+def test_adaptive_entropy_bonus() -> None:
     entropies = [0.5, 0.19, 0.1, 0.3, 0.15]
     control, coefficients = EntropyControl(0.01), []
     tokens = Tokens(0)

@@ -8,7 +8,7 @@ from assay.algos import make_algorithm
 from assay.algos.terms.entropy_bonus import EntropyControl
 
 
-def test_the_bonus_grows_below_the_target_and_rests_above_it() -> None:
+def test_adaptive_entropy_coefficient_grows_below_the_target_and_is_not_applied_above() -> None:
     control = EntropyControl(0.0)
     seen = []
     for entropy in (0.5, 0.19, 0.2, 0.1, 0.3, 0.15):
@@ -19,7 +19,7 @@ def test_the_bonus_grows_below_the_target_and_rests_above_it() -> None:
     assert EntropyControl(0.3).applied(0.2) == 0.3  # nothing measured yet
 
 
-def test_the_coefficient_follows_the_target_from_step_to_step_and_survives_a_state_dict() -> None:
+def test_adaptive_entropy_coefficient_follows_the_target_and_is_restored_by_load_state_dict() -> None:
     algo = make_algorithm("grpo", entropy_target=0.2, entropy_coef=0.01, entropy_delta=0.005)
     found = []
     for step, entropy in enumerate((0.1, 0.1, 0.3, 0.1), 1):

@@ -57,7 +57,7 @@ def loss_batch(**inputs: Tensor) -> LossBatch:
     return LossBatch(logprobs, logprobs.detach(), ones, ones / 3, inputs=inputs)
 
 
-def test_a_term_named_by_path_is_added_with_its_setting_and_input() -> None:
+def test_loss_term_by_path_is_added_with_its_settings_and_inputs() -> None:
     algo = make("Drift", Drift={"coef": 0.25})
     assert [term.name for term in algo.terms] == ["policy", "entropy", "drift"]
     assert [one.name for one in algo.inputs] == ["drifting"]
@@ -69,13 +69,13 @@ def test_a_term_named_by_path_is_added_with_its_setting_and_input() -> None:
     assert metrics(make("Drift").loss(loss_batch(drifting=torch.ones(3))).sums)["loss/drift"] == pytest.approx(7 / 3)
 
 
-def test_another_process_imports_a_term_by_its_path() -> None:
+def test_pickled_algorithm_imports_loss_terms_by_path() -> None:
     algo = make("Drift", Drift={"coef": 0.25})
     again = pickle.loads(pickle.dumps(algo))
     assert again.settings == algo.settings and again.terms[-1].coef == 0.25
 
 
-def test_a_term_without_a_coefficient_is_not_in_the_gradient_but_logged() -> None:
+def test_loss_term_with_coefficient_zero_is_logged_without_gradient() -> None:
     batch = loss_batch(drifting=torch.ones(3))
     out = make("Drift", Drift={"coef": 0.0}).loss(batch)
     assert torch.autograd.grad(out.total, batch.logprobs)[0].tolist() == pytest.approx([-1 / 3] * 3)
@@ -92,7 +92,7 @@ def test_a_term_without_a_coefficient_is_not_in_the_gradient_but_logged() -> Non
         (["Drift", "Drift"], {}, "distinct names: 'drift'"),
     ],
 )
-def test_mistakes_in_terms_are_named(terms: list[str], args: dict[str, Any], message: str) -> None:
+def test_invalid_loss_terms_are_reported(terms: list[str], args: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         make(*terms, **args)
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -106,14 +106,14 @@ def test_mistakes_in_terms_are_named(terms: list[str], args: dict[str, Any], mes
         (lambda values: TermOutput(values, {"x": values.mean()}), "statistic 'x'"),
     ],
 )
-def test_outputs_of_a_term_are_checked(given: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_shapes_of_loss_terms_are_checked(given: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drift, "per_token", lambda self, batch: given(batch.logprobs))
     with pytest.raises(UserError) as error:
         make("Drift").loss(loss_batch())
     assert message in str(error.value)
 
 
-def test_a_path_needs_a_loader() -> None:
+def test_path_without_a_loader_is_rejected() -> None:
     with pytest.raises(UserError, match="cannot be loaded by path"):
         make_algorithm("grpo", policy_loss="mine.py:loss")
 

@@ -1,4 +1,4 @@
-"""A price on divergence within the reward, against plain loops and against the KL's own gradient."""
+"""KL penalties in the reward and GAE, against plain loops and the gradient of the KL itself."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from assay.algos import Scorers, make_algorithm
+from assay.algos.credit import gae, value_loss
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 
@@ -33,7 +34,7 @@ def make_groups(seed: int = 0) -> tuple[list[Group], list[list[float]]]:
     return groups, reference
 
 
-def test_a_reference_that_blocks_a_sampled_token_is_named() -> None:
+def test_reference_with_probability_zero_for_a_sampled_token_is_reported() -> None:
     """The KL to it is infinite: no advantage could be made of that."""
     groups, reference = make_groups()
     reference[1][0] = -math.inf
@@ -42,7 +43,7 @@ def test_a_reference_that_blocks_a_sampled_token_is_named() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "rloo", "reinforce", "dr_grpo"])
-def test_an_answer_pays_for_all_of_its_tokens(recipe: str) -> None:
+def test_sequence_kl_penalty_is_the_sum_over_tokens(recipe: str) -> None:
     groups, reference = make_groups()
     algo = make_algorithm(recipe, reward_kl_coef=0.3)
     assert algo.needs.reference and algo.needs.ref_logprobs_in_credit and not algo.needs.ref_logprobs_in_loss
@@ -66,7 +67,7 @@ def test_an_answer_pays_for_all_of_its_tokens(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("advantage", ["group_mean", "leave_one_out", "batch_mean", "none"])
-def test_a_token_pays_for_itself_and_those_after_it(advantage: str) -> None:
+def test_token_kl_penalty_is_the_sum_from_the_token_onwards(advantage: str) -> None:
     groups, reference = make_groups(1)
     make_algorithm("rloo", advantage=advantage, reward_kl_coef=0.3, reward_kl_per="token").credit(
         groups, Scorers(lambda _: reference)
@@ -88,7 +89,7 @@ def test_a_token_pays_for_itself_and_those_after_it(advantage: str) -> None:
             assert found == pytest.approx(to_go - baseline, abs=1e-12)
 
 
-def test_its_gradient_is_that_of_the_divergence() -> None:
+def test_reward_kl_gradient_is_that_of_the_sequence_divergence() -> None:
     """Over all answers of two tokens, weighted by their probability: the mean gradient is that of coef * KL."""
     torch.manual_seed(0)
     first, second = torch.randn(3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
@@ -114,7 +115,7 @@ def test_its_gradient_is_that_of_the_divergence() -> None:
 
 
 @pytest.mark.parametrize("per", ["sequence", "token"])
-def test_a_greedy_baseline_is_taken_off_all_the_same(per: str) -> None:
+def test_greedy_baseline_is_subtracted_with_token_kl_penalties(per: str) -> None:
     (groups, reference), (plain, _) = make_groups(2), make_groups(2)
     for group in groups:
         group.baseline = 0.25
@@ -133,7 +134,7 @@ def token_advantages(groups: list[Group]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("coef", [0.0, 0.3])
-def test_reinforce_pp_whitens_over_all_tokens(coef: float) -> None:
+def test_reinforce_pp_normalises_over_all_tokens(coef: float) -> None:
     """Against a loop over single tokens, with and without a KL in the reward."""
     groups, reference = make_groups(3)
     make_algorithm("reinforce_pp", reward_kl_coef=coef).credit(groups, Scorers(lambda _: reference))
@@ -151,7 +152,7 @@ def test_reinforce_pp_whitens_over_all_tokens(coef: float) -> None:
 
 @pytest.mark.parametrize("advantage", ["group_mean", "leave_one_out", "batch_mean", "token_norm", "none"])
 @pytest.mark.parametrize("per", ["token", "sequence"])
-def test_advantages_are_continuous_as_the_price_goes_to_0(advantage: str, per: str) -> None:
+def test_advantages_are_continuous_as_the_kl_coefficient_goes_to_zero(advantage: str, per: str) -> None:
     found = []
     for coef in (0.0, 1e-12):
         groups, reference = make_groups(4)
@@ -161,7 +162,7 @@ def test_advantages_are_continuous_as_the_price_goes_to_0(advantage: str, per: s
     assert found[0] == pytest.approx(found[1], abs=1e-8) and len(set(found[0])) > 1
 
 
-def test_token_norm_counts_the_tokens_of_each_step() -> None:
+def test_token_norm_uses_the_token_count_of_each_step() -> None:
     """With credit by steps: every step has its own return, which counts as often as the step has tokens."""
     groups, _ = make_groups(5)
     groups[0].rollouts[1].turns[0].masked = True
@@ -184,9 +185,51 @@ def test_token_norm_counts_the_tokens_of_each_step() -> None:
 
 
 @pytest.mark.parametrize("advantage", ["group_norm", "group_mean_rescaled", "group_mean_batch_norm", "batch_norm"])
-def test_scaled_advantages_cannot_pay_by_token(advantage: str) -> None:
+def test_scaled_advantages_reject_token_kl_penalties(advantage: str) -> None:
     with pytest.raises(UserError, match="for single tokens"):
         make_algorithm("grpo", advantage=advantage, reward_kl_coef=0.1, reward_kl_per="token")
     with pytest.raises(UserError, match="for single tokens"):
         make_algorithm("grpo", advantage=lambda rewards: rewards, reward_kl_coef=0.1, reward_kl_per="token")
     make_algorithm("grpo", advantage=advantage, reward_kl_coef=0.1)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.99, 1.0), (0.7, 0.0), (1.0, 1.0)])
+def test_gae_is_the_discounted_sum_of_td_errors(gamma: float, lam: float) -> None:
+    """Against the definition, term by term: A_t = sum_l (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l})."""
+    draw = random.Random(0)
+    for length in (1, 2, 7, 30):
+        values, rewards = ([draw.gauss(0, 1) for _ in range(length)] for _ in range(2))
+        for after in (0.0, 1.3):
+            found = gae(values, rewards, gamma, lam, after)
+            ahead = [*values, after]
+            for place in range(length):
+                expected = 0.0
+                for step in range(place, length):
+                    surprise = rewards[step] + gamma * ahead[step + 1] - ahead[step]
+                    expected += (gamma * lam) ** (step - place) * surprise
+                assert found[place] == pytest.approx(expected, abs=1e-12)
+        assert gae(values, rewards, gamma, lam) == gae(values, rewards, gamma, lam, 0.0)
+
+
+def test_gae_closed_forms() -> None:
+    values = [0.2, -0.4, 0.7]
+    assert gae(values, [0, 0, 2], 1.0, 1.0) == pytest.approx([2 - value for value in values])  # return less value
+    assert gae(values, [0, 0, 2], 0.5, 1.0) == pytest.approx([2 * 0.25 - 0.2, 2 * 0.5 + 0.4, 2 - 0.7])
+    assert gae(values, [0, 0, 2], 0.5, 0.0) == pytest.approx([0.5 * -0.4 - 0.2, 0.5 * 0.7 + 0.4, 2 - 0.7])  # one step
+    assert gae([0.0] * 4, [0, 0, 0, 1], 1.0, 0.5) == pytest.approx([0.125, 0.25, 0.5, 1.0])
+    assert gae([1.0] * 4, [0, 0, 0, 1], 1.0, 0.3) == pytest.approx([0.0] * 4)  # a perfect critic is never surprised
+    assert gae([], [], 1.0, 0.9) == []
+    endless = 2.0 / (1 - 0.9)  # 2 a token for ever: a perfect critic is not surprised by a cut, if it may say so
+    assert gae([endless] * 3, [2.0] * 3, 0.9, 0.5, endless) == pytest.approx([0.0] * 3)
+    assert gae([endless] * 3, [2.0] * 3, 0.9, 0.5)[-1] == pytest.approx(-0.9 * endless)
+
+
+def test_clipped_values_have_no_gradient() -> None:
+    values = torch.tensor([0.5, 0.05, -0.5], requires_grad=True)
+    given, returns = torch.zeros(3), torch.tensor([1.0, 1.0, 1.0])
+    loss = value_loss(values, given, returns, 0.1)
+    # 0.5 counts as 0.1, which is worse; 0.05 is near enough; -0.5 is worse than -0.1, and still counts as it is
+    assert loss.tolist() == pytest.approx([0.9**2 / 2, 0.95**2 / 2, 1.5**2 / 2])
+    loss.sum().backward()
+    assert values.grad is not None and values.grad.tolist() == pytest.approx([0.0, -0.95, -1.5])
+    assert value_loss(values, given, returns, 0.0).tolist() == pytest.approx([0.125, 0.95**2 / 2, 1.5**2 / 2])

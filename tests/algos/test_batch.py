@@ -1,15 +1,65 @@
-"""KL estimators: values, expectations and expected gradients by summing over a small vocabulary."""
+"""Token weights, KL estimators (expected gradients by summing over a small vocabulary) and sums over processes."""
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.algos.batch import KL
+from assay.algos.batch import AGGREGATES, KL, Sums, metrics, token_weights
+
+lengths_with_some_masked = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
+
+
+def by_hand(losses: list[np.ndarray], mode: str, constant_length: int) -> float:
+    trained = [sequence for sequence in losses if len(sequence)]
+    if mode == "token":
+        return float(np.concatenate(trained).mean())
+    if mode == "sequence":
+        return float(np.mean([sequence.mean() for sequence in trained]))
+    return float(sum(sequence.sum() for sequence in losses) / (len(losses) * constant_length))
+
+
+@pytest.mark.parametrize("mode", AGGREGATES)
+@settings(deadline=None)
+@given(lengths=lengths_with_some_masked, seed=st.integers(0, 1000))
+def test_weighted_sum_equals_the_aggregation(mode: str, lengths: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    losses = [rng.normal(size=length) for length in lengths]
+    weights = token_weights(torch.tensor(lengths), mode, 16)
+    assert weights.dtype == torch.float64
+    assert weights.shape == (len(lengths),)
+    total = sum(float(w) * loss.sum() for w, loss in zip(weights, losses, strict=True))
+    assert total == pytest.approx(by_hand(losses, mode, 16), abs=1e-12)
+
+
+def test_masked_sequences_count_only_in_constant_aggregation() -> None:
+    full, masked = torch.tensor([2, 4]), torch.tensor([2, 4, 0, 0])
+    for mode in ("token", "sequence"):
+        torch.testing.assert_close(token_weights(masked, mode, 8)[:2], token_weights(full, mode, 8))
+    torch.testing.assert_close(token_weights(masked, "constant", 8)[:2], token_weights(full, "constant", 8) / 2)
+
+
+@pytest.mark.parametrize("mode", AGGREGATES)
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_batches_without_tokens_have_finite_weights(mode: str, lengths: list[int]) -> None:
+    weights = token_weights(torch.tensor(lengths, dtype=torch.long), mode, 8)
+    assert weights.isfinite().all()
+    assert len(weights) == len(lengths)
+
+
+def test_unknown_aggregation_is_rejected() -> None:
+    with pytest.raises(ValueError, match="token, sequence, constant"):
+        token_weights(torch.tensor([1]), "tokens", 8)
+
 
 POLICY_LOGITS = torch.tensor([0.2, -1.0, 0.7, 0.0], dtype=torch.float64)
 REF_LOGPROBS = torch.tensor([0.5, -0.3, 0.1, -0.9], dtype=torch.float64).log_softmax(0)
@@ -72,14 +122,14 @@ def test_k2_is_biased_far_from_the_reference() -> None:
     assert float((logprobs.exp() * KL["k2"](logprobs, near)).sum()) == pytest.approx(small, rel=2e-3)
 
 
-def test_the_gradient_of_k2_needs_tokens_of_the_policy_itself() -> None:
+def test_gradient_of_k2_is_correct_only_for_tokens_of_the_current_policy() -> None:
     logits = POLICY_LOGITS.clone().requires_grad_()
     earlier = (POLICY_LOGITS + torch.tensor([0.5, 0.0, -0.5, 0.3])).softmax(0)
     mean = (earlier * KL["k2"](logits.log_softmax(0), REF_LOGPROBS)).sum()
     assert not torch.allclose(torch.autograd.grad(mean, logits)[0], true_gradient("policy||ref")[1], rtol=0.1)
 
 
-def test_the_gradient_of_k2_leaves_out_what_follows_from_a_token() -> None:
+def test_gradient_of_k2_ignores_the_effect_on_later_tokens() -> None:
     """Of a whole answer's divergence it is the part of single tokens: prefixes are not differentiated."""
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 3)))
@@ -99,7 +149,7 @@ def test_the_gradient_of_k2_leaves_out_what_follows_from_a_token() -> None:
 
 
 @pytest.mark.parametrize("name", list(KL))
-def test_far_apart_stays_finite_in_float32(name: str) -> None:
+def test_kl_estimators_stay_finite_in_float32_far_from_the_reference(name: str) -> None:
     assert KL[name](torch.tensor([-300.0, 0.0]), torch.tensor([0.0, -300.0])).isfinite().all()
 
 
@@ -111,3 +161,45 @@ def test_the_log_ratio_in_k3_is_limited_to_10() -> None:
     found.sum().backward()
     expected = [1 - math.exp(1.0), 1 - math.exp(9.5), 0.0, 0.0]
     assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx(expected)
+
+
+WORKER = """
+import json, sys
+import torch, torch.distributed as dist
+from assay.algos.batch import Sums, metrics
+
+rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+value = lambda x: torch.tensor(x, dtype=torch.float64)
+losses, per_token, largest = value(0.5 - rank), value(2.0 * rank), value(5.0 - rank)
+mine = Sums(value(3.0 + rank), {"loss/total": losses}, {"policy/x": per_token}, {"policy/m": largest})
+with open(f"{out}.{rank}", "w") as file:
+    json.dump(metrics(mine.all_reduce()), file)
+dist.destroy_process_group()
+"""
+
+
+def one(tokens: float, loss: float, x: float, largest: float) -> Sums:
+    as_tensor = [torch.tensor(v, dtype=torch.float64) for v in (tokens, loss, x, largest)]
+    return Sums(as_tensor[0], {"loss/total": as_tensor[1]}, {"policy/x": as_tensor[2]}, {"policy/m": as_tensor[3]})
+
+
+def test_sums_add_up_to_the_metrics_of_the_whole_batch() -> None:
+    total = sum([one(3, 0.5, 0, 5), one(4, -0.5, 2, 4), one(1, 3, 2, 1)])
+    assert isinstance(total, Sums)
+    assert metrics(total) == {"loss/total": 3.0, "policy/x": 0.5, "policy/m": 5.0}
+    assert metrics(total, updates=3)["loss/total"] == 1.0
+
+
+def test_all_reduce_without_a_process_group_is_the_identity() -> None:
+    assert metrics(one(3, 0.5, 6, 5).all_reduce()) == {"loss/total": 0.5, "policy/x": 2.0, "policy/m": 5.0}
+
+
+@pytest.mark.slow
+def test_all_reduce_over_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WORKER]
+    ranks = [subprocess.Popen([*command, str(r), str(tmp_path / "store"), str(tmp_path / "out")]) for r in range(2)]
+    assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+    expected = metrics(one(3, 0.5, 0, 5) + one(4, -0.5, 2, 4))
+    for rank in range(2):
+        assert json.loads((tmp_path / f"out.{rank}").read_text()) == expected
