@@ -22,14 +22,13 @@ from assay.config.settings import load_settings
 from assay.engine.base import Request, generate
 from assay.envs import Env
 from assay.envs.base import is_message
-from assay.rollout.collect import request_seed
+from assay.rollout import request_seed, sampling_params, with_stops
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
 from assay.runs.directory import as_name
 from assay.runs.resolve import find_run
 from assay.train import checkpoint
 from assay.train.build import inherit_replay, new_run, resume_run
-from assay.train.components import sampling_params
 from assay.train.learner.replay import ReplayBuffer, version_of
 from assay.train.run import TrainingRun
 from assay.train.sources import Sampled
@@ -68,11 +67,9 @@ class Policy:
         self._asked[prompt.id] += 1
         params = sampling_params(cfg.sampling, 1)
         params = replace(
-            params,
+            with_stops(params, renderer, env),
             temperature=0.0 if greedy else params.temperature,
             max_new_tokens=min(cfg.env.max_tokens or params.max_new_tokens, params.max_new_tokens),
-            stop_token_ids=renderer.stop_token_ids,
-            stop=(*params.stop, *renderer.stop, *(env.stop if env else ())),
         )
         ids = renderer.prompt_ids(prompt)
         collector.check_lengths([prompt], [ids])

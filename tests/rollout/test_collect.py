@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from assay.config import EvalConfig, SamplingConfig
 from assay.engine import make_engine
 from assay.engine.base import SamplingParams
 from assay.models import build_preset
 from assay.rewards import JudgePool
-from assay.rollout import Collector, request_seed
+from assay.rollout import Collector, request_seed, sampling_params
 from assay.tasks import make_task
 from assay.text import Renderer, word_tokenizer
 from assay.types import Group, Prompt, Status, UserError, Verdict
@@ -129,6 +130,20 @@ def test_tokens_are_those_of_the_engine_and_the_prompt_is_context() -> None:
     assert rollout.token_ids[: len(context)] == context
     assert rollout.loss_mask == [0] * len(context) + [1] * rollout.length
     assert len(rollout.engine_logprobs) == len(rollout.token_ids)
+
+
+def test_sampling_params_of_an_evaluation_default_to_those_of_training() -> None:
+    training = SamplingConfig(temperature=0.7, top_k=5, max_new_tokens=33, min_new_tokens=2, stop=["Q:"])
+    assert sampling_params(training, 4) == SamplingParams(
+        n=4, temperature=0.7, top_k=5, max_new_tokens=33, min_new_tokens=2, stop=("Q:",)
+    )
+    expected = SamplingParams(n=2, temperature=0.0, max_new_tokens=33, stop=("Q:",))
+    assert sampling_params(EvalConfig(), 2, training) == expected
+    own = EvalConfig(stop=["\n\n"], max_new_tokens=7, min_p=0.1)
+    assert sampling_params(own, 1, training) == SamplingParams(
+        temperature=0.0, min_p=0.1, max_new_tokens=7, stop=("\n\n",)
+    )
+    assert sampling_params(EvalConfig(), 1) == SamplingParams(temperature=0.0, max_new_tokens=512)
 
 
 def test_a_prompt_that_fills_the_context_is_named() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from assay.config import EvalConfig, PromptConfig, SamplingConfig, TrainConfig
+from assay.config import PromptConfig, TrainConfig
 from assay.tasks import make_task
 from assay.text import word_tokenizer
-from assay.train.components import build_algorithm, build_renderer, eval_params
+from assay.train.components import build_algorithm, build_renderer
 from assay.types import Prompt, UserError
 
 TASK: Any = make_task("abacus")
@@ -49,15 +49,6 @@ def test_a_file_of_examples_alone_gives_all_of_them_and_a_number_the_first(shots
 def test_without_a_file_examples_come_from_the_train_split() -> None:
     first = TASK.prompts("train")[0]
     assert asked(few_shot=1) == turns((first.question, first.solution))
-
-
-def test_evaluations_stop_as_training_does_unless_they_say_otherwise() -> None:
-    training = SamplingConfig(max_new_tokens=33, stop=["Q:"])
-    found = eval_params(EvalConfig(), training)
-    assert (found.stop, found.max_new_tokens) == (("Q:",), 33)
-    found = eval_params(EvalConfig(stop=["\n\n"], max_new_tokens=7), training)
-    assert (found.stop, found.max_new_tokens) == (("\n\n",), 7)
-    assert eval_params(EvalConfig()).stop == ()
 
 
 @pytest.mark.parametrize(

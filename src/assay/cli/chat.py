@@ -348,7 +348,6 @@ task, prompt and length settings along. The same questions with the same --seed 
   assay chat Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 3 + 4?" --temperature 0
   assay chat run:demo@best --samples 8 --prompt "/task abacus 17"
 Questions also come from a pipe, one a line. Then, as with --prompt, the exit code is 2 if one could not be answered."""
-DEFAULT_LENGTH = 512
 PROMPT = "> "
 
 
@@ -384,17 +383,9 @@ def run(args: argparse.Namespace) -> int:
     cfg = settings_of(args.models, overrides, args.trust)
     tolerate_any_text()
     from assay.cli.chat_screen import Screen
-    from assay.engine.base import SamplingParams
+    from assay.rollout import sampling_params
 
-    params = SamplingParams(
-        n=cfg.eval.samples,
-        temperature=cfg.eval.temperature,
-        top_k=cfg.eval.top_k,
-        top_p=cfg.eval.top_p,
-        min_p=cfg.eval.min_p,
-        max_new_tokens=cfg.eval.max_new_tokens or DEFAULT_LENGTH,
-        stop=tuple(cfg.eval.stop),
-    )
+    params = sampling_params(cfg.eval, cfg.eval.samples)
     screen = Screen()
     desk = TaskDesk(cfg, load_settings(ChatConfig, None, overrides))
     if {"task", "task.name"} & set(overrides):

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from assay.engine.base import Engine, Failed, Finished, Request, SamplingParams, TokenChunk
 from assay.evals.stats import pass_at_k
+from assay.rollout import with_stops
 from assay.terminal import one_line, printable, raw_stream
 from assay.text import Renderer
 from assay.types import Finish, Message, Prompt, UserError, Verdict
@@ -115,9 +116,8 @@ class Speaker:
 
     def answer(self, ids: Sequence[int], params: SamplingParams, seed: int, on_text: OnText) -> list[Reply]:
         """Sample replies and pass their text to `on_text` as it arrives. Ctrl-C and `ReplyStopped` stop all of them."""
-        stops = (*params.stop, *self.renderer.stop)
-        params = replace(params, stop_token_ids=self.renderer.stop_token_ids, stop=stops)
-        streams = [TextStream(self.renderer.decode, stops) for _ in range(params.n)]
+        params = with_stops(params, self.renderer)
+        streams = [TextStream(self.renderer.decode, params.stop) for _ in range(params.n)]
         finishes: list[Finish | None] = [None] * params.n
         with suppress(KeyboardInterrupt, ReplyStopped):
             finishes = self._stream(Request(ids, params, seed, name=self.name, stream=True), streams, on_text)

@@ -110,10 +110,11 @@ def measure(
     model: str, cfg: MeasureConfig, task: Task, prompts: Sequence[Prompt], answers: str | None, console: Console
 ) -> Report:
     from assay.evals.report import evaluate
+    from assay.rollout import sampling_params
     from assay.train import components
 
     renderer, engine = components.build_server(model, cfg, task)
-    params = components.eval_params(cfg.eval)
+    params = sampling_params(cfg.eval, cfg.eval.samples)
     console.note(f"{model}: {len(prompts)} problems x {params.n}")
     collector = components.build_collector(cfg, task, engine, renderer)
     with collector.judge:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
+from assay.config import EvalConfig, SamplingConfig
 from assay.engine.base import Engine, Request, SamplingParams, generate
 from assay.envs.base import Env
 from assay.mesh import Mesh
@@ -18,7 +19,25 @@ from assay.text import Renderer
 from assay.types import Group, Prompt, Rollout, Turn, UserError
 
 T = TypeVar("T")
+DEFAULT_NEW_TOKENS = 512  # of an evaluation or a chat without a training run
 STEP_THREADS = 8  # that slow environments are stepped in
+
+
+def sampling_params(cfg: SamplingConfig | EvalConfig, n: int, training: SamplingConfig | None = None) -> SamplingParams:
+    """Sampling parameters of a config section. A length and stop strings that are not set are those of training."""
+    values = cfg.model_dump(include={field.name for field in fields(SamplingParams)})
+    values["max_new_tokens"] = cfg.max_new_tokens or (training.max_new_tokens if training else DEFAULT_NEW_TOKENS)
+    values["stop"] = tuple(cfg.stop or (training.stop if training else ()))
+    return SamplingParams(n=n, **values)
+
+
+def with_stops(params: SamplingParams, renderer: Renderer, env: Env | None = None) -> SamplingParams:
+    """Add the stop tokens and stop strings of the chat template, and the stop strings of the environment."""
+    return replace(
+        params,
+        stop_token_ids=(*params.stop_token_ids, *renderer.stop_token_ids),
+        stop=(*params.stop, *renderer.stop, *(env.stop if env else ())),
+    )
 
 
 class Stopper(Protocol):
@@ -55,11 +74,7 @@ class Collector:
         A prompt that comes again within a step gets noise of its own; `seen` carries the count over several calls.
         """
         seen = Counter() if seen is None else seen
-        params = replace(
-            params,
-            stop_token_ids=(*params.stop_token_ids, *self.renderer.stop_token_ids),
-            stop=(*params.stop, *self.renderer.stop, *(self.env.stop if self.env else ())),
-        )
+        params = with_stops(params, self.renderer, self.env)
         contexts = self.renderer.all_prompt_ids(prompts)
         self.check_lengths(prompts, contexts)
         asked = []

@@ -14,17 +14,15 @@ from assay.config import (
     AlgoConfig,
     EngineConfig,
     EnvConfig,
-    EvalConfig,
     LoopConfig,
     MeasureConfig,
     ModelConfig,
     PromptConfig,
     RewardConfig,
-    SamplingConfig,
     TaskConfig,
     TrainConfig,
 )
-from assay.engine.base import Engine, SamplingParams
+from assay.engine.base import Engine
 from assay.envs import Env, TaskEnv, make_env
 from assay.mesh import Mesh
 from assay.models import Decoder, PolicyModel, build_preset, load_model, pick_device, pick_dtype
@@ -44,7 +42,6 @@ from assay.types import Prompt, UserError
 PRESET = "preset:"
 PRESET_LENGTH = 512
 COMPILED = 100_000_000  # parameters from which compiling pays for itself within some steps
-UNTRAINED_LENGTH = 512  # new tokens in an evaluation that no training run says anything about
 
 
 def build_task(cfg: TaskConfig, **changes: object) -> Task:
@@ -101,22 +98,6 @@ def take(prompts: Sequence[Prompt], count: int, split: str, endless: bool = Fals
             "say how many problems to use (eval.examples, eval.final_examples)"
         )
     return prompts[:count] if count else prompts
-
-
-def sampling_params(cfg: SamplingConfig, samples: int) -> SamplingParams:
-    """How answers are sampled in training."""
-    return SamplingParams(n=samples, **{**cfg.model_dump(), "stop": tuple(cfg.stop)})
-
-
-def eval_params(cfg: EvalConfig, training: SamplingConfig | None = None) -> SamplingParams:
-    """How answers are sampled in an evaluation; length and stop strings are those of training unless set."""
-    stop = cfg.stop or (training.stop if training else ())
-    return SamplingParams(
-        n=cfg.samples,
-        max_new_tokens=cfg.max_new_tokens or (training.max_new_tokens if training else UNTRAINED_LENGTH),
-        stop=tuple(stop),
-        **cfg.model_dump(include={"temperature", "top_k", "top_p", "min_p"}),
-    )
 
 
 def build_judge_pool(cfg: RewardConfig, task: Task) -> JudgePool:

@@ -19,11 +19,10 @@ from assay.engine.base import Engine
 from assay.evals.report import Report, compare, evaluate
 from assay.models import PolicyModel, load_model
 from assay.models.fingerprint import fingerprint
-from assay.rollout import Collector
+from assay.rollout import Collector, sampling_params
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
 from assay.runs.resolve import MODEL
-from assay.train.components import eval_params
 from assay.types import Prompt, UserError
 
 
@@ -65,7 +64,7 @@ class RunEvaluator:
     def measure(self, label: str, step: int) -> dict[str, float]:
         """Evaluate, write the answers to the files of `step`, and return metrics."""
         split, started = self.split(label), time.perf_counter()
-        params = eval_params(self.cfg.eval, self.cfg.sampling)
+        params = sampling_params(self.cfg.eval, self.cfg.eval.samples, self.cfg.sampling)
         report, groups = evaluate(self.collector, self.prompts[f"{label}:{split}"], params, self.cfg.seed)
         if self.collector.mesh.is_main:
             rollouts.write_rollouts(self.directory.path, step, groups, "eval", split=f"{label}-{split}")

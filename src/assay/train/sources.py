@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 from assay.algos import Algorithm
 from assay.config import TrainConfig
-from assay.rollout import Collector
-from assay.train.components import sampling_params
+from assay.rollout import Collector, sampling_params
 from assay.train.state import RunState, Schedule
 from assay.train.stopping import Stopping
 from assay.types import Group, Prompt
