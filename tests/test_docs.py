@@ -54,6 +54,18 @@ def check_command(words: list[str]) -> None:
         load_settings(kind, ROOT / config if config and (ROOT / config).exists() else None, parse_overrides(overrides))
 
 
+def output_after(page: Path, command: str) -> list[str]:
+    """Lines of the `text` block that follows a documented command; "..." marks omitted lines and is left out."""
+    _, _, rest = page.read_text().partition(f"```bash\n{command}\n```\n\n```text\n")
+    lines = rest.partition("```")[0].splitlines()
+    assert lines, f"{page.name} has no output for {command}"
+    return [line for line in lines if line != "..."]
+
+
+def without_numbers(line: str) -> str:
+    return " ".join(re.sub(r"[+-]?\d[\d.,]*(?:e-?\d+)?", "N", line).split())
+
+
 def every(items: list) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("item", items, ids=lambda item: f"{item[0].stem}:{str(item[1])[:50]}")
 
@@ -149,10 +161,35 @@ def test_the_own_task_passes_its_gold_check(
     assert all(report["n_shared"] == 0 for report in found["overlap_with_train"].values())
 
 
-def test_the_own_task_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+ERRORS = re.findall(r"^\$ assay (.*)\n(.*)$", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("command", "message"), ERRORS, ids=[command for command, _ in ERRORS])
+def test_documented_error_messages_match_the_program(
+    command: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command)) == 2
+    assert capsys.readouterr().err.strip() == message
+
+
+def test_documented_problem_matches_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "assay data show abacus -n 1 --arg style=plain --arg distractors=1"
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out.splitlines() == output_after(ROOT / "docs" / "tasks.md", command)
+
+
+def test_the_own_task_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
     short = ["--sft.steps", "30", "--train.steps", "2", "--eval.final_examples", "20", "--eval.examples", "10"]
     assert main(["train", "examples/my_task.toml", "--runs_dir", str(tmp_path), *short]) == 0
+    captured = capsys.readouterr()
+    output = (captured.out + captured.err).replace(f"run:{tmp_path}/", "run:").replace(str(tmp_path), "runs")
+    printed = {without_numbers(line) for line in output.splitlines()}
+    documented = output_after(ROOT / "docs" / "quickstart.md", "assay train examples/my_task.toml")
+    assert not {without_numbers(line) for line in documented if "eta" not in line} - printed
     summary = json.loads((tmp_path / "my_task" / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["before"]["n"] == summary["after"]["n"] == 20
     assert summary["after"]["format"] == 1.0 and set(summary["after"]["statuses"]) <= {"ok", "wrong"}
