@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.native.scheduler import close_gaps, seat
 from assay.engine.outputs import STEPS, History, rows_of
 from assay.engine.rows import StepOutput
-from assay.engine.sequence import Job, Sample
+from assay.engine.sequence import Job, Sample, assign_slot, close_gaps
 
 
 def new_sample(index: int, limit: int = 10_000) -> Sample:
@@ -47,7 +46,7 @@ def test_sequences_find_their_tokens_wherever_they_were_drawn(window: int, late:
     looks: list[StepOutput] = []
     for _ in range(5 * STEPS // window):
         while len(running) < 6 and draw.random() < 0.3:
-            seat(new_sample(named), running, step)
+            assign_slot(new_sample(named), running, step)
             told[running[-1]] = []
             named += 1
         if running:
@@ -72,7 +71,7 @@ def test_many_are_read_together() -> None:
     history = History(4)
     running: list[Sample] = []
     for index in range(4):
-        seat(new_sample(index), running, 0)
+        assign_slot(new_sample(index), running, 0)
     samples = list(running)
     history.write(look_at(running, 0, 3), running)
     close_gaps(running, [samples[1]], 3)  # the last moves to its row
@@ -89,12 +88,12 @@ def test_room_is_made_by_dropping_what_nobody_needs() -> None:
     history = History(2)
     running: list[Sample] = []
     for start in range(0, 8 * STEPS, 50):  # one after the other
-        seat(new_sample(start), running, start)
+        assign_slot(new_sample(start), running, start)
         history.write(look_at(running, start, 50), running)
         assert_reads(history, running, {running[0]: [step * 100 for step in range(start, start + 50)]})
         close_gaps(running, list(running), start + 50)
     assert history.tokens.shape == (2, STEPS) and history.scores.shape == (4, 2, STEPS)
-    seat(new_sample(0), running, 8 * STEPS)
+    assign_slot(new_sample(0), running, 8 * STEPS)
     told: list[int] = []
     for start in range(8 * STEPS, 11 * STEPS, 64):  # one that stays
         history.write(look_at(running, start, 64), running)
@@ -106,12 +105,12 @@ def test_room_is_made_by_dropping_what_nobody_needs() -> None:
 def test_a_late_look_may_be_of_steps_before_anybody_now_running_came() -> None:
     history = History(2)
     running: list[Sample] = []
-    seat(new_sample(0), running, 0)
+    assign_slot(new_sample(0), running, 0)
     for start in range(0, STEPS, 4):
         history.write(look_at(running, start, 4), running)
     late = look_at(running, STEPS, 4)
     close_gaps(running, list(running), STEPS)
-    seat(new_sample(1), running, STEPS + 4)
+    assign_slot(new_sample(1), running, STEPS + 4)
     history.write(late, running)
     history.write(look_at(running, STEPS + 4, 4), running)
     assert_reads(history, running, {running[0]: [step * 100 for step in range(STEPS + 4, STEPS + 8)]})

@@ -27,10 +27,9 @@ from native_parts import (
 )
 
 from assay.engine import Failed, Finished, Request, SamplingParams, generate
-from assay.engine.native.scheduler import close_gaps, seat
 from assay.engine.outputs import OutputProcessor, StopStrings
 from assay.engine.rows import StepOutput
-from assay.engine.sequence import Job, RowState, Sample
+from assay.engine.sequence import Job, RowState, Sample, assign_slot, close_gaps
 from assay.models.decoder import Decoder
 from assay.types import Completion, Finish
 
@@ -216,7 +215,7 @@ def test_completions_are_cut_out_of_the_log() -> None:
     for job in jobs:
         outputs.add(job)
     for sample in (jobs[0].samples[1], jobs[0].samples[0], jobs[1].samples[0], jobs[2].samples[0]):
-        seat(sample, running, 0)
+        assign_slot(sample, running, 0)
     samples = list(running)
     run = RowState.RUNNING
     ended = outputs.process(
@@ -254,7 +253,7 @@ def test_what_was_drawn_before_a_preemption_comes_first_and_counts_by_its_length
     outputs.add(job)
     (sample,) = job.samples
     for step, count in ((0, 3), (5, 0), (6, 1)):  # a stay of three tokens, one of none, and the last
-        seat(sample, running, step)
+        assign_slot(sample, running, step)
         outputs.history.first = min(outputs.history.first, step)
         if count:
             tokens = [[10 * step + i] for i in range(count)]
@@ -280,7 +279,7 @@ def test_stop_strings_are_looked_for_where_they_were_asked_for() -> None:
     for index, stop in enumerate(stops):
         job = Job(index, Request([1], SamplingParams(stop=stop), seed=0), [1], 9)
         outputs.add(job)
-        seat(job.samples[0], running, 0)
+        assign_slot(job.samples[0], running, 0)
     samples = list(running)
     tokens = [[8, 10, 12], [9, 7, 8], [7, 8, 13]]
     assert outputs.process(an_output(samples, 0, tokens, [(3, RowState.RUNNING)] * 3), running) == [

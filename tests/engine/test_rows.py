@@ -6,10 +6,19 @@ import numpy as np
 import torch
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.native.scheduler import close_gaps, seat
 from assay.engine.rows import LOG_STEPS, Modes, Rows
 from assay.engine.sampler import noise_keys, signed
-from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, Job, RowState, Sample
+from assay.engine.sequence import (
+    FORBIDDEN_SLOTS,
+    STOP_SLOTS,
+    WIDTH,
+    Column,
+    Job,
+    RowState,
+    Sample,
+    assign_slot,
+    close_gaps,
+)
 
 CPU = torch.device("cpu")
 
@@ -21,7 +30,7 @@ def job(index: int, tokens: list[int], limit: int = 9, seed: int = 0, **params: 
 def entered(rows: Rows, samples: list[Sample]) -> list[Sample]:
     running: list[Sample] = []
     for sample in samples:
-        seat(sample, running, 0)
+        assign_slot(sample, running, 0)
     rows.enter(samples)
     rows.note_modes(running)
     return running

@@ -6,16 +6,18 @@ The engine interface: add requests, step the engine, receive events with tokens 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+from torch import Tensor
+
 from assay.types import Completion, UserError
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    from assay.models.parallel import TPShard
 
 
 @contextmanager
@@ -133,6 +135,29 @@ class WeightSource(Protocol):
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Every weight once, as (Hugging Face name, full tensor)."""
         ...
+
+
+@torch.inference_mode(False)  # a source may do more than read tensors, e.g. gather shards
+@torch.no_grad()
+def copy_weights(
+    targets: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], shard: TPShard | None = None
+) -> None:
+    """Copy each weight to the target of the same name, cast to its dtype; names and shapes must match exactly.
+
+    With `shard`, the targets are this rank's slices, and `weights` yields full weights.
+    """
+    missing = set(targets)
+    for name, weight in weights:
+        target = targets.get(name)
+        if target is None:
+            raise UserError(f"the engine's model has no weight '{name}': is this another model's checkpoint?")
+        shape = target.shape if shard is None else shard.full_shape(name, target)
+        if shape != weight.shape:
+            raise UserError(f"weight '{name}' has shape {tuple(weight.shape)}, the engine's model has {tuple(shape)}")
+        target.copy_(weight if shard is None else shard.take(name, weight))
+        missing.discard(name)
+    if missing:
+        raise UserError(f"weight '{min(missing)}' was not given to the engine ({len(missing)} missing in all)")
 
 
 class Engine(Protocol):

@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.engine.base import Capabilities, EngineInfo, WeightSource
+from assay.engine.base import Capabilities, EngineInfo, WeightSource, copy_weights
 from assay.engine.local import LocalEngine
-from assay.engine.native.network import copy_weights
-from assay.engine.native.scheduler import close_gaps, seat
 from assay.engine.outputs import Decode, OutputProcessor, StopStrings
 from assay.engine.rows import Rows, StepOutput
-from assay.engine.sequence import Column, RowState, Sample
+from assay.engine.sequence import Column, RowState, Sample, assign_slot, close_gaps
 from assay.models.base import PolicyModel
 from assay.models.lora import drop_lora
 from assay.types import UserError
@@ -214,7 +212,7 @@ class Wave:
         self.steps = 0
         self.running: list[Sample] = []
         for sample in samples:
-            seat(sample, self.running, self.steps)
+            assign_slot(sample, self.running, self.steps)
         self.rows = Rows(len(samples), 0, engine.device)
         self.rows.enter(samples)
         self.mask = torch.empty(0)  # [rows, tokens]: which are no padding

@@ -153,6 +153,30 @@ class Kept:
         return len(self.tokens) - 1 if self.blocks else 0
 
 
+def close_gaps(running: list[Sample], gone: Sequence[Sample], step: int) -> list[tuple[int, int]]:
+    """Take samples out of the rows; returns the moves (from, to) of others, each from behind every gap."""
+    rows = {sample.row for sample in gone}
+    kept = len(running) - len(rows)
+    gaps = sorted(row for row in rows if row < kept)
+    movers = [row for row in range(kept, len(running)) if row not in rows]
+    for sample in gone:
+        sample.row = -1
+    moves = list(zip(movers, gaps, strict=True))
+    for source, destination in moves:
+        sample = running[destination] = running[source]
+        sample.row = destination
+        sample.spans.append((destination, step))
+    del running[kept:]
+    return moves
+
+
+def assign_slot(sample: Sample, running: list[Sample], step: int) -> None:
+    """Give a sample the next row."""
+    sample.row, sample.entered, sample.noted = len(running), step, 0
+    sample.spans = [(sample.row, step)]
+    running.append(sample)
+
+
 def name_of(request: Request, request_id: int) -> str:
     return f"request '{request.name}'" if request.name else f"request {request_id}"
 

@@ -1,15 +1,15 @@
-"""Embedding and output head of a vocabulary that is split over ranks: each holds a run of consecutive tokens.
+"""Tensor parallelism: which part of each weight a rank holds, and the decoder's layers for training with such parts.
 
-Tensor parallelism of our decoder: each rank holds some of the heads, of the MLP and of the vocabulary.
-
-Heads and MLP are split by output on the way in and by input on the way out, so that a block needs one exchange forward
-and one backward (Shoeybi et al. 2019, arXiv:1909.08053). Ranks see the same tokens, and what is not split is computed
-by each of them alike.
+Projections into attention and the MLP are split by output, projections out of them by input, so that each block needs
+one all-reduce forward and one backward (Shoeybi et al. 2019, arXiv:1909.08053). The vocabulary is split into ranges of
+consecutive tokens; the last range may be shorter. All ranks process the same tokens and compute unsplit weights
+identically. `split_dim` is the only table of these rules: training and the native engine (`TPShard`) both use it.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,13 +23,79 @@ from assay.models.decoder import Decoder, Norm
 from assay.models.spec import ModelSpec
 from assay.types import UserError
 
+VOCAB_PARALLEL = ("embed_tokens", "lm_head")
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output, weights and biases
+ROW_PARALLEL = ("o_proj", "down_proj")  # weights split by input; the bias is replicated and added after the sum
+
+
+def split_dim(name: str) -> int | None:
+    """The dimension along which the weight of this Hugging Face name is split; None if every rank holds all of it."""
+    module, kind = name.split(".")[-2:]
+    if module in VOCAB_PARALLEL or module in COLUMN_PARALLEL:
+        return 0
+    return 1 if module in ROW_PARALLEL and kind == "weight" else None
+
+
+def vocab_range(vocab_size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """First token of a rank's part of the vocabulary, and the size of all parts but the last, which may be smaller."""
+    size = -(-vocab_size // ranks)
+    return size * rank, size
+
+
+class TPShard:
+    """One rank's part of a model for inference: its spec, its slices of weights, and the collectives to join parts."""
+
+    def __init__(self, spec: ModelSpec, group: dist.ProcessGroup) -> None:
+        check_sizes(spec, group.size())
+        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+        self.first_token, most = vocab_range(spec.vocab_size, self.rank, self.ranks)
+        self.tokens = min(most, spec.vocab_size - self.first_token)
+        self.vocab_size = spec.vocab_size
+        self.spec = replace(
+            spec,
+            heads=spec.heads // self.ranks,
+            kv_heads=spec.kv_heads // self.ranks,
+            intermediate=spec.intermediate // self.ranks,
+        )
+
+    def take(self, name: str, weight: Tensor) -> Tensor:
+        """This rank's slice of a full weight."""
+        dim = split_dim(name)
+        return weight if dim is None else weight.chunk(self.ranks, dim)[self.rank]
+
+    def full(self, name: str, part: Tensor) -> Tensor:
+        """The full weight, gathered from the slices of all ranks. All ranks must call this together."""
+        dim = split_dim(name)
+        return part if dim is None else self.gather(part, dim, self.full_shape(name, part)[dim])
+
+    def full_shape(self, name: str, part: Tensor) -> tuple[int, ...]:
+        shape, dim = list(part.shape), split_dim(name)
+        if dim is not None:
+            shape[dim] = self.vocab_size if name.split(".")[-2] in VOCAB_PARALLEL else shape[dim] * self.ranks
+        return tuple(shape)
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, part: Tensor, dim: int, size: int) -> Tensor:
+        """The parts of all ranks, concatenated to `size` along `dim`: bitwise identical on all ranks."""
+        most = -(-size // self.ranks)
+        missing = most - part.shape[dim]
+        if missing:  # all ranks must send the same size
+            part = F.pad(part, [0, 0] * (part.dim() - 1 - dim) + [0, missing])
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        parts[-1] = parts[-1].narrow(dim, 0, size - most * (self.ranks - 1))
+        return torch.cat(parts, dim)
+
 
 class VocabularyPart(nn.Module):
     def __init__(self, weight: nn.Parameter, rank: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.weight, self.group = weight, group
-        self.most = -(-weight.shape[0] // group.size())  # tokens of a rank; the last one may have fewer
-        self.first = self.most * rank  # token of this rank
+        self.first, self.most = vocab_range(weight.shape[0], rank, group.size())  # first token, tokens per rank
 
 
 class VocabularyEmbedding(VocabularyPart):
@@ -163,25 +229,20 @@ def own_rows(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 class Part(nn.Module):
-    """A linear layer or norm of which this rank holds the slice along `dim` of the weight, or all of it (None)."""
+    """A linear layer or norm of which this rank holds a slice of the weights, or all of them (see `split_dim`)."""
 
-    dim: int | None = None
-    bias_dim: int | None = None
-
-    def __init__(self, whole: nn.Linear | Norm, mesh: Mesh) -> None:
+    def __init__(self, whole: nn.Linear | Norm, name: str, mesh: Mesh) -> None:
         super().__init__()
         assert mesh.tp_group is not None
         self.group = mesh.tp_group
-        self.weight = split(whole.weight, mesh, self.dim)
+        self.weight = split(whole.weight, mesh, split_dim(f"{name}.weight"))
         bias = getattr(whole, "bias", None)
-        self.bias = None if bias is None else split(bias, mesh, self.bias_dim)
+        self.bias = None if bias is None else split(bias, mesh, split_dim(f"{name}.bias"))
         self.eps = getattr(whole, "eps", 0.0)
 
 
 class ColumnLinear(Part):
     """Gives this rank's outputs."""
-
-    dim = bias_dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias))
@@ -189,8 +250,6 @@ class ColumnLinear(Part):
 
 class RowLinear(Part):
     """Takes this rank's inputs; the outputs are summed, and the bias is added once."""
-
-    dim = 1
 
     def forward(self, x: Tensor) -> Tensor:
         out = reduce_from(F.linear(x, local_tensor(self.weight)), self.group)
@@ -225,10 +284,9 @@ def shard_decoder(decoder: Decoder, mesh: Mesh) -> None:
     for layer in decoder.model.layers:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             swap(layer, norm, EntryNorm, mesh)
-        for projection in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-            swap(layer, projection, ColumnLinear, mesh)
-        for projection in ("self_attn.o_proj", "mlp.down_proj"):
-            swap(layer, projection, RowLinear, mesh)
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear):
+                swap(layer, name, ColumnLinear if name.split(".")[-1] in COLUMN_PARALLEL else RowLinear, mesh)
         if decoder.spec.qk_norm:
             swap(layer, "self_attn.q_norm", HeadNorm, mesh)
             swap(layer, "self_attn.k_norm", HeadNorm, mesh)
@@ -243,7 +301,7 @@ def shard_decoder(decoder: Decoder, mesh: Mesh) -> None:
 def swap(module: nn.Module, name: str, kind: type[Part], mesh: Mesh) -> None:
     owner, _, last = name.rpartition(".")
     parent = module.get_submodule(owner)
-    setattr(parent, last, kind(getattr(parent, last), mesh))
+    setattr(parent, last, kind(getattr(parent, last), name, mesh))
 
 
 def split(weight: Tensor, mesh: Mesh, dim: int | None) -> nn.Parameter:

@@ -1,9 +1,8 @@
-"""Attention over the blocks of the cache, in torch: for prompts, and for one new token of every row.
+"""Attention over the paged KV cache in torch: for prompt chunks, and for the newest token of every row.
 
-Blocks are gathered into one tensor first, a copy that on a CPU costs a fraction of the attention itself. What lies
-behind a sequence's end comes along and gets a weight of 0; it may be anything, even NaN.
-
-Attention of prompt chunks on CUDA at 16 bits: torch's variable-length kernel over keys gathered from the cache.
+Blocks are first gathered into one tensor, which on a CPU costs a fraction of the attention itself. Slots behind the end
+of a sequence are gathered too and get weight 0; they may contain anything, even NaN. Prompt chunks on CUDA in 16 bits
+use torch's variable-length kernel.
 """
 
 from __future__ import annotations

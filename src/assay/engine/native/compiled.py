@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.engine.native.network import FusedDecoder, Places
+from assay.engine.native.network import FusedDecoder
+from assay.engine.native.operations import Places
 from assay.engine.native.runner import Runner
 from assay.engine.rows import LOG_STEPS, Rows
 from assay.engine.sampler import BLOCK, GOLDEN, MULTIPLIERS
@@ -155,7 +156,7 @@ class SmallModel:
     @staticmethod
     def fits(network: FusedDecoder) -> bool:
         matrices = [w for layer in network.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return network.shares is None and all(w.t().is_contiguous() for w in (*matrices, network.head))
+        return network.shard is None and all(w.t().is_contiguous() for w in (*matrices, network.head))
 
     def logits(self, found: ctypes.CDLL, rows: Rows, kv: Tensor, size: int, span: int) -> Tensor:
         spec, tables = self.spec, rows.tables

@@ -11,17 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from assay.engine.base import Capabilities, EngineInfo, Request, WeightSource
-from assay.engine.dispatch import Lockstep, least
+from assay.engine.base import Capabilities, EngineInfo, Request, WeightSource, copy_weights
 from assay.engine.local import LocalEngine
-from assay.engine.native.compiled import CompiledRunner, library_for
-from assay.engine.native.network import FusedDecoder, copy_weights
-from assay.engine.native.runner import Runner, cache_blocks, new_cache
-from assay.engine.native.scheduler import Blocks, Plan, Scheduler
+from assay.engine.native.blocks import Blocks
+from assay.engine.native.compiled import CompiledOperations, CompiledRunner, library_for
+from assay.engine.native.kv_cache import cache_blocks, new_cache
+from assay.engine.native.lockstep import Lockstep, min_over_ranks
+from assay.engine.native.network import FusedDecoder
+from assay.engine.native.operations import Operations, TorchOperations, TritonOperations
+from assay.engine.native.runner import Runner
+from assay.engine.native.scheduler import Plan, Scheduler
 from assay.engine.outputs import Decode, OutputProcessor, StopStrings
 from assay.engine.rows import LOG_STEPS, Rows, StepOutput
 from assay.engine.sequence import BLOCK_SIZE, Kept, RowState, Sample, Stats
+from assay.models.decoder import rope_frequencies
 from assay.models.device import uses_triton
+from assay.models.parallel import TPShard
 from assay.models.spec import ModelSpec
 from assay.types import UserError
 
@@ -59,11 +64,13 @@ class NativeEngine(LocalEngine):
         max_length = min(spec.max_length, max_length or spec.max_length)
         self.device, self.kv_on_update, self.vocab_size = torch.device(device), kv_on_update, spec.vocab_size
         self.group = group if group is not None and group.size() > 1 else None
-        self.network = FusedDecoder(spec, max_length, self.device, dtype, self.group)
-        spec = self.network.spec
+        shard = None if self.group is None else TPShard(spec, self.group)
+        spec = spec if shard is None else shard.spec
+        ops = make_operations(spec, max_length, self.device, dtype)
+        self.network = FusedDecoder(spec, ops, self.device, dtype, shard)
         total = cache_blocks(spec, max_batch, max_length, self.device, dtype, memory)
         if self.group is not None:
-            (total,) = least([total], self.group)
+            (total,) = min_over_ranks([total], self.group)
         # A sequence cannot outgrow the whole cache; its last token is sampled but never stored.
         max_length = min(max_length, total * BLOCK_SIZE + 1)
         able = Capabilities(**dict.fromkeys(Capabilities.__dataclass_fields__, True))
@@ -140,7 +147,7 @@ class NativeEngine(LocalEngine):
         if not keep:
             self._preempt_all()
         self.scheduler.weights_changed(keep)
-        copy_weights(self.network.canonical(), source.weights(), self.network.shares)
+        copy_weights(self.network.canonical(), source.weights(), self.network.shard)
         step = self.scheduler.step
         self.outputs.versions.update(version, step, min([step, *(s.entered for s in self.scheduler.running)]))
         self.info = replace(self.info, version=version)
@@ -337,6 +344,15 @@ class NativeEngine(LocalEngine):
         self.busy = False
         self.rows.move([], 0, self.rows.size)
         self.rows.step.fill_(old.step)
+
+
+def make_operations(spec: ModelSpec, max_length: int, device: torch.device, dtype: torch.dtype) -> Operations:
+    angles = torch.arange(max_length, device=device)[:, None].float() * rope_frequencies(spec).to(device)
+    if uses_triton(device):
+        return TritonOperations(spec, torch.cat((angles.cos(), angles.sin()), dim=-1))
+    if found := library_for(device, dtype):
+        return CompiledOperations(spec, angles, found)
+    return TorchOperations(spec, angles, dtype)
 
 
 def make_runner(network: FusedDecoder, rows: Rows, kv: Tensor) -> Runner:

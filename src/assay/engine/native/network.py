@@ -1,215 +1,27 @@
-"""Tensor parallelism: what one rank of a group holds of a model, and how the ranks put their parts together.
+"""The decoder as the native engine runs it: the function of `assay.models.decoder.Decoder` in fewer, larger operations.
 
-The rule is that of `assay.models.parallel`: heads and MLP are split by output on the way in and by input on the way
-out, the vocabulary into runs of tokens of which the last may be shorter. So a layer needs two sums over the ranks, the
-embedding one more, and logits are gathered. (A whole embedding on every rank would save its sum, and cost the memory of
-all ranks but one; where the head is tied to it, it would have to be split anyway.)
+Queries, keys and values come from one matrix product, gate and up from another. The canonical weights, by their Hugging
+Face names, are views of the fused ones: copying into the views updates the network, and the fingerprint is computed
+over the weights that are served.
 
-Filling an engine's own weights, in place and by name.
-
-The small operations of a layer, between its products: in torch for any device, in Triton for CUDA, in C for CPUs.
-
-The decoder as the engine runs it: the function of `assay.models.decoder.Decoder`, in fewer and larger operations.
-
-Queries, keys and values come from one product, gate and up from another. The canonical weights, by their Hugging Face
-names, are views of rows of the fused ones: filling the views fills the network, and the fingerprint reads what is
-really served. With a tensor-parallel group all of this is one rank's part.
+With a `TPShard`, each rank holds its slice of every weight (`assay.models.parallel`). A layer needs two sums over the
+ranks and the embedding one; logits are gathered. (A replicated embedding would save its sum at the cost of memory; if
+it is tied to the output head, it has to be split anyway.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.models.decoder import rope_frequencies
-from assay.models.device import uses_triton
-from assay.models.parallel import check_sizes, own_rows
+from assay.engine.native.operations import Operations, Places
+from assay.models.parallel import TPShard, own_rows
 from assay.models.spec import ModelSpec
-from assay.types import UserError
-
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # weights and biases
-BY_INPUT = ("o_proj", "down_proj")  # weights; each rank has all of the bias, which is added once, after the sum
-
-
-def split_along(name: str) -> int | None:
-    """The dimension along which a weight is split, by its Hugging Face name; None: every rank holds all of it."""
-    layer, kind = name.split(".")[-2:]
-    if name in VOCABULARY or layer in BY_OUTPUT:
-        return 0
-    return 1 if layer in BY_INPUT and kind == "weight" else None
-
-
-class Shares:
-    """Of a whole model's `spec` and weights, those of this rank."""
-
-    def __init__(self, spec: ModelSpec, group: dist.ProcessGroup) -> None:
-        check_sizes(spec, group.size())
-        self.group, self.rank, self.ranks = group, group.rank(), group.size()
-        self.vocabulary = spec.vocab_size
-        most = -(-spec.vocab_size // self.ranks)
-        self.first_token = most * self.rank
-        self.tokens = min(most, spec.vocab_size - self.first_token)
-        self.spec = replace(
-            spec,
-            heads=spec.heads // self.ranks,
-            kv_heads=spec.kv_heads // self.ranks,
-            intermediate=spec.intermediate // self.ranks,
-        )
-
-    def take(self, name: str, weight: Tensor) -> Tensor:
-        """This rank's part of a whole weight."""
-        dim = split_along(name)
-        return weight if dim is None else weight.chunk(self.ranks, dim)[self.rank]
-
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """The weight of which this is a part. All ranks must ask for it together."""
-        dim = split_along(name)
-        return part if dim is None else self.gather(part, dim, self.whole_shape(name, part)[dim])
-
-    def whole_shape(self, name: str, part: Tensor) -> Sequence[int]:
-        shape, dim = list(part.shape), split_along(name)
-        if dim is not None:
-            shape[dim] = self.vocabulary if name in VOCABULARY else shape[dim] * self.ranks
-        return shape
-
-    def sum_(self, x: Tensor) -> Tensor:
-        """Adds up over the ranks, in place."""
-        dist.all_reduce(x, group=self.group)
-        return x
-
-    def gather(self, part: Tensor, dim: int, size: int) -> Tensor:
-        """What lies on all ranks, `size` along `dim`: the very same bits on each of them."""
-        most = -(-size // self.ranks)
-        missing = most - part.shape[dim]
-        if missing:  # ranks have to send equally much
-            part = F.pad(part, [0, 0] * (part.dim() - 1 - dim) + [0, missing])
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
-        parts[-1] = parts[-1].narrow(dim, 0, size - most * (self.ranks - 1))
-        return torch.cat(parts, dim)
-
-
-@torch.inference_mode(False)  # a source may do more than read tensors, e.g. gather shards
-@torch.no_grad()
-def copy_weights(
-    targets: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], shares: Shares | None = None
-) -> None:
-    """Copy every weight onto the target of its name, casting as needed; names and shapes have to match exactly.
-
-    With `shares` targets are this rank's parts of the whole weights that come.
-    """
-    missing = set(targets)
-    for name, weight in weights:
-        target = targets.get(name)
-        if target is None:
-            raise UserError(f"the engine's model has no weight '{name}': is this another model's checkpoint?")
-        shape = tuple(target.shape if shares is None else shares.whole_shape(name, target))
-        if shape != weight.shape:
-            raise UserError(f"weight '{name}' has shape {tuple(weight.shape)}, the engine's model has {shape}")
-        target.copy_(weight if shares is None else shares.take(name, weight))
-        missing.discard(name)
-    if missing:
-        raise UserError(f"weight '{min(missing)}' was not given to the engine ({len(missing)} missing in all)")
-
-
-@dataclass(slots=True)
-class Places:
-    """Where tokens stand: position in their sequence, and slot in the cache (-1: it is there already)."""
-
-    positions: Tensor  # [N]
-    slots: Tensor  # [N]
-    cos: Tensor | None = None  # [N, 1, d], where torch does the rotation
-    sin: Tensor | None = None
-
-
-class Operations(Protocol):
-    def places(self, positions: Tensor, slots: Tensor) -> Places: ...
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor: ...
-    def activate(self, gate_up: Tensor) -> Tensor: ...
-    def rotate_and_store(
-        self, qkv: Tensor, places: Places, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
-    ) -> Tensor:
-        """Queries [N, H, d], rotated; keys and values go into a layer's cache [2, K, blocks, block size, d]."""
-        ...
-
-
-def operations(spec: ModelSpec, max_length: int, device: torch.device, dtype: torch.dtype) -> Operations:
-    angles = torch.arange(max_length, device=device)[:, None].float() * rope_frequencies(spec).to(device)
-    if uses_triton(device):
-        return TritonOperations(spec, torch.cat((angles.cos(), angles.sin()), dim=-1))
-    from assay.engine.native.compiled import CompiledOperations, library_for
-
-    if found := library_for(device, dtype):
-        return CompiledOperations(spec, angles, found)
-    return TorchOperations(spec, angles, dtype)
-
-
-class TorchOperations:
-    def __init__(self, spec: ModelSpec, angles: Tensor, dtype: torch.dtype) -> None:
-        self.spec = spec
-        cos, sin = angles.cos(), angles.sin()
-        self.cos = torch.cat((cos, cos), dim=-1)[:, None].to(dtype)
-        self.sin = torch.cat((-sin, sin), dim=-1)[:, None].to(dtype)
-
-    def places(self, positions: Tensor, slots: Tensor) -> Places:
-        return Places(positions, slots, self.cos[positions], self.sin[positions])
-
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
-
-    def activate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    def rotate_and_store(
-        self, qkv: Tensor, places: Places, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
-    ) -> Tensor:
-        heads, kv_heads, size = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
-        qkv = qkv.view(-1, heads + 2 * kv_heads, size)
-        turned = qkv[:, : heads + kv_heads]
-        if q_norm is not None and k_norm is not None:
-            scales = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
-            turned = F.rms_norm(turned, (size,), None, self.spec.norm_eps) * scales
-        assert places.cos is not None and places.sin is not None
-        turned = torch.addcmul(turned * places.cos, turned.roll(size // 2, dims=-1), places.sin)
-        # A slot of -1 is the cache's very last, in a block that is nobody's.
-        slots = kv.view(2, kv_heads, -1, size)
-        slots[0].index_copy_(1, places.slots % slots.shape[2], turned[:, heads:].transpose(0, 1))
-        slots[1].index_copy_(1, places.slots % slots.shape[2], qkv[:, heads + kv_heads :].transpose(0, 1))
-        return turned[:, :heads]
-
-
-class TritonOperations:
-    def __init__(self, spec: ModelSpec, rotations: Tensor) -> None:
-        from assay.engine.native.kernels import layers
-
-        self.spec, self.rotations, self.kernels = spec, rotations, layers
-
-    def places(self, positions: Tensor, slots: Tensor) -> Places:
-        return Places(positions, slots)
-
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.kernels.rms_norm(x, weight, self.spec.norm_eps)
-
-    def activate(self, gate_up: Tensor) -> Tensor:
-        return self.kernels.silu_mul(gate_up)
-
-    def rotate_and_store(
-        self, qkv: Tensor, places: Places, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
-    ) -> Tensor:
-        return self.kernels.rope_store(
-            qkv, places.positions, places.slots, self.rotations, q_norm, k_norm, self.spec.norm_eps, kv
-        )
-
 
 SMALL = 2**18  # numbers, which the cache of one core holds
 
@@ -219,10 +31,10 @@ Attend = Callable[[Tensor, Tensor], Tensor]
 
 class FusedLayer:
     def __init__(
-        self, spec: ModelSpec, index: int, device: torch.device, dtype: torch.dtype, shares: Shares | None
+        self, spec: ModelSpec, index: int, device: torch.device, dtype: torch.dtype, shard: TPShard | None
     ) -> None:
         new = partial(new_weight, device=device, dtype=dtype)
-        self.spec, self.index, self.shares = spec, index, shares
+        self.spec, self.index, self.shard = spec, index, shard
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.qkv, self.out = new(queries + 2 * keys, spec.hidden), new(spec.hidden, queries)
         self.qkv_bias = new(queries + 2 * keys) if spec.qkv_bias else None
@@ -260,9 +72,9 @@ class FusedLayer:
 
     def forward(self, x: Tensor, places: Places, ops: Operations, kv: Tensor, attend: Attend) -> Tensor:
         q = self.store(x, places, ops, kv)
-        x = residual(x, attend(kv, q).flatten(1), self.out, self.out_bias, self.shares)
+        x = residual(x, attend(kv, q).flatten(1), self.out, self.out_bias, self.shard)
         gate_up = F.linear(ops.norm(x, self.mlp_norm), self.gate_up, self.gate_up_bias)
-        return residual(x, ops.activate(gate_up), self.down, self.down_bias, self.shares)
+        return residual(x, ops.activate(gate_up), self.down, self.down_bias, self.shard)
 
     def store(self, x: Tensor, places: Places, ops: Operations, kv: Tensor) -> Tensor:
         """Queries; keys and values go into the cache."""
@@ -274,20 +86,18 @@ class FusedDecoder:
     def __init__(
         self,
         spec: ModelSpec,
-        max_length: int,
+        ops: Operations,
         device: torch.device,
         dtype: torch.dtype,
-        group: dist.ProcessGroup | None = None,
+        shard: TPShard | None = None,
     ) -> None:
-        """`spec` is that of the whole model; `self.spec` has this rank's heads and MLP, and all of the vocabulary."""
-        self.shares = None if group is None else Shares(spec, group)
-        self.spec = spec = spec if self.shares is None else self.shares.spec
-        tokens = spec.vocab_size if self.shares is None else self.shares.tokens
-        self.ops = operations(spec, max_length, device, dtype)
+        """With `shard`, `spec` is that of one rank: its heads and MLP, and all of the vocabulary."""
+        self.spec, self.ops, self.shard = spec, ops, shard
+        tokens = spec.vocab_size if self.shard is None else self.shard.tokens
         self.embedding = new_weight(tokens, spec.hidden, device=device, dtype=dtype)
         self.head = self.embedding if spec.tied else torch.zeros_like(self.embedding)
         self.norm = torch.zeros(spec.hidden, device=device, dtype=dtype)
-        self.layers = [FusedLayer(spec, index, device, dtype, self.shares) for index in range(spec.layers)]
+        self.layers = [FusedLayer(spec, index, device, dtype, self.shard) for index in range(spec.layers)]
 
     def canonical(self) -> dict[str, Tensor]:
         """Every weight once, under its Hugging Face name, as a view of what is served."""
@@ -301,7 +111,7 @@ class FusedDecoder:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole, one at a time; of a group all ranks must ask together."""
         for name, weight in self.canonical().items():
-            yield name, weight if self.shares is None else self.shares.whole(name, weight)
+            yield name, weight if self.shard is None else self.shard.full(name, weight)
 
     def forward(self, ids: Tensor, places: Places, kv: Tensor, attend: Attend) -> Tensor:
         """Hidden states [N, D] for token ids [N]; their keys and values are left in the cache."""
@@ -318,14 +128,14 @@ class FusedDecoder:
         self.layers[-1].store(x, places, self.ops, kv[-1])
 
     def embed(self, ids: Tensor) -> Tensor:
-        if self.shares is None:
+        if self.shard is None:
             return F.embedding(ids, self.embedding)
-        rows, here = own_rows(ids, self.shares.first_token, self.shares.tokens)
-        return self.shares.sum_(F.embedding(rows, self.embedding).masked_fill_(~here[:, None], 0.0))
+        rows, here = own_rows(ids, self.shard.first_token, self.shard.tokens)
+        return self.shard.sum_(F.embedding(rows, self.embedding).masked_fill_(~here[:, None], 0.0))
 
     def unembed(self, hidden: Tensor) -> Tensor:
         logits = F.linear(hidden, self.head)
-        return logits if self.shares is None else self.shares.gather(logits, 1, self.spec.vocab_size)
+        return logits if self.shard is None else self.shard.gather(logits, 1, self.spec.vocab_size)
 
 
 def new_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -337,10 +147,10 @@ def new_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, device=device, dtype=dtype)
 
 
-def residual(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, shares: Shares | None) -> Tensor:
+def residual(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, shard: TPShard | None) -> Tensor:
     """x + y @ weight.T (+ bias), in place: in one operation where there is no bias, and one rank."""
-    if shares is not None:
-        x.add_(shares.sum_(F.linear(y, weight)))
+    if shard is not None:
+        x.add_(shard.sum_(F.linear(y, weight)))
         return x if bias is None else x.add_(bias)
     if bias is None:
         return x.addmm_(y, weight.t())

@@ -1,138 +1,19 @@
-"""Which blocks of the cache are whose: reference counts, and the memory of computed prefixes. No tensors.
+"""Scheduling: which sequences run, in which rows, with which blocks, and which prompt tokens come next. No tensors.
 
-A block holds `size` tokens of one sequence, or of several that begin alike. Full blocks of prompts are remembered by
-what they hold, together with everything before them: the key is the tokens and the parent block's own entry, so that
-equal keys mean equal prefixes, without trusting a hash. A remembered block that nobody uses keeps its contents until
-its place is needed; those unused for longest go first.
-
-Who runs, in which row, with which blocks, and what is computed next: first come, first served. No tensors.
-
-Prompts are computed in chunks within a budget of tokens, between stretches of decoding. Samples enter as rows and
-blocks allow; where blocks run short, what is only kept in case it is useful goes first, then whoever came last has to
-start again later: its tokens are computed anew as a prompt. Whoever came first always goes on, so everything finishes.
+Requests are served first come, first served. Prompts are computed in chunks within a token budget, between windows of
+decoding steps. Samples are admitted as free rows and blocks allow. If blocks run short, cached and kept blocks are
+evicted first; then the newest running sequences are preempted, and their tokens are computed again later, as a prompt.
+The oldest sequences are never preempted, so every request finishes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from assay.engine.sequence import NEVER, Kept, Prefix, Sample
-
-ROOT = 0  # the parent of a first block
-Key = tuple[int, tuple[int, ...]]  # the parent's entry, and the tokens
-
-
-class Blocks:
-    def __init__(self, total: int, size: int) -> None:
-        self.total, self.size = total, size
-        self.users = [0] * total
-        self.free = list(range(total - 1, -1, -1))  # the end is taken first, so that low numbers are used most
-        self.idle: OrderedDict[int, None] = OrderedDict()  # remembered, used by nobody; longest unused first
-        self.known: dict[Key, int] = {}
-        self.keys: dict[int, Key] = {}
-        self.entries: dict[int, int] = {}  # what children name as their parent; never given twice
-        self.next_entry = ROOT + 1
-
-    @property
-    def available(self) -> int:
-        return len(self.free) + len(self.idle)
-
-    @property
-    def in_use(self) -> int:
-        return self.total - self.available
-
-    def needed(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
-        return -(-tokens // self.size)
-
-    def take(self, count: int) -> list[int]:
-        """Blocks with no contents, for one user."""
-        assert count <= self.available, "asked for more blocks than there are"
-        return [self.take_one() for _ in range(count)]
-
-    def take_one(self) -> int:
-        if self.free:
-            block = self.free.pop()
-        else:
-            block, _ = self.idle.popitem(last=False)
-            self._forget(block)
-        self.users[block] = 1
-        return block
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """One more user."""
-        for block in blocks:
-            if self.users[block] == 0:
-                del self.idle[block]
-            self.users[block] += 1
-
-    def release(self, blocks: Sequence[int], *, forget: bool = False) -> list[int]:
-        """One user less; returns those that nobody uses now. `forget`: what they hold must not be found again."""
-        unused = []
-        users, keys = self.users, self.keys
-        for block in reversed(blocks):  # so that the end of a prefix goes before its beginning
-            left = users[block] = users[block] - 1
-            assert left >= 0, "a block was released twice"
-            if forget:
-                self._forget(block)
-            if left == 0:
-                unused.append(block)
-                if block in keys:
-                    self.idle[block] = None
-                else:
-                    self.free.append(block)
-        return unused
-
-    def find(self, tokens: Sequence[int]) -> list[int]:
-        """The longest run of remembered blocks with which these tokens begin, each with one more user."""
-        found = list(self._remembered(tokens))
-        self.share(found)
-        return found
-
-    def holds(self, tokens: Sequence[int]) -> bool:
-        """Whether remembered blocks hold all of these tokens."""
-        return len(tokens) % self.size == 0 and len(list(self._remembered(tokens))) == len(tokens) // self.size
-
-    def _remembered(self, tokens: Sequence[int]) -> Iterator[int]:
-        parent = ROOT
-        for start in range(0, len(tokens) - self.size + 1, self.size):
-            block = self.known.get((parent, tuple(tokens[start : start + self.size])))
-            if block is None:
-                return
-            yield block
-            parent = self.entries[block]
-
-    def remember(self, tokens: Sequence[int], blocks: Sequence[int], computed: int) -> None:
-        """The full blocks among the first `computed` tokens can be found from now on."""
-        parent = ROOT
-        for index in range(computed // self.size):
-            block = blocks[index]
-            if block not in self.keys:
-                key = (parent, tuple(tokens[index * self.size : (index + 1) * self.size]))
-                other = self.known.get(key)
-                if other is None:
-                    self.known[key], self.keys[block] = block, key
-                    self.entries[block] = self.next_entry
-                    self.next_entry += 1
-                else:
-                    block = other  # computed twice; the first stays the one to be found
-            parent = self.entries[block]
-
-    def forget_all(self) -> None:
-        """No prefix can be found again."""
-        self.free.extend(self.idle)
-        self.idle.clear()
-        self.known.clear()
-        self.keys.clear()
-        self.entries.clear()
-
-    def _forget(self, block: int) -> None:
-        key = self.keys.pop(block, None)
-        if key is not None:
-            del self.known[key], self.entries[block]
-
+from assay.engine.native.blocks import Blocks
+from assay.engine.sequence import NEVER, Kept, Prefix, Sample, assign_slot, close_gaps
 
 FEW, MORE = 64, 32  # the parts of the batch that are collected before anybody is let in
 PASS, PATIENCE = 8, 16  # what letting somebody in costs, in steps of those who run; the most steps that anybody waits
@@ -306,7 +187,7 @@ class Scheduler:
         return wanted <= self.blocks.available or self._give_up(wanted, sparing=prefix)
 
     def _seat(self, sample: Sample, plan: Plan) -> None:
-        seat(sample, self.running, self.step)
+        assign_slot(sample, self.running, self.step)
         sample.last, sample.dry = sample.end, sample.lasts_until(self.blocks.size)
         self.pending -= 1
         plan.entering.append(sample)
@@ -421,27 +302,3 @@ class Scheduler:
         else:
             self.drop_kept_blocks()
         self.blocks.forget_all()
-
-
-def close_gaps(running: list[Sample], gone: Sequence[Sample], step: int) -> list[tuple[int, int]]:
-    """Take samples out of the rows; returns the moves (from, to) of others, each from behind every gap."""
-    rows = {sample.row for sample in gone}
-    kept = len(running) - len(rows)
-    gaps = sorted(row for row in rows if row < kept)
-    movers = [row for row in range(kept, len(running)) if row not in rows]
-    for sample in gone:
-        sample.row = -1
-    moves = list(zip(movers, gaps, strict=True))
-    for source, destination in moves:
-        sample = running[destination] = running[source]
-        sample.row = destination
-        sample.spans.append((destination, step))
-    del running[kept:]
-    return moves
-
-
-def seat(sample: Sample, running: list[Sample], step: int) -> None:
-    """Give a sample the next row."""
-    sample.row, sample.entered, sample.noted = len(running), step, 0
-    sample.spans = [(sample.row, step)]
-    running.append(sample)

@@ -8,7 +8,7 @@ before they take the same step.
 
 A broadcast is a header of three integers, followed by a payload (JSON) if there are commands. An idle leader sends
 nothing. If a step raises an exception on the leader, requests are dropped on all ranks. If a follower fails alone, its
-`follow` raises, and the group cannot be used any more.
+`follow` raises, and the group can no longer be used.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from assay.engine.native.cuda_graph import max_tiles
+from assay.engine.native.prefix_groups import max_tiles
 
 # By padded head size. Queries in a tile: rows times the query heads of a key head.
 TUNING = {64: (64, 2, 6), 128: (32, 1, 5), 256: (32, 2, 2)}  # keys in a tile, warps, stages

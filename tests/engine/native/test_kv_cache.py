@@ -4,7 +4,8 @@ import pytest
 import torch
 from engine_parts import small_spec
 
-from assay.engine.native.runner import GIB, SHARE, UNKNOWN, cache_blocks, new_cache
+from assay.engine.native import kv_cache
+from assay.engine.native.kv_cache import GIB, SHARE, UNKNOWN, cache_blocks, new_cache
 from assay.engine.sequence import BLOCK_SIZE
 from assay.types import UserError
 
@@ -14,7 +15,7 @@ BLOCK = 3 * 2 * 2 * 8 * 4 * BLOCK_SIZE  # bytes in float32
 
 
 def free(monkeypatch: pytest.MonkeyPatch, amount: int | None) -> None:
-    monkeypatch.setattr("assay.engine.native.runner.free_memory", lambda device: amount)
+    monkeypatch.setattr(kv_cache, "free_memory", lambda device: amount)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 100_000])

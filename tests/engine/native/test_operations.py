@@ -10,7 +10,8 @@ from engine_parts import needed_library, small_spec
 from torch import Tensor
 
 from assay.engine.native.compiled import CompiledOperations
-from assay.engine.native.network import Operations, TorchOperations, operations
+from assay.engine.native.engine import make_operations
+from assay.engine.native.operations import Operations, TorchOperations
 from assay.engine.sequence import BLOCK_SIZE
 from assay.models.decoder import rope_frequencies
 from assay.models.device import uses_triton
@@ -27,7 +28,7 @@ def made(spec: ModelSpec, kind: str, dtype: torch.dtype, monkeypatch: pytest.Mon
         needed_library()
     else:
         monkeypatch.setenv("CC", "/no/compiler")
-    ops = operations(spec, spec.max_length, CPU, dtype)
+    ops = make_operations(spec, spec.max_length, CPU, dtype)
     assert isinstance(ops, CompiledOperations if kind == "compiled" else TorchOperations)  # Triton is for CUDA
     return ops
 

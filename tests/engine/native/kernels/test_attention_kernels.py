@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.engine.native.cuda_graph import find_shared, max_tiles, plan_sharing
 from assay.engine.native.kernels.attention import (
     SHARED_TUNING,
     TUNING,
@@ -20,6 +19,7 @@ from assay.engine.native.kernels.attention import (
     tile_rows,
     tuning,
 )
+from assay.engine.native.prefix_groups import find_shared, max_tiles, plan_sharing
 from assay.engine.sequence import BLOCK_SIZE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,8 +11,8 @@ from group_parts import FAMILIES, Found, other_cases, serve_alone, serve_cases
 from native_parts import MODES
 from processes import start
 
-from assay.engine.native.network import split_along
 from assay.models.decoder import Decoder
+from assay.models.parallel import split_dim
 
 LIMIT = 1e-9
 
@@ -74,7 +74,7 @@ def test_every_weight_is_split_as_the_trainer_splits_it() -> None:
     """Outputs of projections into a block, inputs of those out of it, tokens; norms and biases of the latter not."""
     names = {name for spec in FAMILIES.values() for name, _ in Decoder(spec).named_parameters()}
     layer = "model.layers.0."
-    assert {name.removeprefix(layer): split_along(name) for name in names if "layers.1" not in name} == {
+    assert {name.removeprefix(layer): split_dim(name) for name in names if "layers.1" not in name} == {
         "model.embed_tokens.weight": 0,
         "lm_head.weight": 0,
         "model.norm.weight": None,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.engine.native.scheduler import Blocks
+from assay.engine.native.blocks import Blocks
 
 A, B, C, D = ([token] * 4 for token in range(4))  # what blocks of four can hold
 

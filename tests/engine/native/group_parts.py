@@ -15,13 +15,13 @@ from native_parts import MODES, SPECS, Consumer, Weights, engine_for, idle, mixe
 from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
-from assay.engine.native.network import split_along
-from assay.engine.native.runner import SHARE
+from assay.engine.native import kv_cache
+from assay.engine.native.kv_cache import SHARE
 from assay.engine.sequence import BLOCK_SIZE
 from assay.mesh import Mesh, init_mesh
 from assay.models.decoder import Decoder
 from assay.models.fingerprint import fingerprint
-from assay.models.parallel import shard_decoder
+from assay.models.parallel import shard_decoder, split_dim
 from assay.models.spec import ModelSpec
 from assay.types import Completion, UserError
 
@@ -104,7 +104,7 @@ def wrong_parts_are_found(mesh: Mesh) -> None:
         held = engine.network.canonical()
         assert sum(w.numel() for w in held.values()) < 0.6 * sum(w.numel() for _, w in model.weights())
         for name, weight in model.weights():
-            mine, dim = held[name], split_along(name)
+            mine, dim = held[name], split_dim(name)
             before = mine.clone()
             if dim is None:
                 mine[0] += mesh.tp_rank  # of what both hold, one has something else
@@ -170,7 +170,7 @@ def caches_are_of_one_size(mesh: Mesh) -> None:
     model = small_decoder(FAMILIES["qwen3"])
     block = 2 * 2 * 1 * 12 * 4 * BLOCK_SIZE  # layers, keys and values, one of two heads, its size, bytes of a float32
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("assay.engine.native.runner.free_memory", lambda device: 1000 * block * (3, 1)[mesh.tp_rank])
+        patch.setattr(kv_cache, "free_memory", lambda device: 1000 * block * (3, 1)[mesh.tp_rank])
         engine = engine_for(model, group=mesh.tp_group)
     assert engine.blocks.total == int(1000 * SHARE["cpu"])  # what the second rank can have
     assert engine.runner.kv.shape == (2, 2, 1, engine.blocks.total + 1, BLOCK_SIZE, 12)

@@ -16,7 +16,7 @@ from test_arrivals import talks
 from assay.algos import make_algorithm
 from assay.engine import NativeEngine, generate, make_engine
 from assay.engine.base import Request, SamplingParams
-from assay.engine.native.runner import GIB
+from assay.engine.native.kv_cache import GIB
 from assay.engine.sequence import BLOCK_SIZE
 from assay.models import build_preset, fingerprint
 from assay.models.decoder import Decoder

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.engine.native.cuda_graph import ALONE, find_shared, max_tiles, plan_sharing
-from assay.engine.native.scheduler import Blocks
+from assay.engine.native.blocks import Blocks
+from assay.engine.native.prefix_groups import ALONE, find_shared, max_tiles, plan_sharing
 from assay.engine.sequence import BLOCK_SIZE
 
 KEYS = st.lists(st.integers(ALONE, 6), max_size=60)

@@ -11,7 +11,7 @@ from engine_parts import assert_same_tokens, random_prompts, small_decoder, smal
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate
 from assay.engine.native.cuda_graph import GraphRunner, sizes_up_to
-from assay.engine.native.network import TritonOperations
+from assay.engine.native.operations import TritonOperations
 from assay.models.decoder import Decoder, rope_frequencies
 
 

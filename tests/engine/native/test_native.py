@@ -117,7 +117,7 @@ SENTENCES = [  # in SmolLM2's tokens: a fact, a word problem, a line of code
 
 @pytest.mark.slow
 def test_smollm2_equals_transformers() -> None:
-    folder = Path(os.environ.get("ASSAY_MODELS") or Path(__file__).parents[2] / ".models")
+    folder = Path(os.environ.get("ASSAY_MODELS") or Path(__file__).parents[3] / ".models")
     if not (folder / SMOLLM2).is_file():
         pytest.skip(f"{SMOLLM2} is not in {folder} (set ASSAY_MODELS)")
     model = load_model(str(folder / SMOLLM2))

@@ -1,0 +1,192 @@
+"""Memory of the KV cache: how many blocks fit, their allocation, and GPU memory that can be released while idle.
+
+CUDA graphs contain addresses. If the memory of the cache came from torch's allocator, it could not be released without
+capturing the graphs again. `MappedMemory` reserves the addresses permanently with CUDA's virtual memory management;
+physical memory is mapped and unmapped behind them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from assay.engine.sequence import BLOCK_SIZE
+from assay.models.device import free_memory
+from assay.models.spec import ModelSpec
+from assay.types import UserError
+
+GIB = 2**30
+
+
+UNKNOWN = 8 * GIB  # free memory of a machine that does not say
+
+
+SHARE = {"cuda": 0.4, "cpu": 0.25}  # of the memory that is free, where no budget is given
+
+
+ALIGNED = 64  # bytes
+
+
+def cache_blocks(
+    spec: ModelSpec, max_batch: int, max_length: int, device: torch.device, dtype: torch.dtype, budget: float
+) -> int:
+    """Blocks of the cache: within `budget` GiB; 0: as many as `max_batch` sequences can use, within what is free."""
+    block_bytes = spec.layers * 2 * spec.kv_heads * spec.head_dim * dtype.itemsize * BLOCK_SIZE
+    if budget > 0:
+        blocks = int(budget * GIB) // block_bytes
+        if blocks < 1:
+            raise UserError(
+                f"engine.memory = {budget:g} GiB holds less than one block of the cache ({block_bytes} bytes): raise it"
+            )
+        return blocks
+    useful = max_batch * -(-max_length // BLOCK_SIZE)
+    free = free_memory(device) or UNKNOWN
+    return max(1, min(useful, int(free * SHARE.get(device.type, SHARE["cpu"])) // block_bytes))
+
+
+def new_cache(
+    spec: ModelSpec, blocks: int, device: torch.device, dtype: torch.dtype, lend: bool = False
+) -> tuple[Tensor, MappedMemory | None]:
+    """[layers, 2, kv_heads, blocks, block size, head_dim]; on a CPU memory is taken only as it is written to.
+
+    With `lend`, on CUDA, also what gives the memory back; the cache is empty until it is mapped.
+    """
+    shape = (spec.layers, 2, spec.kv_heads, blocks, BLOCK_SIZE, spec.head_dim)
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        if device.type == "cuda" and lend:
+            memory = MappedMemory(size, device)
+            return memory.tensor(shape, dtype), memory
+        if device.type != "cpu":
+            return torch.zeros(shape, device=device, dtype=dtype), None
+        return zeros_on_cpu(size).view(dtype).view(shape), None
+    except (torch.OutOfMemoryError, MemoryError):
+        raise UserError(
+            f"the key/value cache of {size / GIB:.1f} GiB does not fit on {device}: "
+            "lower engine.memory or engine.max_batch"
+        ) from None
+
+
+def zeros_on_cpu(size: int) -> Tensor:
+    """Bytes whose memory is taken as they are written to. They begin where torch's own tensors would: what products
+    give can depend, in the last bits, on where their factors lie."""
+    memory = np.zeros(size + ALIGNED, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNED
+    return torch.from_numpy(memory[start : start + size])
+
+
+PINNED, DEVICE, READ_AND_WRITE = 1, 1, 3  # of CUDA's enumerations
+
+
+OUT_OF_MEMORY = 2
+
+
+class Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class AllocationProperties(ctypes.Structure):
+    """CUmemAllocationProp"""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class Access(ctypes.Structure):
+    """CUmemAccessDesc"""
+
+    _fields_ = (("location", Location), ("flags", ctypes.c_int))
+
+
+class MappedMemory:
+    """So many bytes on a GPU. At first there are only their addresses."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.address, self.handle, self.mapped = ctypes.c_ulonglong(), ctypes.c_ulonglong(), False
+        torch.cuda.synchronize(device)  # whatever initialises CUDA has done so
+        self.location = Location(DEVICE, device.index if device.index is not None else torch.cuda.current_device())
+        self.kind = AllocationProperties(type=PINNED, location=self.location)
+        step = ctypes.c_size_t()
+        call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self.kind), ctypes.c_int(0))
+        self.size = -(-size // step.value) * step.value
+        self._call("cuMemAddressReserve", ctypes.byref(self.address), self.size, 0, 0, 0)
+
+    def map(self) -> None:
+        """Memory behind the addresses, with nothing in it that is worth reading."""
+        if self.mapped:
+            return
+        try:
+            self._create()
+        except MemoryError:
+            torch.cuda.empty_cache()  # torch may hold on to memory that nobody uses
+            try:
+                self._create()
+            except MemoryError:
+                raise UserError(
+                    f"the {self.size / 2**30:.1f} GiB of the key/value cache cannot be taken back: lower engine.memory "
+                    "or train.token_budget"
+                ) from None
+        self._call("cuMemMap", self.address, self.size, 0, self.handle, 0)
+        access = Access(self.location, READ_AND_WRITE)
+        self._call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), 1)
+        self.mapped = True
+
+    def _create(self) -> None:
+        self._call("cuMemCreate", ctypes.byref(self.handle), self.size, ctypes.byref(self.kind), 0)
+
+    def unmap(self) -> None:
+        """The addresses stay ours; touching what they point to would be an error until `map`."""
+        if not self.mapped:
+            return
+        torch.cuda.synchronize()
+        self._call("cuMemUnmap", self.address, self.size)
+        self._call("cuMemRelease", self.handle)
+        self.mapped = False
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The memory as a tensor, which must not outlive it."""
+        whole = torch.as_tensor(self, device=torch.device("cuda", self.location.id))
+        return whole[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.address.value, False), "version": 2}
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and self.address.value:
+            self.unmap()
+            self._call("cuMemAddressFree", self.address, self.size)
+
+    def _call(self, name: str, *values: Any) -> None:
+        """Plain numbers are sizes or flags, which the driver takes as 64 bits."""
+        call(name, *(ctypes.c_ulonglong(value) if isinstance(value, int) else value for value in values))
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise UserError(
+            "engine.sleep_while_training needs NVIDIA's driver library libcuda.so.1: set it to false"
+        ) from None
+
+
+def call(name: str, *values: Any) -> None:
+    error = getattr(driver(), name)(*values)
+    if error == OUT_OF_MEMORY:
+        raise MemoryError(name)
+    if error:
+        raise RuntimeError(f"{name} failed with CUDA error {error}")
