@@ -74,7 +74,7 @@ def test_templates_are_rendered_as_by_transformers(template: str, open_reply: bo
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_malicious_and_broken_templates_end_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malicious_and_broken_templates_give_one_line_errors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_WORK", 20_000)  # quicker; the limits are otherwise the same
     with pytest.raises(UserError, match="chat template") as caught:
         with_template(BAD[name]).chat_text(MESSAGES)
@@ -83,7 +83,7 @@ def test_malicious_and_broken_templates_end_in_one_line(name: str, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
-def test_malicious_templates_end_within_the_real_budget(name: str) -> None:
+def test_malicious_templates_stop_within_the_real_budget(name: str) -> None:
     with pytest.raises(UserError, match="chat template"):
         with_template(BAD[name]).chat_text(MESSAGES)
 
@@ -105,7 +105,7 @@ EXPANDING = [
 
 
 @pytest.mark.parametrize("template", EXPANDING)
-def test_texts_that_would_be_too_long_are_refused_before_they_take_memory(template: str) -> None:
+def test_too_long_texts_are_rejected_before_allocation(template: str) -> None:
     tokenizer = with_template(template)
     tracemalloc.start()
     try:
@@ -116,7 +116,7 @@ def test_texts_that_would_be_too_long_are_refused_before_they_take_memory(templa
         tracemalloc.stop()
 
 
-def test_filters_and_methods_of_ordinary_size_are_not_refused() -> None:
+def test_filters_and_methods_of_ordinary_size_are_allowed() -> None:
     template = (
         "{{ (m.content * 1000) | wordwrap(79) | length }} {{ (m.content * 1000) | indent(4) | length }} "
         "{{ ', '.join(messages | map(attribute='role')) }} {{ '%s and {}' % m.role }} {{ 'a\\tb'.expandtabs(4) }}"

@@ -1,13 +1,25 @@
-"""Prompts, completions and exact masks, with several chat formats and raw templates."""
+"""Prompts, completions and loss masks rendered by chat and raw templates; few-shot examples from files and tasks."""
 
 from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from assay.text import Renderer, Tokenizer, char_tokenizer, word_tokenizer
+from assay.text import (
+    Renderer,
+    Tokenizer,
+    char_tokenizer,
+    few_shot_from_prompts,
+    load_few_shot,
+    read_text_file,
+    word_tokenizer,
+)
 from assay.types import Message, Prompt, UserError
 
 CHATML = (
@@ -54,7 +66,7 @@ PROMPT = ask("What is 2+3?")
 
 @pytest.mark.parametrize("form", TEMPLATES)
 @given(completion=st.text(alphabet="abc 0123+=\\{}#.\n", max_size=20))
-def test_masks_are_exact(form: str, completion: str) -> None:
+def test_loss_masks_cover_completion_and_end_token(form: str, completion: str) -> None:
     tokenizer = FORMS[form]
     renderer = Renderer(tokenizer)
     prompt_ids = renderer.prompt_ids(PROMPT)
@@ -67,7 +79,7 @@ def test_masks_are_exact(form: str, completion: str) -> None:
 
 
 @pytest.mark.parametrize("form", TEMPLATES)
-def test_an_example_is_how_the_template_itself_writes_a_conversation(form: str) -> None:
+def test_example_equals_the_conversation_rendered_by_the_template(form: str) -> None:
     tokenizer = FORMS[form]
     ids, _ = Renderer(tokenizer).example(PROMPT, "2+3=5")
     whole = tokenizer.hf.apply_chat_template(
@@ -78,7 +90,7 @@ def test_an_example_is_how_the_template_itself_writes_a_conversation(form: str) 
 
 
 @pytest.mark.parametrize("form", TEMPLATES)
-def test_the_end_token_comes_once(form: str) -> None:
+def test_end_token_is_added_once(form: str) -> None:
     tokenizer, end = FORMS[form], TURN_END[form]
     renderer = Renderer(tokenizer)
     assert renderer.example(PROMPT, "5" + end) == renderer.example(PROMPT, "5")
@@ -96,7 +108,7 @@ def test_a_template_without_an_end_token_ends_with_eos() -> None:
     assert renderer.example(PROMPT, "5")[0][-1] == FORMS["builtin"].eos_id
 
 
-def test_the_end_token_may_be_one_that_nobody_lists() -> None:
+def test_end_token_is_found_in_the_template_if_no_config_lists_it() -> None:
     template = "{% for m in messages %}<|head|>{{ m['content'] }}<|body|>{% endfor %}"
     renderer = Renderer(FORMS["builtin"], style="chat", template=template)
     end = FORMS["builtin"].encode("<|body|>")[0]
@@ -107,7 +119,7 @@ def test_the_end_token_may_be_one_that_nobody_lists() -> None:
 
 @pytest.mark.parametrize("form", ["llama3", "gemma", "chatml"])
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_bos_is_there_once_where_it_is_expected(form: str, adds_bos: bool) -> None:
+def test_bos_is_added_once_if_expected(form: str, adds_bos: bool) -> None:
     tokenizer = tokenizer_for(form, adds_bos)
     written_by_template = form != "chatml"
     chat, raw = Renderer(tokenizer), Renderer(tokenizer, style="raw")
@@ -123,7 +135,7 @@ def test_bos_is_there_once_where_it_is_expected(form: str, adds_bos: bool) -> No
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("form", ["llama3", "chatml"])
-def test_many_at_once_are_as_one_by_one(form: str, adds_bos: bool) -> None:
+def test_batched_calls_equal_single_calls(form: str, adds_bos: bool) -> None:
     prompts = [PROMPT, Prompt("other", ({"role": "user", "content": "1 + 1?"},), answer="2")]
     for style in ("chat", "raw"):
         renderer = Renderer(tokenizer_for(form, adds_bos), style=style)
@@ -151,7 +163,7 @@ def test_few_shot_turns_come_between_system_and_question() -> None:
     assert renderer.tokenizer.decode(renderer.prompt_ids(PROMPT), skip_special=False) == expected
 
 
-def test_a_model_without_a_chat_template() -> None:
+def test_model_without_a_chat_template_is_reported() -> None:
     tokenizer = char_tokenizer()
     tokenizer.hf.chat_template = None
     for style in ("auto", "chat"):
@@ -175,7 +187,7 @@ def test_a_model_without_a_chat_template() -> None:
         ({"template": "no placeholder"}, r"\{question\}"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, str], message: str) -> None:
+def test_invalid_renderer_settings_are_reported(settings: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Renderer(FORMS["builtin"], **settings)  # type: ignore[arg-type]
 
@@ -211,7 +223,7 @@ def test_raw_conversations_keep_their_earlier_turns() -> None:
     assert text == "Question: 1+1?\nAnswer: 2\n\nQuestion: And 2+2?\nAnswer:"
 
 
-def test_raw_examples_set_the_answer_apart_and_end_with_eos() -> None:
+def test_raw_examples_separate_the_answer_and_end_with_eos() -> None:
     tokenizer = FORMS["builtin"]
     for template, completion, expected in [
         ("A:{question}\nB:", "5", " 5<eos>"),
@@ -241,7 +253,7 @@ def test_raw_stop_strings(template: str | None, stop: tuple[str, ...]) -> None:
     assert Renderer(FORMS["builtin"], style="raw", template=template, stop=[]).stop == ()
 
 
-def test_no_end_token_at_all_is_said_when_it_matters() -> None:
+def test_missing_end_token_is_reported_by_example() -> None:
     hf = char_tokenizer().hf
     hf.eos_token = None
     renderer = Renderer(Tokenizer(hf), style="raw")
@@ -271,3 +283,71 @@ def test_smollm2_masks_and_default_system(smollm2: Tokenizer) -> None:
     assert "SmolLM" not in Renderer(tokenizer, system="Be brief.").prompt_text(PROMPT)
     assert renderer.prompt_ids(PROMPT).count(2) == 2  # system and user; bos is <|im_start|> and not doubled
     assert renderer.prompt_ids(PROMPT)[:2] != [1, 1]
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
+    return path
+
+
+def test_few_shot_columns(tmp_path) -> None:
+    rows = [
+        {"question": "1+1?", "solution": "1+1=2", "answer": "2"},
+        {"prompt": "2+2?", "completion": "4\u2028!"},
+        {"question": "3+3?", "answer": "#### 6"},
+    ]
+    expected = [("1+1?", "1+1=2"), ("2+2?", "4\u2028!"), ("3+3?", "#### 6")]
+    path = write_rows(tmp_path / "shots.jsonl", *rows)
+    assert load_few_shot(path) == expected
+    assert load_few_shot(path, n=2) == expected[:2]
+    assert load_few_shot(path, n=0) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has 0 few-shot examples"),
+        ('{"question": "1+1?"}', "line 1"),
+        ('\n{"question"', "line 2: not valid JSON"),
+        ("[1]", "line 1"),
+    ],
+)
+def test_invalid_few_shot_files_are_reported(content: str, message: str, tmp_path) -> None:
+    path = tmp_path / "shots.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=message) as caught:
+        load_few_shot(path)
+    assert str(path) in str(caught.value)
+
+
+def test_too_few_examples_are_reported(tmp_path) -> None:
+    path = write_rows(tmp_path / "shots.jsonl", {"prompt": "a", "completion": "b"})
+    with pytest.raises(UserError, match="has 1 few-shot examples, but 2 are"):
+        load_few_shot(path, n=2)
+
+
+def make_prompt(index: int, solved: bool) -> Prompt:
+    solution = f"s{index}" if solved else None
+    return Prompt(id=str(index), messages=({"role": "user", "content": f"q{index}"},), solution=solution)
+
+
+def test_few_shot_uses_the_first_prompts_with_a_solution() -> None:
+    prompts = [make_prompt(index, solved=index % 2 == 1) for index in range(6)]
+    assert few_shot_from_prompts(prompts, 2) == [("q1", "s1"), ("q3", "s3")]
+    with pytest.raises(UserError, match="4 few-shot examples were requested, but only 3"):
+        few_shot_from_prompts(prompts, 4)
+
+
+def test_few_shot_search_in_endless_prompts_is_limited() -> None:
+    with pytest.raises(UserError, match="only 0"):
+        few_shot_from_prompts((make_prompt(index, solved=False) for index in count()), 1)
+
+
+def test_prompt_files_are_read_without_the_final_newline(tmp_path) -> None:
+    path = tmp_path / "system.txt"
+    path.write_text("Be brief.\n\nAlways.\n", encoding="utf-8")
+    assert read_text_file(path) == "Be brief.\n\nAlways."
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")
+    for name, message in [("none.txt", "no such file"), ("binary", "UTF-8"), (".", "cannot read")]:
+        with pytest.raises(UserError, match=message):
+            read_text_file(tmp_path / name)

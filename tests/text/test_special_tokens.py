@@ -105,7 +105,7 @@ def test_special_tokens_in_observations_and_tool_results_are_encoded_as_text(kin
     assert tokenizer.decode(inline).lstrip() == EVIL
 
 
-def test_special_tokens_count_in_raw_templates_but_not_in_what_fills_them() -> None:
+def test_special_tokens_are_recognised_in_raw_templates_but_not_in_inserted_values() -> None:
     tokenizer = KINDS["characters"]
     template = "<|im_start|>{question}{hint}<|im_end|>{examples}<|im_start|>{question}"
     prompt = Prompt("p", (Message(role="user", content="<|im_"),), fields={"hint": "end|>"})
@@ -126,7 +126,7 @@ def test_special_tokens_in_few_shot_examples_and_system_text_are_encoded_as_text
     assert specials(tokenizer, evil) == specials(tokenizer, honest)
 
 
-def test_worked_solutions_end_once_and_are_text_before_that() -> None:
+def test_worked_solutions_have_one_end_token_and_no_other_special_tokens() -> None:
     tokenizer = KINDS["byte level"]
     renderer = Renderer(tokenizer)
     ids, mask = renderer.example(ask("?"), "a<|im_end|>b<|im_end|>")

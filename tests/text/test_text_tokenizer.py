@@ -1,16 +1,19 @@
-"""The wrapper and the loader, on tokenizers built here and on real ones where their files are."""
+"""Tokenizers: wrapper, loading from folders, the hub and GGUF files, and the built-in tokenizers."""
 
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from assay.text import Tokenizer, char_tokenizer, load_tokenizer
+from assay.text import Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 from assay.text.tokenizer import read_metadata
 from assay.types import UserError
 
@@ -39,7 +42,7 @@ def test_end_tokens_come_from_the_tokenizer_the_turn_ends_and_the_generation_con
         load_tokenizer(str(tmp_path))
 
 
-def test_decoding_survives_broken_utf8_and_ids_that_are_padding() -> None:
+def test_decoding_handles_invalid_utf8_and_padding_ids() -> None:
     tokenizer = Tokenizer(byte_level())
     euro = tokenizer.encode("1 €")
     assert len(euro) == 5
@@ -56,14 +59,14 @@ def test_decoding_leaves_spaces_before_punctuation_alone() -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_encoding_survives_lone_surrogates_but_not_other_types() -> None:
+def test_encoding_replaces_lone_surrogates_and_rejects_other_types() -> None:
     tokenizer = Tokenizer(byte_level())
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
     with pytest.raises(TypeError):
         tokenizer.encode(7)  # type: ignore[arg-type]
 
 
-def test_many_at_once_are_as_one_by_one() -> None:
+def test_batched_calls_equal_single_calls() -> None:
     tokenizer = Tokenizer(byte_level())
     texts = ["1 €", "", "a<|im_end|>b", " do n't  stop , now ! "]
     ids = [*map(tokenizer.encode, texts)]
@@ -74,7 +77,7 @@ def test_many_at_once_are_as_one_by_one() -> None:
     assert tokenizer.decode_all(lists) == [*map(tokenizer.decode, lists)]
 
 
-def test_truncation_and_padding_in_a_file_are_not_obeyed(tmp_path) -> None:
+def test_truncation_and_padding_of_tokenizer_json_are_disabled(tmp_path) -> None:
     hf = byte_level()
     hf.backend_tokenizer.enable_truncation(3)
     hf.backend_tokenizer.enable_padding(length=50, pad_id=0, pad_token="</s>")
@@ -83,13 +86,13 @@ def test_truncation_and_padding_in_a_file_are_not_obeyed(tmp_path) -> None:
     assert len(load_tokenizer(str(tmp_path)).encode("abcdefgh")) == 8
 
 
-def test_without_a_pad_token_an_end_token_pads() -> None:
+def test_end_token_is_the_pad_token_if_there_is_none() -> None:
     assert Tokenizer(byte_level()).pad_id == 0
     assert Tokenizer(byte_level()).bos_id is None
 
 
 @pytest.mark.parametrize("make", ["no folder", "empty folder", "a file", "no gguf", "broken gguf", "short gguf"])
-def test_sources_that_are_none(make: str, tmp_path) -> None:
+def test_invalid_tokenizer_sources_are_reported(make: str, tmp_path) -> None:
     folder = tmp_path / "folder"
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "broken.gguf").write_bytes(b"not one")
@@ -103,7 +106,7 @@ def test_sources_that_are_none(make: str, tmp_path) -> None:
     assert source in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_unknown_hub_id_offline_is_one_quick_line(monkeypatch) -> None:
+def test_unknown_hub_id_offline_fails_quickly(monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=r'"nobody/no-such-model".*hub cannot be reached'):
         load_tokenizer("nobody/no-such-model")
@@ -153,7 +156,7 @@ def test_a_gguf_file_gives_specials_template_digits_and_bos(tmp_path) -> None:
     assert reloaded.encode("\n\n12 <|eot_id|>") == tokenizer.encode("\n\n12 <|eot_id|>")
 
 
-def test_llama3_gguf_prefers_whole_words_and_bos_may_be_denied(tmp_path) -> None:
+def test_llama3_gguf_prefers_whole_words_and_respects_add_bos_token(tmp_path) -> None:
     write_gguf(tmp_path / "a.gguf", "llama-bpe")
     write_gguf(tmp_path / "b.gguf", "llama-bpe", add_bos_token=False)
     tokenizer = load_tokenizer(str(tmp_path / "a.gguf"))
@@ -195,7 +198,7 @@ def test_saving_a_loaded_tokenizer_writes_identical_files(tmp_path: Path, source
     assert {"is_local", "local_files_only"}.isdisjoint(json.loads(first["tokenizer_config.json"]))
 
 
-def test_wrapping_something_slow_is_refused() -> None:
+def test_slow_tokenizers_are_rejected() -> None:
     class Slow:
         is_fast = False
 
@@ -203,6 +206,83 @@ def test_wrapping_something_slow_is_refused() -> None:
         Tokenizer(Slow())
 
 
-def test_special_text_in_a_question_is_seen_as_special() -> None:
+def test_special_token_text_is_recognised_by_plain_encode() -> None:
     tokenizer = char_tokenizer()
     assert tokenizer.encode("<eos>") == list(tokenizer.eos_ids)
+
+
+WORDS = ["Ann", "has", "coins", ".", "How", "many", "?", "+", "-", "=", ";", "####", *map(str, range(41))]
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n\t"
+CHAR, WORD = char_tokenizer(), word_tokenizer(WORDS)
+TURNS = [{"role": "system", "content": "has"}, {"role": "user", "content": "How many ?"}]
+
+
+@given(st.text(alphabet=CHARACTERS))
+def test_characters_round_trip_one_token_each(text: str) -> None:
+    ids = CHAR.encode(text)
+    if not any(special in text for special in CHAR.hf.all_special_tokens):
+        assert len(ids) == len(text)
+    assert CHAR.decode(ids, skip_special=False) == text
+
+
+@given(st.text())
+def test_any_text_can_be_encoded(text: str) -> None:
+    assert all(0 <= index < CHAR.vocab_size for index in CHAR.encode(text))
+
+
+def test_unknown_characters_and_words_are_unk() -> None:
+    unk = CHAR.hf.unk_token_id
+    assert CHAR.encode("aéb") == [*CHAR.encode("a"), unk, *CHAR.encode("b")]
+    assert WORD.encode("Ann owns coins") == [*WORD.encode("Ann"), unk, *WORD.encode("coins")]
+
+
+@given(st.lists(st.tuples(st.sampled_from(WORDS), st.sampled_from([" ", "  ", "\n", "\t "]))))
+def test_words_round_trip_with_single_spaces(pairs: list[tuple[str, str]]) -> None:
+    text = "".join(word + space for word, space in pairs)
+    ids = WORD.encode(text)
+    assert len(ids) == len(pairs)
+    assert WORD.decode(ids) == " ".join(text.split())
+
+
+def test_sizes_and_special_tokens() -> None:
+    assert CHAR.vocab_size == 97 + 8
+    assert WORD.vocab_size == len(WORDS) + 8
+    for tokenizer in (CHAR, WORD):
+        assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_ids) == (0, 1, (2,))
+        assert tokenizer.has_chat_template and not tokenizer.expects_bos
+        assert tokenizer.decode([tokenizer.pad_id, 1, *tokenizer.eos_ids]) == ""
+
+
+def test_builtin_chat_template_adds_two_tokens() -> None:
+    question = "How many coins ?"
+    for tokenizer in (CHAR, WORD):
+        text = tokenizer.chat_text([{"role": "user", "content": question}], open_reply=True)
+        assert len(tokenizer.encode(text)) == len(tokenizer.encode(question)) + 2
+
+
+@pytest.mark.parametrize("tokenizer", [CHAR, WORD], ids=["char", "word"])
+def test_saved_tokenizer_loads_in_transformers(tokenizer: Tokenizer, tmp_path) -> None:
+    tokenizer.save(tmp_path)
+    reloaded, plain = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(str(tmp_path))
+    text = "Ann has 7 coins .\n####  12 unheard-of <eos>"
+    ids = tokenizer.encode(text)
+    assert reloaded.encode(text) == ids == plain(text, add_special_tokens=False)["input_ids"]
+    assert reloaded.decode(ids) == tokenizer.decode(ids) == plain.decode(ids, skip_special_tokens=True)
+    rendered = tokenizer.chat_text(TURNS, open_reply=True)
+    assert reloaded.chat_text(TURNS, open_reply=True) == rendered
+    chat = plain.apply_chat_template(TURNS, add_generation_prompt=True, return_dict=False)
+    assert chat == tokenizer.encode(rendered)
+    for name in ("vocab_size", "eos_ids", "bos_id", "pad_id", "special_ids"):
+        assert getattr(reloaded, name) == getattr(tokenizer, name)
+
+
+def test_the_same_words_give_the_same_files(tmp_path) -> None:
+    for name in ("a", "b"):
+        word_tokenizer([*WORDS, *WORDS]).save(tmp_path / name)
+    assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("words", [[], ["two words"], [""], ["a<eos>"]])
+def test_invalid_words_are_rejected(words: list[str]) -> None:
+    with pytest.raises(UserError):
+        word_tokenizer(words)

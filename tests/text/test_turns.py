@@ -50,7 +50,7 @@ def tokenizer(template: str | None) -> Tokenizer:
 
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("form", FORMS)
-def test_many_turns_are_as_the_template_writes_the_whole(form: str, role: str) -> None:
+def test_turn_by_turn_ids_equal_the_template_of_the_whole_conversation(form: str, role: str) -> None:
     tokens = tokenizer(FORMS[form])
     renderer = Renderer(tokens)
     messages: list[Message] = list(PROMPT.messages)
@@ -66,7 +66,7 @@ def test_many_turns_are_as_the_template_writes_the_whole(form: str, role: str) -
 
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("file", ["smollm2-135m-instruct.q4_1.gguf", "qwen2.5-coder-1.5b-instruct.q4_k_m.gguf"])
-def test_many_turns_with_the_tokenizers_of_real_models(file: str, role: str) -> None:
+def test_turn_by_turn_ids_with_tokenizers_of_real_models(file: str, role: str) -> None:
     """Merges of a real tokenizer, line ends and blanks where texts meet, and the templates as they are."""
     if not (MODELS / file).is_file():
         pytest.skip(f"no {file} under {MODELS}")
@@ -83,7 +83,7 @@ def test_many_turns_with_the_tokenizers_of_real_models(file: str, role: str) -> 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_reply_without_its_end_gets_one_that_is_not_its_own(form: str) -> None:
+def test_missing_end_token_of_a_reply_is_added_as_context(form: str) -> None:
     """Cut off by a limit or a stop string; or ended by another token than the template's."""
     tokens = tokenizer(FORMS[form])
     renderer = Renderer(tokens)
@@ -94,7 +94,7 @@ def test_a_reply_without_its_end_gets_one_that_is_not_its_own(form: str) -> None
     assert renderer.next_turn_ids(PROMPT, [*tokens.encode("7"), *other], answer) == [end, *ended]
 
 
-def test_sampled_tokens_are_never_made_anew() -> None:
+def test_sampled_tokens_are_never_retokenized() -> None:
     """A policy may spell a word in tokens that no tokenizer would choose; only what follows it is tokenised."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models
@@ -122,21 +122,21 @@ def test_sampled_tokens_are_never_made_anew() -> None:
         (None, ""),
         (LLAMA, "trims whitespace"),
         (THINKING, "drops <think> sections"),
-        (OPENED, "changes what stands before"),
+        (OPENED, "changes the text before"),
     ],
 )
-def test_templates_that_rewrite_history_are_found(template: str | None, found: str) -> None:
+def test_templates_that_change_earlier_replies_are_detected(template: str | None, found: str) -> None:
     how = Renderer(tokenizer(template)).rewritten_history()
     assert how.startswith(found) and bool(how) == bool(found)
 
 
-def test_a_template_without_earlier_replies_cannot_go_on() -> None:
+def test_template_without_earlier_replies_rejects_further_turns() -> None:
     renderer = Renderer(tokenizer(FORGETFUL))
     with pytest.raises(UserError, match="drops earlier replies"):
         renderer.next_turn_ids(PROMPT, [1], [{"role": "user", "content": "?"}])
 
 
-def test_raw_templates_ask_again_in_the_form_of_their_examples() -> None:
+def test_raw_templates_format_further_questions_like_examples() -> None:
     tokens = tokenizer(None)
     renderer = Renderer(tokens, style="raw")
     answer = [Message(role="user", content="Higher.")]

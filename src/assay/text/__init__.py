@@ -1,4 +1,4 @@
-"""Messages <-> token ids and loss masks: the only room that knows chat templates."""
+"""Chat templates, tokenization and loss masks: messages <-> token ids."""
 
 from assay.text.render import (
     DEFAULT_TEMPLATE,

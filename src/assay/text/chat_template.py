@@ -1,7 +1,7 @@
-"""Chat templates rendered within limits: a template comes with a model, and may be malicious or broken.
+"""Chat templates with resource limits: a template comes with a model, and may be malicious or broken.
 
-transformers runs templates in a sandbox without access to the system. Here loops, calls and sizes are bounded too, so
-that every template ends, and everything that goes wrong in one is an error of one line.
+transformers renders templates in a sandbox without access to the system. Here loops, calls and sizes are limited too,
+so that rendering always terminates, and every failure is a one-line error.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from assay.types import Message, UserError
 
-MAX_WORK = (
-    1_000_000  # units of one rendering: loop iterations and items handed to calls; a conversation takes thousands
-)
-CALL_UNITS = 10  # of a call, which takes as long as so many iterations
-MAX_CHARACTERS = 5_000_000  # of any text on the way: far more than fits into a context
-CHARACTERS_A_UNIT = 1_000  # of a text handed to a call count as one unit of work
+MAX_WORK = 1_000_000  # work units per rendering: loop iterations and items passed to calls; usual are thousands
+CALL_UNITS = 10  # work units per call
+MAX_CHARACTERS = 5_000_000  # of any intermediate text: far more than fits into a context
+CHARACTERS_PER_UNIT = 1_000  # characters of text arguments that count as one work unit
 MAX_INT_BITS = 1_000
-LOOP, JOIN = "assay_loop", "assay_join"  # filters that take the place of loops' iterables and of `~`
-WIDE_FORMAT = re.compile(r"\{[^}]*\d{6}")  # of str.format
+LOOP, JOIN = "assay_loop", "assay_join"  # filters inserted around the iterables of loops and instead of `~`
+WIDE_FORMAT = re.compile(r"\{[^}]*\d{6}")  # in str.format
 WIDE_PERCENT = re.compile(r"%[^A-Za-z%]*(?:\*|\d{6})")
 
 
@@ -49,11 +47,11 @@ class ChatTemplate:
 
 @contextmanager
 def template_errors(what: str) -> Iterator[None]:
-    """Whatever a template raises is the user's to know in one line."""
+    """Convert every exception of a template into a one-line UserError."""
     try:
         yield
     except RecursionError as error:
-        raise UserError("the chat template is nested too deeply, or calls itself without end") from error
+        raise UserError("the chat template is nested too deeply or recurses infinitely") from error
     except TemplateError as error:
         raise UserError(f"the chat template {what}: {str(error)[:500]}") from error
     except Exception as error:
@@ -61,7 +59,7 @@ def template_errors(what: str) -> Iterator[None]:
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox with a budget of work for each rendering, and limits on sizes."""
+    """The Jinja sandbox with a work budget per rendering and size limits."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     work: int
@@ -69,7 +67,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def spend(self, units: int = 1) -> None:
         self.work += units
         if self.work > MAX_WORK:
-            raise SecurityError(f"it does not end within {MAX_WORK:,} steps")
+            raise SecurityError(f"it exceeds the limit of {MAX_WORK:,} steps")
 
     def count(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
@@ -78,34 +76,34 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def checked(self, value: Any) -> Any:
         if isinstance(value, str) and len(value) > MAX_CHARACTERS:
-            raise SecurityError(f"it makes a text of more than {MAX_CHARACTERS:,} characters")
+            raise SecurityError(f"it creates a text of more than {MAX_CHARACTERS:,} characters")
         if isinstance(value, (list, tuple, dict)) and len(value) > MAX_WORK:
-            raise SecurityError(f"it makes a list of more than {MAX_WORK:,} items")
+            raise SecurityError(f"it creates a list of more than {MAX_WORK:,} items")
         if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
             raise SecurityError("a number is too large")
         return value
 
-    def paid(self, name: str, args: Sequence[Any]) -> list[Any]:
-        """The arguments of a call or a filter; the work is charged for, and impossible sizes are refused."""
+    def charged(self, name: str, args: Sequence[Any]) -> list[Any]:
+        """Charge the work of a call or filter and check the sizes of its arguments; returns the arguments."""
         self.spend(CALL_UNITS)
         for arg in args:
             if isinstance(arg, str):
-                self.spend(len(arg) // CHARACTERS_A_UNIT)
+                self.spend(len(arg) // CHARACTERS_PER_UNIT)
             elif isinstance(arg, (list, tuple, dict, range)):
                 self.spend(len(arg))
             elif isinstance(arg, int) and abs(arg) > MAX_CHARACTERS:
                 raise SecurityError(f"an argument of {name or 'a call'} is too large")
         given = [list(self.count(arg)) if isinstance(arg, GeneratorType) else arg for arg in args]
         if text_size(name, given) > MAX_CHARACTERS:
-            raise SecurityError(f"it makes a text of more than {MAX_CHARACTERS:,} characters")
+            raise SecurityError(f"it creates a text of more than {MAX_CHARACTERS:,} characters")
         return given
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if name in ("format", "format_map") and isinstance(owner, str) and WIDE_FORMAT.search(owner):
-            raise SecurityError("it asks for a text of too many characters")
-        _, *given = self.paid(name, [owner, *args, *kwargs.values()])
+            raise SecurityError("it formats a text of too many characters")
+        _, *given = self.charged(name, [owner, *args, *kwargs.values()])
         args, kwargs = tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
         if isinstance(function, LoopContext):  # a recursive loop: loop(children)
             args = tuple(Counted(self, arg) for arg in args)
@@ -120,7 +118,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             raise SecurityError("a number is too large")
         is_format = operator == "%" and isinstance(left, str)
         if is_format and (WIDE_PERCENT.search(left) or text_size("format", [left, right]) > MAX_CHARACTERS):
-            raise SecurityError("it asks for a text of too many characters")
+            raise SecurityError("it formats a text of too many characters")
         return self.checked(super().call_binop(context, operator, left, right))
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
@@ -132,7 +130,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def text_size(name: str, args: Sequence[Any]) -> int:
-    """At most so many characters come out of the methods and filters that can make a long text of short ones."""
+    """Upper bound of the result size of methods and filters that can create a long text from short ones."""
     texts = [arg for arg in args if isinstance(arg, str)]
     if name == "replace" and len(texts) == 3:
         return texts[0].count(texts[1]) * len(texts[2])
@@ -158,7 +156,7 @@ def content_size(value: Any) -> int:
 
 
 class Counted:
-    """What a loop iterates over, item by item on the budget."""
+    """Iterable of a loop that charges the work budget per item."""
 
     def __init__(self, environment: LimitedEnvironment, items: Any) -> None:
         self._environment, self._items = environment, items
@@ -167,17 +165,17 @@ class Counted:
         return self._environment.count(self._items)
 
     def __len__(self) -> int:
-        return len(self._items)  # `loop.length` expects a TypeError where there is none
+        return len(self._items)  # `loop.length` expects a TypeError if there is no length
 
 
 def limited_environment() -> LimitedEnvironment:
-    """The environment that transformers makes for chat templates (filters, globals, extensions), with limits."""
+    """The environment that transformers creates for chat templates (filters, globals, extensions), with limits."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     limited: LimitedEnvironment = object.__new__(LimitedEnvironment)
     limited.__dict__.update(_compile_jinja_template("").environment.overlay().__dict__)
     limited.work = 0
-    limited.globals = {name: value for name, value in limited.globals.items() if name != "lipsum"}  # text without end
+    limited.globals = {name: value for name, value in limited.globals.items() if name != "lipsum"}  # unbounded text
     limited.extensions = {key: extension.bind(limited) for key, extension in limited.extensions.items()}
     limited.filters = {name: limited_filter(limited, name, function) for name, function in limited.filters.items()}
     limited.filters[LOOP] = lambda items: Counted(limited, items)
@@ -186,9 +184,9 @@ def limited_environment() -> LimitedEnvironment:
 
 
 def limited_filter(environment: LimitedEnvironment, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)  # keeps the marks by which jinja passes its context first
+    @wraps(function)  # keeps the attributes by which Jinja passes its context
     def limited(*args: Any, **kwargs: Any) -> Any:
-        given = environment.paid(name, [*args, *kwargs.values()])
+        given = environment.charged(name, [*args, *kwargs.values()])
         named = dict(zip(kwargs, given[len(args) :], strict=True))
         return environment.checked(function(*given[: len(args)], **named))
 
@@ -196,7 +194,7 @@ def limited_filter(environment: LimitedEnvironment, name: str, function: Callabl
 
 
 def replace_concatenations(tree: nodes.Node) -> None:
-    """Replace each `a ~ b` by a filter that looks at the size."""
+    """Replace each `a ~ b` by a filter that checks the size."""
     for field, value in tree.iter_fields():
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, nodes.Node):

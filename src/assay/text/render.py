@@ -1,11 +1,8 @@
-"""Worked examples to put before a question, and prompts kept in files.
+"""Render prompts as token ids, and completions as token ids with loss masks.
 
-Plain text templates for models without a chat format: "{examples}Question: {question}\nAnswer:".
-
-Prompts -> token ids, completions -> token ids and loss masks. The only place that knows chat templates.
-
-Special tokens come from templates alone. In content (messages, system text, few-shot examples, fields of a problem,
-tool results, worked solutions) a string such as "<|im_end|>" is ordinary text.
+Prompts are rendered by a chat template, or, for base models, by a plain text template such as
+"{examples}Question: {question}\\nAnswer:". Special tokens come from templates only. In content (messages, system text,
+few-shot examples, fields of a problem, tool results, worked solutions) a string such as "<|im_end|>" is ordinary text.
 """
 
 from __future__ import annotations
@@ -25,15 +22,15 @@ from assay.types import Message, Prompt, UserError
 Shot = tuple[str, str]  # a question and its worked solution
 
 COLUMNS = (("question", "solution"), ("prompt", "completion"), ("question", "answer"))
-SEARCHED = 1_000  # prompts without a solution that are passed over before giving up: generated tasks do not end
+MAX_SEARCHED = 1_000  # prompts searched for worked solutions; generated tasks are endless
 
 
 def read_text_file(path: str | Path) -> str:
-    """A prompt kept in a file; the newline that editors put at the end is not part of it."""
+    """The text of a prompt file, without the newline at its end."""
     try:
         return Path(path).expanduser().read_text(encoding="utf-8-sig").removesuffix("\n")
     except FileNotFoundError as error:
-        raise UserError(f'there is no file "{path}"') from error
+        raise UserError(f'no such file: "{path}"') from error
     except UnicodeDecodeError as error:
         raise UserError(f'"{path}" is not a UTF-8 text file') from error
     except OSError as error:
@@ -43,24 +40,24 @@ def read_text_file(path: str | Path) -> str:
 def load_few_shot(path: str | Path, n: int | None = None) -> list[Shot]:
     """The first n pairs of a JSONL file: question and solution (or answer), or prompt and completion."""
     shots: list[Shot] = []
-    # split("\n") and not splitlines(): JSON strings may hold other line separators
+    # split("\n") instead of splitlines(): JSON strings may contain other line separators
     for number, line in enumerate(read_text_file(path).split("\n"), start=1):
         if n is not None and len(shots) >= n:
             break
         if line.strip():
             shots.append(_shot_of_line(line, f"{path}, line {number}"))
     if not shots if n is None else len(shots) < n:
-        wanted = "any few-shot example" if n is None else f"{n} few-shot examples"
-        raise UserError(f'"{path}" does not hold {wanted}: it has {len(shots)}')
+        wanted = "at least 1 is" if n is None else f"{n} are"
+        raise UserError(f'"{path}" has {len(shots)} few-shot examples, but {wanted} needed')
     return shots
 
 
 def few_shot_from_prompts(prompts: Iterable[Prompt], n: int) -> list[Shot]:
     """The first n prompts that have a worked solution."""
-    worked = ((p.question, p.solution) for p in islice(prompts, n + SEARCHED) if p.solution is not None)
+    worked = ((p.question, p.solution) for p in islice(prompts, n + MAX_SEARCHED) if p.solution is not None)
     shots = list(islice(worked, n))
     if len(shots) < n:
-        raise UserError(f"{n} few-shot examples were asked for, but only {len(shots)} prompts have a worked solution")
+        raise UserError(f"{n} few-shot examples were requested, but only {len(shots)} prompts have a worked solution")
     return shots
 
 
@@ -81,11 +78,11 @@ Piece = tuple[str, str | None]  # literal text, then the name of a placeholder o
 
 
 class RawTemplate:
-    """A template with {question}, {examples}, {system} and any of a prompt's fields; literal braces are {{ and }}.
+    """A template with {question}, {examples}, {system} and any field of a prompt; literal braces are {{ and }}.
 
-    {examples} is filled with few-shot examples and the earlier turns of a conversation, each in the form of what
-    follows {examples} in the template. System text for which there is no {system} goes first, before an empty line.
-    `escape` is applied to everything that is filled in, and never to the template itself.
+    {examples} is replaced by few-shot examples and earlier turns of the conversation, each formatted like the part of
+    the template after {examples}. Without {system}, system text is put first, followed by an empty line. `escape` is
+    applied to all inserted values, not to the template itself.
     """
 
     def __init__(self, template: str, escape: Callable[[str], str] = str) -> None:
@@ -93,13 +90,13 @@ class RawTemplate:
         self._escape = escape
         self.names = [name for _, name in self.pieces if name is not None]
         if not self.names:
-            raise UserError("prompt.template has no placeholder: put {question} where the question belongs")
+            raise UserError("prompt.template has no placeholder: add {question}")
         start = self.names.index("examples") + 1 if "examples" in self.names else 0
         self._shot_pieces = self.pieces[start:]
 
     @property
     def default_stop(self) -> tuple[str, ...]:
-        """A model that asks itself the next question has finished: the words before {question}, on a new line."""
+        """The words before {question}, on a new line: a model that writes them starts a new question by itself."""
         literals = [literal for literal, name in self.pieces if name == "question"]
         words = literals[0].split("\n")[-1].strip() if literals else ""
         return (f"\n{words}",) if any(letter.isalpha() for letter in words) else ()
@@ -109,7 +106,7 @@ class RawTemplate:
         system = own_system if system is None else system
         shots = [*few_shot, *_earlier_turns(prompt)]
         if shots and "examples" not in self.names:
-            raise UserError("prompt.template has no {examples}: put it where examples and earlier turns belong")
+            raise UserError("prompt.template has no {examples}: add it for few-shot examples and earlier turns")
         values = {
             **prompt.fields,
             "question": prompt.question,
@@ -121,24 +118,24 @@ class RawTemplate:
 
     @staticmethod
     def gap(before: str, after: str) -> str:
-        """A space to set an answer apart from its prompt, if there is no whitespace yet."""
+        """A space to separate an answer from its prompt, if there is no whitespace yet."""
         return "" if before[-1:].isspace() or after[:1].isspace() else " "
 
     def next_question(self, question: str, reply: str) -> str:
-        """What follows a reply, in the form of the examples; one that began to ask by itself is taken at its word."""
-        asked = self._fill(self._shot_pieces, {"question": question, "system": ""})
-        begun = next((stop for stop in self.default_stop if reply.endswith(stop)), "")
-        return asked.removeprefix(begun.lstrip("\n")) if begun else f"\n\n{asked}"
+        """The next question after a reply, formatted like the examples; a beginning at the end of the reply is kept."""
+        rendered = self._fill(self._shot_pieces, {"question": question, "system": ""})
+        started = next((stop for stop in self.default_stop if reply.endswith(stop)), "")
+        return rendered.removeprefix(started.lstrip("\n")) if started else f"\n\n{rendered}"
 
     def _shot(self, question: str, solution: str) -> str:
-        asked = self._fill(self._shot_pieces, {"question": question, "system": ""})
-        return f"{asked}{self.gap(asked, solution)}{self._escape(solution)}\n\n"
+        rendered = self._fill(self._shot_pieces, {"question": question, "system": ""})
+        return f"{rendered}{self.gap(rendered, solution)}{self._escape(solution)}\n\n"
 
     def _fill(self, pieces: Sequence[Piece], values: Mapping[str, Any]) -> str:
         parts: list[str] = []
-        content = ""  # values with nothing between them are escaped together
+        content = ""  # adjacent values are escaped together
         for literal, name in pieces:
-            if name == "examples":  # made of the template, and of content that is escaped already
+            if name == "examples":  # contains template text, and content that is already escaped
                 literal += _value(values, name)
                 name = None
             if literal:
@@ -169,22 +166,22 @@ def _value(values: Mapping[str, Any], name: str) -> str:
     if name not in values:
         known = ", ".join(f"{{{known}}}" for known in sorted(values))
         raise UserError(
-            f"prompt.template: unknown placeholder {{{name}}}: known here are {known} "
+            f"prompt.template: unknown placeholder {{{name}}}; known: {known} "
             "(a literal brace is written twice: {{ or }})"
         )
     return str(values[name])
 
 
 def _earlier_turns(prompt: Prompt) -> list[Shot]:
-    """Questions of a conversation that have been answered already."""
+    """Pairs of a question and its reply from earlier turns of the conversation."""
     turns = [message for message in prompt.messages if message["role"] != "system"]
     return [(q["content"], a["content"]) for q, a in pairwise(turns) if (q["role"], a["role"]) == ("user", "assistant")]
 
 
 Style = Literal["auto", "chat", "raw"]
-# Stands for a reply when we look what a template puts after one; random, so that no message can contain it.
+# Placeholder reply to inspect how a template renders replies; random, so that no message can contain it.
 PROBE = f"ASSAY-REPLY-PROBE-{secrets.token_hex(8)}"
-# Replies by which one sees how a template treats them once they are history.
+# Replies that show how a template changes earlier replies of a conversation.
 REPLIES = {
     "changes them": PROBE,
     "drops <think> sections": f"<think>\n{PROBE}\n</think>\n\n{PROBE}",
@@ -193,13 +190,13 @@ REPLIES = {
 
 
 class Renderer:
-    """How one model is asked, and how its answers are read.
+    """Renders prompts for one model, and decodes its completions.
 
-    `style`: "chat" through a chat template, "raw" through a plain text template with {question}; "auto" is raw if a
-    `template` is given, else chat. `template`: the raw template, or for "chat" a Jinja template instead of the model's.
-    `system` replaces a prompt's own system message; None leaves that, or else the chat template's default, alone.
-    `add_bos`: None puts a bos token in front where the tokenizer says that its model expects one. Never twice.
-    `stop`: strings that end an answer; None for the style's default.
+    `style`: "chat" uses a chat template, "raw" a plain text template with {question}; "auto" is raw if `template` is
+    given, else chat. `template`: the raw template, or, for "chat", a Jinja template instead of the tokenizer's.
+    `system` replaces the system message of prompts; None keeps it, or the default of the chat template.
+    `add_bos`: None adds a bos token if the tokenizer does so for plain text. It is never added twice.
+    `stop`: strings that end an answer; None: the default of the style.
     """
 
     def __init__(
@@ -214,12 +211,12 @@ class Renderer:
         stop: Sequence[str] | None = None,
     ) -> None:
         if style not in ("auto", "chat", "raw"):
-            raise UserError(f'unknown prompt.style "{style}": use auto, chat or raw')
+            raise UserError(f'unknown prompt.style "{style}"; use auto, chat or raw')
         if style == "auto":
             style = "raw" if template is not None else "chat"
         if style == "chat" and template is None and not tokenizer.has_chat_template:
             raise UserError(
-                'the model has no chat template: set prompt.style = "raw" to ask in plain text, or give prompt.template'
+                'the model has no chat template: set prompt.style = "raw" for plain text prompts, or prompt.template'
             )
         if add_bos and tokenizer.bos_id is None:
             raise UserError("add_bos is set, but the tokenizer has no bos token")
@@ -239,26 +236,26 @@ class Renderer:
         self.stop: tuple[str, ...] = default_stop if stop is None else tuple(stop)
 
     def prompt_text(self, prompt: Prompt) -> str:
-        """What the model is asked, as text."""
+        """The rendered prompt as text."""
         return self.tokenizer.unescape(self._escaped_text(prompt))
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """What the model is asked, as token ids; the whole text is tokenised at once."""
+        """The rendered prompt as token ids."""
         return self._with_bos(self.tokenizer.encode(self._escaped_text(prompt)))
 
     def all_prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """`prompt_ids` of each, faster."""
+        """`prompt_ids` of many prompts, faster than one by one."""
         texts = [self._escaped_text(prompt) for prompt in prompts]
         return [self._with_bos(ids) for ids in self.tokenizer.encode_all(texts)]
 
     def example(self, prompt: Prompt, completion: str) -> tuple[list[int], list[int]]:
-        """Ids and loss mask for supervised training: 0 on the prompt, 1 on the completion and its one end token.
+        """Token ids and loss mask for supervised training: 0 for the prompt, 1 for the completion and its end token.
 
-        The completion is tokenised by itself, so that the prompt's ids are exactly those of `prompt_ids`. In raw style
-        a space sets it apart from the prompt, as in the few-shot examples, unless there is whitespace already.
+        The completion is tokenized separately, so that the prompt has exactly the ids of `prompt_ids`. In raw style a
+        space separates it from the prompt, as in few-shot examples, unless there is whitespace already.
         """
         if self._end_id is None:
-            raise UserError("the tokenizer has no end-of-text token, so a completion's end cannot be taught: set one")
+            raise UserError("the tokenizer has no end-of-text token, which supervised training needs: set one")
         text = self._escaped_text(prompt)
         prompt_ids = self._with_bos(self.tokenizer.encode(text))
         completion = self._without_end_text(completion)
@@ -268,9 +265,9 @@ class Renderer:
         return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
 
     def next_turn_ids(self, prompt: Prompt, reply_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """What comes between a reply, as it was sampled, and the next one: its end where it lacks one, and messages.
+        """Token ids between a sampled reply and the next one: the missing end of the reply, if any, and `messages`.
 
-        Only this is tokenised: never again what was sampled.
+        Only these are tokenized; sampled tokens are never tokenized again.
         """
         if self._raw:
             text = "\n".join(message["content"] for message in messages)
@@ -296,22 +293,22 @@ class Renderer:
             return ""
         asked: Message = {"role": "user", "content": "?"}
         opening = self._chat_text([asked], open_reply=True)
-        found = []
+        changes = []
         for what, content in REPLIES.items():
             reply: Message = {"role": "assistant", "content": content}
             text = self.tokenizer.unescape(self._chat_text([asked, reply, asked], open_reply=True))
             if not text.startswith(opening + content):
-                found.append(what)
-        if "changes them" in found:
-            return "changes what stands before or within them"  # and whatever else there is follows from it
-        return " and ".join(found)
+                changes.append(what)
+        if "changes them" in changes:
+            return "changes the text before or within them"  # this implies the other changes
+        return " and ".join(changes)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a completion, without its end token and other special tokens."""
         return self.tokenizer.decode(self._without_end(ids))
 
     def decode_all(self, completions: Sequence[Sequence[int]]) -> list[str]:
-        """`decode` of each, faster."""
+        """`decode` of many completions, faster than one by one."""
         return self.tokenizer.decode_all([self._without_end(ids) for ids in completions])
 
     def _conversation(self, prompt: Prompt) -> list[Message]:
@@ -325,7 +322,7 @@ class Renderer:
         return opening + rest
 
     def _escaped_text(self, prompt: Prompt) -> str:
-        """What the model is asked, with its content escaped (see Tokenizer.escape)."""
+        """The rendered prompt with escaped content (see Tokenizer.escape)."""
         if self._raw:
             return self._raw.render(prompt, self.system, self.few_shot)
         return self._chat_text(self._conversation(prompt), open_reply=True)
@@ -335,13 +332,13 @@ class Renderer:
         return self.tokenizer.chat_text(escaped, template=self._chat_template, open_reply=open_reply)
 
     def _content(self, text: str) -> str:
-        """Text that is put into a template: special-token strings in it are ordinary text."""
+        """Escape text before it is inserted into a template; warns once about special-token strings."""
         escaped = self.tokenizer.escape(text)
         if escaped != text and not self._warned:
             self._warned = True
             warnings.warn(
                 "a prompt, a solution or a tool result contains the text of a special token, which is encoded as "
-                "ordinary text: special tokens belong into prompt.template",
+                "ordinary text: put special tokens into prompt.template",
                 stacklevel=2,
             )
         return escaped
@@ -357,23 +354,23 @@ class Renderer:
         return kept
 
     def _without_end_text(self, completion: str) -> str:
-        """A completion without end tokens that are written out at its end, as in some data sets."""
+        """The completion without end tokens written as text, as in some data sets."""
         ends = tuple(filter(None, map(self.tokenizer.token_text, self.stop_token_ids)))
         while ends and completion.endswith(ends):
             completion = next(completion.removesuffix(end) for end in ends if completion.endswith(end))
         return completion
 
     def _find_end_id(self) -> int | None:
-        """The token after a reply: the first special one that the chat template puts there, else eos."""
+        """The end token of a reply: the first special token that the chat template adds after it, else eos."""
         if self._raw:
             return self.tokenizer.eos_id
         asked: Message = {"role": "user", "content": "?"}
         text = self._chat_text([asked, {"role": "assistant", "content": PROBE}])
-        _, found, after = text.rpartition(PROBE)
-        if not found and self._chat_template is not None:
+        _, probe, after = text.rpartition(PROBE)
+        if not probe and self._chat_template is not None:
             raise UserError(
-                'prompt.template is no Jinja chat template: with {question} in it, set prompt.style = "raw"'
+                'prompt.template is not a Jinja chat template: for a template with {question}, set prompt.style = "raw"'
             )
-        ids = self.tokenizer.encode(after) if found else []
+        ids = self.tokenizer.encode(after) if probe else []
         ends = [index for index in ids if index in self.tokenizer.eos_ids or index in self.tokenizer.special_ids]
         return ends[0] if ends else self.tokenizer.eos_id

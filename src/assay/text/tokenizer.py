@@ -1,14 +1,9 @@
-"""Text <-> token ids: a thin wrapper around a transformers fast tokenizer, so that saving gives an ordinary folder.
+"""Tokenizers: a wrapper around transformers' fast tokenizers, loaded from folders, the hub or GGUF files, or built in.
 
-Special-token strings inside content, such as "<|im_end|>" in a tool result, are ordinary text.
-
-Content is escaped before it goes into a template: each special-token string in it becomes a placeholder. In the
-rendered text, special tokens that are still written out are the template's own. `encode` tells the two apart and
-encodes the whole text at once, so that prefix spaces and merges are those of one text.
-
-The tokenizer inside a GGUF file: vocabulary and merges by transformers, and what it leaves out from the metadata.
-
-Small tokenizers that need no download. They save and load as ordinary Hugging Face tokenizers.
+Special-token strings inside content, such as "<|im_end|>" in a tool result, are ordinary text. Content is escaped
+before it is inserted into a template: each special-token string becomes a placeholder. Special tokens that remain in
+the rendered text belong to the template. `encode` distinguishes the two and encodes the whole text at once, so that
+prefix spaces and merges are the same as for one text.
 """
 
 from __future__ import annotations
@@ -31,29 +26,29 @@ from assay.types import UserError
 if TYPE_CHECKING:
     from assay.text.chat_template import ChatTemplate
 
-# Tokens that end an assistant's turn in one chat format or another. Not <|end|>: some formats end a section with it.
+# Tokens that end an assistant's turn in common chat formats. Not <|end|>, which ends a section in some formats.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>")
-# How a tokenizer was loaded, which transformers keeps among its settings and would save with them.
+# Loading options that transformers would save with the tokenizer's settings.
 LOADING_OPTIONS = ("is_local", "local_files_only")
 
 
 class Tokenizer:
-    """What the other rooms may know of a tokenizer. `hf` is the transformers tokenizer underneath."""
+    """A fast tokenizer. `hf` is the wrapped transformers tokenizer."""
 
     def __init__(self, hf: Any, end_ids: Iterable[int] = ()) -> None:
-        """`end_ids`: end tokens that the model's own files name beyond those the tokenizer knows of."""
+        """`end_ids`: end tokens from the model's files, in addition to those of the tokenizer."""
         if not getattr(hf, "is_fast", False):
             raise UserError(f"{type(hf).__name__} is not a fast tokenizer: the model's folder needs a tokenizer.json")
         self.hf = hf
         self._backend = hf.backend_tokenizer
-        # A tokenizer.json may ask for truncation or padding, which would cut or pad prompts unseen.
+        # A tokenizer.json may enable truncation or padding, which would silently change prompts.
         self._backend.no_truncation()
         self._backend.no_padding()
-        for name in LOADING_OPTIONS:  # saved files must not depend on whether the run was resumed
+        for name in LOADING_OPTIONS:  # saved files must not depend on how the tokenizer was loaded
             hf.init_kwargs.pop(name, None)
         special = {token.content: index for index, token in hf.added_tokens_decoder.items() if token.special}
-        found = [hf.eos_token_id, *(special.get(name) for name in TURN_ENDS), *end_ids]
-        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(index for index in found if index is not None))
+        candidates = [hf.eos_token_id, *(special.get(name) for name in TURN_ENDS), *end_ids]
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(index for index in candidates if index is not None))
         self.special_ids: frozenset[int] = frozenset(special.values()) | frozenset(hf.all_special_ids)
         self.vocab_size: int = len(hf)
         self.bos_id: int | None = hf.bos_token_id
@@ -66,15 +61,15 @@ class Tokenizer:
         self._templates: dict[str, ChatTemplate] = {}
 
     def escape(self, content: str) -> str:
-        """Content to put into a template: `encode` takes special-token strings in it for ordinary text."""
+        """Escape content for a template, so that `encode` treats special-token strings in it as ordinary text."""
         return self._special.escape(content)
 
     def unescape(self, text: str) -> str:
-        """The text as a person should read it."""
+        """The readable text without placeholders."""
         return self._special.unescape(text)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the text and nothing else. Special tokens in it count, unless content was escaped."""
+        """Token ids of the text, without added bos or eos. Special tokens are recognised, except in escaped content."""
         if self._special.has_placeholder(text):
             return self._special.encode(text.encode("utf-8", "replace").decode("utf-8"))
         try:
@@ -82,39 +77,39 @@ class Tokenizer:
         except TypeError:
             if not isinstance(text, str):
                 raise
-            # Lone surrogates, which JSON can hold and UTF-8 cannot, become question marks.
+            # Lone surrogates, valid in JSON but not in UTF-8, become question marks.
             readable = text.encode("utf-8", "replace").decode("utf-8")
             return list(self._backend.encode(readable, add_special_tokens=False).ids)
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each, in as many threads as there are cores."""
+        """`encode` of many texts, in one thread per core."""
         if any(map(self._special.has_placeholder, texts)):
             return [self.encode(text) for text in texts]
         try:
-            return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
-        except TypeError:  # one of them is not UTF-8
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        except TypeError:  # a text is not valid UTF-8
             return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of some ids. Broken UTF-8 becomes U+FFFD; ids beyond the vocabulary (padding rows) are nothing."""
+        """The text of token ids. Invalid UTF-8 becomes U+FFFD; ids beyond the vocabulary (padding rows) are skipped."""
         return self._backend.decode([int(index) for index in ids], skip_special_tokens=skip_special)
 
     def decode_all(self, lists: Sequence[Sequence[int]]) -> list[str]:
-        """`decode` of each, in as many threads as there are cores."""
+        """`decode` of many sequences, in one thread per core."""
         return self._backend.decode_batch(lists, skip_special_tokens=True)
 
     def token_text(self, index: int) -> str:
-        """The text of one added token, such as <|im_end|>; empty where there is none of this id."""
+        """The text of an added token, such as <|im_end|>; empty for other ids."""
         return self._added_texts.get(index, "")
 
     def is_part_of(self, other: Tokenizer) -> bool:
-        """Whether the other one knows each of its tokens, by the same id."""
+        """Whether every token has the same id in the other tokenizer."""
         known = other.hf.get_vocab()
         return all(known.get(token) == index for token, index in self.hf.get_vocab().items())
 
     @property
     def expects_bos(self) -> bool:
-        """Whether the tokenizer puts a bos token before plain text, as its model was trained to see (Llama, Gemma)."""
+        """Whether the tokenizer adds a bos token to plain text, as in training of the model (Llama, Gemma)."""
         return self.bos_id is not None and self._backend.encode("a").ids[:1] == [self.bos_id]
 
     @property
@@ -122,8 +117,8 @@ class Tokenizer:
         return bool(self.hf.chat_template)
 
     def chat_text(self, messages: Sequence[Any], *, template: str | None = None, open_reply: bool = False) -> str:
-        """Messages through a chat template (the tokenizer's own unless given), as text."""
-        from assay.text.chat_template import ChatTemplate  # late: with the tokenizer's own libraries
+        """Messages rendered by a chat template (default: the tokenizer's own), as text."""
+        from assay.text.chat_template import ChatTemplate  # late: the import takes seconds
 
         source = self.hf.get_chat_template(template)
         if source not in self._templates:
@@ -132,7 +127,7 @@ class Tokenizer:
         return self._templates[source].render(messages, {**variables, "add_generation_prompt": open_reply})
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json, its config and the chat template: what AutoTokenizer reads."""
+        """Write tokenizer.json, its config and the chat template, as AutoTokenizer reads them."""
         self.hf.save_pretrained(str(folder))
 
 
@@ -143,11 +138,11 @@ def load_tokenizer(source: str, trust_remote_code: bool = False) -> Tokenizer:
         hf, end_ids = load_gguf_tokenizer(path)
         return Tokenizer(hf, end_ids)
     if path.is_file():
-        raise UserError(f'"{source}" is a file: a tokenizer comes from a Hugging Face folder, a hub id or a .gguf file')
+        raise UserError(f'"{source}" is a file: give a Hugging Face folder, a hub id or a .gguf file for the tokenizer')
     if path.is_dir():
         return Tokenizer(_from_pretrained(str(path), trust_remote_code), _end_ids_of_folder(path))
     if source.startswith(("/", ".", "~")) or source.count("/") > 1 or not source.strip():
-        raise UserError(f'there is no folder "{source}" to load a tokenizer from')
+        raise UserError(f'cannot load a tokenizer: no such folder: "{source}"')
     return Tokenizer(_from_pretrained(source, trust_remote_code), _end_ids_of_hub(source))
 
 
@@ -160,21 +155,21 @@ def _from_pretrained(source: str, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=local_only, use_fast=True
         )
-    except Exception as error:  # files from anywhere make transformers fail in any way
+    except Exception as error:  # damaged files make transformers raise any exception
         if "trust_remote_code" in str(error):
-            advice = "it runs code of its own: read that code, then allow it with trust_remote_code"
+            advice = "it contains its own code: review the code, then allow it with trust_remote_code"
         elif is_folder:
             advice = "the folder needs tokenizer.json and tokenizer_config.json"
         elif local_only:
             advice = "the Hugging Face hub cannot be reached: check the name and the network, or give a local folder"
         else:
-            advice = "no such local folder, and the Hugging Face hub did not give one: check the name"
+            advice = "no such local folder, and not found on the Hugging Face hub: check the name"
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f'no tokenizer from "{source}": {advice} ({first_line})') from error
+        raise UserError(f'cannot load the tokenizer "{source}": {advice} ({first_line})') from error
 
 
 def _hub_reachable() -> bool:
-    """Whether the hub's name resolves: the hub client itself retries for most of a minute before it gives up."""
+    """Whether the hub's host name resolves; the hub client itself retries for most of a minute."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
         return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
@@ -188,7 +183,7 @@ def _hub_reachable() -> bool:
 
 
 def _end_ids_of_folder(folder: Path) -> list[int]:
-    """What generation_config.json, or else config.json, calls the end of a text."""
+    """End tokens of generation_config.json, or else of config.json."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         if not file.is_file():
@@ -197,9 +192,9 @@ def _end_ids_of_folder(folder: Path) -> list[int]:
             values = json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise UserError(f'"{file}" is not valid JSON: {error}') from error
-        found = values.get("eos_token_id") if isinstance(values, dict) else None
-        if found is not None:
-            return _as_ids(found)
+        end_ids = values.get("eos_token_id") if isinstance(values, dict) else None
+        if end_ids is not None:
+            return _as_ids(end_ids)
     return []
 
 
@@ -208,7 +203,7 @@ def _end_ids_of_hub(source: str) -> list[int]:
 
     try:
         config = GenerationConfig.from_pretrained(source, local_files_only=not _hub_reachable())
-    except OSError:  # many models have none
+    except OSError:  # many models have no generation config
         return []
     return _as_ids(config.eos_token_id)
 
@@ -218,11 +213,11 @@ def _as_ids(value: Any) -> list[int]:
     return [index for index in values if isinstance(index, int) and index >= 0]
 
 
-_NONCE = secrets.token_hex(8)  # content cannot contain placeholders by guessing; token ids do not depend on it
+_NONCE = secrets.token_hex(8)  # makes placeholders unguessable for content; token ids do not depend on it
 
 
 class SpecialTokens:
-    """The special tokens of one tokenizer, by their text."""
+    """Escaping of the special tokens of one tokenizer."""
 
     def __init__(self, backend: Any, ids: Mapping[str, int]) -> None:
         self._backend, self._ids = backend, dict(ids)
@@ -235,25 +230,25 @@ class SpecialTokens:
         self._either = re.compile(f"{placeholder}|{special}")
 
     def escape(self, content: str) -> str:
-        """The content with placeholders for special-token strings; ordinary content as it is."""
-        return self._special.sub(lambda found: f"assaytext{_NONCE}x{self._ids[found[0]]}x", content)
+        """Replace special-token strings in content by placeholders."""
+        return self._special.sub(lambda match: f"assaytext{_NONCE}x{self._ids[match[0]]}x", content)
 
     def unescape(self, text: str) -> str:
-        return self._placeholder.sub(lambda found: self._texts[int(found[1])], text) if _NONCE in text else text
+        return self._placeholder.sub(lambda match: self._texts[int(match[1])], text) if _NONCE in text else text
 
     def has_placeholder(self, text: str) -> bool:
         return _NONCE in text
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text with placeholders: what they stand for is encoded as ordinary text."""
+        """Token ids of a text with placeholders, whose original strings are encoded as ordinary text."""
         return list(self._renamed_backend.encode(self._either.sub(self._rename, text), add_special_tokens=False).ids)
 
-    def _rename(self, found: re.Match[str]) -> str:
-        return _new_name(self._ids[found[0]]) if found[1] is None else self._texts[int(found[1])]
+    def _rename(self, match: re.Match[str]) -> str:
+        return _new_name(self._ids[match[0]]) if match[1] is None else self._texts[int(match[1])]
 
     @cached_property
     def _renamed_backend(self) -> Any:
-        """The same tokenizer, but its special tokens have other names, so their old names are ordinary text."""
+        """The tokenizer with renamed special tokens, so that their original names are ordinary text."""
         from tokenizers import Tokenizer as Backend
 
         names = {text: _new_name(index) for text, index in self._ids.items()}
@@ -262,12 +257,12 @@ class SpecialTokens:
             token["content"] = names.get(token["content"], token["content"])
         model = tree["model"]
         _rename_vocabulary(model, names)
-        tree["post_processor"] = None  # refers to special tokens by name, and adds only what nobody asks for here
+        tree["post_processor"] = None  # refers to special tokens by name, and is not needed here
         try:
             renamed = Backend.from_str(json.dumps(tree))
         except Exception as error:  # the library raises plain exceptions
             raise UserError(
-                f"special tokens in prompts cannot be told from text with this tokenizer: {error}"
+                f"this tokenizer cannot distinguish special tokens from text in prompts: {error}"
             ) from error
         wrong = [text for text, index in self._ids.items() if renamed.token_to_id(names[text]) != index]
         if wrong:
@@ -280,7 +275,7 @@ def _new_name(index: int) -> str:
 
 
 def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Rename the special tokens in a model's part of a tokenizer.json."""
+    """Rename special tokens in the model section of a tokenizer.json."""
     vocab = model["vocab"]
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(text, text): index for text, index in vocab.items()}
@@ -293,7 +288,7 @@ def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["merges"] = [pair for pair in pairs if "".join(pair) not in names and not names.keys() & set(pair)]
 
 
-# Vocabularies whose text is cut at every digit before the GPT-2 pattern applies.
+# Vocabularies that split every digit before the GPT-2 pattern applies.
 DIGIT_BY_DIGIT = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
 LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe"})
 
@@ -302,17 +297,17 @@ SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", BOOL: 
 
 
 def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
-    """A transformers tokenizer, and the end tokens that the file names."""
+    """The tokenizer of a GGUF file as a transformers tokenizer, and the end tokens that the file names."""
     metadata = read_metadata(path)
     if "tokenizer.ggml.model" not in metadata:
-        raise UserError(f'"{path}" holds no tokenizer: give a Hugging Face folder as the tokenizer instead')
+        raise UserError(f'"{path}" contains no tokenizer: set model.tokenizer to a Hugging Face folder')
     from transformers import PreTrainedTokenizerFast  # late: the import takes seconds
 
     try:
-        # Not AutoTokenizer: it reads all of the file only to learn the architecture, which this needs not know.
+        # Not AutoTokenizer, which reads the whole file to determine the architecture.
         hf = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
-        _mend(hf, metadata)
-    except BaseException as error:  # damaged metadata makes it fail in any way, panics of its Rust part included
+        _complete(hf, metadata)
+    except BaseException as error:  # damaged metadata causes any exception, including Rust panics
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
@@ -325,8 +320,8 @@ def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
     return hf, [index for index in ends if isinstance(index, int) and 0 <= index < len(hf)]
 
 
-def _mend(hf: Any, metadata: dict[str, Any]) -> None:
-    """What llama.cpp derives from the metadata and transformers does not: digit splits, whole words first, bos."""
+def _complete(hf: Any, metadata: dict[str, Any]) -> None:
+    """Apply metadata that llama.cpp uses and transformers ignores: digit splits, whole words first, bos."""
     from tokenizers import pre_tokenizers
 
     pre = str(metadata.get("tokenizer.ggml.pre", ""))
@@ -336,16 +331,16 @@ def _mend(hf: Any, metadata: dict[str, Any]) -> None:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     if pre in LLAMA3:
-        backend.model.ignore_merges = True  # a word that is in the vocabulary is one token, whatever the merges say
+        backend.model.ignore_merges = True  # a word of the vocabulary is one token, regardless of merges
     default = metadata["tokenizer.ggml.model"] == "llama" or pre in LLAMA3
     if hf.bos_token_id is not None:
         hf.add_bos_token = bool(metadata.get("tokenizer.ggml.add_bos_token", default))
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """The key-value part of a GGUF file; of arrays only the length. (Reading all of them takes seconds to minutes.)"""
+    """The key-value pairs of a GGUF file; for arrays only the length, because reading them takes seconds to minutes."""
     if not path.is_file():
-        raise UserError(f'there is no file "{path}"')
+        raise UserError(f'no such file: "{path}"')
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
@@ -353,7 +348,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
             version = _number(file, "<I")
             if version not in (2, 3):
                 raise UserError(f'"{path}" is GGUF version {version}, which is not supported: convert it to version 3')
-            _number(file, "<Q")  # how many tensors
+            _number(file, "<Q")  # number of tensors
             pairs = _number(file, "<Q")
             return {_string(file): _value(file, _number(file, "<I")) for _ in range(pairs)}
     except (struct.error, KeyError, ValueError, OSError, OverflowError, MemoryError, RecursionError) as error:
@@ -367,7 +362,7 @@ def _number(file: BinaryIO, form: str) -> Any:
 def _string(file: BinaryIO) -> str:
     length = _number(file, "<Q")
     if length > os.fstat(file.fileno()).st_size:
-        raise ValueError("a text longer than the file")
+        raise ValueError("a string is longer than the file")
     return file.read(length).decode("utf-8")
 
 
@@ -391,7 +386,7 @@ def _skip_array(file: BinaryIO) -> int:
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>", "<system>", "<tool>")
 
-# One token before a message and one after a reply: a small model's speed depends on the length of its prompts.
+# One token before a message and one after a reply, because short prompts make small models fast.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<' + message['role'] + '>' + message['content'] }}"
@@ -402,18 +397,18 @@ CHAT_TEMPLATE = (
 
 
 def char_tokenizer() -> Tokenizer:
-    """One token for each printable ASCII character, newline and tab; other characters are <unk>."""
+    """A tokenizer with one token per printable ASCII character, newline and tab; other characters are <unk>."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models
 
     printable = string.digits + string.ascii_letters + string.punctuation + " \n\t"
     backend = Backend(models.BPE(vocab=_numbered(printable), merges=[], unk_token="<unk>"))
-    backend.decoder = decoders.Fuse()  # no spaces between tokens
+    backend.decoder = decoders.Fuse()  # joins tokens without spaces
     return _wrap(backend)
 
 
 def word_tokenizer(words: Sequence[str]) -> Tokenizer:
-    """One token for each given word, number or symbol; whitespace sets them apart, and decoding joins with spaces."""
+    """A tokenizer with one token per given word, number or symbol. Words are separated by whitespace."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers
 
@@ -421,16 +416,16 @@ def word_tokenizer(words: Sequence[str]) -> Tokenizer:
         raise UserError("a word tokenizer needs at least one word")
     for word in words:
         if word.split() != [word]:
-            raise UserError(f"a word tokenizer's words hold no whitespace and are not empty, unlike {word!r}")
+            raise UserError(f"words of a word tokenizer must be nonempty and without whitespace, got {word!r}")
         if any(special in word for special in SPECIALS):
-            raise UserError(f'the word "{word}" contains a special token ({", ".join(SPECIALS)}): leave it out')
+            raise UserError(f'the word "{word}" contains a special token ({", ".join(SPECIALS)}): remove it')
     backend = Backend(models.WordLevel(vocab=_numbered(words), unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _wrap(backend)
 
 
 def _numbered(entries: Iterable[str]) -> dict[str, int]:
-    """Special tokens first, then the entries in the order given, each once."""
+    """Ids of special tokens and entries, in this order and without duplicates."""
     return {entry: index for index, entry in enumerate(dict.fromkeys((*SPECIALS, *entries)))}
 
 
