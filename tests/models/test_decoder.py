@@ -7,7 +7,7 @@ import torch
 
 from assay.models import Decoder, load_model, spec_from_hf, spec_to_hf
 from assay.models.load import build_preset, preset
-from assay.models.lora import Lora, add_lora
+from assay.models.lora import Lora
 from assay.models.spec import ModelSpec
 
 CASES = {
@@ -119,15 +119,15 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("bridged", [True, False])
 @pytest.mark.parametrize("piece", PIECES)
-def test_pieces_that_are_compiled_compute_the_same(piece, chained):
+def test_pieces_that_are_compiled_compute_the_same(piece, bridged):
     sizes = {"vocab_size": 50, "hidden": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 24}
     model = Decoder(ModelSpec(**sizes | {"max_length": 32} | PIECES[piece])).double()
     model.initialise(0)
     names = list(model.state_dict())
     expected = hidden_and_gradients(model)
-    model.compile_layers(chained)
+    model.compile_layers(bridged)
     with torch.compiler.set_stance("force_eager"):  # the pieces themselves: fusing them is torch's own business
         found = hidden_and_gradients(model)
     assert list(model.state_dict()) == names
@@ -137,7 +137,7 @@ def test_pieces_that_are_compiled_compute_the_same(piece, chained):
 
 def test_adapters_are_seen_by_pieces_that_are_compiled():
     model = build_preset("nano", vocab_size=50, max_length=32, seed=0).double()
-    add_lora(model, Lora(rank=2, alpha=4.0, targets=("k_proj",)))
+    model.add_lora(Lora(rank=2, alpha=4.0, targets=("k_proj",)))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:

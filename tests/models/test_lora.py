@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from assay.engine import Request, SamplingParams, generate, make_engine
-from assay.models import HFModel, Lora, PolicyModel, add_lora, load_adapter, load_model, save_adapter, save_model
+from assay.models import HFModel, Lora, PolicyModel, load_adapter, load_model, save_adapter, save_model
 from assay.models.fingerprint import fingerprint
-from assay.models.lora import adapters_off, is_untrained
 from assay.types import UserError
 
 IDS, LENGTHS = torch.randint(61, (30,), generator=torch.Generator().manual_seed(0)), [11, 4, 15]
@@ -38,7 +37,7 @@ def base(make_hf: Callable[..., Any], tmp_path: Path) -> Loader:
 
 
 def adapt(policy: PolicyModel, trained: bool = True, targets: Sequence[str] = SEVEN, rank: int = 3) -> PolicyModel:
-    add_lora(policy, Lora(rank, 8.0, tuple(targets), base="org/base"), seed=5)
+    policy.add_lora(Lora(rank, 8.0, tuple(targets), base="org/base"), seed=5)
     if trained:
         generator = torch.Generator().manual_seed(6)
         with torch.no_grad():
@@ -58,7 +57,7 @@ def difference(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fresh_adapters_change_nothing_and_learn_alone(base: Loader, family: str) -> None:
     plain, policy = base(family), adapt(base(family), trained=False)
-    assert torch.equal(logits(policy), logits(plain)) and is_untrained(policy)
+    assert torch.equal(logits(policy), logits(plain)) and policy.adapters_are_zero()
     logits(policy).square().sum().backward()
     graded = {name for name, p in policy.named_parameters() if p.grad is not None}
     adapters = {name for name, _ in policy.named_parameters() if ".lora_" in name}
@@ -82,7 +81,7 @@ def test_merged_weights_give_the_logits_of_the_adapters(base: Loader, family: st
     merged = load_model(str(tmp_path / "merged"), dtype=torch.float64)
     assert difference(logits(merged), expected) < 1e-10
     assert fingerprint(merged.weights()) == fingerprint(policy.weights()) != before
-    with adapters_off(policy):
+    with policy.adapters_off():
         assert torch.equal(logits(policy), logits(plain))
         assert fingerprint(policy.weights()) == before  # merging never writes to the base
     assert torch.equal(logits(policy), expected)
@@ -109,7 +108,7 @@ def test_half_precision_is_merged_in_single(base: Loader) -> None:
 def test_fresh_adapters_depend_on_the_seed_alone(base: Loader) -> None:
     def fresh(seed: int) -> Tensor:
         policy = base()
-        add_lora(policy, Lora(3, 8.0), seed)
+        policy.add_lora(Lora(3, 8.0), seed)
         return torch.cat([p.detach().flatten() for p in policy.parameters() if p.requires_grad])
 
     assert torch.equal(fresh(1), fresh(1)) and not torch.equal(fresh(1), fresh(2))

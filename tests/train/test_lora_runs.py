@@ -13,7 +13,7 @@ from small_run import SmallRuns, gpt2_folder, strike_at
 from train_parts import make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
-from assay.models import Lora, PolicyModel, add_lora, fingerprint, load_adapter, load_model
+from assay.models import Lora, PolicyModel, fingerprint, load_adapter, load_model
 from assay.runs import checkpoints
 from assay.train.learner.optim import make_adamw
 from assay.train.learner.pack import rows_of
@@ -39,7 +39,7 @@ def test_a_checkpoint_holds_the_merged_model_and_the_adapters(finished: SmallRun
     base, last = finished.runs / "small" / "base", finished.checkpoint(2)
     assert print_of(finished.checkpoint(0) / "model") == print_of(base) != print_of(last / "model")
     policy = load_model(str(base))
-    add_lora(policy, Lora(2, 4.0))
+    policy.add_lora(Lora(2, 4.0))
     load_adapter(policy, last / "adapter")
     assert fingerprint(policy.weights()) == print_of(last / "model")
     trained = {name.partition("|")[0] for name in load_file(last / "optimizer.safetensors")}
@@ -152,7 +152,7 @@ def test_adapters_of_a_fallback_model_are_trained_and_resumed(tmp_path: Path) ->
 
 def adapted() -> PolicyModel:
     policy = tiny_decoder()
-    add_lora(policy, Lora(2, 4.0))
+    policy.add_lora(Lora(2, 4.0))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in (p for p in policy.parameters() if p.requires_grad):

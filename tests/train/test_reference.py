@@ -15,7 +15,7 @@ from train_parts import full_logprobs, make_groups, tiny_decoder
 
 from assay.algos import Scorers, make_algorithm
 from assay.config import AlgoConfig, TrainConfig
-from assay.models import Lora, add_lora, save_model
+from assay.models import Lora, save_model
 from assay.models.lora import adapted_layers
 from assay.runs.rollouts import read_rollouts
 from assay.tasks import make_task
@@ -77,7 +77,7 @@ def test_an_average_is_kept_in_full_precision(tmp_path: Path) -> None:
 
 def test_adapters_count_as_merged() -> None:
     policy, reference = tiny_decoder(), tiny_decoder(seed=5)
-    add_lora(policy, Lora(rank=2, alpha=4.0))
+    policy.add_lora(Lora(rank=2, alpha=4.0))
     with torch.no_grad():
         for _, layer in adapted_layers(policy):
             layer.lora_B.weight.normal_(generator=torch.Generator().manual_seed(1))

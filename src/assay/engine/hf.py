@@ -24,7 +24,6 @@ from assay.engine.outputs import Decode, OutputProcessor, StopStrings
 from assay.engine.rows import Rows, StepOutput
 from assay.engine.sequence import Column, RowState, Sample, assign_slot, close_gaps
 from assay.models.base import PolicyModel
-from assay.models.lora import drop_lora
 from assay.types import UserError
 
 PREFILL_TOKENS = 8192  # of prompts that start together
@@ -194,7 +193,7 @@ def own_copy(model: PolicyModel, device: torch.device, dtype: torch.dtype | None
     for weight in model.parameters():
         weight.grad = None  # not to be copied along
     copied = copy.deepcopy(model).to(device).eval()
-    drop_lora(copied)  # the weights that come are merged
+    copied.drop_lora()  # the weights that come are merged
     for name, weight in model.named_parameters():
         weight.grad = gradients[name]
     for weight in copied.parameters():

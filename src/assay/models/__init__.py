@@ -7,7 +7,7 @@ from assay.models.export import load_adapter, save_adapter, save_model
 from assay.models.fallback import HFModel
 from assay.models.fingerprint import fingerprint
 from assay.models.load import PRESETS, build_preset, fetch_model, load_model, preset
-from assay.models.lora import Lora, add_lora
+from assay.models.lora import Lora
 from assay.models.spec import ModelSpec, spec_from_hf, spec_to_hf
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Lora",
     "ModelSpec",
     "PolicyModel",
-    "add_lora",
     "build_preset",
     "fetch_model",
     "fingerprint",

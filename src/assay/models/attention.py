@@ -1,6 +1,7 @@
-"""torch's attention over sequences of different lengths, one behind the other: on CUDA, at 16 bits.
+"""Causal attention over packed sequences, for training and scoring; prompts that sequences share are computed once.
 
-Causal attention over packed sequences, for training and scoring.
+On CUDA at 16 bits it is flash attention on the packed tokens. Elsewhere sequences become a right-padded batch for
+torch's fused kernel; everything outside attention stays free of padding.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,216 +20,82 @@ from torch import Tensor
 from assay.models.device import upload
 
 
-def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _has_flash(device)
-
-
-@cache
-def _has_flash(device: torch.device) -> bool:
-    """Some builds of torch lack it, and some devices are too old for it."""
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def varlen_attention(
-    q: Tensor, keys: Tensor, values: Tensor, queries_at: Tensor, keys_at: Tensor, most: tuple[int, int]
-) -> Tensor:
-    """Causal, aligned at the ends of sequences, which begin at `queries_at` and `keys_at` (int32, ends included).
-
-    q [N, H, d], keys and values [M, K, d]; `most`: queries and keys that a sequence has.
-    """
-    return flash(q, keys, values, queries_at, keys_at, most, causal=True)[0]
-
-
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
-    """Causal attention within segments that begin at `starts`; as above, with gradients."""
-    return _PackedAttention.apply(q, k, v, starts, longest)
-
-
-class _PackedAttention(torch.autograd.Function):
-    """Flash attention by its bare operators: what torch wraps them in takes the host longer than all of this."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
-        out, sums, seed, unused = flash(q, k, v, starts, starts, (longest, longest), causal=True)
-        ctx.save_for_backward(q, k, v, out, sums, starts, seed, unused)
-        ctx.longest = longest
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums, starts, seed, unused = ctx.saved_tensors
-        most = (ctx.longest, ctx.longest)
-        found = flash_backward(grad.contiguous(), q, k, v, out, sums, starts, starts, most, seed, unused, causal=True)
-        return *found, None, None
-
-
-class Stems(Protocol):
-    """What several sequences begin with, and what follows: see `attention.Branches`."""
-
-    tails: Tensor
-    stems: Tensor
-    tail_starts: Tensor
-    stem_starts: Tensor
-    most: tuple[int, int]
-
-
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, stems: Stems) -> Tensor:
-    """Causal attention within segments that begin at `starts`, where those that follow a stem see all of it too."""
-    return _TreeAttention.apply(q, k, v, starts, longest, stems)
-
-
-class _TreeAttention(torch.autograd.Function):
-    """Two passes of flash attention, joined by their log-partition sums.
-
-    The gradient of each pass follows from the joined result and the joined sum: with these a pass knows the true weight
-    of each of its keys.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, stems: Stems) -> Tensor:
-        out, sums, seed, unused = flash(q, k, v, starts, starts, (longest, longest), causal=True)
-        tail = q.index_select(0, stems.tails)
-        keys, values = k.index_select(0, stems.stems), v.index_select(0, stems.stems)
-        ours, our_sums, _, _ = flash(tail, keys, values, stems.tail_starts, stems.stem_starts, stems.most, causal=False)
-        theirs = sums.index_select(1, stems.tails)
-        joined = torch.logaddexp(theirs, our_sums)
-        theirs, ours_too = ((part - joined).exp().t()[:, :, None] for part in (theirs, our_sums))
-        mixed = out.index_select(0, stems.tails) * theirs + ours * ours_too
-        out.index_copy_(0, stems.tails, mixed.to(out.dtype))
-        sums.index_copy_(1, stems.tails, joined)
-        ctx.save_for_backward(q, k, v, out, sums, starts, seed, unused)
-        ctx.longest, ctx.stems = longest, stems
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums, starts, seed, unused = ctx.saved_tensors
-        stems, most = ctx.stems, (ctx.longest, ctx.longest)
-        grad = grad.contiguous()
-        found = flash_backward(grad, q, k, v, out, sums, starts, starts, most, seed, unused, causal=True)
-        tail, own_grad, own_out = (x.index_select(0, stems.tails) for x in (q, grad, out))
-        keys, values = k.index_select(0, stems.stems), v.index_select(0, stems.stems)
-        own_sums = sums.index_select(1, stems.tails)
-        starts = (stems.tail_starts, stems.stem_starts)
-        more = flash_backward(
-            own_grad, tail, keys, values, own_out, own_sums, *starts, stems.most, seed, unused, causal=False
-        )
-        for whole, part, at in zip(found, more, (stems.tails, stems.stems, stems.stems), strict=True):
-            whole.index_add_(0, at, part)
-        return *found, None, None, None
-
-
-def flash(
-    q: Tensor, k: Tensor, v: Tensor, queries_at: Tensor, keys_at: Tensor, most: tuple[int, int], *, causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result [N, H, d], log-partition sums [H, N], and two things that the backward pass wants to see again."""
-    return torch.ops.aten._flash_attention_forward(q, k, v, queries_at, keys_at, *most, 0.0, causal, False)[:4]
-
-
-def flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    queries_at: Tensor,
-    keys_at: Tensor,
-    most: tuple[int, int],
-    seed: Tensor,
-    unused: Tensor,
-    *,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, sums.contiguous(), queries_at, keys_at, *most, 0.0, causal, seed, unused
-    )
-
-
 class PackedCausal:
-    """Each token sees the earlier tokens of its own sequence.
+    """Each token attends to itself and to the earlier tokens of its own sequence.
 
-    `shared[i]` tokens with which sequence i begins are those of the nearest sequence before it that shares none, its
-    leader: they are computed once. All that follow one leader share as much with it.
-
-    On CUDA at 16 bits sequences stay as they are. Elsewhere they are laid out as a right-padded batch for the fused
-    kernel, and taken back out of it. Everything outside attention stays free of padding.
+    `shared[i]`: number of leading tokens that sequence i has in common with its leader, the nearest earlier sequence
+    whose entry is 0. They are computed once. All sequences with the same leader have the same entry.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str, shared: Sequence[int] | None = None) -> None:
         shared = shared or [0] * len(lengths)
-        tree = Segments.of(lengths, shared)
+        segments = Segments.of(lengths, shared)
         self.device = torch.device(device)
-        self.segments = Padded(tree.lengths, self.device)
-        starts = [0, *accumulate(tree.lengths)]
-        positions = counted(tree.lengths) + np.repeat(tree.offsets, tree.lengths)
-        self.positions = upload(torch.from_numpy(positions), self.device)  # of the tokens that are computed
+        self.padded = Padded(segments.lengths, self.device)
+        starts = [0, *accumulate(segments.lengths)]
+        positions = positions_within(segments.lengths) + np.repeat(segments.offsets, segments.lengths)
+        self.positions = upload(torch.from_numpy(positions), self.device)  # of the computed tokens
         self.starts = upload(torch.tensor(starts, dtype=torch.int32), self.device)
-        # Of all tokens, those that are computed; and where among these each of all tokens is found.
-        self.computed = self.places = None
-        self.branches: Branches | None = None
+        self.computed: Tensor | None = None  # indices, among all tokens, of the computed ones; None: all are computed
+        self.restore: Tensor | None = None  # for each of all tokens, its index among the computed ones
+        self.prefixes: Prefixes | None = None
         if any(shared):
-            computed, places = tree.computed()
-            self.computed, self.places = upload(computed, self.device), upload(places, self.device)
-            if any(stem >= 0 for stem in tree.stems):  # identical sequences have no tokens after the shared ones
-                self.branches = Branches(tree, starts, self.device)
+            computed, restore = segments.computed()
+            self.computed, self.restore = upload(computed, self.device), upload(restore, self.device)
+            if any(prefix >= 0 for prefix in segments.prefixes):  # false if all sequences equal their leaders
+                self.prefixes = Prefixes(segments, starts, self.device)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        longest = self.segments.longest
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if has_varlen(q.device, q.dtype):
-            if self.branches is not None:
-                return tree_attention(q, k, v, self.starts, longest, self.branches)
-            return packed_attention(q, k, v, self.starts, longest)
-        if self.branches is None:
-            return self.segments.attend(q, k, v)
-        return self.branches.attend(q, k, v)
+            return _FlashAttention.apply(q, k, v, self.starts, self.padded.longest, self.prefixes)
+        return self.padded.attend(q, k, v) if self.prefixes is None else self.prefixes.attend(q, k, v)
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Runs of tokens that are computed: whole sequences, stems that several begin with, and what follows the stems."""
+    """Runs of computed tokens: whole sequences, shared prefixes, and the suffixes that follow a prefix."""
 
     lengths: list[int]
-    offsets: list[int]  # positions at which they begin in their sequences
-    stems: list[int]  # for each the segment that it follows, or -1
-    sequences: list[tuple[int, int, int]]  # length, shared tokens, and where in the computed ones those begin
+    offsets: list[int]  # position, within its sequence, of the first token of each segment
+    prefixes: list[int]  # for each suffix the index of its prefix among the segments; -1 for all others
+    sequences: list[tuple[int, int, int]]  # length, shared tokens, and computed index of the first of these
 
     @classmethod
     def of(cls, lengths: Sequence[int], shared: Sequence[int]) -> Segments:
-        tree = cls([], [], [], [])
-        start = stem = stem_start = 0
-        for index, (length, prefix) in enumerate(zip(lengths, shared, strict=True)):
-            if not prefix:
-                prefix = next(iter(shared[index + 1 : index + 2]), 0)  # a leader is a stem and what follows it
-                stem, stem_start = len(tree.lengths), start
-                tree._add(prefix or length, 0, -1)
-                start += prefix or length
-                tree.sequences.append((length, 0, 0))
+        segments = cls([], [], [], [])
+        start = prefix = prefix_start = 0
+        for index, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+            if not common:
+                common = next(iter(shared[index + 1 : index + 2]), 0)  # a leader is split into prefix and suffix too
+                prefix, prefix_start = len(segments.lengths), start
+                segments._add(common or length, 0, -1)
+                start += common or length
+                segments.sequences.append((length, 0, 0))
             else:
-                assert prefix == tree.lengths[stem], "all that follow a leader share as much with it"
-                tree.sequences.append((length, prefix, stem_start))
-            if prefix and length > prefix:
-                tree._add(length - prefix, prefix, stem)
-                start += length - prefix
-        return tree
+                assert common == segments.lengths[prefix], "sequences with one leader must share equally many tokens"
+                segments.sequences.append((length, common, prefix_start))
+            if common and length > common:
+                segments._add(length - common, common, prefix)
+                start += length - common
+        return segments
 
-    def _add(self, length: int, offset: int, stem: int) -> None:
+    def _add(self, length: int, offset: int, prefix: int) -> None:
         self.lengths.append(length)
         self.offsets.append(offset)
-        self.stems.append(stem)
+        self.prefixes.append(prefix)
 
     def computed(self) -> tuple[Tensor, Tensor]:
-        """Which of all tokens are computed, and where among these each of all tokens is found."""
-        kept, places, begun, done = [], [], 0, 0
-        for length, prefix, stem_start in self.sequences:
-            kept.append(np.arange(begun + prefix, begun + length))
-            places += [np.arange(stem_start, stem_start + prefix), np.arange(done, done + length - prefix)]
-            begun, done = begun + length, done + length - prefix
-        return torch.from_numpy(np.concatenate(kept)), torch.from_numpy(np.concatenate(places))
+        """Indices of the computed tokens among all, and for each of all tokens its index among the computed ones."""
+        kept, restore, begun, done = [], [], 0, 0
+        for length, common, prefix_start in self.sequences:
+            kept.append(np.arange(begun + common, begun + length))
+            restore += [np.arange(prefix_start, prefix_start + common), np.arange(done, done + length - common)]
+            begun, done = begun + length, done + length - common
+        return torch.from_numpy(np.concatenate(kept)), torch.from_numpy(np.concatenate(restore))
 
 
 class Padded:
-    """Segments as rows of a batch. Padding sits behind every real token, where causal attention never looks."""
+    """Segments as rows of a right-padded batch: causal attention never reads the padding."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths, self.device = lengths, device
@@ -237,9 +104,9 @@ class Padded:
 
     @cached_property
     def slots(self) -> Tensor:
-        """Where each token sits in the padded batch."""
+        """Index of each token in the flattened padded batch."""
         rows = np.repeat(np.arange(self.batch), self.lengths)
-        return upload(torch.from_numpy(rows * self.longest + counted(self.lengths)), self.device)
+        return upload(torch.from_numpy(rows * self.longest + positions_within(self.lengths)), self.device)
 
     def pad(self, x: Tensor) -> Tensor:
         """[N, H, d] -> [B, H, T, d]"""
@@ -248,6 +115,7 @@ class Padded:
         return x.unflatten(0, (self.batch, self.longest)).transpose(1, 2)
 
     def unpad(self, x: Tensor) -> Tensor:
+        """[B, H, T, d] -> [N, H, d]"""
         x = x.transpose(1, 2).flatten(0, 1)
         return x if self.even else x.index_select(0, self.slots)
 
@@ -257,21 +125,23 @@ class Padded:
         return self.unpad(out)
 
 
-class Branches:
-    """Segments that follow stems, and the stems. Token numbers are those of computed tokens."""
+class Prefixes:
+    """Shared prefixes and the suffixes that follow them. Token indices are those of computed tokens."""
 
-    def __init__(self, tree: Segments, starts: list[int], device: torch.device) -> None:
-        self.tree, self.device = tree, device
+    def __init__(self, segments: Segments, starts: list[int], device: torch.device) -> None:
+        self.segments, self.device = segments, device
         self.spans = [torch.arange(a, b) for a, b in pairwise(starts)]
-        self.followers = [i for i, stem in enumerate(tree.stems) if stem >= 0]
-        stems = sorted({tree.stems[i] for i in self.followers})
-        in_tails = [sum(tree.lengths[i] for i in self.followers if tree.stems[i] == stem) for stem in stems]
-        in_stems = [tree.lengths[stem] for stem in stems]
-        self.tails = self._tokens(self.followers)  # of segments that follow a stem
-        self.stems = self._tokens(stems)
-        # Where the tails of each stem begin among `tails`, and each stem among `stems`; ends included.
-        self.tail_starts, self.stem_starts = self._bounds(in_tails), self._bounds(in_stems)
-        self.most = max(in_tails), max(in_stems)
+        self.followers = [i for i, prefix in enumerate(segments.prefixes) if prefix >= 0]
+        prefixes = sorted({segments.prefixes[i] for i in self.followers})
+        queries = [
+            sum(segments.lengths[i] for i in self.followers if segments.prefixes[i] == prefix) for prefix in prefixes
+        ]
+        keys = [segments.lengths[prefix] for prefix in prefixes]
+        self.query_tokens = self._tokens(self.followers)  # of suffixes, ordered by prefix
+        self.key_tokens = self._tokens(prefixes)
+        # Bounds of each prefix's suffixes within `query_tokens`, and of each prefix within `key_tokens`.
+        self.query_starts, self.key_starts = self._bounds(queries), self._bounds(keys)
+        self.longest = max(queries), max(keys)
 
     def _tokens(self, segments: list[int]) -> Tensor:
         return upload(torch.cat([self.spans[i] for i in segments]), self.device)
@@ -281,41 +151,117 @@ class Branches:
 
     @cached_property
     def rows(self) -> tuple[Tensor, Padded, Padded, Tensor, Tensor]:
-        """Tokens of segments that follow nothing, these as rows; tails as rows, what these may look at, and see."""
-        lengths = self.tree.lengths
-        roots = [i for i, stem in enumerate(self.tree.stems) if stem < 0]
+        """For `attend`: tokens of the segments without a prefix, these as rows, suffixes as rows, keys and mask."""
+        lengths = self.segments.lengths
+        roots = [i for i, prefix in enumerate(self.segments.prefixes) if prefix < 0]
         root_rows = Padded([lengths[i] for i in roots], self.device)
-        tail_rows = Padded([lengths[i] for i in self.followers], self.device)
-        stems = [self.spans[self.tree.stems[i]] for i in self.followers]
-        seen, mask = visible(stems, [self.spans[i] for i in self.followers])
-        return self._tokens(roots), root_rows, tail_rows, upload(seen, self.device), upload(mask, self.device)
+        suffix_rows = Padded([lengths[i] for i in self.followers], self.device)
+        prefixes = [self.spans[self.segments.prefixes[i]] for i in self.followers]
+        keys, mask = keys_and_mask(prefixes, [self.spans[i] for i in self.followers])
+        return self._tokens(roots), root_rows, suffix_rows, upload(keys, self.device), upload(mask, self.device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """In torch, for any device and dtype."""
-        roots, root_rows, tail_rows, seen, mask = self.rows
+        roots, root_rows, suffix_rows, tokens, mask = self.rows
         first = root_rows.attend(*(x.index_select(0, roots) for x in (q, k, v)))
-        keys, values = (x.index_select(0, seen.flatten()).unflatten(0, seen.shape).transpose(1, 2) for x in (k, v))
-        queries = tail_rows.pad(q.index_select(0, self.tails))
-        rest = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return torch.empty_like(q).index_copy(0, roots, first).index_copy(0, self.tails, tail_rows.unpad(rest))
+        keys, values = (x.index_select(0, tokens.flatten()).unflatten(0, tokens.shape).transpose(1, 2) for x in (k, v))
+        queries = suffix_rows.pad(q.index_select(0, self.query_tokens))
+        gqa = q.shape[1] != k.shape[1]
+        rest = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=gqa)
+        out = torch.empty_like(q).index_copy(0, roots, first)
+        return out.index_copy(0, self.query_tokens, suffix_rows.unpad(rest))
 
 
-def counted(lengths: Sequence[int]) -> np.ndarray:
-    """0, 1, ... within each of the segments. By numpy, as all that is counted here: torch would wake its threads."""
+def positions_within(lengths: Sequence[int]) -> np.ndarray:
+    """0, 1, ... within each segment. In numpy: torch would wake its thread pool for this."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
 
 
-def visible(stems: list[Tensor], tails: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Tokens [rows, stem + tail] that rows of queries may look at, padded with any, and which of these are seen."""
-    width, height = max(len(stem) for stem in stems), max(len(tail) for tail in tails)
-    seen = torch.zeros(len(tails), width + height, dtype=torch.int64)
-    mask = torch.zeros(len(tails), 1, height, width + height, dtype=torch.bool)
+def keys_and_mask(prefixes: list[Tensor], suffixes: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Key tokens [rows, prefix + suffix] of each row of queries, padded, and the mask of the keys each query sees."""
+    width, height = max(len(prefix) for prefix in prefixes), max(len(suffix) for suffix in suffixes)
+    tokens = torch.zeros(len(suffixes), width + height, dtype=torch.int64)
+    mask = torch.zeros(len(suffixes), 1, height, width + height, dtype=torch.bool)
     causal = torch.ones(height, height, dtype=torch.bool).tril()
-    for row, (stem, tail) in enumerate(zip(stems, tails, strict=True)):
-        seen[row, : len(stem)], seen[row, width : width + len(tail)] = stem, tail
-        mask[row, 0, :, : len(stem)] = True
+    for row, (prefix, suffix) in enumerate(zip(prefixes, suffixes, strict=True)):
+        tokens[row, : len(prefix)], tokens[row, width : width + len(suffix)] = prefix, suffix
+        mask[row, 0, :, : len(prefix)] = True
         mask[row, 0, :, width:] = causal
-    return seen, mask
+    return tokens, mask
+
+
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether flash attention over sequences of different lengths is available."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _has_flash(device)
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """Some builds of torch lack it, and GPUs before compute capability 8.0 do not support it."""
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def varlen_attention(
+    q: Tensor, keys: Tensor, values: Tensor, query_starts: Tensor, key_starts: Tensor, longest: tuple[int, int]
+) -> Tensor:
+    """Causal attention, aligned at the ends of the sequences. No gradients.
+
+    q [N, H, d], keys and values [M, K, d]; `query_starts`, `key_starts`: bounds of the sequences (int32); `longest`:
+    largest number of queries and of keys of a sequence.
+    """
+    return flash(q, keys, values, query_starts, key_starts, longest, causal=True)[0]
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, longest: tuple[int, int], *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result [N, H, d], log-partition sums [H, N], and the random state, which the backward pass takes."""
+    return torch.ops.aten._flash_attention_forward(q, k, v, query_starts, key_starts, *longest, 0.0, causal, False)[:4]
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Calls torch's flash operators directly: the host time of its public wrapper exceeds that of this whole class.
+
+    Suffixes attend to their prefixes in a second pass, and both results are combined by their log-partition sums. The
+    gradient of each pass is computed from the combined result and the combined sum, which give every key its weight.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, prefixes: Prefixes | None
+    ) -> Tensor:
+        out, sums, seed, unused = flash(q, k, v, starts, starts, (longest, longest), causal=True)
+        if prefixes is not None:
+            queries, tokens = prefixes.query_tokens, prefixes.key_tokens
+            bounds = prefixes.query_starts, prefixes.key_starts, prefixes.longest
+            part = q.index_select(0, queries), k.index_select(0, tokens), v.index_select(0, tokens)
+            prefix_out, prefix_sums, _, _ = flash(*part, *bounds, causal=False)
+            own_sums = sums.index_select(1, queries)
+            combined = torch.logaddexp(own_sums, prefix_sums)
+            own_weight, prefix_weight = ((x - combined).exp().t()[:, :, None] for x in (own_sums, prefix_sums))
+            mixed = out.index_select(0, queries) * own_weight + prefix_out * prefix_weight
+            out.index_copy_(0, queries, mixed.to(out.dtype))
+            sums.index_copy_(1, queries, combined)
+        ctx.save_for_backward(q, k, v, out, sums, starts, seed, unused)
+        ctx.longest, ctx.prefixes = longest, prefixes
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums, starts, seed, unused = ctx.saved_tensors
+        grad, prefixes, longest = grad.contiguous(), ctx.prefixes, ctx.longest
+        backward = torch.ops.aten._flash_attention_backward
+        grads = backward(
+            grad, q, k, v, out, sums.contiguous(), starts, starts, longest, longest, 0.0, True, seed, unused
+        )
+        if prefixes is not None:
+            queries, tokens = prefixes.query_tokens, prefixes.key_tokens
+            bounds = prefixes.query_starts, prefixes.key_starts, *prefixes.longest
+            part = grad.index_select(0, queries), q.index_select(0, queries)
+            keys, values = k.index_select(0, tokens), v.index_select(0, tokens)
+            results = out.index_select(0, queries), sums.index_select(1, queries).contiguous()
+            more = backward(*part, keys, values, *results, *bounds, 0.0, False, seed, unused)
+            for total, added, at in zip(grads, more, (queries, tokens, tokens), strict=True):
+                total.index_add_(0, at, added)
+        return *grads, None, None, None

@@ -1,46 +1,48 @@
-"""What trainer and engine expect of a policy network, whatever its architecture."""
+"""`PolicyModel`: the interface that trainer and engines expect of a policy network, whatever its architecture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from assay.models.lora import Lora, merged_weights
+from assay.mesh import full_tensor
+from assay.models.lora import Lora, adapted_layers, insert_adapters, merged_weights, remove_adapters
 
 
 class PolicyModel(nn.Module):
-    """A causal language model over packed sequences: tokens of all sequences one after the other, no padding."""
+    """A causal language model over packed sequences: the tokens of all sequences are concatenated, without padding."""
 
     vocab_size: int
     max_length: int
-    supports_prefix_sharing = False
-    lora: Lora | None = None  # adapters, which are then all that is trained
+    supports_prefix_sharing = False  # whether `hidden` computes shared prompts once
+    lora: Lora | None = None  # settings of the adapters; if there are adapters, nothing else is trained
 
     def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
-        """Hidden states [N, D] for packed token ids [N]; `lengths` says where sequences end and sums to N.
+        """Hidden states [N, D] of packed token ids [N]. `lengths`: of the sequences; their sum is N.
 
-        `shared`: with how many tokens of the nearest sequence before it that has 0 here a sequence begins. A model that
-        `supports_prefix_sharing` computes these once.
+        `shared[i]`: number of leading tokens that sequence i has in common with the nearest earlier sequence whose
+        entry is 0. A model with `supports_prefix_sharing` computes these tokens once.
         """
         raise NotImplementedError
 
     def head(self) -> Tensor | None:
-        """The weight [vocabulary, D] that gives logits, where that is all there is to it."""
+        """The weight [vocabulary, D] that maps hidden states to logits, if logits are a plain product with it."""
         return None
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """Logits [..., vocabulary] for hidden states [..., D]."""
+        """Logits [..., vocabulary] of hidden states [..., D]."""
         raise NotImplementedError
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once, whole, under its Hugging Face name: what weight sync, fingerprint and export see.
+        """Every full weight once, by its Hugging Face name: the input of weight sync, fingerprint and export.
 
-        A tied head is listed once, as the embedding. Adapters are merged into what they adapt. Where weights are split
-        over ranks they are gathered one by one, so all ranks must go through this together.
+        A tied head is listed once, as the embedding. Adapters are merged. Sharded weights are gathered one by one, so
+        all ranks must iterate together.
         """
-        yield from merged_weights(self.network)
+        return ((name, full_tensor(weight)) for name, weight in merged_weights(self.network))
 
     @property
     def network(self) -> nn.Module:
@@ -50,3 +52,31 @@ class PolicyModel(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    def add_lora(self, lora: Lora, seed: int = 0) -> None:
+        """Freeze all weights and insert adapters; only the adapters are trained."""
+        self.requires_grad_(False)
+        insert_adapters(self.network, lora, seed)
+        self.lora = lora
+
+    def drop_lora(self) -> None:
+        """Remove the adapters without merging them."""
+        remove_adapters(self.network)
+        self.lora = None
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Within this context the model computes, and lists, the frozen base weights alone."""
+        layers = [layer for _, layer in adapted_layers(self.network)]
+        try:
+            for layer in layers:
+                layer.active = False
+            yield
+        finally:
+            for layer in layers:
+                layer.active = True
+
+    def adapters_are_zero(self) -> bool:
+        """Whether there are adapters, and they add nothing yet: the policy equals its base model."""
+        layers = [layer for _, layer in adapted_layers(self.network)]
+        return self.lora is not None and not any(full_tensor(layer.lora_B.weight).any() for layer in layers)

@@ -1,10 +1,13 @@
-"""Our decoder for the Llama, Qwen2 and Qwen3 families: one definition that trains and serves.
+"""The decoder of the Llama, Qwen2 and Qwen3 families that the trainer computes with.
 
-Submodules carry Hugging Face's names, so that the state dict *is* the canonical checkpoint. Tokens are packed: every
-tensor is [N, ...] over all tokens of all sequences. Where sequences meet is known to one place only, the `attend`
-callable: the trainer passes causal attention over packed sequences, an engine passes attention over its KV cache.
+The same architecture has three forward passes: this one, with gradients, for training and scoring; the fused network of
+the native engine (`engine.native.network`); and C code for decoding small models on a CPU (`engine.native.compiled`).
+Tests check that they agree. All three read the weights under the same names.
 
-Puts weights into a decoder one at a time, so that loading needs little memory beyond the model itself.
+Submodules have Hugging Face's names, so the state dict is the checkpoint format. Tokens are packed: every tensor is
+[N, ...] over the tokens of all sequences. Only the `attend` callable knows where sequences begin and end.
+
+`WeightLoader` fills a decoder one weight at a time, so that loading needs little memory beyond the model itself.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from assay.models.base import PolicyModel
 from assay.models.spec import LLAMA3_SCALING, ModelSpec
 from assay.types import UserError
 
-# (layer, queries [N, heads, d], keys [N, kv_heads, d], values [N, kv_heads, d]) -> [N, heads, d]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (queries [N, heads, d], keys [N, kv_heads, d], values [N, kv_heads, d]) -> [N, heads, d]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Norm(nn.Module):
@@ -39,9 +42,9 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, spec.head_dim
+        self.head_dim = spec.head_dim
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q_proj = nn.Linear(spec.hidden, queries, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(spec.hidden, keys, bias=spec.qkv_bias)
@@ -51,7 +54,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [N, heads, d]."""
+        """Queries, keys and values, each [N, heads, d]."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -70,21 +73,20 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.self_attn = Attention(spec, layer)
+        self.self_attn = Attention(spec)
         self.mlp = Mlp(spec)
         self.input_layernorm = Norm(spec.hidden, spec.norm_eps)
         self.post_attention_layernorm = Norm(spec.hidden, spec.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.before(x, cos, sin)
-        return self.after(x, attend(self.self_attn.layer, q, k, v))
+        return self.post_attention(x, attend(*self.pre_attention(x, cos, sin)))
 
-    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def pre_attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn(self.input_layernorm(x), cos, sin)
 
-    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+    def post_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self.self_attn.o_proj(attended.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -93,15 +95,15 @@ class Trunk(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden)
-        self.layers = nn.ModuleList(Layer(spec, i) for i in range(spec.layers))
+        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
         self.norm = Norm(spec.hidden, spec.norm_eps)
 
 
 class Decoder(PolicyModel):
     inv_freq: Tensor
     supports_prefix_sharing = True
-    recompute = False  # keep only the inputs of layers for the backward pass: less memory, a third more time
-    between: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None  # see `chained`
+    recompute = False  # activation checkpointing: store only the inputs of layers; less memory, a third more time
+    compiled_bridge: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None  # see `compile_layers`
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -114,7 +116,7 @@ class Decoder(PolicyModel):
         self.register_buffer("inv_freq", rope_frequencies(spec).to(torch.get_default_device()), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        """Moves and casts, but neither rounds the rotary frequencies nor splits a tied head (as `to_empty` would)."""
+        """Move or cast without rounding the rotary frequencies or separating a tied head (as `to_empty` would)."""
         super()._apply(fn, recurse)
         self.inv_freq = rope_frequencies(self.spec).to(self.inv_freq.device)
         if self.spec.tied:
@@ -123,45 +125,45 @@ class Decoder(PolicyModel):
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [N, D] for token ids [N] at positions [N]."""
-        x = as_computed(self.model.embed_tokens(ids))
+        x = autocast_dtype(self.model.embed_tokens(ids))
         angles = positions[:, None].float() * self.inv_freq.float()  # [N, d/2]
         cos, sin = angles.cos()[:, None].to(x.dtype), angles.sin()[:, None].to(x.dtype)  # [N, 1, d/2]
         if self.recompute and torch.is_grad_enabled():
             for layer in self.model.layers:
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
-        elif self.between is not None:
-            x = self.chained(x, cos, sin, attend)
+        elif self.compiled_bridge is not None:
+            x = self._forward_bridged(x, cos, sin, attend)
         else:
             for layer in self.model.layers:
                 x = layer(x, cos, sin, attend)
         return self.model.norm(x)
 
-    def chained(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """One layer after the other, with all that lies between two attentions as one call, which is compiled."""
-        assert self.between is not None
+    def _forward_bridged(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """The layers, with everything between two attention operations as one compiled call."""
+        assert self.compiled_bridge is not None
         layers: list[Layer] = list(self.model.layers)  # type: ignore[arg-type]
-        q, k, v = Layer.before(layers[0], x, cos, sin)
+        q, k, v = Layer.pre_attention(layers[0], x, cos, sin)
         for layer, following in pairwise(layers):
-            x, q, k, v = self.between(layer, following, x, attend(layer.self_attn.layer, q, k, v), cos, sin)
-        return Layer.after(layers[-1], x, attend(layers[-1].self_attn.layer, q, k, v))
+            x, q, k, v = self.compiled_bridge(layer, following, x, attend(q, k, v), cos, sin)
+        return Layer.post_attention(layers[-1], x, attend(q, k, v))
 
-    def compile_layers(self, chained: bool = True) -> None:
-        """Fuse the small operations around products and attention. All layers share what is compiled for the first.
+    def compile_layers(self, bridged: bool = True) -> None:
+        """Compile what surrounds products and attention. All layers share the code compiled for the first one.
 
-        `chained`: the end of one layer and the start of the next are one piece, so that the host has half as many to
-        start; not where something hangs on the calls of whole layers.
+        `bridged`: compile the end of one layer and the start of the next as one piece, which halves the number of
+        calls; not possible with hooks on whole layers, as FSDP has.
         """
-        self.between = torch.compile(between, dynamic=True) if chained else None
+        self.compiled_bridge = torch.compile(bridge, dynamic=True) if bridged else None
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
-            layer.before = torch.compile(layer.before, dynamic=True)  # type: ignore[method-assign]
-            layer.after = torch.compile(layer.after, dynamic=True)  # type: ignore[method-assign]
+            layer.pre_attention = torch.compile(layer.pre_attention, dynamic=True)  # type: ignore[method-assign]
+            layer.post_attention = torch.compile(layer.post_attention, dynamic=True)  # type: ignore[method-assign]
 
     def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
         layout = PackedCausal(lengths, ids.device, shared)
-        if layout.computed is None or layout.places is None:
+        if layout.computed is None or layout.restore is None:
             return self(ids, layout.positions, layout)
-        return self(ids.index_select(0, layout.computed), layout.positions, layout).index_select(0, layout.places)
+        return self(ids.index_select(0, layout.computed), layout.positions, layout).index_select(0, layout.restore)
 
     def head(self) -> Tensor:
         return self.lm_head.weight
@@ -171,7 +173,7 @@ class Decoder(PolicyModel):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Fresh weights: normal, with the residual projections scaled down by depth."""
+        """Random weights: normal, with the residual projections scaled down by depth."""
         generator = torch.Generator().manual_seed(seed)
         residual = 0.02 / math.sqrt(2 * self.spec.layers)
         for name, weight in self.named_parameters():
@@ -184,16 +186,16 @@ class Decoder(PolicyModel):
                 weight.fill_(1.0)
 
 
-def between(
+def bridge(
     layer: Layer, following: Layer, x: Tensor, attended: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From the attention of one layer to that of the next."""
-    x = Layer.after(layer, x, attended)
-    return x, *Layer.before(following, x, cos, sin)
+    """Everything from the attention of one layer to that of the next."""
+    x = Layer.post_attention(layer, x, attended)
+    return x, *Layer.pre_attention(following, x, cos, sin)
 
 
-def as_computed(x: Tensor) -> Tensor:
-    """In autocast's dtype where that is on: the residual stream too, as in an engine."""
+def autocast_dtype(x: Tensor) -> Tensor:
+    """Cast to autocast's dtype if that is enabled: the residual stream has it too, as in an engine."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -223,38 +225,39 @@ def llama3_frequencies(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> Tensor:
-    """Slow rotations are stretched by `factor`, fast ones kept, and those between are blended."""
-    turns = original_max_position_embeddings * freq / (2 * math.pi)  # rotations within the original context
-    blend = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between the two."""
+    rotations = original_max_position_embeddings * freq / (2 * math.pi)  # within the original context
+    blend = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
     return (1 - blend) * freq / factor + blend * freq
 
 
 EMBEDDING = "model.embed_tokens.weight"
-NAMED = 5  # how many weights an error message lists
+NAMED = 5  # weights that an error message lists
 
 
-class Filler:
-    """A decoder under construction. `place` each weight under its Hugging Face name, then `finish`."""
+class WeightLoader:
+    """Builds a decoder: `load` each weight under its Hugging Face name, then `finish`."""
 
     def __init__(self, spec: ModelSpec, what: str, device: torch.device | str, dtype: torch.dtype) -> None:
         self.what, self.spec = what, spec
         with torch.device("meta"):
             self.model = Decoder(spec)
         self.model.to(dtype).to_empty(device=device)
-        self.empty = dict(self.model.named_parameters())
-        self.targets = dict(self.empty)
+        self.targets = dict(self.model.named_parameters())
+        self.missing = dict.fromkeys(self.targets)
         self.unexpected: list[str] = []
 
     @torch.no_grad()
-    def place(self, name: str, shape: Sequence[int], write: Callable[[Tensor], None]) -> None:
-        """Lets `write` fill the weight called `name`, if the model has it and the shape is right."""
-        name = canonical(name)
+    def load(self, name: str, shape: Sequence[int], write: Callable[[Tensor], object]) -> None:
+        """Let `write` fill the weight called `name`, if the model has it and the shape matches."""
+        if name.startswith(("embed_tokens.", "layers.", "norm.")):
+            name = f"model.{name}"  # of a checkpoint that was saved without the language-model head
         if name.endswith("rotary_emb.inv_freq"):
-            return  # recomputed from the config
+            return  # computed from the config
         if self.spec.tied and name == "lm_head.weight":
-            if EMBEDDING not in self.empty:
+            if EMBEDDING not in self.missing:
                 return
-            name = EMBEDDING  # stands in for an embedding that is not stored; one that comes later replaces it
+            name = EMBEDDING  # used unless the embedding itself is stored too
         if name not in self.targets:
             self.unexpected.append(name)
             return
@@ -263,20 +266,14 @@ class Filler:
             expected = list(target.shape)
             raise UserError(f"{self.what}: weight {name} has shape {list(shape)}, but its config asks for {expected}")
         write(target)
-        self.empty.pop(name, None)
+        self.missing.pop(name, None)
 
     def finish(self) -> Decoder:
-        if self.empty:
-            raise UserError(f"{self.what} lacks weights that its config asks for: {listed(list(self.empty))}")
+        if self.missing:
+            raise UserError(f"{self.what} lacks weights that its config asks for: {listed(list(self.missing))}")
         if self.unexpected:
             raise UserError(f"{self.what} has weights that its config does not know: {listed(self.unexpected)}")
         return self.model
-
-
-def canonical(name: str) -> str:
-    """Checkpoints saved without the language-model head leave out the outer 'model.'."""
-    bare = name.startswith(("embed_tokens.", "layers.", "norm."))
-    return f"model.{name}" if bare else name
 
 
 def listed(names: list[str]) -> str:

@@ -25,7 +25,7 @@ from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel, no_progress_bars
 from assay.models.fingerprint import fingerprint
 from assay.models.load import read_json
-from assay.models.lora import adapted_layers, adapters_off, is_adapter, merged_state
+from assay.models.lora import adapted_layers, is_adapter, merged_state
 from assay.models.spec import spec_to_hf
 from assay.types import UserError
 
@@ -254,5 +254,5 @@ def load_adapter(policy: PolicyModel, folder: Path) -> None:
 
 
 def base_fingerprint(policy: PolicyModel) -> str:
-    with adapters_off(policy):
+    with policy.adapters_off():
         return fingerprint(policy.weights())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from assay.models.base import PolicyModel
-from assay.models.decoder import Filler, llama3_frequencies
+from assay.models.decoder import WeightLoader, llama3_frequencies
 from assay.models.fallback import load_fallback
 from assay.models.spec import FAMILIES, LLAMA3_SCALING, ModelSpec, checked_size
 from assay.types import UserError
@@ -57,17 +57,17 @@ def load_gguf(path: Path, *, device: str | torch.device, dtype: torch.dtype) -> 
         return load_fallback(path.parent, device=device, dtype=dtype, gguf_file=path.name)
     if spec.parameters > 8 * path.stat().st_size:  # before memory is taken for them; no format has less than a bit
         raise UserError(f"'{path}' asks for {spec.parameters:,} weights, which it is too small to hold: fetch it again")
-    filler = Filler(spec, f"the model in '{path}'", device, dtype)
+    loader = WeightLoader(spec, f"the model in '{path}'", device, dtype)
     for name, tensor in tensors.items():
         if name == "rope_freqs.weight" or (name == "token_embd.weight" and spec.tied and "output.weight" in tensors):
             continue  # in the spec already; and of a tied embedding's two copies the output is the more exact one
         target = "model.embed_tokens.weight" if name == "output.weight" and spec.tied else hf_name(name)
         write = write_permuted(tensor, spec) if is_permuted(name, spec) else write_rows(tensor)
         try:
-            filler.place(target, tensor.shape.tolist()[::-1], write)
+            loader.load(target, tensor.shape.tolist()[::-1], write)
         except (NotImplementedError, KeyError) as error:
             raise UserError(f"'{path}': {name} is stored as {tensor.tensor_type.name}, which cannot be read") from error
-    return filler.finish()
+    return loader.finish()
 
 
 def open_gguf(path: Path) -> GGUFReader:

@@ -1,13 +1,10 @@
-"""Loads a model from a Hugging Face folder, a GGUF file or the hub.
-
-Small models built from scratch, so that a run needs no download.
-"""
+"""Load a model from a Hugging Face folder, a GGUF file or the hub; or build a small one with random weights."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +14,7 @@ import torch
 from torch import Tensor
 
 from assay.models.base import PolicyModel
-from assay.models.decoder import Decoder, Filler
+from assay.models.decoder import Decoder, WeightLoader
 from assay.models.fallback import load_fallback
 from assay.models.gguf import is_gguf, load_gguf
 from assay.models.spec import FAMILIES, ModelSpec, spec_from_hf
@@ -25,7 +22,7 @@ from assay.types import UserError, unknown_name
 
 FORMS = "a Hugging Face folder, a .gguf file, a hub id such as org/name, preset:NAME, or run:NAME@STEP"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-SMALL = 10_000_000  # weights that any machine has room for: files that lack some are told of by their names
+SMALL = 10_000_000  # weights; below that, a file that lacks some is reported by their names
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
@@ -37,7 +34,7 @@ def load_model(
     trust_remote_code: bool = False,
     cache_dir: str | Path | None = None,
 ) -> PolicyModel:
-    """Our decoder where it covers the model, else transformers' own model behind the same interface."""
+    """`Decoder` if it covers the model's family, else transformers' own model behind the same interface."""
     path = Path(source).expanduser()
     if path.is_file():
         if not is_gguf(path):
@@ -49,7 +46,7 @@ def load_model(
 
 
 def fetch_model(source: str, cache_dir: str | Path | None = None) -> Path:
-    """Downloads a model of the hub, or finds it in the local cache, and says where it lies."""
+    """Download a model of the hub unless it is in the local cache; returns its folder."""
     if not HUB_ID.fullmatch(source):
         raise UserError(f"there is no model at '{source}': give {FORMS}")
     from huggingface_hub import snapshot_download
@@ -61,7 +58,7 @@ def fetch_model(source: str, cache_dir: str | Path | None = None) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"'{source}' is no folder here, and it could not be fetched from the Hugging Face hub ({reason}): "
+            f"'{source}' is not a local folder, and fetching it from the Hugging Face hub failed ({reason}): "
             "give a local folder or a .gguf file"
         ) from error
     return folder
@@ -73,59 +70,48 @@ def load_folder(
     config = read_json(folder / "config.json", f"'{folder}' is not a model folder: it has no config.json; give {FORMS}")
     spec = spec_from_hf(config)
     files = weight_files(folder)
-    if spec is not None:
-        check_size(folder, spec, files)
     if spec is None:
         return load_fallback(folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    return load_decoder(folder, spec, files, device=device, dtype=dtype)
+    check_size(folder, spec, files)
+    loader = WeightLoader(spec, f"the model in '{folder}'", device, dtype)
+    for file in files:
+        (load_safetensors if file.suffix == ".safetensors" else load_pickled)(file, loader)
+    return loader.finish()
 
 
 def check_size(folder: Path, spec: ModelSpec, files: list[Path]) -> None:
-    """Refuse a config that asks for more weights than the files can hold, before memory is taken for them."""
+    """Refuse a config that asks for more weights than the files can hold, before allocating memory for them."""
     stored = sum(file.stat().st_size for file in files)
-    if spec.parameters > stored + SMALL:  # no format here takes less than a byte for a weight
+    if spec.parameters > stored + SMALL:  # every format takes at least a byte per weight
         raise UserError(
             f"config.json in '{folder}' asks for {spec.parameters:,} weights, but its files have {stored:,} bytes: "
             "fetch the model again"
         )
 
 
-def load_decoder(
-    folder: Path, spec: ModelSpec, files: list[Path], *, device: str | torch.device, dtype: torch.dtype
-) -> Decoder:
-    filler = Filler(spec, f"the model in '{folder}'", device, dtype)
-    for file in files:
-        (place_safetensors if file.suffix == ".safetensors" else place_pickled)(file, filler)
-    return filler.finish()
-
-
-def place_safetensors(file: Path, filler: Filler) -> None:
+def load_safetensors(file: Path, loader: WeightLoader) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt", device="cpu") as stored:
             for name in stored.keys():  # noqa: SIM118 (a file, not a dict)
                 shape = stored.get_slice(name).get_shape()
-                filler.place(name, shape, partial(copy_stored, stored, name))
+                loader.load(name, shape, copy_from(partial(stored.get_tensor, name)))
     except (SafetensorError, OSError) as error:
         raise UserError(f"'{file}' is damaged or incomplete ({error}): fetch it again") from error
 
 
-def copy_stored(stored: Any, name: str, target: Tensor) -> None:
-    target.copy_(stored.get_tensor(name))
-
-
-def copy_to(tensor: Tensor, target: Tensor) -> None:
-    target.copy_(tensor)
-
-
-def place_pickled(file: Path, filler: Filler) -> None:
+def load_pickled(file: Path, loader: WeightLoader) -> None:
     for name, tensor in read_pickled(file):
-        filler.place(name, tensor.shape, partial(copy_to, tensor))
+        loader.load(name, tensor.shape, copy_from(partial(torch.as_tensor, tensor)))
+
+
+def copy_from(read: Callable[[], Tensor]) -> Callable[[Tensor], object]:
+    return lambda target: target.copy_(read())
 
 
 def read_pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Weights of a pytorch_model.bin, read without running anything that it may carry."""
+    """Weights of a pytorch_model.bin, read without executing code that it may contain."""
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True)
         plain = isinstance(stored, dict) and all(
@@ -139,7 +125,7 @@ def read_pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights; safetensors are preferred."""
+    """The files with the weights; safetensors are preferred."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         single, index = folder / f"{stem}.{suffix}", folder / f"{stem}.{suffix}.index.json"
         if single.is_file():
@@ -153,10 +139,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    places = read_json(index, f"'{index}' is missing").get("weight_map")
-    if not isinstance(places, dict) or not places:
+    weight_map = read_json(index, f"'{index}' is missing").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"'{index}' names no weights: fetch the model again")
-    names = {str(name) for name in places.values()}
+    names = {str(name) for name in weight_map.values()}
     if any(Path(name).name != name for name in names):
         raise UserError(f"'{index}' names files outside of its folder: fetch the model again")
     files = [index.parent / name for name in sorted(names)]
@@ -179,7 +165,7 @@ def read_json(file: Path, if_missing: str) -> dict[str, Any]:
 
 
 def shape(family: str, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> ModelSpec:
-    """A spec whose vocabulary and length are still open."""
+    """A spec whose vocabulary size and maximum length are set later."""
     return ModelSpec(
         family=family,
         vocab_size=0,
@@ -194,7 +180,7 @@ def shape(family: str, hidden: int, layers: int, heads: int, kv_heads: int, inte
     )
 
 
-# Weights without the embedding, which adds vocabulary x hidden.
+# Comments: number of weights without the embedding, which adds vocabulary x hidden.
 PRESETS: dict[str, ModelSpec] = {
     "nano": shape("qwen3", hidden=64, layers=4, heads=4, kv_heads=2, intermediate=256),  # 0.25M
     "tiny": shape("qwen3", hidden=128, layers=4, heads=4, kv_heads=4, intermediate=384),  # 0.85M
@@ -206,7 +192,7 @@ PRESETS: dict[str, ModelSpec] = {
 
 
 def preset(name: str, vocab_size: int, max_length: int) -> ModelSpec:
-    """The spec of a preset for a given vocabulary and longest sequence."""
+    """The spec of a preset for a given vocabulary size and maximum length."""
     if name not in PRESETS:
         raise unknown_name("model preset", name, PRESETS)
     if vocab_size < 1 or max_length < 1:
@@ -217,7 +203,7 @@ def preset(name: str, vocab_size: int, max_length: int) -> ModelSpec:
 
 
 def build_preset(name: str, vocab_size: int, max_length: int, seed: int) -> Decoder:
-    """A preset with fresh weights, the same for the same seed."""
+    """A preset with random weights, which depend on the seed only."""
     spec = preset(name, vocab_size, max_length)
     with torch.device("meta"):  # the layers' own random initialisation would be thrown away
         model = Decoder(spec)

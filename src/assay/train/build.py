@@ -14,7 +14,7 @@ from assay.config import TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import Engine
 from assay.mesh import Mesh
-from assay.models import Decoder, Lora, PolicyModel, add_lora, load_adapter, pick_dtype
+from assay.models import Decoder, Lora, PolicyModel, load_adapter, pick_dtype
 from assay.rewards import JudgePool, check_verdicts
 from assay.rollout import Collector
 from assay.rollout.episodes import check_history
@@ -226,7 +226,7 @@ def load_policy(
         )
     if cfg.lora.rank:
         lora = Lora(cfg.lora.rank, cfg.lora.alpha, tuple(cfg.lora.targets), cfg.model.source)
-        add_lora(policy, lora, cfg.seed)
+        policy.add_lora(lora, cfg.seed)
     if adapters is not None:
         load_adapter(policy, adapters)
     return policy

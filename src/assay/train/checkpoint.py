@@ -21,7 +21,6 @@ from torch import Tensor
 from assay.mesh import Mesh, reshard
 from assay.models import PolicyModel, save_adapter, save_model
 from assay.models.export import shard_name, split, write_files
-from assay.models.lora import adapters_off
 from assay.runs import checkpoints
 from assay.runs.resolve import SETTINGS
 from assay.text import Tokenizer
@@ -115,7 +114,7 @@ def save_base(run_path: Path, policy: PolicyModel, tokenizer: Tokenizer, writes:
     write = partial(save_model, shard_bytes=FILE_BYTES, writes=writes)
     target = run_path / BASE  # on disk before there is a checkpoint; adapters know its fingerprint
     with checkpoints.filling(target) if writes else nullcontext(target) as folder:
-        with adapters_off(policy):
+        with policy.adapters_off():
             write(policy, folder, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
         if writes:
             tokenizer.save(folder)

@@ -158,7 +158,7 @@ def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> 
     policy.recompute = cfg.recompute
     large = sum(weight.numel() for weight in policy.parameters()) >= COMPILED
     if cfg.compile == "on" or (cfg.compile == "auto" and large and processes == 1 and uses_triton(policy.device)):
-        policy.compile_layers(chained=processes == 1)
+        policy.compile_layers(bridged=processes == 1)
 
 
 def model_source(cfg: ModelConfig, runs_dir: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from assay.config import AlgoConfig, TrainConfig
 from assay.mesh import Mesh, reshard
 from assay.models import load_model, save_model
-from assay.models.lora import is_untrained, merged_parts
+from assay.models.lora import merged_weights
 from assay.runs import checkpoints
 from assay.runs.resolve import resolve_model
 from assay.text import Tokenizer, load_tokenizer
@@ -68,7 +68,7 @@ def freeze_reference(updater: Updater, cfg: TrainConfig, run_path: Path) -> None
     It comes back from disk, as it does when the run is resumed: both ways it is the same to the last bit.
     Adapters that are still untrained need no copy: their base is what the policy is now, and stays so.
     """
-    if updater.reference is None and is_untrained(updater.policy) and not moves(cfg.algo):
+    if updater.reference is None and updater.policy.adapters_are_zero() and not moves(cfg.algo):
         updater.reference = updater.policy
     elif updater.reference is None:
         target, is_main = run_path / KEPT, updater.mesh.is_main
@@ -121,7 +121,7 @@ def place(updater: Updater, cfg: TrainConfig, folder: str, same_tokens: bool = F
 
 
 def shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
-    return {name: weight.shape for name, weight in merged_parts(getattr(model, "network", model))}
+    return {name: weight.shape for name, weight in merged_weights(getattr(model, "network", model))}
 
 
 def move_reference(updater: Updater, cfg: AlgoConfig, step: int) -> None:
@@ -138,7 +138,7 @@ def follow(updater: Updater, keep: float) -> None:
     assert updater.reference is not None and updater.reference is not updater.policy, "a reference of its own"
     reshard(updater.reference)
     weights = dict(updater.reference.network.named_parameters())
-    for name, weight in merged_parts(updater.policy.network):
+    for name, weight in merged_weights(updater.policy.network):
         own = weights[name]
         if keep:
             own.mul_(keep).add_(weight.to(own.device, own.dtype), alpha=1.0 - keep)

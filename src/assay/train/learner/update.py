@@ -18,7 +18,6 @@ from assay.algos.credit import RETURNS
 from assay.mesh import Mesh
 from assay.models import PolicyModel
 from assay.models.logprobs import token_logprobs, token_loss
-from assay.models.lora import adapters_off
 from assay.train.faults import Fault, examine
 from assay.train.learner.critic import Critic
 from assay.train.learner.optim import clip_gradients, set_lr
@@ -195,7 +194,7 @@ class Updater:
 
     def _ref_logprobs(self, part: MicroBatch) -> Tensor:
         assert self.reference is not None, "needs.reference: there is no reference model"
-        with adapters_off(self.reference):
+        with self.reference.adapters_off():
             return self._logprobs(self.reference, part)
 
     @torch.no_grad()
