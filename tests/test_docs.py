@@ -189,6 +189,8 @@ def test_the_own_task_trains(
     output = (captured.out + captured.err).replace(f"run:{tmp_path}/", "run:").replace(str(tmp_path), "runs")
     printed = {without_numbers(line) for line in output.splitlines()}
     documented = output_after(ROOT / "docs" / "quickstart.md", "assay train examples/my_task.toml")
+    (demo,) = [block for block in blocks(ROOT / "README.md", "") if block.startswith("abacus, test split")]
+    documented += demo.replace("demo", "my_task").splitlines()[1:]  # the first line names the task of the demo
     assert not {without_numbers(line) for line in documented if "eta" not in line} - printed
     summary = json.loads((tmp_path / "my_task" / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["before"]["n"] == summary["after"]["n"] == 20
