@@ -65,19 +65,33 @@ class Worker:
         return run
 
     def step_row(self, settings: dict[str, Any]) -> Callable[[int], float]:
-        from assay.bench import trainer
-        from assay.bench.step import Steps, one_step
-        from assay.bench.workload import Workload, float32_model
-        from assay.models.device import pick_device
+        from assay.bench import step
+        from assay.bench.workload import Workload
 
-        work, options, steps = Workload(**settings), trainer.StepOptions(device=self.device), Steps()
-        policy = float32_model(work.shape, work.model, pick_device(self.device), work.seed)
-        # Before the commit that introduced it, `benched_run` was called `training_parts`.
-        make_run = getattr(trainer, "benched_run", None) or trainer.training_parts  # type: ignore[attr-defined]
-        parts = self.stack.enter_context(make_run(policy, work, options))
+        work = Workload(**settings)
+        if not hasattr(step, "step_benchmark"):
+            return self.earlier_step_row(work)
+        bench = self.stack.enter_context(step.step_benchmark(work, step.StepOptions(device=self.device)))
 
         def run(number: int) -> float:
-            one_step(parts, steps)
+            bench.step()
+            return bench.seconds[-1]
+
+        return run
+
+    def earlier_step_row(self, work: Any) -> Callable[[int], float]:
+        """For commits in which the components of a step were built by `assay.bench.trainer`."""
+        from assay.bench import step, trainer  # type: ignore[attr-defined]
+        from assay.bench.workload import float32_model
+        from assay.models.device import pick_device
+
+        steps = step.Steps()  # type: ignore[attr-defined]
+        policy = float32_model(work.shape, work.model, pick_device(self.device), work.seed)
+        make_run = getattr(trainer, "benched_run", None) or trainer.training_parts
+        parts = self.stack.enter_context(make_run(policy, work, trainer.StepOptions(device=self.device)))
+
+        def run(number: int) -> float:
+            step.one_step(parts, steps)  # type: ignore[attr-defined]
             return steps.seconds[-1]
 
         return run

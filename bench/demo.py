@@ -13,7 +13,7 @@ def main(folder: Path) -> None:
     environment = json.loads((folder / "environment.json").read_text())
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in metrics if "reward/mean" in row]
-    samples = summary["tokens"] / sum(row["length/mean"] for row in steps)  # answers a step
+    samples = summary["tokens"] / sum(row["length/mean"] for row in steps)  # answers per step
     rows = [
         {
             "id": "demo",
@@ -35,8 +35,8 @@ def main(folder: Path) -> None:
         }
     ]
     machine = {key: environment["machine"][key] for key in ("cpu", "cores", "memory_gib", "gpus", "system")}
-    found = {"machine": machine, "versions": environment["versions"], "measured": environment["started"]}
-    print(json.dumps(found | {"command": "make demo", "rows": rows}, indent=1))
+    content = {"machine": machine, "versions": environment["versions"], "measured": environment["started"]}
+    print(json.dumps(content | {"command": "make demo", "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

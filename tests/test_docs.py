@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from assay.algos.recipes import RECIPES
-from assay.cli.main import COMMANDS, Parser, find_module, main, split_words
+from assay.cli.main import COMMANDS, main, parse
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, parse_overrides
 from assay.types import UserError
@@ -22,6 +23,7 @@ PAGES = [page for page in PAGES if page.exists()]
 EXPECTED = {"quickstart", "tasks", "environments", "algorithms", "runs", "models", "configuration", "CONTRIBUTING"}
 EXPECTED |= {"recipes", "extending"}
 
+SCRIPTS = ("bench/recipes.py", "bench/trl_step.py", "bench/transformers_generate.py")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # A path of the repository, as text or code: a known folder, then names. Placeholders in capitals are not paths.
@@ -32,26 +34,34 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
 
 
-def commands(page: Path) -> list[list[str]]:
+def command_lines(page: Path) -> list[list[str]]:
     lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
-    words = [shlex.split(line, comments=True) for line in lines]
-    return [line[1:] for line in words if line[:1] == ["assay"]]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def commands(page: Path) -> list[list[str]]:
+    return [words[1:] for words in command_lines(page) if words[:1] == ["assay"]]
+
+
+def script_commands(page: Path) -> list[list[str]]:
+    """Calls of the scripts in bench/ that take the options of a command."""
+    return [words[1:] for words in command_lines(page) if words[:1] == ["python"] and words[1] in SCRIPTS]
 
 
 def check_command(words: list[str]) -> None:
     """As the command line reads it, up to the point where work would begin. Raises UserError on a mistake."""
     name, *rest = words
-    if name not in COMMANDS:
+    if name in SCRIPTS:
+        module = importlib.import_module(Path(name).stem)
+    elif name in COMMANDS:
+        module = importlib.import_module(f"assay.cli.{name}")
+    else:
         raise UserError(f"no command {name}")
-    name, module, rest = find_module(name, rest)
-    parser = Parser(prog=f"assay {name}")
-    module.add_arguments(parser)
-    kind = getattr(module, "SETTINGS", None)
-    own, overrides = split_words(rest, parser, kind) if kind else (rest, [])
-    args = parser.parse_args(own)
-    if kind:
+    args = parse(module, name, rest)
+    if hasattr(module, "SETTINGS"):
         config = getattr(args, "config", None)
-        load_settings(kind, ROOT / config if config and (ROOT / config).exists() else None, parse_overrides(overrides))
+        file = ROOT / config if config and (ROOT / config).exists() else None
+        load_settings(module.SETTINGS, file, parse_overrides(args.overrides))
 
 
 def output_after(page: Path, command: str) -> list[str]:
@@ -74,7 +84,7 @@ def test_all_pages_are_there() -> None:
     assert {page.stem for page in PAGES} >= EXPECTED
 
 
-@every([(page, shlex.join(words)) for page in PAGES for words in commands(page)])
+@every([(page, shlex.join(words)) for page in PAGES for words in commands(page) + script_commands(page)])
 def test_commands_parse(item: tuple[Path, str]) -> None:
     check_command(shlex.split(item[1]))
 

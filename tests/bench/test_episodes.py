@@ -1,4 +1,4 @@
-"""Episodes at their own pace and in rounds: what is counted, what is timed, and that both play the same."""
+"""Benchmark of episodes at their own pace and in rounds: counts, times, and equal trajectories."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SMALL = Episodes(episodes=12, samples=3, step_tokens=40, max_batch=8)
 OPTIONS = EpisodeOptions(device="cpu", dtype="float32", repeat=2)
 
 
-def test_a_row_for_each_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans = iter([9.0, 8.0, 3.0, 2.0, 5.0, 1.0])  # rounds and own pace, in turns
+def test_a_row_for_each_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = iter([9.0, 8.0, 3.0, 2.0, 5.0, 1.0])  # rounds and own pace alternate
     times = iter([time for at in range(6) for time in (100.0 * at, 100.0 * at + next(spans))])
     monkeypatch.setattr(episodes, "now", lambda device: next(times))
     rounds, own = measure_episodes(SMALL, OPTIONS)
@@ -33,36 +33,36 @@ def test_a_row_for_each_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own["command"] == rounds["command"] == f"assay bench episodes {words}"
 
 
-def test_other_trajectories_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    played, runs = episodes.played, []
+def test_different_trajectories_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    play, runs = episodes.play, []
 
-    def noted(*args):
+    def changed(*args):
         runs.append(1)
-        found = played(*args)
+        rollouts = play(*args)
         if len(runs) % 2 == 0:  # at their own pace
-            found[5].turns[0].completion.token_ids[0] += 1
-        return found
+            rollouts[5].turns[0].completion.token_ids[0] += 1
+        return rollouts
 
-    monkeypatch.setattr(episodes, "played", noted)
+    monkeypatch.setattr(episodes, "play", changed)
     _, own = measure_episodes(SMALL, OPTIONS)
     assert own["same_as_in_rounds"] == 11
 
 
-def test_other_shapes() -> None:
+def test_another_shape() -> None:
     rounds, own = measure_episodes(replace(SMALL, shape="tiny"), OPTIONS)
     assert own["shape"] == "tiny" and own["same_as_in_rounds"] == 12
     assert "--shape tiny" in own["command"] and own["id"].startswith("episodes-tiny-12")
     assert own["decode_steps"] < rounds["decode_steps"]
 
 
-def test_names_tell_workloads_apart() -> None:
+def test_ids_distinguish_workloads() -> None:
     assert Episodes().id == "episodes-2048"
     assert Episodes(shape="0.5b", seed=3).id == "episodes-0.5b-2048"
     assert SMALL.id == "episodes-12-samples3-step_tokens40-max_batch8"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"shape": "9b"}, "unknown shape '9b'.* known: nano, 0.5b, "),
         ({"episodes": 0}, "--episodes must be at least 1"),
@@ -70,6 +70,6 @@ def test_names_tell_workloads_apart() -> None:
         ({"episodes": 10}, "--episodes 10 must be a multiple of --samples 8"),
     ],
 )
-def test_what_cannot_be_played(wrong: dict, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_episodes_are_rejected(wrong: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         Episodes(**wrong)

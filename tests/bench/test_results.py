@@ -1,8 +1,9 @@
-"""Files of figures: merged, refused, never half written."""
+"""Result files: rows are merged, other files rejected, writes are atomic."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def row(row_id: str, system: str = "assay", **facts: Any) -> dict[str, Any]:
 
 
 def test_rows_are_merged_by_id_and_system(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
+    file = tmp_path / "results.json"
     save(file, MACHINE, VERSIONS, "first", [row("a", tokens_per_s=1), row("b", tokens_per_s=2)])
     save(file, MACHINE, VERSIONS, "second", [row("a", tokens_per_s=3), row("a", "other", tokens_per_s=4)])
     content = json.loads(file.read_text())
@@ -39,7 +40,7 @@ def test_rows_are_merged_by_id_and_system(tmp_path: Path) -> None:
         row("b", tokens_per_s=2),
         row("a", "other", tokens_per_s=4),
     ]
-    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_a_system_with_and_without_log_probabilities_has_two_rows() -> None:
@@ -51,20 +52,20 @@ def test_a_system_with_and_without_log_probabilities_has_two_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "versions", "said"),
+    ("machine", "versions", "message"),
     [
         ({"gpu": "X", "cores": 2}, VERSIONS, r"other machine \(gpu None, now X\)"),
         (MACHINE, {"torch": "2.1", "assay": "1"}, r"other versions \(torch 2.0, now 2.1\)"),
         (MACHINE, {**VERSIONS, "cuda": "12"}, r"other versions \(cuda None, now 12\)"),
     ],
 )
-def test_figures_of_another_machine_or_version_are_not_mixed(
-    tmp_path: Path, machine: dict, versions: dict, said: str
+def test_results_of_another_machine_or_version_are_rejected(
+    tmp_path: Path, machine: dict, versions: dict, message: str
 ) -> None:
-    file = tmp_path / "figures.json"
+    file = tmp_path / "results.json"
     save(file, MACHINE, VERSIONS, "first", [row("a")])
     before = file.read_bytes()
-    refused = said + ": give another --json file, or delete it"
+    refused = message + ": give another --json file, or delete it"
     with pytest.raises(UserError, match=refused):
         earlier_rows(file, machine, versions)
     with pytest.raises(UserError, match=refused):
@@ -73,31 +74,31 @@ def test_figures_of_another_machine_or_version_are_not_mixed(
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"machine": {}, "versions": {}, "rows": [{}]}', '{"rows": []}'])
-def test_another_file_is_left_alone(tmp_path: Path, content: str) -> None:
+def test_other_files_are_not_overwritten(tmp_path: Path, content: str) -> None:
     file = tmp_path / "notes.json"
     file.write_text(content)
-    with pytest.raises(UserError, match="no file of benchmark figures: give another --json file"):
+    with pytest.raises(UserError, match="not a file of benchmark results: give another --json file"):
         save(file, MACHINE, VERSIONS, "", [row("a")])
     assert file.read_text() == content
 
 
-def test_a_write_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "figures.json"
+def test_a_failed_write_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "results.json"
     save(file, MACHINE, VERSIONS, "first", [row("a")])
     before = file.read_bytes()
 
     def full(*paths: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(UserError, match="No space left"):
         save(file, MACHINE, VERSIONS, "second", [row("b")])
     assert file.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(UserError, match="there is no folder"):
+    with pytest.raises(UserError, match="does not exist"):
         earlier_rows(tmp_path / "nowhere" / "x.json", MACHINE, VERSIONS)
 
 
-def test_peer_lines_become_rows_and_ratios(tmp_path: Path) -> None:
+def test_rows_and_ratios_from_the_output_of_another_engine(tmp_path: Path) -> None:
     file = tmp_path / "peer.txt"
     lines = [
         "INFO loading weights",
@@ -122,8 +123,8 @@ def test_peer_lines_become_rows_and_ratios(tmp_path: Path) -> None:
     ours = row("gen-0.5b-16x64x256", tokens_per_s=216000.0)
     other, start = row("gen-0.5b-longtail", tokens_per_s=1.0), row("startup-0.5b", seconds=3.0)
     assert with_ratios([*peers, ours, other, start])[3:] == [ours | {"ratio_to_vllm": 6.0}, other, start]
-    # Also when they come at different times.
-    results = tmp_path / "figures.json"
+    # Also if the rows are added later.
+    results = tmp_path / "results.json"
     save(results, MACHINE, VERSIONS, "", [ours])
     save(results, MACHINE, VERSIONS, "", peers)
     assert json.loads(results.read_text())["rows"][0]["ratio_to_vllm"] == 6.0
@@ -137,7 +138,7 @@ def test_a_file_without_peer_lines_is_an_error(tmp_path: Path) -> None:
         peer_rows(tmp_path / "missing.txt")
 
 
-def test_peer_steps_become_rows_and_ratios(tmp_path: Path) -> None:
+def test_rows_and_ratios_from_the_output_of_another_trainer(tmp_path: Path) -> None:
     file = tmp_path / "trl.txt"
     steps = [("hf", 40, 20.5), ("hf", 27, 30.0), ("hf", 24, 29.0), ("vllm", 80, 82.0), ("vllm", 30.5, 80.0)]
     lines = [json.dumps({"system": "trl", "mode": mode, "step_s": s, "peak_gib": gib}) for mode, s, gib in steps]
@@ -148,18 +149,18 @@ def test_peer_steps_become_rows_and_ratios(tmp_path: Path) -> None:
     assert plain == {**shared, "system": "trl", "step_s": 25.5, "runs": [27, 24], "first_step_s": 40, "peak_gib": 30.0}
     assert vllm["system"] == "trl-vllm" and vllm["step_s"] == 30.5 and vllm["peak_gib"] == 82.0
     ours = row("step-0.5b-16x64x256", step_s=3.0)
-    found = with_ratios([ours, plain, vllm, row("train-0.5b-16x1024", tokens_per_s=5.0)])
-    assert found[0] == ours | {"ratio_to_trl": 8.5, "ratio_to_trl-vllm": 10.167} and found[1] == plain
-    assert not any("ratio" in name for name in found[3])
+    rows = with_ratios([ours, plain, vllm, row("train-0.5b-16x1024", tokens_per_s=5.0)])
+    assert rows[0] == ours | {"ratio_to_trl": 8.5, "ratio_to_trl-vllm": 10.167} and rows[1] == plain
+    assert not any("ratio" in name for name in rows[3])
 
 
 def test_a_file_without_steps_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text('{"system": "trl", "mode": "hf", "step_s": 3, "peak_gib": 1}\n')
-    with pytest.raises(UserError, match="has no two lines such as"):
+    with pytest.raises(UserError, match="needs at least two lines such as"):
         peer_steps(tmp_path / "one.txt")
 
 
-def test_machine_and_versions_are_json_and_stay_the_same() -> None:
+def test_machine_and_versions_are_json_and_constant() -> None:
     machine, versions = describe_machine(), describe_versions()
     assert json.loads(json.dumps([machine, versions])) == [describe_machine(), describe_versions()]
     assert {"gpu", "cpu", "cores", "memory_gib"} <= machine.keys() and machine["cpu"] and machine["cores"] >= 1

@@ -1,4 +1,4 @@
-"""Workloads: their lengths, their requests, their names; and the shapes of the models."""
+"""Workloads: lengths, requests, ids, and the shapes of models."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from assay.bench.workload import SHAPES, TABLE, Workload, label, random_model, words_of
+from assay.bench.workload import SHAPES, TABLE, Workload, command_options, label, random_model
 from assay.types import UserError
 
 
 @pytest.mark.parametrize(("shape", "weights"), [("0.5b", 494_032_768), ("1.5b", 1_543_714_304)])
-def test_shapes_have_as_many_weights_as_the_models_they_are_of(shape: str, weights: int) -> None:
-    assert SHAPES[shape].parameters == weights  # as the published checkpoints say
+def test_shapes_have_the_parameter_counts_of_the_published_models(shape: str, weights: int) -> None:
+    assert SHAPES[shape].parameters == weights  # of the published checkpoints
 
 
 def test_random_weights_are_normal_and_the_same_for_the_same_seed() -> None:
@@ -30,7 +30,7 @@ def test_random_weights_are_normal_and_the_same_for_the_same_seed() -> None:
             assert abs(weight.std().item() - 0.02) < 0.02 * 5 / math.sqrt(2 * weight.numel())
 
 
-def test_the_long_tail_is_the_one_that_is_described() -> None:
+def test_the_long_tail_follows_the_documented_distribution() -> None:
     lengths = Workload(lengths="longtail", prompts=64, new=1024).new_tokens
     assert len(lengths) == 4096 and min(lengths) >= 1 and max(lengths) == 1024
     # Against the distribution itself, in terms of the error function; 4,096 draws.
@@ -58,7 +58,7 @@ def test_requests_of_fixed_lengths() -> None:
     assert not prompts & {tuple(request.prompt_ids) for request in work.make_requests(20, run=1)}
 
 
-def test_requests_of_the_long_tail_go_through_the_prompts_again_and_again() -> None:
+def test_requests_of_the_long_tail_cycle_through_the_prompts() -> None:
     work = Workload(shape="tiny", lengths="longtail", prompts=3, requests=8, prompt_tokens=5, new=40)
     requests = work.make_requests(50, run=2)
     prompts = [tuple(request.prompt_ids) for request in requests]
@@ -78,7 +78,7 @@ def test_the_standard_table() -> None:
     ]
 
 
-def test_ids_tell_workloads_apart(tmp_path) -> None:
+def test_ids_distinguish_workloads_of_engines(tmp_path) -> None:
     longtail = TABLE[2]
     changes: list[dict[str, Any]] = [
         {"prompt_tokens": 64},
@@ -98,22 +98,22 @@ def test_ids_tell_workloads_apart(tmp_path) -> None:
     assert label("0.5b", "some/Model-1.5B.gguf") == "model-1.5b" and label("0.5b", "org/Name-0.5B") == "name-0.5b"
 
 
-def test_words_leave_out_what_is_standard() -> None:
-    assert words_of(Workload()) == []
-    assert words_of(Workload(shape="tiny", top_p=0.5, max_batch=3)) == [
+def test_command_options_leave_out_defaults() -> None:
+    assert command_options(Workload()) == []
+    assert command_options(Workload(shape="tiny", top_p=0.5, max_batch=3)) == [
         *("--shape", "tiny", "--max-batch", "3", "--top-p", "0.5"),
     ]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"shape": "7b"}, "known: 0.5b"),
         ({"new": 0}, "--new must be at least 1"),
         ({"max_batch": 0}, "--max-batch must be at least 1"),
-        ({"lengths": "longtail", "prompts": 9, "requests": 8}, "more than --requests 8"),
+        ({"lengths": "longtail", "prompts": 9, "requests": 8}, "must not be above --requests 8"),
     ],
 )
-def test_mistakes_are_named(wrong: dict, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_workloads_are_rejected(wrong: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         Workload(**wrong)

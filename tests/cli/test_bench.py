@@ -1,4 +1,4 @@
-"""`assay bench engine` as a user calls it."""
+"""`assay bench engine`, `step` and `episodes`."""
 
 from __future__ import annotations
 
@@ -6,107 +6,189 @@ import argparse
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from assay.bench import workload
-from assay.bench.workload import TABLE, Workload, words_of
+from assay.bench import step, workload
+from assay.bench.engine import Options
+from assay.bench.step import Sequences
+from assay.bench.workload import TABLE, Workload, command_options
 from assay.cli import bench
-from assay.cli.main import Parser, main
+from assay.cli.main import main, parse
 
-SMALL = ["--shape", "tiny", "--prompts", "2", "--samples", "3", "--prompt-tokens", "9", "--new", "8"]
-SMALL += ["--repeat", "2", "--device", "cpu", "--dtype", "float32"]
+HOW = ["--device", "cpu", "--dtype", "float32"]
+SMALL = ["--shape", "tiny", "--prompts", "2", "--samples", "3", "--prompt-tokens", "9", "--new", "8", *HOW]
+EPISODES = ["--episodes", "12", "--samples", "3", "--step-tokens", "8", *HOW]
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    parser = Parser(prog="assay bench")
-    bench.add_arguments(parser)
-    return parser.parse_args(["engine", *words])
+    return parse(bench, "assay bench", list(words))
 
 
-def test_defaults_are_the_standard_workload() -> None:
-    assert bench.workload(parsed()) == Workload() == TABLE[0]
-    assert bench.workload(parsed("--lengths", "longtail")) == TABLE[2]
+def parsed_command(row: dict[str, Any]) -> argparse.Namespace:
+    """The arguments of the command that a row was measured with."""
+    return parsed(*shlex.split(row["command"])[2:])
+
+
+def test_engine_defaults_are_the_standard_workload() -> None:
+    assert bench.engine_work(parsed("engine")) == Workload() == TABLE[0]
+    assert bench.engine_work(parsed("engine", "--lengths", "longtail")) == TABLE[2]
     explicit = "--shape 0.5b --prompts 16 --samples 64 --prompt-tokens 128 --new 256"
-    assert bench.workload(parsed(*explicit.split())) == TABLE[0]
+    assert bench.engine_work(parsed("engine", *explicit.split())) == TABLE[0]
 
 
 @pytest.mark.parametrize("work", [*TABLE, Workload(shape="tiny", model=None, top_p=0.9, max_batch=3, temperature=0.0)])
-def test_words_of_a_workload_give_it_back(work: Workload) -> None:
-    assert bench.workload(parsed(*words_of(work))) == work
+def test_options_of_a_workload_round_trip(work: Workload) -> None:
+    assert bench.engine_work(parsed("engine", *command_options(work))) == work
 
 
-def test_figures_are_printed_written_and_added_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, peers = tmp_path / "figures.json", tmp_path / "peers.jsonl"
+def test_engine_results_are_printed_written_and_added_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, peers = tmp_path / "results.json", tmp_path / "peers.jsonl"
     peers.write_text('{"engine": "vllm", "shape": "tiny", "logprobs": true, "tokens_per_s": 1}\n')
-    assert main(["bench", "engine", *SMALL, "--json", str(file), "--parts"]) == 0
-    said = capsys.readouterr().out
-    assert "gen-tiny-2x3x8" in said and "6 sequences from 2 prompts" in said and "--parts is for CUDA only" in said
-    longtail = [*SMALL, "--lengths", "longtail", "--requests", "20", "--peer-rows", str(peers), "--json", str(file)]
-    assert main(["bench", "engine", *longtail, "--compare", "transformers", "--no-mismatch"]) == 0
+    assert main(["bench", "engine", *SMALL, "--repeat", "2", "--json", str(file), "--parts"]) == 0
+    printed = capsys.readouterr().out
+    assert "gen-tiny-2x3x8" in printed and "6 sequences from 2 prompts" in printed and "--parts needs CUDA" in printed
+    longtail = ["--lengths", "longtail", "--requests", "20", "--peer-rows", str(peers), "--json", str(file)]
+    assert main(["bench", "engine", *SMALL, *longtail, "--no-mismatch", "--repeat", "1"]) == 0
     assert "1 to 8 new tokens" in capsys.readouterr().out
     content = json.loads(file.read_text())
-    fixed, peer, ours, theirs = content["rows"]
+    fixed, peer, ours = content["rows"]
     assert {"machine", "versions", "command", "rows"} == content.keys()
-    assert (fixed["system"], peer["system"], ours["system"], theirs["system"]) == (
-        *("assay", "vllm", "assay", "transformers"),
-    )
+    assert (fixed["system"], peer["system"], ours["system"]) == ("assay", "vllm", "assay")
     assert len(fixed["runs"]) == 2 and min(fixed["runs"]) <= fixed["tokens_per_s"] <= max(fixed["runs"])
     assert fixed["first_run_tokens_per_s"] > 0 and fixed["mismatch_mean_abs"] < 1e-5
-    assert ours["requests"] == 20 and ours["ratio_to_transformers"] > 0 and "mismatch_mean_abs" not in ours
-    # The command of a row measures that row again.
-    again = parsed(*shlex.split(ours["command"])[3:])
-    assert bench.workload(again).id in ours["id"] and again.compare == "transformers" and not again.mismatch
+    assert ours["requests"] == 20 and "mismatch_mean_abs" not in ours
+    again = parsed_command(ours)
+    assert bench.engine_work(again).id in ours["id"] and not again.mismatch
 
 
-def test_a_file_that_cannot_be_added_to_is_found_out_before_measuring(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_result_file_of_another_machine_is_rejected_before_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("assay.bench.engine.measure", lambda *args: pytest.fail("measured for nothing"))
-    file = tmp_path / "figures.json"
+    file = tmp_path / "results.json"
     file.write_text(json.dumps({"machine": {"gpu": "another"}, "versions": {}, "command": "", "rows": []}))
-    for path, hint in ((file, "give another --json file"), (tmp_path / "no" / "x.json", "there is no folder")):
+    for path, hint in ((file, "give another --json file"), (tmp_path / "no" / "x.json", "does not exist")):
         assert main(["bench", "engine", *SMALL, "--json", str(path)]) == 2
-        said = capsys.readouterr().err
-        assert hint in said and said.count("\n") == 1
+        output = capsys.readouterr()
+        assert hint in output.err and output.err.count("\n") == 1
+        assert "sequences" not in output.out  # printed when a measurement starts
 
 
-def test_the_table_measures_each_workload_and_the_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_table_has_all_workloads_and_startup() -> None:
+    args = parsed("engine", "--table", *HOW)
+    jobs = bench.engine_jobs(args, bench.engine_work(args), Options())
+    assert [job.args[0] for _, job in jobs] == [*TABLE, workload.STARTUP]  # type: ignore[attr-defined]
+    assert "two starts" in jobs[-1][0] and all("sequences" in note for note, _ in jobs[:-1])
+
+
+@pytest.mark.slow
+def test_the_engine_table_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = Workload(shape="tiny", prompts=1, samples=2, prompt_tokens=4, new=3)
     longtail = Workload(shape="tiny", lengths="longtail", prompts=2, requests=4, prompt_tokens=4, new=20)
     monkeypatch.setattr(workload, "TABLE", (small, longtail))
     monkeypatch.setattr(workload, "STARTUP", small)
-    file = tmp_path / "figures.json"
-    words = ["--table", "--repeat", "1", "--device", "cpu", "--dtype", "float32", "--json", str(file)]
-    assert main(["bench", "engine", *words]) == 0
+    file = tmp_path / "results.json"
+    assert main(["bench", "engine", "--table", "--repeat", "1", *HOW, "--json", str(file)]) == 0
     content = json.loads(file.read_text())
     speed, tail, start = content["rows"]
     assert content["command"].startswith("assay bench engine --table ")
     assert speed["id"].startswith("gen-tiny-1x2x3") and tail["id"].startswith("gen-tiny-longtail")
     assert start["id"].startswith("startup-tiny") and start["runs"] == [start["seconds_cold"], start["seconds"]]
-    assert min(start["runs"]) > 0.2  # Python and torch alone take longer
-    assert "two starts" in capsys.readouterr().out
+
+
+def test_step_defaults_are_the_standard_work() -> None:
+    explicit = "--shape 0.5b --prompts 16 --samples 64 --prompt-tokens 128 --new 256"
+    assert bench.step_work(parsed("step", *explicit.split())) == bench.step_work(parsed("step")) == Workload()
+    assert bench.step_work(parsed("step", "--train-only")) == Sequences()
+
+
+def test_step_results_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results.json"
+    assert main(["bench", "step", *SMALL, "--steps", "1", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "2 prompts of 9 tokens, 3 samples of 8 tokens" in printed
+    assert "step-tiny-2x3x8-prompt_tokens9" in printed and "generation" in printed and "reference" not in printed
+    sweep = ["--train-only", "--shape", "tiny", "--sequences", "3", "--tokens", "12", "--set", "token_budget=12,36"]
+    assert main(["bench", "step", *sweep, *HOW, "--steps", "1", "--json", str(file)]) == 0
+    assert "training on 3 sequences of 12 tokens token_budget=36" in capsys.readouterr().out
+    content = json.loads(file.read_text())
+    step_row, small, large = content["rows"]
+    assert step_row["trained_tokens"] == 48 and small["token_budget"] == 12 and large["token_budget"] == 36
+    assert len({row["id"] for row in content["rows"]}) == 3 and small["tokens_per_s"] > 0
+    assert "--set token_budget=12,36" in content["command"] and small["command"].endswith("--set token_budget=12")
+    assert bench.step_work(parsed_command(step_row)).id.replace("gen-", "step-") in step_row["id"]
+
+
+def test_the_step_table_has_the_step_and_the_trainings() -> None:
+    args = parsed("step", "--table", "--kl", "0.1", *HOW)
+    jobs = [job for _, job in bench.step_jobs(args, bench.step_work(args), bench.step_options(args))]
+    work, options = zip(*(job.args for job in jobs), strict=True)  # type: ignore[attr-defined]
+    assert work == (Workload(), *step.TABLE) and [option.kl for option in options] == [0.1, 0.0, 0.0]
+
+
+def test_step_results_are_compared_with_rows_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, peers = tmp_path / "results.json", tmp_path / "trl.txt"
+    peers.write_text('{"system": "trl", "mode": "hf", "step_s": 9, "peak_gib": 1}\n' * 2)
+    row = {"id": "step-0.5b-16x64x256", "system": "assay", "step_s": 3}
+    monkeypatch.setattr(step, "measure_step", lambda *_: [row])
+    assert main(["bench", "step", "--peer-rows", str(peers), "--json", str(file), *HOW]) == 0
+    trl, ours = json.loads(file.read_text())["rows"]
+    assert trl["system"] == "trl" and ours["ratio_to_trl"] == 3.0
+
+
+def test_episode_results_are_printed_written_and_added_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results.json"
+    assert main(["bench", "episodes", *EPISODES, "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "12 episodes, at most 256 running, actions of up to 8 tokens" in printed and "12 of 12" in printed
+    assert main(["bench", "episodes", *EPISODES, "--max-batch", "5", "--json", str(file)]) == 0
+    content = json.loads(file.read_text())
+    ids = [row["id"] for row in content["rows"]]
+    assert len(set(ids)) == 4 and sum("max_batch5" in name for name in ids) == 2
+    again = parsed_command(content["rows"][-1])
+    assert (again.bench_command, again.max_batch, again.episodes) == ("episodes", 5, 12)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["--shape", "7b"], "unknown shape '7b'"),
-        (["--new", "0"], "--new must be at least 1"),
-        (["--repeat", "0"], "--repeat must be at least 1"),
-        (["--shape", "tiny", "--device", "gpu"], "unknown device 'gpu'"),
-        (["--shape", "tiny", "--dtype", "float16"], "dtype 'float16' is not supported"),
-        (["--model", "/no/such/model"], "there is no model"),
-        (["--shape", "tiny", "--peer-rows", "/no/such/file"], "cannot read /no/such/file"),
-        (["--shape", "tiny", "--top-p", "0", "--new", "2", "--samples", "1", "--prompts", "1"], "top_p must be"),
-        (["--table", "--shape", "tiny"], "--table has workloads of its own: leave out --shape tiny"),
-        (["--table", "--startup"], "not allowed with"),
-        (["--compare", "nobody"], "invalid choice"),
+        ("engine --shape 7b", "unknown shape '7b'"),
+        ("engine --new 0", "--new must be at least 1"),
+        ("engine --repeat 0", "--repeat must be at least 1"),
+        ("engine --shape tiny --device gpu", "unknown device 'gpu'"),
+        ("engine --shape tiny --dtype float16", "dtype 'float16' is not supported"),
+        ("engine --model /no/such/model", "/no/such/model"),
+        ("engine --shape tiny --peer-rows /no/such/file", "cannot read /no/such/file"),
+        ("engine --shape tiny --top-p 0 --new 2 --samples 1 --prompts 1", "top_p must be"),
+        ("engine --table --shape tiny", "leave out --shape tiny"),
+        ("engine --table --startup", "not allowed with"),
+        ("engine --compare transformers", "python bench/transformers_generate.py"),
+        ("step --shape 7b", "unknown shape '7b'"),
+        ("step --train-only --shape 7b", "unknown shape '7b'"),
+        ("step --samples 1", "--samples must be at least 2"),
+        ("step --steps 0", "--steps must be at least 1"),
+        ("step --set budget=3", "unknown setting 'budget'"),
+        ("step --set token_budget", "such as 16384"),
+        ("step --new 8 --train-only", "--new is not for --train-only"),
+        ("step --tokens 8", "--tokens is only for --train-only"),
+        ("step --table --new 8", "--table has its own workloads"),
+        ("step --train-only --kl 0.1", "--kl is not for --train-only"),
+        ("step --shape tiny --peer-rows /no/such/file", "cannot read /no/such/file"),
+        ("step --shape tiny --device gpu", "unknown device 'gpu'"),
+        ("step --peer trl", "python bench/trl_step.py"),
+        ("episodes --episodes 7", "must be a multiple of --samples 8"),
+        ("episodes --max-batch 0", "--max-batch must be at least 1"),
+        ("episodes --repeat 0", "--repeat must be at least 1"),
+        ("episodes --device gpu", "unknown device 'gpu'"),
+        ("episodes --dtype float16", "dtype 'float16' is not supported"),
+        ("episodes --json /no/such/folder/x.json", "does not exist"),
+        ("episodes --peer-rows x", "unrecognized arguments"),
+        ("recipes configs/demo.toml --recipes grpo", "python bench/recipes.py"),
+        ("recipes --help", "python bench/recipes.py"),
     ],
 )
-def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
-    assert main(["bench", "engine", *words]) == 2
-    found = capsys.readouterr().err
-    assert said in found and found.count("\n") == 1
+def test_mistakes_are_reported_in_one_line(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
+    assert main(["bench", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

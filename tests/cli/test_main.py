@@ -77,41 +77,32 @@ def test_debug_shows_the_traceback_and_without_it_there_is_none(capsys: pytest.C
         assert said.splitlines()[-1].startswith("assay: no config file at nowhere.toml")
 
 
-def test_a_mistake_of_several_lines_is_told_in_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_of_several_lines_is_told_in_one(capsys: pytest.CaptureFixture[str]) -> None:
     from assay.types import UserError
 
     def fails(words: list[str]) -> int:
         raise UserError("one\n  two\r\nthree")
 
-    monkeypatch.setattr("assay.cli.main.dispatch", fails)
-    assert main(["x"]) == 2
+    assert main(["x"], fails) == 2
     assert capsys.readouterr().err == "assay: one two three\n"
 
 
-def test_a_warning_is_one_line_without_a_place_in_the_source(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warning_is_one_line_without_a_place_in_the_source(capsys: pytest.CaptureFixture[str]) -> None:
     def warning(words: list[str]) -> int:
         warnings.warn("two\nlines", stacklevel=1)
         return 0
 
-    monkeypatch.setattr("assay.cli.main.dispatch", warning)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        assert run([], debug=False, own_process=True) == 0
+        assert run(warning, [], debug=False, own_process=True) == 0
     assert capsys.readouterr().err == "warning: two lines\n"
 
 
-def test_an_interrupt_is_not_an_error_of_ours(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_is_not_an_error_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     def stopped(words: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("assay.cli.main.dispatch", stopped)
-    assert main(["x"]) == 130
+    assert main(["x"], stopped) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -126,30 +117,26 @@ def test_an_interrupt_is_not_an_error_of_ours(
         (MemoryError(), "main memory"),
     ],
 )
-def test_what_the_system_refuses_is_one_line(
-    error: Exception, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_system_refuses_is_one_line(error: Exception, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(words: list[str]) -> int:
         raise error
 
-    monkeypatch.setattr("assay.cli.main.dispatch", fails)
-    assert main(["x"]) == 2
+    assert main(["x"], fails) == 2
     shown = capsys.readouterr().err
     assert said in shown and shown.startswith("assay: ") and shown.count("\n") == 1
 
 
-def test_a_gpu_without_memory_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
     def fails(words: list[str]) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.00 MiB.")
 
-    monkeypatch.setattr("assay.cli.main.dispatch", fails)
-    assert main(["x"]) == 2
+    assert main(["x"], fails) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "no memory left" in said
     with pytest.raises(torch.OutOfMemoryError):
-        main(["x", "--debug"])
+        main(["x", "--debug"], fails)
 
 
 def words_of(text: str) -> tuple[list[str], dict[str, object]]:

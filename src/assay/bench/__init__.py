@@ -1,1 +1,1 @@
-"""Benchmarks of the package's own parts, and the files that their figures are kept in."""
+"""Benchmarks behind `assay bench`, and their result files."""

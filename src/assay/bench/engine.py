@@ -1,11 +1,4 @@
-"""How far an engine's log-probabilities are from those that the trainer computes for the same tokens.
-
-Where the time of a decode step goes on a GPU: its kernels, by what they are for.
-
-Tokens a second of an engine on a workload, and what belongs beside that figure.
-
-From starting Python to the first generated token.
-"""
+"""`assay bench engine`: tokens per second, kernel times, start-up time, and agreement with the trainer."""
 
 from __future__ import annotations
 
@@ -20,42 +13,183 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from assay.bench.transformers_peer import TransformersPeer
-from assay.bench.workload import Workload, float32_model, words_of
+from assay.bench.results import summarize
+from assay.bench.workload import Workload, command_options, float32_model
 from assay.engine import Engine, Failed, Request, generate, make_engine
 from assay.models.base import PolicyModel
 from assay.models.device import pick_device, pick_dtype
 from assay.models.logprobs import token_logprobs
 from assay.types import Completion, UserError
 
-SEQUENCES = 64  # looked at, evenly spread over all
-TOKENS_AT_ONCE = 16384
+# Counters of the engine that are reported.
+STATS = ("prefill_tokens", "decode_steps", "decoded_tokens", "preemptions", "kv_waste", "kv_waste_peak")
+Result = TypeVar("Result")
 
-Pair = tuple[Sequence[int], Completion]  # prompt ids and what followed
+
+@dataclass(frozen=True)
+class Options:
+    """How the engine is measured."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    repeat: int = 3  # timed runs after the warm-up run
+    mismatch: bool = True
+    parts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.repeat < 1:
+            raise UserError(f"--repeat must be at least 1, not {self.repeat}")
+
+
+class EngineBenchmark:
+    """The engine on one workload. The first `run` is the warm-up."""
+
+    def __init__(self, work: Workload, options: Options) -> None:
+        self.work, self.options = work, options
+        self.model, self.engine, self.device, self.dtype = build(work, options)
+        self.model.to("cpu")  # the trainer's weights do not count as the engine's memory
+        free_memory(self.device)
+        self.speeds: list[float] = []
+        self.stats: dict[str, Any] = {}
+
+    def run(self) -> list[Request]:
+        """Generate once. Returns the requests, so that another system can be timed on the same ones."""
+        self.requests = self.work.make_requests(self.model.vocab_size, len(self.speeds))
+        if hasattr(self.engine, "reset_stats"):
+            self.engine.reset_stats()
+        self.completions, seconds = timed(partial(generate, self.engine), self.requests, self.device)
+        self.speeds.append(count_tokens(self.completions, self.work) / seconds)
+        self.stats |= stats_of(self.engine)
+        self.stats.setdefault("peak_memory_gib", peak_memory_gib(self.device))
+        return self.requests
+
+    def row(self, command: Sequence[str]) -> dict[str, Any]:
+        """All results; to be called once, because the engine is deleted."""
+        if self.options.parts and self.device.type == "cuda":
+            self.stats["parts_ms"] = kernel_times_per_step(self.engine, self.requests, self.work.batch)
+        del self.engine
+        free_memory(self.device)
+        if self.options.mismatch:
+            self.stats |= mismatch(self.model.to(self.device), self.requests, self.completions, self.dtype)
+        return {
+            "id": row_id(self.work.id, self.options.device, self.options.dtype),
+            "system": "assay",
+            "logprobs": True,
+            **summarize("tokens_per_s", "first_run_tokens_per_s", self.speeds, digits=1),
+            **self.stats,
+            **settings_of(self.work, self.options),
+            "command": shlex.join(command),
+        }
+
+
+def measure(work: Workload, options: Options) -> list[dict[str, Any]]:
+    bench = EngineBenchmark(work, options)
+    for _ in range(1 + options.repeat):
+        bench.run()
+    return [bench.row(["assay", "bench", "engine", *command_options(work), *command_options(options)])]
+
+
+def build(work: Workload, options: Options) -> tuple[PolicyModel, Engine, torch.device, torch.dtype]:
+    """Return the model in float32, an engine with a copy of its weights, and the engine's device and dtype."""
+    device = pick_device(options.device)
+    dtype = pick_dtype(options.dtype, device)
+    model = float32_model(work.shape, work.model, device, work.seed)
+    work.check_length(model)
+    engine = make_engine("auto", model, device=device, dtype=dtype, max_batch=work.batch, max_length=work.max_length)
+    return model, engine, device, dtype
+
+
+def settings_of(work: Workload, options: Options) -> dict[str, Any]:
+    device = pick_device(options.device)
+    return {**work.settings(), **device_settings(device, pick_dtype(options.dtype, device)), "repeat": options.repeat}
+
+
+def device_settings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    return {"device": device.type, "dtype": dtype_name(dtype), "threads": torch.get_num_threads()}
+
+
+def row_id(name: str, device_name: str, dtype_choice: str) -> str:
+    """The name, with device and dtype if they are not the ones that `auto` selects."""
+    device = pick_device(device_name)
+    dtype = pick_dtype(dtype_choice, device)
+    others = [device.type] * (device.type != pick_device().type)
+    others += [dtype_name(dtype)] * (dtype != pick_dtype("auto", device))
+    return "-".join([name, *others])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def timed(
+    work: Callable[[list[Request]], Result], requests: list[Request], device: torch.device
+) -> tuple[Result, float]:
+    start = now(device)
+    result = work(requests)
+    return result, now(device) - start
+
+
+def now(device: torch.device) -> float:
+    """The clock, read when the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()
+
+
+def count_tokens(completions: Sequence[Sequence[Completion]], work: Workload) -> int:
+    lengths = [len(completion.token_ids) for group in completions for completion in group]
+    assert lengths == work.new_tokens, "a sequence did not reach its length"
+    return sum(lengths)
+
+
+def free_memory(device: torch.device) -> None:
+    """Release cached memory and reset the peak."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """Peak memory of tensors on the GPU, including weights and KV cache; None on other devices."""
+    return round(torch.cuda.max_memory_allocated(device) / 2**30, 3) if device.type == "cuda" else None
+
+
+def stats_of(engine: Engine) -> dict[str, Any]:
+    stats = getattr(engine, "stats", None)
+    return {name: getattr(stats, name) for name in STATS if hasattr(stats, name)}
+
+
+# Agreement with the trainer
+
+MISMATCH_SEQUENCES = 64  # evenly spaced over all sequences
+SCORED_TOKENS = 16384  # per forward pass
+Pair = tuple[Sequence[int], Completion]  # prompt ids and completion
 
 
 def mismatch(
-    model: PolicyModel,
-    requests: Sequence[Request],
-    completions: Sequence[Sequence[Completion]],
-    dtype: torch.dtype,
+    model: PolicyModel, requests: Sequence[Request], completions: Sequence[Sequence[Completion]], dtype: torch.dtype
 ) -> dict[str, float]:
-    """`model` in float32; with bfloat16 it computes under autocast, as the trainer does."""
+    """Compare the engine's log-probabilities with those that the trainer computes for the same tokens.
+
+    `model` holds float32 weights; with bfloat16 it computes under autocast, as the trainer does.
+    """
     pairs = [(request.prompt_ids, c) for request, group in zip(requests, completions, strict=True) for c in group]
     temperature = requests[0].params.temperature or 1.0  # greedy tokens are scored at 1
     differences = torch.cat(
         [
             engine_logprobs(part) - trainer_logprobs(model, part, temperature, dtype).double().cpu()
-            for part in parts_of(spread(pairs, SEQUENCES))
+            for part in split_by_tokens(evenly_spaced(pairs, MISMATCH_SEQUENCES))
         ]
     ).abs()
     return {
@@ -65,22 +199,22 @@ def mismatch(
     }
 
 
-def spread(pairs: Sequence[Pair], count: int) -> list[Pair]:
+def evenly_spaced(pairs: Sequence[Pair], count: int) -> list[Pair]:
     count = min(count, len(pairs))
     return [pairs[index * len(pairs) // count] for index in range(count)]
 
 
-def parts_of(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Consecutive ones, few enough tokens together; one that is longer comes alone."""
+def split_by_tokens(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Consecutive pairs with at most SCORED_TOKENS tokens together; a longer pair is returned alone."""
     part: list[Pair] = []
     size = 0
     for pair in pairs:
-        own = len(pair[0]) + len(pair[1].token_ids)
-        if part and size + own > TOKENS_AT_ONCE:
+        length = len(pair[0]) + len(pair[1].token_ids)
+        if part and size + length > SCORED_TOKENS:
             yield part
             part, size = [], 0
         part.append(pair)
-        size += own
+        size += length
     if part:
         yield part
 
@@ -91,43 +225,43 @@ def engine_logprobs(part: Sequence[Pair]) -> Tensor:
 
 @torch.no_grad()
 def trainer_logprobs(model: PolicyModel, part: Sequence[Pair], temperature: float, dtype: torch.dtype) -> Tensor:
-    """Of all completions' tokens, one after the other."""
+    """Log-probabilities of the tokens of all completions, concatenated."""
     device = model.device
     ids = torch.tensor([token for prompt, c in part for token in (*prompt, *c.token_ids)], device=device)
-    drawn = [mark for prompt, c in part for mark in ([False] * len(prompt) + [True] * len(c.token_ids))]
+    sampled = [mark for prompt, c in part for mark in ([False] * len(prompt) + [True] * len(c.token_ids))]
     lengths = [len(prompt) + len(c.token_ids) for prompt, c in part]
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        return token_logprobs(model, ids, lengths, torch.tensor(drawn, device=device), temperature)[0]
+        return token_logprobs(model, ids, lengths, torch.tensor(sampled, device=device), temperature)[0]
 
 
-LONGEST = 256  # steps profiled at most
+# Kernel times of a decode step
 
-# The first whose words are found in a kernel's name takes it.
-PARTS = {
+PROFILED_STEPS = 256  # at most
+OTHER = "other"
+# The first category whose pattern matches a kernel's name counts its time.
+KERNELS = {
     "attention": r"attn|attention|attend|flash|fmha|paged|kv_?cache|store_?kv|write_?kv|^_merge",
     "matmul": r"gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|wgmma|split_?k|mm_kernel",
     "sampling": r"sampl|draw|forbid|statistics|truncat|softmax|sort|top_?[kp]|argmax|gumbel|noise|scan|cumsum|search",
     "norm_rope_activation": r"norm(?!al)|rms|rope|rotar|rotate|silu|swiglu|gelu|activation|start_step",
 }
-PATTERNS = {part: re.compile(words, re.IGNORECASE) for part, words in PARTS.items()}
-OTHER = "other"
 
 
-def step_parts(engine: Engine, requests: Sequence[Request], batch: int) -> dict[str, float]:
-    """Milliseconds of kernels in a decode step with `batch` sequences, a mean over the steps of a short run.
+def kernel_times_per_step(engine: Engine, requests: Sequence[Request], batch: int) -> dict[str, float]:
+    """Milliseconds of kernels per decode step with `batch` sequences, by category: the mean of a short run.
 
-    What a run of one token costs is taken off: prefill, and the set-up of the batch.
+    The time of a run with one new token is subtracted: prefill and set-up of the batch.
     """
-    new = min(max(request.params.max_new_tokens for request in requests), LONGEST)
+    new = min(max(request.params.max_new_tokens for request in requests), PROFILED_STEPS)
     if new < 2:
         return {}
     short, long = (kernel_times(engine, full_batch(requests, batch, length)) for length in (1, new))
-    parts = {part: max(long[part] - short[part], 0.0) / (new - 1) for part in (*PARTS, OTHER)}
-    return {part: round(ms, 4) for part, ms in {**parts, "total": sum(parts.values())}.items()}
+    times = {name: max(long[name] - short[name], 0.0) / (new - 1) for name in (*KERNELS, OTHER)}
+    return {name: round(ms, 4) for name, ms in {**times, "total": sum(times.values())}.items()}
 
 
 def full_batch(requests: Sequence[Request], batch: int, new: int) -> list[Request]:
-    """As many of the requests as run at once, all of one length."""
+    """The first requests, with `batch` samples in all and `new` tokens each."""
     chosen: list[Request] = []
     for request in requests:
         n = min(request.params.n, batch)
@@ -138,7 +272,7 @@ def full_batch(requests: Sequence[Request], batch: int, new: int) -> list[Reques
 
 
 def kernel_times(engine: Engine, requests: Sequence[Request]) -> Counter[str]:
-    """Milliseconds of GPU kernels in a run, by part."""
+    """Milliseconds of GPU kernels in a run, by category."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -148,200 +282,22 @@ def kernel_times(engine: Engine, requests: Sequence[Request]) -> Counter[str]:
     times: Counter[str] = Counter()
     for event in profiled.key_averages():
         if event.device_type == DeviceType.CUDA:
-            times[part_of(event.key)] += event.self_device_time_total / 1000
+            times[kernel_category(event.key)] += event.self_device_time_total / 1000
     return times
 
 
-def part_of(kernel: str) -> str:
-    return next((part for part, pattern in PATTERNS.items() if pattern.search(kernel)), OTHER)
+def kernel_category(kernel: str) -> str:
+    return next((category for category, pattern in KERNELS.items() if re.search(pattern, kernel, re.I)), OTHER)
 
 
-# Of an engine that counts them.
-STATS = (
-    *("prefill_tokens", "decode_steps", "decoded_tokens", "preemptions"),
-    *("kv_waste", "kv_waste_peak"),
-)
-Result = TypeVar("Result")
+# Start-up: from starting Python to the first generated token
 
-
-@dataclass(frozen=True)
-class Options:
-    """How to measure, beside what."""
-
-    device: str = "auto"
-    dtype: str = "auto"
-    repeat: int = 3  # timed runs, after one that is reported apart
-    mismatch: bool = True
-    parts: bool = False
-    compare: str | None = None  # "transformers"
-
-    def __post_init__(self) -> None:
-        if self.repeat < 1:
-            raise UserError(f"--repeat must be at least 1, not {self.repeat}")
-
-
-@dataclass
-class Speeds:
-    """Tokens a second, run by run; the first is the warm-up."""
-
-    values: list[float] = field(default_factory=list)
-
-    @property
-    def typical(self) -> float:
-        return median(self.values[1:])
-
-    def row(self) -> dict[str, Any]:
-        first, *runs = (round(value, 1) for value in self.values)
-        return {"tokens_per_s": round(self.typical, 1), "runs": runs, "first_run_tokens_per_s": first}
-
-
-def measure(work: Workload, options: Options) -> list[dict[str, Any]]:
-    """A row for our engine, and one for the system that it is compared with."""
-    model, engine, device, dtype = build(work, options)
-    model.to("cpu")  # what a trainer would hold is not counted as the engine's memory
-    free_memory(device)
-    ours, theirs = Speeds(), Speeds()
-    facts: dict[str, Any] = {}
-    peer: TransformersPeer | None = None
-    for run in range(1 + options.repeat):
-        requests = work.make_requests(model.vocab_size, run)
-        reset_stats(engine)
-        completions, seconds = timed(partial(generate, engine), requests, device)
-        ours.values.append(count_tokens(completions, work) / seconds)
-        facts |= stats_of(engine)
-        if run == 0:
-            facts["peak_memory_gib"] = peak_memory_gib(device)
-            peer = TransformersPeer(model, device, dtype, work.batch) if options.compare else None
-        if peer is not None:
-            tokens, seconds = timed(peer.generate, requests, device)
-            theirs.values.append(tokens / seconds)
-    if options.parts and device.type == "cuda":
-        facts["parts_ms"] = step_parts(engine, requests, work.batch)
-    del engine, peer
-    free_memory(device)
-    if options.mismatch:
-        facts |= mismatch(model.to(device), requests, completions, dtype)
-    return rows_of(work, options, ours, theirs, facts)
-
-
-def rows_of(
-    work: Workload, options: Options, ours: Speeds, theirs: Speeds, facts: dict[str, Any]
-) -> list[dict[str, Any]]:
-    settings = settings_of(work, options)
-    shared = {"id": named(work.id, options)}
-    last = {"command": shlex.join(["assay", "bench", "engine", *words_of(work), *words_of(options)])}
-    row = {**shared, "system": "assay", "logprobs": True, **ours.row(), **facts, **settings, **last}
-    if options.compare is None:
-        return [row]
-    other = {**shared, "system": options.compare, "logprobs": False, **theirs.row(), **settings, **last}
-    return [row | {f"ratio_to_{options.compare}": round(ours.typical / theirs.typical, 3)}, other]
-
-
-def build(work: Workload, options: Options) -> tuple[PolicyModel, Engine, torch.device, torch.dtype]:
-    """The model in float32, an engine that serves a copy of it, and where and in which dtype it does."""
-    device = pick_device(options.device)
-    dtype = pick_dtype(options.dtype, device)
-    model = float32_model(work.shape, work.model, device, work.seed)
-    if work.prompt_tokens + work.new > model.max_length:
-        raise UserError(
-            f"{work.prompt_tokens} tokens of prompt and {work.new} new ones are more than the {model.max_length} "
-            f"of {work.label}: ask for fewer with --prompt-tokens or --new"
-        )
-    engine = make_engine("auto", model, device=device, dtype=dtype, max_batch=work.batch, max_length=work.max_length)
-    return model, engine, device, dtype
-
-
-def settings_of(work: Workload, options: Options) -> dict[str, Any]:
-    """Everything that was chosen, by the user or by us."""
-    device = pick_device(options.device)
-    lengths = {"requests": work.requests} if work.is_longtail else {"samples": work.samples}
-    return {
-        "shape": None if work.model else work.shape,
-        "model": work.model,
-        "prompts": work.prompts,
-        **lengths,
-        "prompt_tokens": work.prompt_tokens,
-        "new": work.new,
-        "mean_new": round(work.mean_new, 2),
-        "lengths": work.lengths,
-        "max_batch": work.batch,
-        "seed": work.seed,
-        "temperature": work.temperature,
-        "top_p": work.top_p,
-        "top_k": work.top_k,
-        "min_p": work.min_p,
-        "device": device.type,
-        "dtype": dtype_name(pick_dtype(options.dtype, device)),
-        "threads": torch.get_num_threads(),
-        "repeat": options.repeat,
-    }
-
-
-def named(row_id: str, options: Options) -> str:
-    """With device and dtype, where they are not those that would be picked here."""
-    device = pick_device(options.device)
-    dtype = pick_dtype(options.dtype, device)
-    others = [device.type] * (device.type != pick_device().type)
-    others += [dtype_name(dtype)] * (dtype != pick_dtype("auto", device))
-    return "-".join([row_id, *others])
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def timed(
-    generate: Callable[[list[Request]], Result], requests: list[Request], device: torch.device
-) -> tuple[Result, float]:
-    synchronise(device)
-    start = time.perf_counter()
-    result = generate(requests)
-    synchronise(device)
-    return result, time.perf_counter() - start
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
-def count_tokens(completions: Any, work: Workload) -> int:
-    lengths = [len(completion.token_ids) for group in completions for completion in group]
-    assert lengths == work.new_tokens, "a sequence did not reach its length"
-    return sum(lengths)
-
-
-def free_memory(device: torch.device) -> None:
-    """And count its peak anew."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory_gib(device: torch.device) -> float | None:
-    """Of tensors on the GPU, weights and cache included; not known elsewhere."""
-    return round(torch.cuda.max_memory_allocated(device) / 2**30, 3) if device.type == "cuda" else None
-
-
-def reset_stats(engine: Engine) -> None:
-    if hasattr(engine, "reset_stats"):
-        engine.reset_stats()
-
-
-def stats_of(engine: Engine) -> dict[str, Any]:
-    stats = getattr(engine, "stats", None)
-    return {name: getattr(stats, name) for name in STATS if hasattr(stats, name)}
-
-
-FIRST_TOKEN = "first token"  # the line that the started process prints
+FIRST_TOKEN = "first token"  # printed by the started process
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def print_first_token(work: Workload, options: Options) -> None:
-    """What the started process does: generate until the first token arrives."""
+    """The started process: generate until the first token arrives."""
     model, engine, _, _ = build(work, options)
     ids = [engine.add(replace(request, stream=True)) for request in work.make_requests(model.vocab_size, run=0)]
     event = engine.step()[0]
@@ -352,13 +308,13 @@ def print_first_token(work: Workload, options: Options) -> None:
 
 
 def measure_startup(work: Workload, options: Options) -> list[dict[str, Any]]:
-    """Twice with one cache of compiled kernels, which the first finds empty."""
-    words = ["bench", "engine", *words_of(work), *words_of(options)]
+    """Start a process twice with one cache of compiled kernels, which is empty at first."""
+    words = ["bench", "engine", *command_options(work), *command_options(options)]
     with tempfile.TemporaryDirectory(prefix="assay-startup-") as folder:
         caches = {name: str(Path(folder) / name.lower()) for name in CACHES}
         cold, warm = (seconds_to_first_token([*words, "--first-token"], caches) for _ in range(2))
     row = {
-        "id": named(f"startup-{work.label}", options),
+        "id": row_id(f"startup-{work.label}", options.device, options.dtype),
         "system": "assay",
         "seconds": round(warm, 3),
         "seconds_cold": round(cold, 3),
@@ -381,14 +337,14 @@ def seconds_to_first_token(words: Sequence[str], environment: dict[str, str]) ->
         )
         try:
             assert process.stdout is not None
-            said = any(line.strip() == FIRST_TOKEN for line in process.stdout)
+            printed = any(line.strip() == FIRST_TOKEN for line in process.stdout)
             seconds = time.perf_counter() - start
             process.communicate()
         finally:
             process.kill()
             process.wait()
-        if said:
+        if printed:
             return seconds
         errors.seek(0)
         reason = (errors.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-        raise UserError(f"the process that was started gave no token: {reason.removeprefix('assay: ')}")
+        raise UserError(f"the started process generated no token: {reason.removeprefix('assay: ')}")

@@ -1,18 +1,20 @@
-"""Steps of the engine for episodes with actions of mixed lengths: each at its own pace, and in rounds."""
+"""`assay bench episodes`: engine steps for episodes whose actions differ in length.
+
+Each episode continues as soon as its own action is finished ("own-pace"), or all wait for the longest ("rounds").
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from statistics import median
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from assay.bench.engine import Options, dtype_name, named
-from assay.bench.step import now
-from assay.bench.workload import SHAPES, random_model, words_of
+from assay.bench.engine import device_settings, now, row_id
+from assay.bench.results import summarize
+from assay.bench.workload import SHAPES, command_options, random_model
 from assay.engine import EngineInfo, Event, SamplingParams, make_engine
 from assay.envs import Env
 from assay.models import PolicyModel, build_preset
@@ -22,14 +24,14 @@ from assay.rollout import Collector, Limits
 from assay.text import Renderer, char_tokenizer
 from assay.types import Rollout, UserError, unknown_name
 
-PACES = ("rounds", "own-pace")
-NANO = "nano"  # a preset, as small as a policy can be: what is left are the costs of the host
-MAX_LENGTH = 1024  # tokens of an episode
+MODES = ("rounds", "own-pace")
+NANO = "nano"  # the smallest preset: most of the time is spent on the host
+MAX_LENGTH = 1024  # tokens per episode
 WEIGHTS_SEED = 3
 
 
 class Chatter(Env):
-    """Says "go on" to whatever it is told. Nine letters end an action: those of a random policy have many lengths."""
+    """Answers every action with "go on". Nine letters are stop strings, so that random actions differ in length."""
 
     name = "chatter"
     max_steps = 8
@@ -45,7 +47,7 @@ class Chatter(Env):
 
 
 class Rounds:
-    """The same engine in lockstep rounds: a step returns when all requests have finished."""
+    """An engine in lockstep: `step` returns when all requests have finished."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.add, self.abort, self.release = engine, engine.add, engine.abort, engine.release
@@ -63,11 +65,13 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Episodes:
+    """The episodes that are played."""
+
     shape: str = NANO
     episodes: int = 2048
-    samples: int = 8  # episodes that begin alike
-    step_tokens: int = 64  # the longest action
-    max_batch: int = 256  # episodes at once
+    samples: int = 8  # episodes per seed
+    step_tokens: int = 64  # maximum per action
+    max_batch: int = 256  # running episodes
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -90,11 +94,11 @@ class Episodes:
 
 @dataclass(frozen=True)
 class EpisodeOptions:
-    """How to measure, beside what."""
+    """How episodes are measured."""
 
     device: str = "auto"
     dtype: str = "auto"
-    repeat: int = 1  # timed runs of each pace, after one that is reported apart
+    repeat: int = 1  # timed runs of each mode after the warm-up run
 
     def __post_init__(self) -> None:
         if self.repeat < 1:
@@ -102,62 +106,59 @@ class EpisodeOptions:
 
 
 def measure_episodes(work: Episodes, options: EpisodeOptions) -> list[dict[str, Any]]:
-    """A row for each pace, run in turns; the second says how many trajectories are those of the first."""
+    """A row for each mode; the modes alternate. The second row counts trajectories equal to those of the first."""
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
     renderer = Renderer(char_tokenizer())
-    policy = policy_for(work.shape, renderer.tokenizer.vocab_size, device)
+    policy = make_policy(work.shape, renderer.tokenizer.vocab_size, device)
     engine: Any = make_engine(
         "native", policy, device=device, dtype=dtype, max_batch=work.max_batch, decode=renderer.decode
     )
-    seconds: dict[str, list[float]] = {pace: [] for pace in PACES}
-    found: dict[str, list[Rollout]] = {}
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    rollouts: dict[str, list[Rollout]] = {}
     facts: dict[str, dict[str, Any]] = {}
     for _ in range(1 + options.repeat):
-        for pace, served in zip(PACES, (Rounds(engine), engine), strict=True):
+        for mode, served in zip(MODES, (Rounds(engine), engine), strict=True):
             engine.reset_prefix_cache()
             engine.reset_stats()
             start = now(device)
-            found[pace] = played(work, served, renderer)
-            seconds[pace].append(now(device) - start)
-            facts[pace] = figures(engine, found[pace])
-    facts[PACES[1]]["same_as_in_rounds"] = sum(
-        one.token_ids == other.token_ids for one, other in zip(*found.values(), strict=True)
+            rollouts[mode] = play(work, served, renderer)
+            seconds[mode].append(now(device) - start)
+            facts[mode] = count(engine, rollouts[mode])
+    facts[MODES[1]]["same_as_in_rounds"] = sum(
+        one.token_ids == other.token_ids for one, other in zip(*rollouts.values(), strict=True)
     )
+    settings = {**asdict(work), **device_settings(device, dtype), "repeat": options.repeat}
+    words = ["assay", "bench", "episodes", *command_options(work), *command_options(options)]
     return [
         {
-            "id": f"{named(work.id, Options(device=options.device, dtype=options.dtype))}-{pace}",
+            "id": f"{row_id(work.id, options.device, options.dtype)}-{mode}",
             "system": "assay",
-            **times(seconds[pace]),
-            **facts[pace],
-            **settings_of(work, options, device, dtype),
-            "command": shlex.join(["assay", "bench", "episodes", *words_of(work), *words_of(options)]),
+            **summarize("seconds", "first_run_s", seconds[mode], digits=3),
+            **facts[mode],
+            **settings,
+            "command": shlex.join(words),
         }
-        for pace in PACES
+        for mode in MODES
     ]
 
 
-def policy_for(shape: str, vocabulary: int, device: torch.device) -> PolicyModel:
+def make_policy(shape: str, vocab_size: int, device: torch.device) -> PolicyModel:
     if shape == NANO:
-        return build_preset(shape, vocabulary, MAX_LENGTH, WEIGHTS_SEED)
-    return random_model(replace(SHAPES[shape], vocab_size=vocabulary, max_length=MAX_LENGTH), device, WEIGHTS_SEED)
+        return build_preset(shape, vocab_size, MAX_LENGTH, WEIGHTS_SEED)
+    return random_model(replace(SHAPES[shape], vocab_size=vocab_size, max_length=MAX_LENGTH), device, WEIGHTS_SEED)
 
 
-def played(work: Episodes, engine: Any, renderer: Renderer) -> list[Rollout]:
+def play(work: Episodes, engine: Any, renderer: Renderer) -> list[Rollout]:
     env = Chatter()
-    part = Collector(engine, renderer, JudgePool(env.judge(), 0), env=env, limits=Limits(0, work.step_tokens))
+    collector = Collector(engine, renderer, JudgePool(env.judge(), 0), env=env, limits=Limits(0, work.step_tokens))
     params = SamplingParams(n=work.samples, max_new_tokens=env.max_steps * work.step_tokens)
-    groups = part.collect(env.prompts("train")[: work.episodes // work.samples], params, (work.seed, 0))
+    groups = collector.collect(env.prompts("train")[: work.episodes // work.samples], params, (work.seed, 0))
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-def times(seconds: Sequence[float]) -> dict[str, Any]:
-    first, *runs = (round(value, 3) for value in seconds)
-    return {"seconds": round(median(seconds[1:]), 3), "runs": runs, "first_run_s": first}
-
-
-def figures(engine: Any, found: Sequence[Rollout]) -> dict[str, Any]:
-    stats, lengths = engine.stats, sorted(len(turn.completion.token_ids) for r in found for turn in r.turns)
+def count(engine: Any, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    stats, lengths = engine.stats, sorted(len(turn.completion.token_ids) for r in rollouts for turn in r.turns)
     return {
         "actions": len(lengths),
         "action_tokens_median": lengths[len(lengths) // 2],
@@ -165,14 +166,4 @@ def figures(engine: Any, found: Sequence[Rollout]) -> dict[str, Any]:
         "decoded_tokens": stats.decoded_tokens,
         "decode_steps": stats.decode_steps,
         "rows_a_step": round(stats.decoded_tokens / stats.decode_steps, 1),
-    }
-
-
-def settings_of(work: Episodes, options: EpisodeOptions, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        **{field.name: getattr(work, field.name) for field in fields(work)},
-        "device": device.type,
-        "dtype": dtype_name(dtype),
-        "threads": torch.get_num_threads(),
-        "repeat": options.repeat,
     }

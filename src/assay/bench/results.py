@@ -1,7 +1,4 @@
-"""Where figures were measured: the machine, and versions of what ran on it.
-
-Files of figures: machine, versions and command, and a row for each thing measured by each system.
-"""
+"""Result files of benchmarks: machine, versions, command, and one row per measurement and system."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ def usable_cores() -> int | None:
 
 
 def memory_gib() -> int | None:
-    """Whole ones: the last digits change from boot to boot."""
+    """Rounded, because the exact size changes from boot to boot."""
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
     except (ValueError, OSError, AttributeError):
@@ -72,22 +69,28 @@ def memory_gib() -> int | None:
 
 
 OURS = "assay"
-PEER_WORKLOAD = "16x64x256"  # what other systems' benchmarks run
-PEER_MODE = "hf"  # of a trainer's benchmark: it generates by transformers; other modes stand in the system's name
+PEER_WORKLOAD = "16x64x256"  # of other systems' benchmarks
+PEER_MODE = "hf"  # a trainer that generates with transformers; other modes become part of the system's name
 Row = dict[str, Any]
 Facts = Mapping[str, Any]
 
 
+def summarize(name: str, first_name: str, values: Sequence[float], digits: int) -> Row:
+    """The median of all values but the first, which is the warm-up, and the values themselves."""
+    first, *runs = (round(value, digits) for value in values)
+    return {name: round(median(values[1:]), digits), "runs": runs, first_name: first}
+
+
 def save(path: Path, machine: Facts, versions: Facts, command: str, rows: Sequence[Row]) -> None:
-    """Rows take the place of those with the same id and system; the others of the file stay."""
+    """Add rows to a file. Rows with the same id and system are replaced."""
     merged = with_ratios(merge(earlier_rows(path, machine, versions), rows))
     write(path, {"machine": dict(machine), "versions": dict(versions), "command": command, "rows": merged})
 
 
 def earlier_rows(path: Path, machine: Facts, versions: Facts) -> list[Row]:
-    """Of a file that may be added to; an error where it cannot be, so call this before measuring anything."""
+    """Rows of a file that results can be added to. Raises UserError if they cannot: call this before measuring."""
     if not path.parent.is_dir():
-        raise UserError(f"cannot write {path}: there is no folder {path.parent}")
+        raise UserError(f"cannot write {path}: the folder {path.parent} does not exist")
     if not path.exists():
         return []
     content = read(path)
@@ -96,7 +99,7 @@ def earlier_rows(path: Path, machine: Facts, versions: Facts) -> list[Row]:
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if changed:
             listed = ", ".join(f"{key} {before.get(key)}, now {now.get(key)}" for key in changed)
-            raise UserError(f"{path} has figures of other {name} ({listed}): give another --json file, or delete it")
+            raise UserError(f"{path} has results of other {name} ({listed}): give another --json file, or delete it")
     return content["rows"]
 
 
@@ -108,17 +111,17 @@ def read(path: Path) -> dict[str, Any]:
     kinds = {"machine": dict, "versions": dict, "rows": list}
     fits = isinstance(content, dict) and all(isinstance(content.get(name), kind) for name, kind in kinds.items())
     if not fits or not all(isinstance(row, dict) and {"id", "system"} <= row.keys() for row in content["rows"]):
-        raise UserError(f"{path} is no file of benchmark figures: give another --json file, or delete it")
+        raise UserError(f"{path} is not a file of benchmark results: give another --json file, or delete it")
     return content
 
 
 def key_of(row: Row) -> tuple[str, str, bool]:
-    """A system may be measured with log-probabilities and without."""
+    """A system may have two rows: with and without log-probabilities."""
     return row["id"], row["system"], bool(row.get("logprobs", True))
 
 
 def merge(earlier: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
-    """Rows measured again keep their place."""
+    """Rows that were measured again keep their position."""
     merged = {key_of(row): row for row in earlier}
     for row in rows:
         merged[key_of(row)] = row
@@ -126,7 +129,7 @@ def merge(earlier: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """Our rows say how many times as fast they are as other systems: in generation, as those with log-probabilities."""
+    """Add to our rows the speed relative to other systems (for generation, of those that return log-probabilities)."""
     peers = {
         (row["id"], row["system"]): row
         for row in rows
@@ -148,11 +151,11 @@ def speed(row: Row) -> float:
 
 
 def peer_rows(path: Path) -> list[Row]:
-    """From JSON lines as another system's benchmark prints them, among whatever else it says."""
+    """Rows from the JSON lines in the output of another system's generation benchmark; other lines are ignored."""
     runs: dict[tuple[str, str, bool], list[float]] = {}
-    for found in figures(path, {"engine", "shape", "logprobs", "tokens_per_s"}, "tokens_per_s"):
-        key = (f"gen-{found['shape']}-{PEER_WORKLOAD}", found["engine"], bool(found["logprobs"]))
-        runs.setdefault(key, []).append(found["tokens_per_s"])
+    for line in json_lines(path, {"engine", "shape", "logprobs", "tokens_per_s"}, "tokens_per_s"):
+        key = (f"gen-{line['shape']}-{PEER_WORKLOAD}", line["engine"], bool(line["logprobs"]))
+        runs.setdefault(key, []).append(line["tokens_per_s"])
     if not runs:
         raise UserError(f'{path} has no line such as {{"engine": "vllm", "shape": "0.5b", "logprobs": true, ...}}')
     return [
@@ -162,14 +165,14 @@ def peer_rows(path: Path) -> list[Row]:
 
 
 def peer_steps(path: Path) -> list[Row]:
-    """The same for whole steps: a line a step, of which the first of each mode is its warm-up."""
+    """Rows from a trainer's benchmark: one line per step, of which the first of each mode is the warm-up."""
     steps: dict[str, list[Row]] = {}
-    for found in figures(path, {"system", "mode", "step_s", "peak_gib"}, "step_s"):
-        plain = found["mode"] == PEER_MODE
-        steps.setdefault(found["system"] if plain else f"{found['system']}-{found['mode']}", []).append(found)
+    for line in json_lines(path, {"system", "mode", "step_s", "peak_gib"}, "step_s"):
+        suffix = "" if line["mode"] == PEER_MODE else f"-{line['mode']}"
+        steps.setdefault(line["system"] + suffix, []).append(line)
     if not any(len(lines) > 1 for lines in steps.values()):
         example = '{"system": "trl", "mode": "hf", "step_s": 20.5, "peak_gib": 30.1}'
-        raise UserError(f"{path} has no two lines such as {example}: one for the warm-up, then one a step")
+        raise UserError(f"{path} needs at least two lines such as {example}: the warm-up, then one per step")
     return [
         {
             "id": f"step-0.5b-{PEER_WORKLOAD}",
@@ -184,24 +187,23 @@ def peer_steps(path: Path) -> list[Row]:
     ]
 
 
-def figures(path: Path, names: set[str], value: str) -> Iterator[Row]:
-    """The objects in a file's lines that have these names and a figure as `value`."""
+def json_lines(path: Path, names: set[str], value: str) -> Iterator[Row]:
+    """Lines of a file that are objects with these keys and a positive number as `value`."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     for line in lines:
         try:
-            found = json.loads(line)
+            row = json.loads(line)
         except ValueError:
             continue
-        fits = isinstance(found, dict) and names <= found.keys()
-        if fits and isinstance(found[value], int | float) and found[value] > 0:
-            yield found
+        if isinstance(row, dict) and names <= row.keys() and isinstance(row[value], int | float) and row[value] > 0:
+            yield row
 
 
 def write(path: Path, content: Facts) -> None:
-    """Either the whole file appears under its name, or nothing changes."""
+    """Write atomically: a failure leaves an existing file unchanged."""
     try:
         write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
     except OSError as error:

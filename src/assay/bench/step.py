@@ -1,162 +1,293 @@
-"""Seconds of a whole GRPO step, from prompts to an engine with new weights, and where they go.
+"""`assay bench step`: seconds per GRPO step and where they are spent, and tokens per second of training alone.
 
-Tokens a second of training alone: forward, backward and optimizer, on packed sequences of one length.
+The components are those of `assay train`, with random weights and prompts.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import resource
 import shlex
+import sys
 import tempfile
-import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from assay.bench.engine import Speeds, free_memory, parts_of, synchronise, trainer_logprobs
-from assay.bench.trainer import BenchedRun, StepOptions, benched_run, config, make_learner, peaks, row_id, settings_of
-from assay.bench.trl_peer import trl_steps, trl_version
-from assay.bench.workload import SHAPES, Workload, float32_model, label, words_of
+from assay.bench.engine import (
+    device_settings,
+    dtype_name,
+    free_memory,
+    now,
+    row_id,
+    split_by_tokens,
+    trainer_logprobs,
+)
+from assay.bench.hash_judge import judge_by_hash
+from assay.bench.results import summarize
+from assay.bench.workload import SHAPES, Workload, command_options, float32_model, label
+from assay.config import TrainConfig
+from assay.engine import Engine
+from assay.models.base import PolicyModel
 from assay.models.device import pick_device, pick_dtype
+from assay.rewards import JudgePool
+from assay.rollout import Collector
+from assay.text import Renderer, word_tokenizer
+from assay.text.tokenizer import SPECIALS
+from assay.train import components
 from assay.train.evaluation import sync_weights
+from assay.train.learner.learner import Learner
+from assay.train.learner.optim import make_adamw
 from assay.train.learner.pack import rows_of
 from assay.train.learner.reference import freeze_reference
-from assay.train.state import RunState
+from assay.train.learner.update import Updater
+from assay.train.sources import OnPolicySource, PromptStream
+from assay.train.state import RunState, Schedule
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Turn, UserError, unknown_name
+
+SEPARATE_OPTIONS = ("temperature", "dtype")  # fields of the updater that are options of the command, not of --set
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step, or training alone, is measured."""
+
+    device: str = "auto"
+    dtype: str = "auto"  # of the engine, and of the computation in training; master weights are float32
+    steps: int = 3  # timed steps after the warm-up step
+    kl: float = 0.0  # KL coefficient; above 0 there is a reference model
+    set: tuple[str, ...] = ()  # NAME=VALUE, each a setting of the updater
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"--steps must be at least 1, not {self.steps}")
+        if not 0 <= self.kl < float("inf"):
+            raise UserError(f"--kl must be 0 (no reference) or more, not {self.kl}")
+        parse_settings(self.set)
+
+
+def updater_fields() -> dict[str, Field]:
+    """Settings of the updater that --set can change."""
+    plain = [field for field in fields(Updater) if isinstance(field.default, bool | int | float | str)]
+    return {field.name: field for field in plain if field.name not in SEPARATE_OPTIONS}
+
+
+def parse_settings(words: Sequence[str]) -> dict[str, Any]:
+    known, settings = updater_fields(), {}
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in known:
+            raise unknown_name("setting", name, known, where="in --set")
+        kind: Any = type(known[name].default)
+        try:
+            settings[name] = {"true": True, "false": False}[text] if kind is bool else kind(text)
+        except (KeyError, ValueError):
+            raise UserError(f"--set {word}: {name} takes a value such as {str(known[name].default).lower()}") from None
+    return settings
+
+
+def step_row_id(name: str, options: StepOptions) -> str:
+    known = updater_fields()
+    others = [f"-kl{options.kl:g}"] * (options.kl > 0)
+    settings = parse_settings(options.set).items()
+    others += [f"-{name}{value}" for name, value in settings if value != known[name].default]
+    return row_id(name + "".join(others), options.device, options.dtype)
+
+
+def make_config(options: StepOptions, samples: int = 2, new: int = 1, temperature: float = 1.0) -> TrainConfig:
+    """A GRPO run; settings that are not given keep their defaults."""
+    cfg = TrainConfig(device=options.device)
+    dtype = dtype_name(pick_dtype(options.dtype, pick_device(options.device)))
+    cfg.dtype = cfg.engine.dtype = dtype  # type: ignore[assignment]
+    cfg.train.samples, cfg.sampling.max_new_tokens, cfg.sampling.temperature = samples, new, temperature
+    cfg.algo.recipe, cfg.algo.kl_coef = "grpo", options.kl
+    return cfg
+
+
+def make_learner(policy: PolicyModel, cfg: TrainConfig, options: StepOptions) -> Learner:
+    o = cfg.optim
+    components.prepare_policy(policy, cfg.train)
+    settings = {"max_grad_norm": o.max_grad_norm, "token_budget": cfg.train.token_budget} | parse_settings(options.set)
+    updater = Updater(
+        policy,
+        make_adamw(policy, o.lr, o.betas, o.eps, o.weight_decay),
+        temperature=cfg.sampling.temperature,
+        dtype=pick_dtype(cfg.dtype, policy.device),
+        **settings,
+    )
+    return Learner(cfg, components.build_algorithm(cfg), updater, Schedule(total_steps=sys.maxsize))
 
 
 @dataclass
-class Steps:
-    """Seconds of each step; the first is the warm-up."""
+class StepBenchmark:
+    """A training run without a run directory, and the seconds of its steps. The first step is the warm-up."""
 
-    seconds: list[float] = field(default_factory=list)
-    parts: list[dict[str, float]] = field(default_factory=list)
+    cfg: TrainConfig
+    work: Workload
+    options: StepOptions
+    source: OnPolicySource
+    learner: Learner
+    state: RunState = field(default_factory=RunState)
+    seconds: list[float] = field(default_factory=list)  # of each step
+    parts: list[dict[str, float]] = field(default_factory=list)  # seconds of each part of each step
+    memory: dict[str, float | None] | None = None  # measured at the end, unless it was set before
 
-    def row(self) -> dict[str, Any]:
-        first, *runs = (round(value, 4) for value in self.seconds)
-        return {"step_s": round(median(self.seconds[1:]), 4), "runs": runs, "first_step_s": first}
+    @property
+    def collector(self) -> Collector:
+        return self.source.collector
 
-    def parts_row(self) -> dict[str, float]:
-        """The median of each by itself, so the sum may differ a little from the median step."""
-        return {name: round(median(step[name] for step in self.parts[1:]), 4) for name in self.parts[0]}
+    @property
+    def engine(self) -> Engine:
+        return self.collector.engine
 
+    @property
+    def device(self) -> torch.device:
+        return self.learner.policy.device
 
-def measure_step(work: Workload, options: StepOptions) -> list[dict[str, Any]]:
-    """A row for us, and one for the system that we are compared with."""
-    check(work, options)
-    device = pick_device(options.device)
-    free_memory(device)
-    policy = float32_model(work.shape, work.model, device, work.seed)
-    if work.prompt_tokens + work.new > policy.max_length:
-        raise UserError(
-            f"{work.prompt_tokens} tokens of prompt and {work.new} new ones are more than the {policy.max_length} "
-            f"of {work.label}: ask for fewer with --prompt-tokens or --new"
+    def step(self) -> list[Group]:
+        """One step of the loop of `assay train`, with the device synchronized between its parts."""
+        learner, state, device = self.learner, self.state, self.device
+        start = now(device)
+        sampled = self.source.next(state)
+        learner.credit(sampled.groups)
+        credited = now(device)
+        metrics = learner.update(sampled.groups, state)
+        trained = now(device)
+        sync_weights(learner.policy, self.engine, version=state.step)
+        synced = now(device)
+        assert not metrics["optim/skipped"], "an update was skipped"
+        assert all(r.length == self.work.new for group in sampled.groups for r in group.rollouts), "a short completion"
+        generation = sampled.seconds["generate"]
+        reference = self.reference_seconds(sampled.groups) if learner.algo.needs.reference else 0.0
+        self.seconds.append(synced - start)
+        self.parts.append(
+            {
+                "generation": generation,
+                "scoring": credited - start - generation,
+                "reference": reference,
+                "training": trained - credited - reference,
+                "sync": synced - trained,
+            }
         )
-    ours, theirs = Steps(), Steps()
-    with benched_run(policy, work, options) as run:
-        learner, facts = run.learner, dict[str, Any]()
-        if learner.algo.needs.reference:
-            with tempfile.TemporaryDirectory(prefix="assay-reference-") as folder:
-                freeze_reference(learner.updater, run.cfg, Path(folder))
+        self.trained_tokens = sum(sum(row.trained) for row in rows_of(sampled.groups, learner.algo))
+        return sampled.groups
 
-        def our_turn() -> None:
-            groups = one_step(run, ours)
-            facts["trained_tokens"] = sum(sum(row.trained) for row in rows_of(groups, learner.algo))
+    def reference_seconds(self, groups: list[Group]) -> float:
+        """Seconds of the reference's forward passes. They are repeated, because the update interleaves them."""
+        reference = self.learner.updater.reference
+        assert reference is not None
+        pairs = [(r.turns[0].context_ids, r.turns[0].completion) for group in groups for r in group.rollouts]
+        dtype = pick_dtype(self.cfg.dtype, self.device)
+        start = now(self.device)
+        for part in split_by_tokens(pairs):
+            trainer_logprobs(reference, part, self.work.temperature, dtype)
+        return now(self.device) - start
 
-        our_turn()
-        if options.peer:
-            memory = peaks(device)  # before the other system takes some
-            theirs.seconds = trl_steps(run, options.steps, our_turn)
-        else:
-            for _ in range(options.steps):
-                our_turn()
-            memory = peaks(device)
-        facts |= memory | {"parts_s": ours.parts_row()}
-        chosen = workload_settings(work) | settings_of(run.cfg, options, learner.updater)
-    last = {"command": shlex.join(["assay", "bench", "step", *words_of(work), *words_of(options)])}
-    shared = {"id": row_id(work.id.replace("gen-", "step-", 1), options)}
-    rows = [{**shared, "system": "assay", **ours.row(), **facts, **chosen, **last}]
-    if options.peer:
-        rows.append({**shared, "system": "trl", "version": trl_version(), **theirs.row(), **chosen, **last})
-    return rows
+    def row(self, command: Sequence[str]) -> dict[str, Any]:
+        """All results. `parts_s` has the median of each part, so their sum may differ from the median step."""
+        return {
+            "id": step_row_id(self.work.id.replace("gen-", "step-", 1), self.options),
+            "system": "assay",
+            **summarize("step_s", "first_step_s", self.seconds, digits=4),
+            "trained_tokens": self.trained_tokens,
+            **(self.memory or peak_memory(self.device)),
+            "parts_s": {name: round(median(step[name] for step in self.parts[1:]), 4) for name in self.parts[0]},
+            **self.work.settings(),
+            **settings_of(self.cfg, self.options, self.learner.updater),
+            "command": shlex.join(command),
+        }
 
 
-def check(work: Workload, options: StepOptions) -> None:
-    """What can be said before anything is built."""
+@contextmanager
+def step_benchmark(work: Workload, options: StepOptions) -> Iterator[StepBenchmark]:
+    """Build engine, judge, source and learner; the judge's processes end with the block."""
     if work.samples < 2:
         raise UserError("GRPO compares the samples of a prompt: --samples must be at least 2")
     if work.temperature <= 0:
-        raise UserError(f"training samples at a --temperature above 0, not {work.temperature:g}")
-    if options.peer:
-        trl_version()
+        raise UserError(f"--temperature must be above 0 in training, not {work.temperature:g}")
+    device = pick_device(options.device)
+    free_memory(device)
+    policy = float32_model(work.shape, work.model, device, work.seed)
+    work.check_length(policy)
+    cfg = make_config(options, work.samples, work.new, work.temperature)
+    cfg.engine.max_batch, cfg.train.prompts, cfg.seed = work.batch, work.prompts, work.seed
+    renderer = number_renderer(policy.vocab_size)
+    engine = components.build_engine(cfg.engine, policy, renderer, work.max_length)
+    learner = make_learner(policy, cfg, options)
+    if learner.algo.needs.reference:
+        with tempfile.TemporaryDirectory(prefix="assay-reference-") as folder:
+            freeze_reference(learner.updater, cfg, Path(folder))
+    prompts = PromptStream(random_prompts(work, policy.vocab_size, 1 + options.steps), work.seed, shuffle=False)
+    with JudgePool(judge_by_hash, cfg.reward.workers, cfg.reward.timeout_s) as judge:
+        source = OnPolicySource(cfg, learner.algo, Collector(engine, renderer, judge), prompts, learner.schedule)
+        yield StepBenchmark(cfg, work, options, source, learner)
 
 
-def one_step(run: BenchedRun, steps: Steps) -> list[Group]:
-    """One step of the loop of `assay train`, with the device synchronised between its parts."""
-    learner, state, device = run.learner, run.state, run.device
-    start = now(device)
-    sampled = run.source.next(state)
-    learner.credit(sampled.groups)
-    scored = now(device)
-    metrics = learner.update(sampled.groups, state)
-    trained = now(device)
-    sync_weights(learner.policy, run.engine, version=state.step)
-    synced = now(device)
-    assert not metrics["optim/skipped"], "an update was skipped"
-    assert all(r.length == run.work.new for group in sampled.groups for r in group.rollouts), "an answer ended early"
-    generation = sampled.seconds["generate"]
-    reference = reference_seconds(run, sampled.groups) if learner.algo.needs.reference else 0.0
-    steps.seconds.append(synced - start)
-    steps.parts.append(
-        {
-            "generation": generation,
-            "scoring": scored - start - generation,
-            "reference": reference,
-            "training": trained - scored - reference,
-            "sync": synced - trained,
-        }
-    )
-    return sampled.groups
+def random_prompts(work: Workload, vocab_size: int, steps: int) -> list[Prompt]:
+    """Prompts of random words, different in every step."""
+    prompts = []
+    words = range(len(SPECIALS), vocab_size)
+    for step in range(steps):
+        rng = random.Random(f"{work.seed}/{step}")
+        texts = [" ".join(map(str, rng.choices(words, k=work.prompt_tokens))) for _ in range(work.prompts)]
+        prompts += [
+            Prompt(f"bench/{step}/{index}", ({"role": "user", "content": text},)) for index, text in enumerate(texts)
+        ]
+    return prompts
 
 
-def reference_seconds(run: BenchedRun, groups: list[Group]) -> float:
-    """Seconds of the reference's forward passes, repeated by themselves because the update interleaves them."""
-    reference = run.learner.updater.reference
-    assert reference is not None
-    pairs = [(r.turns[0].context_ids, r.turns[0].completion) for group in groups for r in group.rollouts]
-    dtype = pick_dtype(run.cfg.dtype, run.device)
-    start = now(run.device)
-    for part in parts_of(pairs):
-        trainer_logprobs(reference, part, run.work.temperature, dtype)
-    return now(run.device) - start
+def number_renderer(vocab_size: int) -> Renderer:
+    """Each token's word is its number. There are no stop tokens: every completion reaches its length."""
+    if vocab_size <= len(SPECIALS):
+        raise UserError(f"a vocabulary of {vocab_size} tokens is too small: it must be above {len(SPECIALS)}")
+    tokenizer = word_tokenizer([str(token) for token in range(len(SPECIALS), vocab_size)])
+    renderer = Renderer(tokenizer, style="raw", template="{question}", add_bos=False, stop=())
+    renderer.stop_token_ids = ()
+    return renderer
 
 
-def now(device: torch.device) -> float:
-    synchronise(device)
-    return time.perf_counter()
+def peak_memory(device: torch.device) -> dict[str, float | None]:
+    """Peak memory on the GPU, of tensors and reserved by torch; without a GPU, of the process."""
+    if device.type == "cuda":
+        used = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return {"peak_gib": round(used[0] / 2**30, 3), "peak_reserved_gib": round(used[1] / 2**30, 3)}
+    unit = 1 if sys.platform == "darwin" else 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"peak_gib": round(resident / 2**30, 3), "peak_reserved_gib": None}
 
 
-def workload_settings(work: Workload) -> dict[str, Any]:
+def settings_of(cfg: TrainConfig, options: StepOptions, updater: Updater) -> dict[str, Any]:
+    """Settings at the end: a token budget that did not fit into memory was halved."""
     return {
-        "shape": None if work.model else work.shape,
-        "model": work.model,
-        **{name: getattr(work, name) for name in ("prompts", "samples", "prompt_tokens", "new", "seed", "temperature")},
-        "max_batch": work.batch,
+        **{name: getattr(updater, name) for name in updater_fields()},
+        "kl": options.kl,
+        "lr": cfg.optim.lr,
+        **device_settings(updater.policy.device, pick_dtype(cfg.dtype, updater.policy.device)),
+        "steps": options.steps,
     }
+
+
+def measure_step(work: Workload, options: StepOptions) -> list[dict[str, Any]]:
+    with step_benchmark(work, options) as bench:
+        for _ in range(1 + options.steps):
+            bench.step()
+        return [bench.row(["assay", "bench", "step", *command_options(work), *command_options(options)])]
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """What is trained on: all tokens of each sequence but its first, which nothing comes before."""
+    """Sequences for training alone. All their tokens are trained except the first, which has no context."""
 
     shape: str = "0.5b"
     model: str | None = None  # a folder, GGUF or hub id in place of the shape
     sequences: int = 16
-    tokens: int = 1024  # of each
+    tokens: int = 1024  # per sequence
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -174,10 +305,10 @@ class Sequences:
         return f"train-{self.label}-{self.sequences}x{self.tokens}"
 
     def group(self, vocab_size: int, run: int) -> Group:
-        """Sequences as if one prompt of a token had been answered: half of them well, half badly."""
+        """Random answers to a prompt of one token: half of them with advantage 1, half with -1."""
         rng = random.Random(f"{self.seed}/{run}")
         prompt = Prompt(f"bench/{run}", ())
-        uniform = [-math.log(vocab_size)] * (self.tokens - 1)  # close to what random weights say
+        uniform = [-math.log(vocab_size)] * (self.tokens - 1)  # close to the log-probabilities of random weights
         group = Group(prompt, [])
         for index in range(self.sequences):
             first, *rest = rng.choices(range(vocab_size), k=self.tokens)
@@ -191,21 +322,22 @@ def measure_training(work: Sequences, options: StepOptions) -> list[dict[str, An
     free_memory(device)
     policy = float32_model(work.shape, work.model, device, work.seed)
     if work.tokens > policy.max_length:
-        raise UserError(f"{work.tokens} tokens are more than the {policy.max_length} of {work.label}: lower --tokens")
-    cfg = config(options)
+        raise UserError(f"--tokens {work.tokens} exceeds the maximum length of {work.label}, {policy.max_length}")
+    cfg = make_config(options)
     learner, state = make_learner(policy, cfg, options), RunState()
-    speeds = Speeds()
+    speeds = []
     for run in range(1 + options.steps):
         group = work.group(policy.vocab_size, run)
         start = now(device)
         metrics = learner.update([group], state)
-        speeds.values.append(work.sequences * work.tokens / (now(device) - start))
+        speeds.append(work.sequences * work.tokens / (now(device) - start))
         assert not metrics["optim/skipped"], "an update was skipped"
+    words = ["assay", "bench", "step", "--train-only", *command_options(work), *command_options(options)]
     row = {
-        "id": row_id(work.id, options),
+        "id": step_row_id(work.id, options),
         "system": "assay",
-        **speeds.row(),
-        **peaks(device),
+        **summarize("tokens_per_s", "first_run_tokens_per_s", speeds, digits=1),
+        **peak_memory(device),
         "trained_tokens": work.sequences * (work.tokens - 1),
         "shape": None if work.model else work.shape,
         "model": work.model,
@@ -213,7 +345,7 @@ def measure_training(work: Sequences, options: StepOptions) -> list[dict[str, An
         "tokens": work.tokens,
         "seed": work.seed,
         **settings_of(cfg, options, learner.updater),
-        "command": shlex.join(["assay", "bench", "step", "--train-only", *words_of(work), *words_of(options)]),
+        "command": shlex.join(words),
     }
     return [row]
 

@@ -1,13 +1,10 @@
-"""Models to measure: known shapes with random weights, or any model that loads.
-
-What is generated: how many sequences of which lengths, as requests, and the name that figures of it go by.
-"""
+"""Workloads of the benchmarks: a model (a known shape with random weights, or one that is loaded) and requests."""
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,13 +39,13 @@ def qwen2(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int
 SHAPES: dict[str, ModelSpec] = {
     "0.5b": qwen2(896, 4864, layers=24, heads=14, head_dim=64, vocab_size=151936),  # Qwen2.5 0.5B
     "1.5b": qwen2(1536, 8960, layers=28, heads=12, head_dim=128, vocab_size=151936),  # Qwen2.5 1.5B
-    "tiny": qwen2(64, 128, layers=2, heads=4, head_dim=16, vocab_size=512),  # to try the command itself
-    "tiny-llama": preset("tiny-llama", vocab_size=512, max_length=2048),  # the step that a CPU is measured with
+    "tiny": qwen2(64, 128, layers=2, heads=4, head_dim=16, vocab_size=512),  # for tests
+    "tiny-llama": preset("tiny-llama", vocab_size=512, max_length=2048),  # for measurements on a CPU
 }
 
 
 def float32_model(shape: str, source: str | None, device: torch.device, seed: int) -> PolicyModel:
-    """As a trainer holds it: an engine makes its own copy, in its own dtype."""
+    """The policy as the trainer holds it; the engine copies its weights in its own dtype."""
     if source is not None:
         return load_model(source, device=device, dtype=torch.float32)
     return random_model(SHAPES[shape], device, seed)
@@ -56,7 +53,7 @@ def float32_model(shape: str, source: str | None, device: torch.device, seed: in
 
 @torch.no_grad()
 def random_model(spec: ModelSpec, device: torch.device, seed: int) -> Decoder:
-    """Norms are ones and all else is normal, drawn on the device itself."""
+    """Norm weights are 1, all others normal with standard deviation 0.02, sampled on the device."""
     with torch.device("meta"):
         model = Decoder(spec)
     model.to_empty(device=device)
@@ -70,7 +67,7 @@ def random_model(spec: ModelSpec, device: torch.device, seed: int) -> Decoder:
 
 
 def label(shape: str, source: str | None) -> str:
-    """What ids of rows call the model."""
+    """The model's name in row ids."""
     if source is None:
         return shape
     path = Path(source)
@@ -78,25 +75,27 @@ def label(shape: str, source: str | None) -> str:
 
 
 FIXED, LONGTAIL = "fixed", "longtail"
-LONGTAIL_BATCH = 1024  # sequences at once, unless told otherwise
+LONGTAIL_BATCH = 1024  # default number of running sequences
 STANDARD = {FIXED: {"prompts": 16, "new": 256}, LONGTAIL: {"prompts": 64, "new": 1024}}
-# Lengths of the long tail: log-normal, this share of the maximum in the median, cut off at 1 and at the maximum. With
-# 1,024 the median is 118, the mean about 200, one in ten above 480 and one in forty at the maximum.
-MEDIAN_SHARE, SIGMA = 0.115, 1.1
-ROUND_TO = 64  # the engine's longest sequence is a multiple of this
-NAMED = ("prompt_tokens", "temperature", "top_p", "top_k", "min_p", "max_batch")  # in a row's id where not standard
+# Lengths of the long tail: log-normal with the median at this fraction of the maximum, clipped to 1 and the maximum.
+# With a maximum of 1,024 the median is 118, the mean about 200; 10 % exceed 480 and 2.5 % reach the maximum.
+MEDIAN_FRACTION, SIGMA = 0.115, 1.1
+ROUND_TO = 64  # the engine's maximum length is a multiple of this
+NAMED = ("prompt_tokens", "temperature", "top_p", "top_k", "min_p", "max_batch")  # in a row's id if not the default
 
 
 @dataclass(frozen=True)
 class Workload:
+    """Requests for one model: `prompts` x `samples` of one length, or `requests` with a long tail of lengths."""
+
     shape: str = "0.5b"
     model: str | None = None  # a folder, GGUF or hub id in place of the shape
-    prompts: int = 16  # distinct ones
-    samples: int = 64  # of each prompt; the long tail has `requests` instead
+    prompts: int = 16  # distinct prompts
+    samples: int = 64  # per prompt, if lengths are fixed
     prompt_tokens: int = 128
-    new: int = 256  # tokens of each sequence; in the long tail the most of any
+    new: int = 256  # tokens per sequence; with a long tail the maximum
     lengths: str = FIXED
-    requests: int = 4096  # of the long tail: the distinct prompts again and again, in order, one sample each
+    requests: int = 4096  # with a long tail: one sample each, cycling through the prompts
     max_batch: int | None = None
     seed: int = 0
     temperature: float = 1.0
@@ -112,7 +111,7 @@ class Workload:
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         if self.is_longtail and self.prompts > self.requests:
-            raise UserError(f"{self.prompts} distinct prompts are more than --requests {self.requests}: ask for fewer")
+            raise UserError(f"--prompts {self.prompts} must not be above --requests {self.requests}")
 
     @property
     def is_longtail(self) -> bool:
@@ -124,21 +123,21 @@ class Workload:
 
     @property
     def batch(self) -> int:
-        """Sequences at once."""
+        """Maximum number of running sequences."""
         return self.max_batch or min(self.sequences, LONGTAIL_BATCH if self.is_longtail else self.sequences)
 
     @property
     def max_length(self) -> int:
-        """Of prompt and completion, rounded up."""
+        """Maximum length of prompt and completion, rounded up."""
         return -(-(self.prompt_tokens + self.new) // ROUND_TO) * ROUND_TO
 
     @cached_property
     def new_tokens(self) -> list[int]:
-        """Of each sequence; the same in every run."""
+        """New tokens of each sequence; the same in every run."""
         if not self.is_longtail:
             return [self.new] * self.sequences
         rng = random.Random(f"{self.seed}/lengths")
-        median = math.log(MEDIAN_SHARE * self.new)
+        median = math.log(MEDIAN_FRACTION * self.new)
         return [min(max(round(rng.lognormvariate(median, SIGMA)), 1), self.new) for _ in range(self.requests)]
 
     @property
@@ -151,7 +150,7 @@ class Workload:
 
     @property
     def id(self) -> str:
-        """Tells workloads apart, so that figures of one never take the place of another's."""
+        """A unique name: results of one workload never replace those of another."""
         standard: dict[str, Any] = {field.name: field.default for field in fields(self)}
         names = list(NAMED)
         if not self.is_longtail:
@@ -165,8 +164,22 @@ class Workload:
         others = [f"-{name}{value}" for name in names if (value := getattr(self, name)) != standard[name]]
         return f"gen-{self.label}-{kind}{''.join(others)}"
 
+    def settings(self) -> dict[str, Any]:
+        """All fields, with defaults resolved, for a row of results."""
+        unused = "samples" if self.is_longtail else "requests"
+        values = {name: value for name, value in asdict(self).items() if name != unused}
+        shape = None if self.model else self.shape
+        return values | {"shape": shape, "max_batch": self.batch, "mean_new": round(self.mean_new, 2)}
+
+    def check_length(self, model: PolicyModel) -> None:
+        if self.prompt_tokens + self.new > model.max_length:
+            raise UserError(
+                f"--prompt-tokens {self.prompt_tokens} and --new {self.new} exceed the maximum length of {self.label}, "
+                f"{model.max_length} tokens: lower one of them"
+            )
+
     def make_requests(self, vocab_size: int, run: int) -> list[Request]:
-        """Every run has its own prompts: nothing that an engine keeps of one run shortens the next."""
+        """Every run has its own prompts, so that no run reuses cached prefixes of another."""
         rng = random.Random(f"{self.seed}/{run}")
         prompts = [rng.choices(range(vocab_size), k=self.prompt_tokens) for _ in range(self.prompts)]
         if not self.is_longtail:
@@ -177,7 +190,7 @@ class Workload:
         ]
 
     def params(self, n: int, new: int) -> SamplingParams:
-        """Without stop tokens: every sequence reaches its length."""
+        """No stop tokens: every sequence reaches its length."""
         return SamplingParams(
             n=n,
             temperature=self.temperature,
@@ -195,11 +208,11 @@ TABLE = (
     Workload(lengths=LONGTAIL, prompts=4096, new=1024),
     Workload(prompts=1, samples=1, new=512),
 )
-STARTUP = Workload()  # whose start-up is in the table
+STARTUP = Workload()  # its start-up time is part of the table
 
 
-def words_of(settings: Any) -> list[str]:
-    """The command-line words that give this dataclass, standard values left out."""
+def command_options(settings: Any) -> list[str]:
+    """The command-line options of this dataclass; default values are left out."""
     words: list[str] = []
     for field in fields(settings):
         value = getattr(settings, field.name)

@@ -1,71 +1,82 @@
-"""`assay bench`: how fast the parts are, here, and how close engine and trainer agree."""
+"""`assay bench`: speed and memory of generation, of training steps and of episodes.
+
+Results are written after each measurement, so that an interrupted benchmark keeps those that are done.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import fields
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.cli import bench_episodes, bench_step
-from assay.cli.bench_rows import Job, add_output, measured, print_table, ratios_text
 from assay.runs.console import Console
 from assay.types import UserError
 
 if TYPE_CHECKING:
     from assay.bench.engine import Options
+    from assay.bench.step import Sequences, StepOptions
     from assay.bench.workload import Workload
 
-HELP = "measure generation: tokens a second, memory, start-up, agreement with the trainer"
+HELP = "Measure generation, training and episodes on this machine, with random weights or a given model."
+ENGINE_HELP = "measure generation: tokens per second, memory, start-up time, agreement with the trainer"
+STEP_HELP = "measure training: seconds per GRPO step by parts, memory, tokens per second"
+EPISODES_HELP = "measure episodes: engine steps when each continues at its own pace, and when all wait for each other"
+STEP_DEFAULTS = {"prompts": 16, "samples": 64, "prompt_tokens": 128, "new": 256, "temperature": 1.0}
+TRAINING_DEFAULTS = {"sequences": 16, "tokens": 1024}
 
-RECIPES_HELP = "train with several recipes and seeds from one start, and compare what they reach"
-WITH_SETTINGS = ("recipes",)  # subcommands that `main` hands to a module of their own: they take settings as options
+Rows = list[dict[str, Any]]
+Job = tuple[str, Callable[[], Rows]]  # what to print, and what to measure then
+
+
+class Moved(argparse.Action):
+    """An option that a script has replaced."""
+
+    def __call__(self, *_: Any) -> None:
+        raise UserError(f"{self.option_strings[0]} is now a script: run python {self.const} with the other options")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="bench_command", required=True, metavar="engine|step|episodes|recipes")
-    engine = commands.add_parser("engine", help=HELP, description=HELP)
-    add_workload(engine.add_argument_group("what is generated"))
-    add_measurement(engine.add_argument_group("how it is measured"))
-    output = add_output(engine, "JSON lines of another system's benchmark")
-    output.add_argument("--first-token", action="store_true", help=argparse.SUPPRESS)
-    bench_step.add_arguments(commands.add_parser("step", help=bench_step.HELP, description=bench_step.HELP))
-    episodes = commands.add_parser("episodes", help=bench_episodes.HELP, description=bench_episodes.HELP)
-    bench_episodes.add_arguments(episodes)
-    commands.add_parser("recipes", help=RECIPES_HELP)
+    commands = parser.add_subparsers(dest="bench_command", required=True, metavar="engine|step|episodes")
+    add_engine_arguments(commands.add_parser("engine", help=ENGINE_HELP, description=ENGINE_HELP))
+    add_step_arguments(commands.add_parser("step", help=STEP_HELP, description=STEP_HELP))
+    add_episodes_arguments(commands.add_parser("episodes", help=EPISODES_HELP, description=EPISODES_HELP))
+    # With another prefix than "-" all words are positional arguments; `run` names the script.
+    commands.add_parser("recipes", add_help=False, prefix_chars="\0").add_argument("words", nargs="*")
 
 
-def add_workload(group: argparse._ArgumentGroup) -> None:
-    model = group.add_mutually_exclusive_group()
-    model.add_argument("--shape", default="0.5b", help="0.5b, 1.5b, tiny-llama or tiny, with random weights [0.5b]")
-    model.add_argument("--model", metavar="SOURCE", help="a model to load instead: folder, .gguf or hub id")
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload")
+    add_model(group)
     group.add_argument("--prompts", type=int, help="distinct prompts [16; longtail: 64]")
-    group.add_argument("--samples", type=int, default=64, help="of each prompt [64]")
-    group.add_argument("--prompt-tokens", type=int, default=128, help="[128]")
-    group.add_argument("--new", type=int, help="tokens a sequence [256]; longtail: the most of any [1024]")
+    group.add_argument("--samples", type=int, default=64, help="samples per prompt [64]")
+    group.add_argument("--prompt-tokens", type=int, default=128, help="tokens per prompt [128]")
+    group.add_argument("--new", type=int, help="new tokens per sequence [256]; longtail: the maximum [1024]")
     group.add_argument(
         "--lengths",
         choices=("fixed", "longtail"),
         default="fixed",
-        help="longtail: each request one sample with a length of its own, from a log-normal distribution "
-        "(sigma 1.1, median 0.115 of --new, cut off at --new: with 1024 a mean of about 200) [fixed]",
+        help="longtail: each request has one sample, with a length from a log-normal distribution "
+        "(sigma 1.1, median 0.115 of --new, clipped at --new: for 1024 the mean is about 200) [fixed]",
     )
-    group.add_argument("--requests", type=int, default=4096, help="longtail only: the prompts, over and over [4096]")
-    group.add_argument("--max-batch", type=int, help="sequences at once [all; longtail: 1024]")
-    group.add_argument("--seed", type=int, default=0, help="of weights, prompts, lengths and draws [0]")
+    group.add_argument(
+        "--requests", type=int, default=4096, help="longtail only: requests, cycling through the prompts"
+    )
+    group.add_argument("--max-batch", type=int, help="running sequences at most [all; longtail: 1024]")
+    group.add_argument("--seed", type=int, default=0, help="seed of weights, prompts, lengths and sampling [0]")
     group.add_argument("--temperature", type=float, default=1.0, help="[1]; 0 is greedy")
     group.add_argument("--top-p", type=float, default=1.0, help="[1: off]")
     group.add_argument("--top-k", type=int, default=0, help="[0: off]")
     group.add_argument("--min-p", type=float, default=0.0, help="[0: off]")
-
-
-def add_measurement(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--device", default="auto", help="auto, cuda, cuda:N, mps or cpu [auto]")
-    group.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
-    group.add_argument("--repeat", type=int, default=3, help="timed runs, after a first that is told apart [3]")
-    group.add_argument("--compare", choices=("transformers",), help="the same work by transformers, in turns")
-    group.add_argument("--parts", action="store_true", help="kernel time of a decode step by part (CUDA only)")
+    group = parser.add_argument_group("measurement")
+    add_device(group)
+    group.add_argument("--repeat", type=int, default=3, help="timed runs after a warm-up run [3]")
+    group.add_argument("--compare", action=Moved, const="bench/transformers_generate.py", help=argparse.SUPPRESS)
+    group.add_argument("--parts", action="store_true", help="kernel times of a decode step by category (CUDA only)")
     group.add_argument(
         "--mismatch",
         action=argparse.BooleanOptionalAction,
@@ -73,97 +84,317 @@ def add_measurement(group: argparse._ArgumentGroup) -> None:
         help="compare log-probabilities with the trainer's [on]",
     )
     which = group.add_mutually_exclusive_group()
-    which.add_argument("--startup", action="store_true", help="instead: seconds from a fresh process to a first token")
-    which.add_argument("--table", action="store_true", help="instead: the standard workloads and start-up, one by one")
+    which.add_argument("--startup", action="store_true", help="measure seconds from process start to the first token")
+    which.add_argument("--table", action="store_true", help="measure the standard workloads and start-up, one by one")
+    output = add_output(parser, "JSON lines of another system's benchmark, to compare with")
+    output.add_argument("--first-token", action="store_true", help=argparse.SUPPRESS)
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("work per step")
+    add_model(group)
+    group.add_argument("--prompts", type=int, help="[16]")
+    group.add_argument("--samples", type=int, help="samples per prompt [64]")
+    group.add_argument("--prompt-tokens", type=int, help="tokens per prompt [128]")
+    group.add_argument("--new", type=int, help="new tokens per sample [256]")
+    group.add_argument("--temperature", type=float, help="[1]")
+    group.add_argument("--seed", type=int, default=0, help="seed of weights, prompts and sampling [0]")
+    group.add_argument("--train-only", action="store_true", help="no generation: train on random sequences, packed")
+    group.add_argument("--sequences", type=int, help="sequences of --train-only [16]")
+    group.add_argument("--tokens", type=int, help="tokens per sequence of --train-only [1024]")
+    group = parser.add_argument_group("measurement")
+    add_device(group)
+    group.add_argument("--steps", type=int, default=3, help="timed steps after a warm-up step [3]")
+    group.add_argument("--kl", type=float, default=0.0, metavar="COEF", help="above 0: with a reference model [0]")
+    group.add_argument("--peer", action=Moved, const="bench/trl_step.py", help=argparse.SUPPRESS)
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE[,VALUE...]",
+        help="a setting of the updater, e.g. token_budget; several values give one row each (may be repeated)",
+    )
+    group.add_argument("--table", action="store_true", help="measure the standard step and trainings, one by one")
+    add_output(parser, "JSON lines of another trainer's benchmark of the standard step, to compare with")
+
+
+def add_episodes_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload: episodes of one to eight actions by a random policy")
+    group.add_argument("--shape", default="nano", help="nano, or 0.5b, 1.5b... with one token per letter [nano]")
+    group.add_argument("--episodes", type=int, default=2048, help="[2048]")
+    group.add_argument("--samples", type=int, default=8, help="episodes per environment seed [8]")
+    group.add_argument("--step-tokens", type=int, default=64, help="maximum tokens per action [64]")
+    group.add_argument("--max-batch", type=int, default=256, help="running episodes at most [256]")
+    group.add_argument("--seed", type=int, default=0, help="seed of sampling [0]")
+    group = parser.add_argument_group("measurement")
+    add_device(group)
+    group.add_argument("--repeat", type=int, default=1, help="timed runs of each mode after a warm-up run [1]")
+    add_output(parser)
+
+
+def add_model(group: argparse._ArgumentGroup) -> None:
+    model = group.add_mutually_exclusive_group()
+    model.add_argument("--shape", default="0.5b", help="0.5b, 1.5b, tiny-llama or tiny, with random weights [0.5b]")
+    model.add_argument("--model", metavar="SOURCE", help="load a model instead: folder, .gguf or hub id")
+
+
+def add_device(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--device", default="auto", help="auto, cuda, cuda:N, mps or cpu [auto]")
+    group.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
+
+
+def add_output(parser: argparse.ArgumentParser, peers: str = "") -> argparse._ArgumentGroup:
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, or add them to it")
+    if peers:
+        output.add_argument("--peer-rows", type=Path, metavar="FILE", help=peers)
+    return output
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.bench_command == "step":
-        return bench_step.run(args)
-    if args.bench_command == "episodes":
-        return bench_episodes.run(args)
-    from assay.bench.engine import Options
+    if args.bench_command == "recipes":
+        raise UserError("bench recipes is now a script: run python bench/recipes.py with the same arguments")
+    return {"engine": run_engine, "step": run_step, "episodes": run_episodes}[args.bench_command](args)
 
-    work = workload(args)
-    options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
-    if args.first_token:
-        from assay.bench.engine import print_first_token
 
-        print_first_token(work, options)
-        return 0
+def run_engine(args: argparse.Namespace) -> int:
+    from assay.bench.engine import Options, print_first_token
     from assay.bench.results import peer_rows
+    from assay.bench.workload import command_options
     from assay.models.device import pick_device
 
-    console = Console()
+    work, options = engine_work(args), from_args(Options, args)
+    if args.first_token:
+        print_first_token(work, options)
+        return 0
     if options.parts and pick_device(options.device).type != "cuda":
-        console.warn("--parts is for CUDA only: it is left out here")
+        Console().warn("--parts needs CUDA: it is ignored")
     peers = [] if args.peer_rows is None else peer_rows(args.peer_rows)
-    jobs = jobs_of(args, work, options)
-    print_rows(measured(args, peers, jobs, words_for(args, work, options), "--max-batch, --samples or --new"), console)
+    words = ["--table"] if args.table else command_options(work) + ["--startup"] * args.startup
+    words = ["assay", "bench", "engine", *words, *command_options(options)]
+    print_engine_rows(run_jobs(args, engine_jobs(args, work, options), words, "--max-batch, --samples or --new", peers))
     return 0
 
 
-def workload(args: argparse.Namespace) -> Workload:
-    from assay.bench.workload import STANDARD, Workload, words_of
+def from_args(kind: Callable[..., Any], args: argparse.Namespace) -> Any:
+    """A dataclass with the options of the same names."""
+    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
-    values = {field.name: getattr(args, field.name) for field in fields(Workload)}
-    for name, standard in STANDARD[args.lengths].items():
-        values[name] = standard if values[name] is None else values[name]
-    work = Workload(**values)
-    if args.table and (words := words_of(work)):
-        raise UserError(f"--table has workloads of its own: leave out {' '.join(words)}")
+
+def engine_work(args: argparse.Namespace) -> Workload:
+    from assay.bench.workload import STANDARD, Workload, command_options
+
+    for name, default in STANDARD[args.lengths].items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    work = from_args(Workload, args)
+    if getattr(args, "table", False) and (words := command_options(work)):
+        raise UserError(f"--table has its own workloads: leave out {' '.join(words)}")
     return work
 
 
-def jobs_of(args: argparse.Namespace, work: Workload, options: Options) -> list[Job]:
+def engine_jobs(args: argparse.Namespace, work: Workload, options: Options) -> list[Job]:
+    from assay.bench import workload
     from assay.bench.engine import measure, measure_startup
-    from assay.bench.workload import STARTUP, TABLE
 
-    speeds = TABLE if args.table else () if args.startup else (work,)
-    starts = (STARTUP,) if args.table else (work,) if args.startup else ()
-    jobs: list[Job] = [(describe(what), partial(measure, what, options)) for what in speeds]
-    return jobs + [(f"{w.label}: two starts of a fresh process", partial(measure_startup, w, options)) for w in starts]
-
-
-def words_for(args: argparse.Namespace, work: Workload, options: Options) -> list[str]:
-    from assay.bench.workload import words_of
-
-    return (["--table"] if args.table else words_of(work) + ["--startup"] * args.startup) + words_of(options)
+    speeds = workload.TABLE if args.table else () if args.startup else (work,)
+    starts = (workload.STARTUP,) if args.table else (work,) if args.startup else ()
+    jobs: list[Job] = [(describe_engine(what), partial(measure, what, options)) for what in speeds]
+    return jobs + [(f"{w.label}: two starts of a new process", partial(measure_startup, w, options)) for w in starts]
 
 
-def describe(work: Workload) -> str:
+def describe_engine(work: Workload) -> str:
     lengths = f"{work.new} new tokens each"
     if work.is_longtail:
-        lengths = f"1 to {work.new} new tokens, {work.mean_new:.1f} in the mean"
+        lengths = f"1 to {work.new} new tokens, mean {work.mean_new:.1f}"
     prompts = f"{work.prompts} prompts of {work.prompt_tokens} tokens"
-    return f"{work.label}: {work.sequences} sequences from {prompts}, {lengths}, {work.batch} at once"
+    return f"{work.label}: {work.sequences} sequences from {prompts}, {lengths}, at most {work.batch} running"
 
 
-def print_rows(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    print_table([cells_of(row) for row in rows], console)
-    parts = [row for row in rows if row.get("parts_ms")]
-    if parts:
-        names = list(parts[0]["parts_ms"])
-        shown = [[row["id"], *(f"{row['parts_ms'][name]:.3f}" for name in names)] for row in parts]
-        console.table("Kernels of a decode step, ms", ["id", *names], shown)
+def run_step(args: argparse.Namespace) -> int:
+    from assay.bench.results import peer_steps
+    from assay.bench.workload import command_options
+
+    work, options = step_work(args), step_options(args)
+    peers = [] if args.peer_rows is None else peer_steps(args.peer_rows)
+    words = ["--table"] if args.table else ["--train-only"] * args.train_only + command_options(work)
+    words = ["assay", "bench", "step", *words, *step_words(args, options)]
+    print_step_rows(run_jobs(args, step_jobs(args, work, options), words, STEP_MEMORY, peers))
+    return 0
 
 
-def cells_of(row: dict[str, Any]) -> dict[str, str]:
-    def text(name: str, form: str) -> str:
-        return "" if row.get(name) is None else format(row[name], form)
+STEP_MEMORY = "--set token_budget=..., --samples or --new"  # options that reduce the memory of a step
 
+
+def step_words(args: argparse.Namespace, options: Sequence[StepOptions]) -> list[str]:
+    """Options of the measurement, with --set as it was given."""
+    from assay.bench.workload import command_options
+
+    return command_options(replace(options[0], set=())) + [word for text in args.set for word in ("--set", text)]
+
+
+def step_work(args: argparse.Namespace) -> Workload | Sequences:
+    """Options that are only for the other kind of work are errors."""
+    from assay.bench.step import Sequences
+    from assay.bench.workload import Workload
+
+    own, others = (TRAINING_DEFAULTS, STEP_DEFAULTS) if args.train_only else (STEP_DEFAULTS, TRAINING_DEFAULTS)
+    shared = {name: getattr(args, name) for name in ("shape", "model", "seed")}
+    chosen = {name: getattr(args, name) for name in (*own, *others) if getattr(args, name) is not None}
+    wrong = [f"--{name.replace('_', '-')}" for name in chosen if name in others]
+    if args.table and (chosen or args.train_only or shared != {"shape": "0.5b", "model": None, "seed": 0}):
+        raise UserError("--table has its own workloads: leave out --train-only, the model and all sizes")
+    if wrong:
+        raise UserError(f"{wrong[0]} is {'not for' if args.train_only else 'only for'} --train-only: leave it out")
+    if args.train_only and args.kl:
+        raise UserError("--kl is not for --train-only: leave it out")
+    values: dict[str, Any] = shared | own | chosen
+    return Sequences(**values) if args.train_only else Workload(**values)
+
+
+def step_options(args: argparse.Namespace) -> list[StepOptions]:
+    """One for each combination of the values of --set."""
+    from assay.bench.step import StepOptions
+
+    settings = [text.partition("=") for text in args.set]
+    choices = [[f"{name}={value}" for value in values.split(",")] for name, _, values in settings]
+    plain = {field.name: getattr(args, field.name) for field in fields(StepOptions) if field.name != "set"}
+    return [StepOptions(**plain, set=chosen) for chosen in product(*choices)]
+
+
+def step_jobs(args: argparse.Namespace, work: Workload | Sequences, options: Sequence[StepOptions]) -> list[Job]:
+    from assay.bench import step
+    from assay.bench.workload import Workload
+
+    works: tuple[Workload | Sequences, ...] = (Workload(), *step.TABLE) if args.table else (work,)
+    jobs: list[Job] = []
+    for what, how in product(works, options):
+        note = " ".join((describe_step(what), *how.set))
+        if isinstance(what, step.Sequences):
+            jobs.append((note, partial(step.measure_training, what, replace(how, kl=0.0))))
+        else:
+            jobs.append((note, partial(step.measure_step, what, how)))
+    return jobs
+
+
+def describe_step(work: Workload | Sequences) -> str:
+    from assay.bench.step import Sequences
+
+    if isinstance(work, Sequences):
+        return f"{work.label}: training on {work.sequences} sequences of {work.tokens} tokens"
+    samples = f"{work.samples} samples of {work.new} tokens per prompt"
+    return f"{work.label}: a step with {work.prompts} prompts of {work.prompt_tokens} tokens, {samples}"
+
+
+def run_episodes(args: argparse.Namespace) -> int:
+    from assay.bench.episodes import EpisodeOptions, Episodes, measure_episodes
+    from assay.bench.workload import command_options
+
+    work, options = from_args(Episodes, args), from_args(EpisodeOptions, args)
+    sizes = f"{work.episodes} episodes, at most {work.max_batch} running, actions of up to {work.step_tokens} tokens"
+    jobs = [(f"{work.shape}: {sizes}", partial(measure_episodes, work, options))]
+    words = ["assay", "bench", "episodes", *command_options(work), *command_options(options)]
+    print_table([episode_cells(row) for row in run_jobs(args, jobs, words, "--max-batch")])
+    return 0
+
+
+def run_jobs(
+    args: argparse.Namespace, jobs: Sequence[Job], words: Sequence[str], smaller: str, peers: Sequence[Any] = ()
+) -> Rows:
+    """Run all jobs and return their rows. `words` is the command; `smaller` names options that need less memory."""
+    import torch
+
+    from assay.bench.results import describe_machine, describe_versions, earlier_rows, save, with_ratios
+
+    console = Console()
+    machine, versions = describe_machine(), describe_versions()
+    if args.json is not None:
+        earlier_rows(args.json, machine, versions)  # raises before anything is measured
+    files = [("--peer-rows", getattr(args, "peer_rows", None)), ("--json", args.json)]
+    command = shlex.join([*words, *(word for option, path in files if path for word in (option, str(path)))])
+    rows = list(peers)
+    for note, job in jobs:
+        console.note(note)
+        try:
+            rows += job()
+        except torch.OutOfMemoryError:
+            raise UserError(f"out of GPU memory: choose a smaller {smaller}") from None
+        if args.json is not None:
+            save(args.json, machine, versions, command, rows)
+    return with_ratios(rows)
+
+
+def print_table(cells: Sequence[dict[str, str]]) -> None:
+    """Empty columns are left out."""
+    used = [name for name in cells[0] if any(cell[name] for cell in cells)]
+    Console().table("Results", used, [[cell[name] for name in used] for cell in cells])
+
+
+def print_engine_rows(rows: Rows) -> None:
+    print_table([engine_cells(row) for row in rows])
+    if profiled := [row for row in rows if row.get("parts_ms")]:
+        names = list(profiled[0]["parts_ms"])
+        cells = [[row["id"], *(f"{row['parts_ms'][name]:.3f}" for name in names)] for row in profiled]
+        Console().table("Kernels of a decode step, ms", ["id", *names], cells)
+
+
+def print_step_rows(rows: Rows) -> None:
+    print_table([step_cells(row) for row in rows])
+
+
+def engine_cells(row: dict[str, Any]) -> dict[str, str]:
     runs = row.get("runs", []) if "tokens_per_s" in row else []
     return {
         "id": row["id"],
         "system": row["system"] + ("" if row.get("logprobs", True) else " (no log-probs)"),
-        "tokens/s": text("tokens_per_s", ",.0f"),
-        "from - to": f"{min(runs):,.0f} - {max(runs):,.0f}" if runs else "",
-        "first run": text("first_run_tokens_per_s", ",.0f"),
-        "seconds": text("seconds", ".2f"),
-        "cold": text("seconds_cold", ".2f"),
-        "GiB": text("peak_memory_gib", ".2f"),
-        "KV waste": text("kv_waste", ".2%"),
-        "mismatch": text("mismatch_mean_abs", ".1e"),
-        "max ratio": text("mismatch_max_ratio", ".4f"),
-        "ours": ratios_text(row),
+        "tokens/s": cell(row, "tokens_per_s", ",.0f"),
+        "min - max": f"{min(runs):,.0f} - {max(runs):,.0f}" if runs else "",
+        "first run": cell(row, "first_run_tokens_per_s", ",.0f"),
+        "seconds": cell(row, "seconds", ".2f"),
+        "cold": cell(row, "seconds_cold", ".2f"),
+        "GiB": cell(row, "peak_memory_gib", ".2f"),
+        "KV waste": cell(row, "kv_waste", ".2%"),
+        "mismatch": cell(row, "mismatch_mean_abs", ".1e"),
+        "max ratio": cell(row, "mismatch_max_ratio", ".4f"),
+        "speed-up": speedups(row),
     }
+
+
+def step_cells(row: dict[str, Any]) -> dict[str, str]:
+    parts = {name: seconds or None for name, seconds in row.get("parts_s", {}).items()}
+    return {
+        "id": row["id"],
+        "system": row["system"],
+        "step s": cell(row, "step_s", ".3f"),
+        "first": cell(row, "first_step_s", ".2f"),
+        **{name: cell(parts, name, ".3f") for name in ("generation", "scoring", "reference", "training", "sync")},
+        "tokens/s": cell(row, "tokens_per_s", ",.0f"),
+        "trained tokens": cell(row, "trained_tokens", ",d"),
+        "GiB": cell(row, "peak_gib", ".2f"),
+        "reserved": cell(row, "peak_reserved_gib", ".2f"),
+        "speed-up": speedups(row),
+    }
+
+
+def episode_cells(row: dict[str, Any]) -> dict[str, str]:
+    same = row.get("same_as_in_rounds")
+    return {
+        "id": row["id"],
+        "steps": f"{row['decode_steps']:,}",
+        "rows per step": f"{row['rows_a_step']:.1f}",
+        "tokens": f"{row['decoded_tokens']:,}",
+        "actions": f"{row['actions']:,}",
+        "tokens per action": f"median {row['action_tokens_median']}, max {row['action_tokens_max']}",
+        "seconds": f"{row['seconds']:.2f}",
+        "first run": f"{row['first_run_s']:.2f}",
+        "same as in rounds": "" if same is None else f"{same:,} of {row['episodes']:,}",
+    }
+
+
+def cell(row: dict[str, Any], name: str, form: str) -> str:
+    return "" if row.get(name) is None else format(row[name], form)
+
+
+def speedups(row: dict[str, Any]) -> str:
+    ratios = {name.removeprefix("ratio_to_"): value for name, value in row.items() if name.startswith("ratio_to_")}
+    return ", ".join(f"{value:.2f} x {name}" for name, value in ratios.items())

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
@@ -72,7 +72,8 @@ OUT_OF_MEMORY = (
 MAX_LINE = 1_000  # characters of an error: names may be of any length
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, command: Callable[[list[str]], int] | None = None) -> int:
+    """Run a command line and return its exit code. `command` replaces the commands of `assay`, for scripts."""
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):  # answers may hold what the terminal's encoding cannot say
         if isinstance(stream, io.TextIOWrapper):
@@ -81,15 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = "--debug" in words
     with printable_output():  # data, models and file names may come from anybody
-        return run([word for word in words if word != "--debug"], debug, own_process=argv is None)
+        words = [word for word in words if word != "--debug"]
+        return run(command or dispatch, words, debug, own_process=argv is None)
 
 
-def run(words: list[str], debug: bool, own_process: bool) -> int:
-    """A command's exit code; mistakes and troubles are told in one line."""
+def run(command: Callable[[list[str]], int], words: list[str], debug: bool, own_process: bool) -> int:
+    """Return the command's exit code. Errors that the user can fix are printed as one line."""
     if own_process:
         warnings.showwarning = lambda message, *_: show_warning(str(message))
     try:
-        return dispatch(words)
+        return command(words)
     except UserError as error:
         if debug:
             traceback.print_exc()
@@ -165,27 +167,30 @@ def dispatch(words: list[str]) -> int:
     name, *rest = words
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
-    name, module, rest = find_module(name, rest)
-    parser = Parser(prog=f"assay {name}", description=module.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    module.add_arguments(parser)
-    if getattr(module, "SETTINGS", None) is None:
-        return module.run(parser.parse_args(rest))
-    # Commands with settings take any --section.key VALUE besides their own options.
-    if "-h" in rest or "--help" in rest:
-        print(parser.format_help() + "\n" + settings_help(module.SETTINGS))
+    return run_command(importlib.import_module(f"assay.cli.{name}"), f"assay {name}", rest)
+
+
+def run_command(module: ModuleType, program: str, words: list[str]) -> int:
+    """Parse the words as the module declares them, and run it."""
+    if hasattr(module, "SETTINGS") and ("-h" in words or "--help" in words):
+        print(make_parser(module, program).format_help() + "\n" + settings_help(module.SETTINGS))
         return 0
-    own, overrides = split_words(rest, parser, module.SETTINGS)
-    args = parser.parse_args(own)
-    args.overrides = overrides
-    return module.run(args)
+    return module.run(parse(module, program, words))
 
 
-def find_module(name: str, rest: list[str]) -> tuple[str, ModuleType, list[str]]:
-    """Who runs a command, and the words for it; a subcommand that takes settings has a module of its own."""
-    module = importlib.import_module(f"assay.cli.{name}")
-    if rest and rest[0] in getattr(module, "WITH_SETTINGS", ()):
-        return f"{name} {rest[0]}", importlib.import_module(f"assay.cli.{name}_{rest[0]}"), rest[1:]
-    return name, module, rest
+def make_parser(module: ModuleType, program: str) -> Parser:
+    parser = Parser(prog=program, description=module.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    module.add_arguments(parser)
+    return parser
+
+
+def parse(module: ModuleType, program: str, words: list[str]) -> argparse.Namespace:
+    """A command with SETTINGS takes any --section.key VALUE besides its own options."""
+    parser = make_parser(module, program)
+    if not hasattr(module, "SETTINGS"):
+        return parser.parse_args(words)
+    own, overrides = split_words(words, parser, module.SETTINGS)
+    return parser.parse_args(own, argparse.Namespace(overrides=overrides))
 
 
 def split_words(words: Sequence[str], parser: argparse.ArgumentParser, kind: type) -> tuple[list[str], list[str]]:

@@ -1,21 +1,17 @@
-"""The measurement itself: what is timed, what is counted, and what is put beside it."""
+"""Engine benchmark: timing, token counts, kernel categories, agreement with the trainer, start-up."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from assay.bench import engine
-from assay.bench import engine as bench
-from assay.bench.engine import Options, measure, mismatch, named, parts_of, spread, stats_of
-from assay.bench.transformers_peer import transformers_model
+from assay.bench.engine import Options, evenly_spaced, measure, mismatch, row_id, split_by_tokens, stats_of
 from assay.bench.workload import SHAPES, Workload, random_model
 from assay.engine import Request, SamplingParams
 from assay.types import Completion, Finish, UserError
@@ -25,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Every timed span takes as long as it is told, in turn."""
+    """A clock by which the timed spans take the given seconds."""
 
     def __init__(self, seconds: list[float]) -> None:
         self.times = [time for at, span in enumerate(seconds) for time in (100.0 * at, 100.0 * at + span)]
@@ -34,10 +30,10 @@ class Clock:
         return self.times.pop(0)
 
 
-def test_speed_is_the_median_and_the_first_run_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "time", Clock([4.0, 1.0, 8.0, 2.0]))
+def test_speed_is_the_median_without_the_warm_up_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "time", Clock([4.0, 1.0, 8.0, 2.0]))
     (row,) = measure(TINY, Options(device="cpu", dtype="float32"))
-    assert row["id"] == named("gen-tiny-2x3x8-prompt_tokens9", Options(device="cpu", dtype="float32"))
+    assert row["id"] == row_id("gen-tiny-2x3x8-prompt_tokens9", "cpu", "float32")
     assert row["system"] == "assay" and row["logprobs"] is True
     assert (row["tokens_per_s"], row["runs"], row["first_run_tokens_per_s"]) == (24.0, [48.0, 6.0, 24.0], 12.0)
     assert row["mismatch_tokens"] == 48
@@ -48,40 +44,7 @@ def test_speed_is_the_median_and_the_first_run_is_told_apart(monkeypatch: pytest
     assert row["command"] == f"assay bench engine {words}"
 
 
-def test_transformers_takes_turns_on_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, Any]] = []
-    timed = bench.timed
-
-    def watched(generate: Any, requests: Any, device: Any) -> Any:
-        system = generate.args[0] if isinstance(generate, partial) else generate.__self__
-        seen.append((type(system).__name__, requests))
-        return timed(generate, requests, device)
-
-    monkeypatch.setattr(bench, "timed", watched)
-    monkeypatch.setattr(bench, "time", Clock([4.0, 9.0, 1.0, 2.0, 1.0, 4.0]))
-    work = Workload(shape="tiny", lengths="longtail", prompts=3, requests=7, prompt_tokens=4, new=12, max_batch=4)
-    options = Options(device="cpu", dtype="float32", repeat=2, compare="transformers", mismatch=False)
-    row, other = measure(work, options)
-    assert [name for name, _ in seen] == ["NativeEngine", "TransformersPeer"] * 3
-    assert all(seen[at][1] is seen[at + 1][1] for at in (0, 2, 4))
-    assert len({tuple(requests[0].prompt_ids) for _, requests in seen}) == 3  # each run has prompts of its own
-    tokens = sum(work.new_tokens)
-    assert other["system"] == "transformers" and other["logprobs"] is False and other["id"] == row["id"]
-    assert other["runs"] == [round(tokens / 2, 1), round(tokens / 4, 1)]
-    assert row["ratio_to_transformers"] == 2.667  # 1 over the median of 1/2 and 1/4
-    assert "mismatch_mean_abs" not in row
-
-
-def test_the_peer_has_the_same_weights() -> None:
-    model = random_model(SHAPES["tiny"], CPU, seed=1)
-    hf = transformers_model(model, CPU, torch.float32)
-    ids = torch.arange(40).view(2, 20) * 7 % 512
-    with torch.no_grad():
-        expected = model.unembed(model.hidden(ids.flatten(), [20, 20])).view(2, 20, -1)
-        assert torch.allclose(hf(ids).logits, expected, atol=1e-5) and expected.std() > 0.05
-
-
-def test_engine_counters_are_read_where_there_are_some() -> None:
+def test_only_existing_engine_counters_are_reported() -> None:
     @dataclass
     class Stats:
         kv_waste: float = 0.02
@@ -93,7 +56,7 @@ def test_engine_counters_are_read_where_there_are_some() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_mismatch_against_log_probabilities_in_float64(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("assay.bench.engine.TOKENS_AT_ONCE", 40)  # several passes
+    monkeypatch.setattr(engine, "SCORED_TOKENS", 40)  # several passes
     model = random_model(SHAPES["tiny"], CPU, seed=2)
     with torch.no_grad():
         model.lm_head.weight.mul_(20)  # far from uniform
@@ -118,27 +81,27 @@ def test_mismatch_against_log_probabilities_in_float64(temperature: float, monke
             logprobs = (exact + shift).tolist()
             group.append(Completion(tokens, logprobs, logprobs, Finish.LENGTH))
         groups.append(group)
-    found = mismatch(model, requests, groups, torch.float32)
+    result = mismatch(model, requests, groups, torch.float32)
     expected = torch.cat(shifts).abs()
-    assert found["mismatch_tokens"] == 2 * (1 + 5 + 9 + 14)
-    assert found["mismatch_mean_abs"] == pytest.approx(expected.mean().item(), abs=1e-5)
-    assert found["mismatch_max_ratio"] == pytest.approx(math.exp(expected.max().item()), abs=1e-4)
-    rounded = mismatch(model, requests, groups, torch.bfloat16)  # computed at 16 bits: close, not the same
-    assert 1e-6 < abs(rounded["mismatch_mean_abs"] - found["mismatch_mean_abs"]) < 0.1
+    assert result["mismatch_tokens"] == 2 * (1 + 5 + 9 + 14)
+    assert result["mismatch_mean_abs"] == pytest.approx(expected.mean().item(), abs=1e-5)
+    assert result["mismatch_max_ratio"] == pytest.approx(math.exp(expected.max().item()), abs=1e-4)
+    rounded = mismatch(model, requests, groups, torch.bfloat16)  # computed in bfloat16: close, not equal
+    assert 1e-6 < abs(rounded["mismatch_mean_abs"] - result["mismatch_mean_abs"]) < 0.1
 
 
-def test_sequences_are_spread_and_split() -> None:
+def test_sequences_are_evenly_spaced_and_split_by_tokens() -> None:
     pairs = [([0] * 10, Completion([index], [0.0], [0.0], Finish.LENGTH)) for index in range(200)]
-    chosen = [completion.token_ids[0] for _, completion in spread(pairs, 64)]
+    chosen = [completion.token_ids[0] for _, completion in evenly_spaced(pairs, 64)]
     assert len(set(chosen)) == 64 and chosen[0] == 0 and chosen[-1] >= 196 and chosen == sorted(chosen)
-    assert len(spread(pairs[:5], 64)) == 5
+    assert len(evenly_spaced(pairs[:5], 64)) == 5
     long = [([0] * length, pairs[0][1]) for length in (10_000, 10_000, 99_999, 5)]
-    assert [len(part) for part in parts_of(long)] == [1, 1, 1, 1]
-    assert [len(part) for part in parts_of(pairs[:3])] == [3]
+    assert [len(part) for part in split_by_tokens(long)] == [1, 1, 1, 1]
+    assert [len(part) for part in split_by_tokens(pairs[:3])] == [3]
 
 
 @pytest.mark.parametrize(
-    ("kernel", "part"),
+    ("kernel", "category"),
     [
         ("_attend", "attention"),
         ("_merge", "attention"),
@@ -157,11 +120,11 @@ def test_sequences_are_spread_and_split() -> None:
         ("Memcpy DtoH (Device -> Pinned)", "other"),
     ],
 )
-def test_kernels_are_sorted_into_parts(kernel: str, part: str) -> None:
-    assert engine.part_of(kernel) == part
+def test_kernel_categories(kernel: str, category: str) -> None:
+    assert engine.kernel_category(kernel) == category
 
 
-def test_parts_of_a_step_leave_out_the_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_times_per_step_exclude_the_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[tuple[int, int]] = []
 
     def kernel_times(engine: object, requests: list[Request]) -> Counter[str]:
@@ -171,14 +134,14 @@ def test_parts_of_a_step_leave_out_the_prefill(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(engine, "kernel_times", kernel_times)
     requests = [Request([1], SamplingParams(n=5, max_new_tokens=30), seed=0)] * 3
-    found = engine.step_parts(None, requests, batch=8)  # type: ignore[arg-type]
+    times = engine.kernel_times_per_step(None, requests, batch=8)  # type: ignore[arg-type]
     assert runs == [(1, 8), (30, 8)]
-    assert found["matmul"] == 3 and found["attention"] == 2 and found["other"] == 0 and found["total"] == 5
-    assert set(found) == {"attention", "matmul", "sampling", "norm_rope_activation", "other", "total"}
+    assert times["matmul"] == 3 and times["attention"] == 2 and times["other"] == 0 and times["total"] == 5
+    assert set(times) == {"attention", "matmul", "sampling", "norm_rope_activation", "other", "total"}
 
 
 @pytest.mark.gpu
-def test_a_gpu_step_has_parts_and_memory() -> None:
+def test_kernel_times_and_memory_on_a_gpu() -> None:
     work = Workload(shape="0.5b", prompts=2, samples=4, prompt_tokens=32, new=16)
     (row,) = measure(work, Options(device="cuda", repeat=1, parts=True))
     assert row["parts_ms"]["matmul"] > 0 and row["parts_ms"]["attention"] > 0
@@ -186,19 +149,20 @@ def test_a_gpu_step_has_parts_and_memory() -> None:
     assert row["mismatch_mean_abs"] < 0.05
 
 
-def test_too_long_for_the_model_is_named() -> None:
-    with pytest.raises(UserError, match=r"more than the 32768 of tiny: ask for fewer with --prompt-tokens or --new"):
+def test_options_outside_their_range_are_rejected() -> None:
+    with pytest.raises(UserError, match="--new 32768 exceed the maximum length of tiny"):
         measure(Workload(shape="tiny", new=32768), Options(device="cpu"))
     with pytest.raises(UserError, match="--repeat must be at least 1"):
         Options(repeat=0)
 
 
-def test_ids_name_a_device_and_dtype_that_would_not_be_picked() -> None:
-    assert named("x", Options()) == "x"
+def test_row_ids_name_a_device_and_dtype_that_auto_would_not_select() -> None:
+    assert row_id("x", "auto", "auto") == "x"
     if not torch.cuda.is_available():
-        assert named("x", Options(dtype="bf16")) == "x-bfloat16" and named("x", Options(dtype="float32")) == "x"
+        assert row_id("x", "auto", "bf16") == "x-bfloat16" and row_id("x", "auto", "float32") == "x"
 
 
-def test_a_process_that_fails_to_start_says_why() -> None:
-    with pytest.raises(UserError, match=r"gave no token: unknown shape 'huge'"):
+@pytest.mark.slow
+def test_the_error_of_a_process_that_does_not_start_is_reported() -> None:
+    with pytest.raises(UserError, match="no token: unknown shape 'huge'"):
         engine.seconds_to_first_token(["bench", "engine", "--shape", "huge", "--first-token"], {})

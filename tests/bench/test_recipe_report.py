@@ -1,4 +1,4 @@
-"""What is said of recipes: intervals over seeds, tests over questions, and no difference without both."""
+"""Comparison of recipes: intervals over seeds, tests over questions, table and plot."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recipe_report import Outcome, compare_recipes, draw_recipes, holm, markdown, over_seeds, verdict
 
-from assay.bench.recipes import Outcome, compare_recipes, holm, markdown, over_seeds, verdict
-from assay.bench.recipes_picture import draw_recipes
 from assay.evals.report import Report
 from assay.types import Status, UserError
 
@@ -26,55 +25,55 @@ def outcome(recipe: str, seed: int, correct: np.ndarray, ids: list[str] | None =
 
 
 def first(count: int, of: int = 200) -> np.ndarray:
-    """That many questions right, always the first ones."""
+    """The first `count` questions are correct."""
     return np.arange(of) < count
 
 
-def test_the_interval_over_seeds_is_students() -> None:
+def test_interval_over_seeds_is_students_t() -> None:
     low, high = over_seeds([0.5, 0.6, 0.7]) or (0, 0)  # t = 4.303 with two degrees of freedom, sd 0.1
     assert (low, high) == pytest.approx((0.6 - 4.303 * 0.1 / 3**0.5, 0.6 + 4.303 * 0.1 / 3**0.5))
     assert over_seeds([0.5]) is None
 
 
-def test_p_values_are_adjusted_as_holm_says() -> None:
+def test_holm_adjustment_of_p_values() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
 
 
-def test_a_difference_needs_the_questions_and_the_seeds_to_agree() -> None:
+def test_a_difference_is_significant_only_over_questions_and_seeds() -> None:
     base = [outcome("grpo", seed, first(100)) for seed in range(3)]
     better = [outcome("better", seed, first(130 + seed)) for seed in range(3)]
     same = [outcome("same", seed, first(101)) for seed in range(3)]
     lucky = [outcome("lucky", seed, first(count)) for seed, count in enumerate((190, 95, 105))]
-    found = {row["recipe"]: row for row in compare_recipes([*base, *better, *same, *lucky], "grpo")}
-    assert found["better"]["verdict"] == "higher" and found["better"]["difference"] == pytest.approx(0.155)
-    assert found["same"]["verdict"] == "not significant" and found["same"]["p_value"] == 1.0
-    # One seed alone carries it: the test over questions is impressed, the interval over seeds is not.
-    assert found["lucky"]["p_holm"] < 0.05 and found["lucky"]["ci95_seeds"][0] < 0
-    assert found["lucky"]["verdict"] == "not significant"
-    assert "grpo" not in found and verdict(-0.1, None, 0.01) == "lower"
+    rows = {row["recipe"]: row for row in compare_recipes([*base, *better, *same, *lucky], "grpo")}
+    assert rows["better"]["verdict"] == "higher" and rows["better"]["difference"] == pytest.approx(0.155)
+    assert rows["same"]["verdict"] == "not significant" and rows["same"]["p_value"] == 1.0
+    # One seed makes the difference: significant over questions, but not over seeds.
+    assert rows["lucky"]["p_holm"] < 0.05 and rows["lucky"]["ci95_seeds"][0] < 0
+    assert rows["lucky"]["verdict"] == "not significant"
+    assert "grpo" not in rows and verdict(-0.1, None, 0.01) == "lower"
 
 
-def test_seeds_are_compared_with_their_like_and_questions_with_themselves() -> None:
+def test_comparisons_are_paired_by_seed_and_by_question() -> None:
     runs = [outcome("grpo", 0, first(100)), outcome("simple", 0, first(120)), outcome("simple", 1, first(10))]
-    (row,) = compare_recipes(runs, "grpo")  # the second seed of grpo is still to come
+    (row,) = compare_recipes(runs, "grpo")  # the second seed of grpo has not run yet
     assert row["seeds"] == 1 and row["difference"] == pytest.approx(0.1) and row["ci95_seeds"] is None
     other = outcome("simple", 0, first(120), ids=[f"x{number}" for number in range(200)])
     with pytest.raises(UserError, match="same questions"):
         compare_recipes([outcome("grpo", 0, first(100)), outcome("grpo", 1, first(100)), other, runs[2]], "grpo")
 
 
-def test_the_table_says_what_is_not_significant() -> None:
+def test_markdown_table_names_what_is_not_significant() -> None:
     runs = [outcome(recipe, seed, first(count)) for recipe, count in (("grpo", 100), ("rloo", 101)) for seed in (0, 1)]
     text = markdown(runs, compare_recipes(runs, "grpo"), "grpo")
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == 4 and len({line.count("|") for line in rows}) == 1
     assert rows[3].startswith("| rloo | 2 | 30.0 % | 50.5 % |") and "+0.5 points" in rows[3]
-    assert "Not shown to differ from grpo: rloo." in text and "over 2 seeds" in text
+    assert "No significant difference from grpo: rloo." in text and "over 2 seeds" in text
     assert "One seed each" in markdown(runs[::2], compare_recipes(runs[::2], "grpo"), "grpo")
 
 
-def test_the_picture_is_drawn_or_told_to_be_impossible(tmp_path: Path) -> None:
+def test_learning_curves_are_plotted_or_a_warning_says_why_not(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = [outcome(recipe, seed, first(5)) for recipe in ("grpo", "dapo") for seed in (0, 1)]
     assert draw_recipes(runs, tmp_path / "curves.png", "a title with $")
