@@ -10,7 +10,7 @@ import torch
 
 from assay.algos import make_algorithm
 from assay.bench import step as step_module
-from assay.bench.hash_judge import hash_reward, judge_by_hash
+from assay.bench.hash_judge import hash_reward
 from assay.bench.step import (
     TABLE,
     Sequences,
@@ -24,7 +24,6 @@ from assay.bench.step import (
     step_row_id,
 )
 from assay.bench.workload import Workload
-from assay.rewards import JudgePool
 from assay.train.learner.pack import rows_of
 from assay.train.learner.update import Updater
 from assay.types import UserError
@@ -109,16 +108,6 @@ def test_step_time_is_the_median_without_the_warm_up() -> None:
 def test_with_a_kl_term_the_reference_is_timed() -> None:
     (row,) = measure_step(TINY, replace(OPTIONS, kl=0.1, steps=1))
     assert row["kl"] == 0.1 and row["id"].endswith(step_row_id("-kl0.1", OPTIONS)) and row["parts_s"]["reference"] > 0
-
-
-def test_hash_rewards_differ_and_are_the_same_in_judge_workers() -> None:
-    texts = [str(number) for number in range(500)]
-    assert len({hash_reward(text) for text in texts}) == 500 and all(0 <= hash_reward(text) < 1 for text in texts)
-    assert 0.4 < sum(map(hash_reward, texts)) / 500 < 0.6
-    with JudgePool(judge_by_hash, workers=1) as pool:
-        assert [verdict.reward for verdict in pool.judge([(text, "", {}) for text in texts])] == list(
-            map(hash_reward, texts)
-        )
 
 
 def test_number_renderer_has_no_stop_tokens() -> None:
