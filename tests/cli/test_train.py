@@ -347,7 +347,7 @@ BAD: dict[str, tuple[Words, str]] = {
     "missing data": (lambda s: ["--task", "gsm8k", "--task.args", "{}", "--task.path", "no/where"], "no/where"),
     "an endless evaluation": (lambda s: ["--task.args", "{}", "--eval.final_examples", 0], "endless"),
     "epochs of an endless split": (lambda s: ["--task.args", "{}", "--train.epochs", 1], "endless"),
-    "prompts longer than the context": (lambda s: ["--model.max_length", 8], "leaves no room in a context of 8"),
+    "prompts longer than the context": (lambda s: ["--model.max_length", 8], "leaves no space in a context of 8"),
     "one long prompt among many": (
         lambda s: ["--task", one_long(s), "--task.args", "{}", "--model.tokenizer", "characters"],
         "prompt rows/all/37 has 599 tokens",

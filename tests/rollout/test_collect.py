@@ -149,7 +149,7 @@ def test_sampling_params_of_an_evaluation_default_to_those_of_training() -> None
 def test_a_prompt_that_fills_the_context_is_named() -> None:
     part = collector(max_length=8)
     long = Prompt("long/1", ({"role": "user", "content": "1 " * 20},), "1", fields={"start": 1})
-    with pytest.raises(UserError, match=r"long/1 has \d+ tokens, which leaves no room in a context of 8"):
+    with pytest.raises(UserError, match=r"long/1 has \d+ tokens, which leaves no space in a context of 8"):
         part.collect([long], PARAMS, (0, 0))
 
 

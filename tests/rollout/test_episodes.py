@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -255,3 +258,62 @@ def test_templates_that_rewrite_history_are_told_before_a_run() -> None:
     inline = stepwise()
     assert check_history(renderer, inline, inline.prompts("train")[0]) == ""
     assert check_history(Renderer(char_tokenizer()), env, env.prompts("train")[0]) == ""
+
+
+class Resource(Endless):
+    """Counts the copies that exist and the calls of `close`."""
+
+    max_steps = 3
+
+    def __init__(self) -> None:
+        self.closed: list[Resource] = []
+        self.copies: weakref.WeakSet[Resource] = weakref.WeakSet()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.copies.add(self)
+        return super().reset(seed=seed, options=options)
+
+    def close(self) -> None:
+        self.closed.append(self)
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, UserError])
+def test_collector_closes_its_environment_also_after_errors(error: type[BaseException] | None) -> None:
+    class Failing(Resource):
+        def step_all(self, episodes: Any, actions: Any) -> Any:
+            if error:
+                raise error
+            return super().step_all(episodes, actions)
+
+    env = Failing()
+    with nullcontext() if error is None else pytest.raises(error), collector(env, words=False) as part:
+        part.collect(env.prompts("train")[:2], PARAMS, (0, 0))
+        assert not env.closed
+    assert env.closed == [env]
+    with pytest.raises(RuntimeError, match="closed"):
+        part.judge.judge([("", "", {})])
+
+
+def test_environment_copies_are_deleted_when_their_episodes_end() -> None:
+    class Short(Resource):
+        """Every second episode ends after one step; then its copy must not exist any more."""
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            self.short, self.steps = (seed or 0) % 2 == 0, 0
+            return super().reset(seed=seed, options=options)
+
+        def step(self, action: str) -> Any:
+            self.steps += 1
+            if self.steps == 2:
+                alive.append(sum(copy.short for copy in self.copies))
+            return "more", 0.0, self.short, False, {}
+
+    alive: list[int] = []
+    env = Short()
+    part = collector(env, words=False)
+    prompts = env.prompts("train")[:8]
+    assert {prompt.fields["episode_seed"] % 2 for prompt in prompts} == {0, 1}
+    part.collect(prompts, PARAMS, (0, 0))
+    assert alive and alive[-1] == 0
+    gc.collect()
+    assert not env.copies

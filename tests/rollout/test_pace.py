@@ -290,10 +290,7 @@ def test_a_step_that_runs_for_long_without_a_limit_is_reported(monkeypatch: pyte
         warnings.simplefilter("always")
         part.collect(Chatter().prompts("train")[:1], replace(PARAMS, n=2), (1, 1))
     said = "a step" if slow else "a step of 2 episodes"
-    assert (
-        str(found[0].message)
-        == f"{env.name}: {said} has been running for 0.05 s; env.max_seconds gives up on such steps"
-    )
+    assert str(found[0].message).startswith(f"{env.name}: {said} has been running for 0.05 s; set env.max_seconds")
 
 
 def test_a_failing_step_in_a_thread_ends_its_episode_alone() -> None:

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     cfg = settings_of(args)
     for file in (args.json, args.answers):
         check_new(file)
+    from assay.envs import Env
     from assay.evals.report import compare
     from assay.train import components
 
@@ -53,7 +54,11 @@ def run(args: argparse.Namespace) -> int:
     if args.data and not task.has_all and cfg.eval.final_split == "all":
         cfg.eval.final_split = "test"  # a task of one's own reads the file as it likes
     prompts = problems(task, cfg)
-    reports = {model: measure(model, cfg, task, prompts, args.answers, console) for model in args.models}
+    try:
+        reports = {model: measure(model, cfg, task, prompts, args.answers, console) for model in args.models}
+    finally:
+        if isinstance(task, Env):
+            task.close()
     first = reports[args.models[0]]
     found: list[dict[str, Any]] = []
     for model, report in reports.items():

@@ -1,4 +1,4 @@
-"""Prompts x engine x judge -> groups of rollouts. Training, evaluation and chat all come through here."""
+"""Prompts or environments x engine x judge -> groups of rollouts, for training and evaluation."""
 
 from assay.rollout.collect import Collector, sampling_params, with_stops
 from assay.rollout.episodes import Limits, request_seed

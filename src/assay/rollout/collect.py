@@ -1,4 +1,4 @@
-"""Samples answers or episodes from the engine, decodes them and has them judged."""
+"""Samples completions or episodes from an engine, decodes them and has them judged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from assay.config import EvalConfig, SamplingConfig
 from assay.engine.base import Engine, Request, SamplingParams, generate
@@ -16,11 +16,11 @@ from assay.mesh import Mesh
 from assay.rewards import JudgePool, check_verdicts
 from assay.rollout.episodes import EpisodeRunner, Limits, as_group, request_seed
 from assay.text import Renderer
-from assay.types import Group, Prompt, Rollout, Turn, UserError
+from assay.types import Group, Prompt, Rollout, Turn, UserError, Verdict
 
 T = TypeVar("T")
 DEFAULT_NEW_TOKENS = 512  # of an evaluation or a chat without a training run
-STEP_THREADS = 8  # that slow environments are stepped in
+STEP_THREADS = 8  # for steps of slow environments
 
 
 def sampling_params(cfg: SamplingConfig | EvalConfig, n: int, training: SamplingConfig | None = None) -> SamplingParams:
@@ -41,7 +41,7 @@ def with_stops(params: SamplingParams, renderer: Renderer, env: Env | None = Non
 
 
 class Stopper(Protocol):
-    """May break off what takes long; see `assay.train.stopping`."""
+    """Can interrupt work that takes long; see `assay.train.stopping`."""
 
     def leavable(self, work: Callable[[], T]) -> T | None: ...
 
@@ -50,16 +50,30 @@ class Stopper(Protocol):
 
 @dataclass
 class Collector:
-    """Everything it takes to turn prompts into judged answers."""
+    """Turns prompts into groups of judged rollouts. As a context manager, it closes the judge and the environment."""
 
     engine: Engine
     renderer: Renderer
     judge: JudgePool
-    mesh: Mesh = field(default_factory=Mesh)  # its data-parallel ranks share the prompts
+    mesh: Mesh = field(default_factory=Mesh)  # prompts are divided among its data-parallel ranks
     stopper: Stopper | None = None
-    env: Env | None = None  # whose episodes the prompts begin; else each is answered once
+    env: Env | None = None  # prompts start episodes of it; None: one completion per sample
     limits: Limits = field(default_factory=Limits)  # of episodes
-    seconds: dict[str, float] = field(default_factory=dict)  # where the time went, until somebody clears it
+    seconds: dict[str, float] = field(default_factory=dict)  # time spent in generation and judging, accumulated
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the processes and files of the judge and of the environment. The engine is not closed."""
+        try:
+            self.judge.close()
+        finally:
+            if self.env is not None:
+                self.env.close()
 
     def collect(
         self,
@@ -68,103 +82,103 @@ class Collector:
         seed: tuple[int, int],
         seen: Counter[str] | None = None,
     ) -> list[Group]:
-        """`params.n` judged answers to each prompt; `seed` is (run seed, step).
+        """Return `params.n` judged rollouts for each prompt; `seed` is (run seed, step).
 
-        On many ranks, all are handed the same prompts, each answers its share, and all get all groups.
-        A prompt that comes again within a step gets noise of its own; `seen` carries the count over several calls.
+        Every rank is given the same prompts, serves a part of them, and returns all groups.
+        A prompt that is repeated within a step gets different noise; `seen` carries the counts over several calls.
         """
         seen = Counter() if seen is None else seen
         params = with_stops(params, self.renderer, self.env)
         contexts = self.renderer.all_prompt_ids(prompts)
         self.check_lengths(prompts, contexts)
-        asked = []
+        requests = []
         for prompt, ids in zip(prompts, contexts, strict=True):
-            again = f"#{seen[prompt.id]}" if seen[prompt.id] else ""
-            asked.append((prompt, Request(ids, params, request_seed(*seed, prompt.id + again), name=prompt.id)))
+            suffix = f"#{seen[prompt.id]}" if seen[prompt.id] else ""
+            requests.append((prompt, Request(ids, params, request_seed(*seed, prompt.id + suffix), name=prompt.id)))
             seen[prompt.id] += 1
-        groups = self._shared(asked)
+        groups = self._serve_on_all_ranks(requests)
         verdicts = [r.verdict for group in groups for r in group.rollouts if r.verdict]
-        check_verdicts(verdicts, self.giver, *(("the environment",) if self.env else ()))
+        check_verdicts(verdicts, self.reward_source, *(("the environment",) if self.env else ()))
         return groups
 
     @property
-    def giver(self) -> str:
-        """Who gives the rewards, in words."""
+    def reward_source(self) -> str:
+        """Where rewards come from, for messages."""
         if self.env is None:
             return "the judge"
         return "the environment, or its judge," if self.env.judged else "the environment"
 
-    def _shared(self, asked: Sequence[tuple[Prompt, Request]]) -> list[Group]:
-        """Answer this rank's share and gather all groups in the order of prompts. All ranks raise an error of one."""
-        own = asked[self.mesh.dp_rank :: self.mesh.dp_size]
-        answers: list[Group] | str | None
+    def _serve_on_all_ranks(self, requests: Sequence[tuple[Prompt, Request]]) -> list[Group]:
+        """Serve this rank's part and gather all groups in the order of prompts. An error is raised on all ranks."""
+        own = requests[self.mesh.dp_rank :: self.mesh.dp_size]
+        result: list[Group] | str | None
         try:
-            work = partial(self._answer, own)
-            alone = self.mesh.tp_size == 1  # ranks of one model must not leave their common steps one by one
-            answers = self.stopper.leavable(work) if self.stopper and alone else work()
+            work = partial(self._serve, own)
+            alone = self.mesh.tp_size == 1  # ranks that serve one model must not be interrupted one by one
+            result = self.stopper.leavable(work) if self.stopper and alone else work()
         except UserError as error:
             if self.mesh.world == 1:
                 raise
-            answers = str(error)
-        found = self.mesh.all_gather_objects(answers)
-        if failure := next((part for part in found if isinstance(part, str)), None):
+            result = str(error)
+        results = self.mesh.all_gather_objects(result)
+        if failure := next((part for part in results if isinstance(part, str)), None):
             raise UserError(failure)
-        if self.stopper and any(part is None for part in found):
+        if self.stopper and any(part is None for part in results):
             self.stopper.check()
-        shares = [part for part in found if isinstance(part, list)][:: self.mesh.tp_size]
-        return [shares[i % len(shares)][i // len(shares)] for i in range(len(asked))]
+        parts = [part for part in results if isinstance(part, list)][:: self.mesh.tp_size]
+        return [parts[i % len(parts)][i // len(parts)] for i in range(len(requests))]
 
-    def _answer(self, asked: Sequence[tuple[Prompt, Request]]) -> list[Group]:
-        if self.env is not None:
-            return self._play(asked, self.env)
-        started = time.perf_counter()
-        answers = generate(self.engine, [request for _, request in asked])
-        if self.mesh.tp_rank:
-            return []  # the first of the ranks that serve one model returns the groups
-        texts = iter(self.renderer.decode_all([c.token_ids for completions in answers for c in completions]))
-        groups = []
-        for (prompt, request), completions in zip(asked, answers, strict=True):
-            context = list(request.prompt_ids)
-            turns = [Turn(context, completion, next(texts)) for completion in completions]
-            groups.append(Group(prompt, [Rollout(prompt, sample, [turn]) for sample, turn in enumerate(turns)]))
-        generated = time.perf_counter()
-        self._judge([rollout for group in groups for rollout in group.rollouts])
-        self._count(started, generated)
-        return groups
+    def _serve(self, requests: Sequence[tuple[Prompt, Request]]) -> list[Group]:
+        """Groups of these requests; of the ranks that serve one model together, the first returns them."""
+        return self._generate(requests) if self.env is None else self._run_episodes(requests, self.env)
 
-    def _play(self, asked: Sequence[tuple[Prompt, Request]], env: Env) -> list[Group]:
-        """Run episodes instead of sampling single answers; answers left to the run's judge are judged together."""
+    def _generate(self, requests: Sequence[tuple[Prompt, Request]]) -> list[Group]:
         started = time.perf_counter()
-        # Threads make the order depend on the clock: not on CPUs, where runs are reproducible to the last bit, and not
-        # where several ranks have to make the same calls.
-        threads = STEP_THREADS if self.mesh.device.type != "cpu" and self.mesh.tp_size == 1 else 0
-        groups = EpisodeRunner(self.engine, self.renderer, env, self.limits, threads).run(asked)
+        completions = generate(self.engine, [request for _, request in requests])
         if self.mesh.tp_rank:
             return []
-        generated = time.perf_counter()
-        open_ones = [(e, e.answer) for episodes in groups for e in episodes if e.answer is not None]
-        found = self.judge.judge([(answer, e.prompt.answer, e.prompt.fields) for e, answer in open_ones])
-        for (episode, _), verdict in zip(open_ones, found, strict=True):
-            episode.verdict = verdict
-            episode.turns[-1].reward += verdict.reward
-        self._count(started, generated)
-        return [as_group(prompt, episodes) for (prompt, _), episodes in zip(asked, groups, strict=True)]
-
-    def _count(self, started: float, generated: float) -> None:
-        for part, spent in (("generate", generated - started), ("judge", time.perf_counter() - generated)):
-            self.seconds[part] = self.seconds.get(part, 0.0) + spent
-
-    def _judge(self, rollouts: Sequence[Rollout]) -> None:
-        verdicts = self.judge.judge([(r.text, r.prompt.answer, r.prompt.fields) for r in rollouts])
+        texts = iter(self.renderer.decode_all([c.token_ids for samples in completions for c in samples]))
+        groups = []
+        for (prompt, request), samples in zip(requests, completions, strict=True):
+            context = list(request.prompt_ids)
+            turns = [Turn(context, completion, next(texts)) for completion in samples]
+            groups.append(Group(prompt, [Rollout(prompt, sample, [turn]) for sample, turn in enumerate(turns)]))
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        verdicts = self._judge([(rollout.prompt, rollout.text) for rollout in rollouts], started)
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
             rollout.verdict, rollout.reward = verdict, verdict.reward
+        return groups
+
+    def _run_episodes(self, requests: Sequence[tuple[Prompt, Request]], env: Env) -> list[Group]:
+        """Run episodes; answers that the environment leaves to the run's judge are judged together at the end."""
+        started = time.perf_counter()
+        # With threads the order depends on the clock. So there are none on CPUs, where runs are reproducible to the
+        # last bit, nor where several ranks have to make the same calls.
+        threads = STEP_THREADS if self.mesh.device.type != "cpu" and self.mesh.tp_size == 1 else 0
+        groups = EpisodeRunner(self.engine, self.renderer, env, self.limits, threads).run(requests)
+        if self.mesh.tp_rank:
+            return []
+        pending = [(episode, episode.answer) for group in groups for episode in group if episode.answer is not None]
+        verdicts = self._judge([(episode.prompt, answer) for episode, answer in pending], started)
+        for (episode, _), verdict in zip(pending, verdicts, strict=True):
+            episode.verdict = verdict
+            episode.turns[-1].reward += verdict.reward
+        return [as_group(prompt, episodes) for (prompt, _), episodes in zip(requests, groups, strict=True)]
+
+    def _judge(self, answers: Sequence[tuple[Prompt, str]], started: float) -> list[Verdict]:
+        """Judge answers whose generation began at `started`, and record how long both took."""
+        generated = time.perf_counter()
+        verdicts = self.judge.judge([(text, prompt.answer, prompt.fields) for prompt, text in answers])
+        for part, spent in (("generate", generated - started), ("judge", time.perf_counter() - generated)):
+            self.seconds[part] = self.seconds.get(part, 0.0) + spent
+        return verdicts
 
     def check_lengths(self, prompts: Sequence[Prompt], contexts: Sequence[Sequence[int]]) -> None:
-        """Each prompt has to leave room for an answer."""
+        """Raise a `UserError` if a prompt leaves no space for a completion in the context."""
         limit = self.engine.info.max_length
         for prompt, ids in zip(prompts, contexts, strict=True):
             if len(ids) >= limit:
                 raise UserError(
-                    f"prompt {prompt.id} has {len(ids)} tokens, which leaves no room in a context of {limit}: "
-                    "leave it out, shorten it (fewer few-shot examples?), or raise model.max_length (or engine.memory)"
+                    f"prompt {prompt.id} has {len(ids)} tokens, which leaves no space in a context of {limit}: remove "
+                    "it, shorten it (fewer few-shot examples?), or raise model.max_length (or engine.memory)"
                 )

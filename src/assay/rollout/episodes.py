@@ -1,8 +1,4 @@
-"""Where the noise of a request comes from.
-
-Steps environments: together between two steps of the engine, or in threads beside it.
-
-Runs many episodes of an environment through one engine, each at its own pace.
+"""Runs many episodes of an environment concurrently through one engine.
 
 In each turn the policy samples an action up to the end of its reply or a stop string, the environment steps, and the
 observation is appended as tokens with loss mask 0. The sequence then continues while other episodes are still sampling.
@@ -24,16 +20,24 @@ from assay.envs.base import Env, Observation, Step, as_messages, failed_step, is
 from assay.text import Renderer
 from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
+MIN_STEP_S = 1.0  # shortest time limit of a step, even if the limit of an episode is shorter
+REPORT_S = 60.0  # a step without a time limit is reported after this time
+LIMITED_STEPS = 8  # concurrent steps of a slow environment with a time limit
+
 
 def request_seed(run_seed: int, step: int, prompt_id: str, turn: int = 0) -> int:
-    """64 bits that depend on these four and nothing else: a sample can be drawn again alone, later, in any batch."""
+    """A 64-bit seed that depends on these arguments only, so that a sample can be reproduced in any batch."""
     key = f"{run_seed}|{step}|{prompt_id}|{turn}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
 
 
-LEAST_SECONDS = 1.0  # shortest time limit of a step, even if the limit of an episode is shorter
-REPORT_S = 60.0  # a step without a limit is reported after this time
-SIDE_BY_SIDE = 8  # concurrent steps of a slow environment with a time limit
+@dataclass(frozen=True)
+class Limits:
+    """Limits of an episode besides `max_new_tokens` of its request, which counts the sampled tokens of all turns."""
+
+    steps: int = 0  # 0: `max_steps` of the environment
+    step_tokens: int = 0  # tokens per action; 0: no limit
+    seconds: float = 0.0  # per episode; 0: no limit
 
 
 class HasEnv(Protocol):
@@ -44,16 +48,16 @@ E = TypeVar("E", bound=HasEnv)
 
 
 class Stepper(Generic[E]):
-    """Takes actions and returns steps. Without threads, all pending actions are stepped together, in order, by `done`.
+    """Steps environments: all pending actions together in `done`, or each in a thread.
 
-    With threads and an environment that declares itself slow, each action is stepped separately, and a long step does
-    not delay others; the order then depends on the clock. With a time limit, a step that takes longer is given up and
-    ends its episode with an error. Without one, it is reported and waited for.
+    Threads are used if `threads` is not 0 and the environment declares itself slow. A long step then does not delay
+    others, and the order of results depends on the clock. A step that exceeds the time limit is abandoned and ends its
+    episode with an error. Without a limit, a long step is reported and waited for.
     """
 
     def __init__(self, env: Env, threads: int, seconds: float = 0.0) -> None:
         self.env = env
-        self.seconds = max(seconds, LEAST_SECONDS) if seconds else 0.0
+        self.seconds = max(seconds, MIN_STEP_S) if seconds else 0.0
         self.pool = ThreadPoolExecutor(threads, "assay-env") if threads and env.slow else None
         self.pending: list[tuple[E, str]] = []
         self.running: list[tuple[E, Future[Sequence[Step]]]] = []
@@ -69,7 +73,7 @@ class Stepper(Generic[E]):
             self.running.append((episode, self.pool.submit(self._steps, [episode.env], [action])))
 
     def done(self, wait_for_one: bool) -> list[tuple[E, Step]]:
-        """Completed steps in the order of their actions; `wait_for_one`: if there is none yet, wait for one."""
+        """Return completed steps in the order of their actions; with `wait_for_one`, wait until there is one."""
         if not self.busy:
             return []
         if self.pool is None:
@@ -89,13 +93,11 @@ class Stepper(Generic[E]):
     def _steps(self, envs: Sequence[Env], actions: Sequence[str]) -> list[Step]:
         if not self.seconds:
             what = "a step" if len(envs) == 1 else f"a step of {len(envs)} episodes"
-            text = (
-                f"{self.env.name}: {what} has been running for {REPORT_S:g} s; env.max_seconds gives up on such steps"
-            )
-            with reported_after(REPORT_S, text):
+            running = f"{self.env.name}: {what} has been running for {REPORT_S:g} s"
+            with reported_after(REPORT_S, f"{running}; set env.max_seconds to abandon such steps"):
                 return self.env.step_all(envs, actions)
         if self.env.slow and len(envs) > 1:
-            with ThreadPoolExecutor(SIDE_BY_SIDE, "assay-env") as pool:
+            with ThreadPoolExecutor(LIMITED_STEPS, "assay-env") as pool:
                 return list(pool.map(self._limited, envs, actions))
         return [self._limited(env, action) for env, action in zip(envs, actions, strict=True)]
 
@@ -106,34 +108,27 @@ class Stepper(Generic[E]):
             return failed_step(error)
 
     def close(self) -> None:
-        """Cancel pending steps. Those that are running end by themselves, and their results are ignored."""
+        """Cancel pending steps. Running steps finish in the background, and their results are ignored."""
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of an episode, beside `max_new_tokens` of its request: the tokens that the policy samples in all turns."""
-
-    steps: int = 0  # 0: the environment's own
-    step_tokens: int = 0  # per action; 0: all that are left
-    seconds: float = 0.0  # per episode; 0: none
-
-
 @dataclass
 class Episode:
+    """One episode: its turns so far, and how it ended."""
+
     prompt: Prompt
-    first: Request  # the request of the first turn, shared by all samples of the prompt
+    first: Request  # request of the first turn, shared by all samples of the prompt
     sample: int
-    env: Env
+    env: Env  # deleted when the episode is over, so that the environment can release what it holds
     turns: list[Turn] = field(default_factory=list)
     next_context_ids: list[int] = field(default_factory=list)  # tokens between the last turn and the next one
     reply: list[int] = field(default_factory=list)  # tokens since the policy's reply began, with inline observations
     reply_text: str = ""
-    answer: str | None = None  # to be judged by the run's judge
+    answer: str | None = None  # left to the run's judge
     verdict: Verdict | None = None
     cut_off: str = ""  # the limit that ended it
-    bootstrap_ids: list[int] | None = None  # context that would have followed if it had not been cut off
+    bootstrap_ids: list[int] | None = None  # context that would have followed without the limit
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -167,10 +162,10 @@ class EpisodeRunner:
     threads: int = 0  # for steps of slow environments
 
     def run(self, requests: Sequence[tuple[Prompt, Request]]) -> list[list[Episode]]:
-        """Return the finished episodes of each prompt, one per sample; those with an `answer` are yet to be judged.
+        """Return the finished episodes of each prompt, one per sample; episodes with an `answer` are not judged yet.
 
         A request's `max_new_tokens` limits the tokens that the policy samples in a whole episode. At most as many
-        episodes run at once as the engine decodes at once. The caller must be the only consumer of the engine's events.
+        episodes run concurrently as the engine decodes. The caller must be the only consumer of the engine's events.
         """
         batch = EpisodeBatch(self, requests)
         try:
@@ -183,7 +178,7 @@ class EpisodeRunner:
         return batch.groups
 
     def start_episodes(self, prompt: Prompt, first: Request) -> tuple[list[Episode], Request]:
-        """Start an episode for each sample of a prompt; returns them and the request of their first turn."""
+        """Start an episode for each sample of a prompt; return the episodes and the request of their first turn."""
         episodes = []
         for sample in range(first.params.n):
             env = self.env.fresh()
@@ -192,14 +187,14 @@ class EpisodeRunner:
         return episodes, replace(first, params=self._params(first, 0, first.params.n), keep=self._keep(1))
 
     def record_completion(self, episode: Episode, completion: Completion) -> str:
-        """Append a turn; returns the action: the text that the completion adds to the reply."""
-        whole = len(completion.token_ids) == self.limits.step_tokens and not self.env.inline
-        if whole and completion.finish is Finish.LENGTH:
+        """Append a turn; return the action, which is the text that the completion adds to the reply."""
+        reached_limit = len(completion.token_ids) == self.limits.step_tokens and not self.env.inline
+        if reached_limit and completion.finish is Finish.LENGTH:
             completion.finish = Finish.ACTION
         episode.reply += completion.token_ids
         text = self.renderer.decode(episode.reply)
         action = text.removeprefix(episode.reply_text)
-        if not text.startswith(episode.reply_text):  # its last character was incomplete and has changed
+        if not text.startswith(episode.reply_text):  # its last character was incomplete and is now complete
             action = self.renderer.decode(completion.token_ids)
         episode.turns.append(Turn(episode.next_context_ids, completion, action))
         episode.next_context_ids, episode.reply_text = [], text
@@ -213,8 +208,8 @@ class EpisodeRunner:
             episode.answer, episode.verdict = info.get("answer"), info.get("verdict")
             if episode.answer is None and episode.verdict is None:
                 total = sum(turn.reward for turn in episode.turns)
-                right = terminated and total >= self.env.full - 1e-9
-                episode.verdict = Verdict(total, Status.OK if right else Status.WRONG)
+                correct = terminated and total >= self.env.full - 1e-9
+                episode.verdict = Verdict(total, Status.OK if correct else Status.WRONG)
             if truncated:
                 episode.cut_off = "the environment cut it off"
             if truncated and not terminated and observation:
@@ -228,12 +223,12 @@ class EpisodeRunner:
             episode.reply, episode.reply_text = [], ""
         last = episode.turns[-1].completion.token_ids[-1]
         if self.env.inline and last in self.renderer.stop_token_ids:
-            episode.cut_off = "the reply has ended"  # by the policy, not by a limit: no bootstrap
+            episode.cut_off = "the reply has ended"  # ended by the policy, not by a limit: nothing to bootstrap from
         elif limit := self._limit(episode):
             episode.cut_off, episode.bootstrap_ids = limit, episode.next_context_ids
 
     def _observation_ids(self, episode: Episode, observation: Observation) -> list[int]:
-        """Tokens of an observation, up to the beginning of the policy's next turn."""
+        """Tokens of an observation, including the header of the policy's next turn."""
         messages: Sequence[Message] = as_messages(observation, self.env.role)
         if self.env.inline:
             return self.renderer.inline_ids("".join(message["content"] for message in messages))
@@ -255,7 +250,7 @@ class EpisodeRunner:
         return turns < (self.limits.steps or self.env.max_steps)
 
     def _keep(self, turns: int) -> bool:
-        """Whether the engine shall keep a sequence that has this number of turns."""
+        """Whether the engine should keep a sequence that has this number of turns."""
         return self.engine.info.capabilities.handles and self._may_continue(turns)
 
     def _params(self, first: Request, sampled: int, n: int = 1) -> SamplingParams:
@@ -265,9 +260,9 @@ class EpisodeRunner:
         return replace(first.params, n=n, max_new_tokens=tokens, min_new_tokens=least)
 
     def next_request(self, episode: Episode) -> Request:
-        """The request of the next turn: a continuation if the engine has kept the sequence, else all of its tokens.
+        """The request of the next turn: a continuation if the engine has kept the sequence, otherwise all its tokens.
 
-        From the second turn on each sample is a request of its own, with its own seed.
+        From the second turn on, each sample is a separate request with its own seed.
         """
         turn, first = len(episode.turns), episode.first
         handle = episode.turns[-1].completion.handle
@@ -282,7 +277,7 @@ class EpisodeRunner:
 
 
 class EpisodeBatch:
-    """The episodes of one call of `EpisodeRunner.run`: routes completions to environments and back."""
+    """The episodes of one call of `EpisodeRunner.run`: passes completions to environments and steps to episodes."""
 
     def __init__(self, runner: EpisodeRunner, requests: Sequence[tuple[Prompt, Request]]) -> None:
         self.runner, self.engine = runner, runner.engine
@@ -291,7 +286,7 @@ class EpisodeBatch:
         self.groups: list[list[Episode]] = []
         self.active = 0  # episodes that have started and are not over
         self.requests: dict[int, dict[int, Episode]] = {}  # episodes by request id and sample, while they are sampling
-        self.finished: list[tuple[Finished, Episode]] = []  # completions that are not recorded in their episodes yet
+        self.finished: list[tuple[Finished, Episode]] = []  # completions not yet recorded in their episodes
         self.errors: dict[int, str] = {}  # by request id
 
     def run(self) -> None:
@@ -310,7 +305,7 @@ class EpisodeBatch:
         assert not (self.active or self.waiting), "some episodes have neither a request nor a step under way"
 
     def abort(self) -> None:
-        """Abort the batch's own requests and release what the engine has kept of its episodes."""
+        """Abort the requests of this batch and release the sequences that the engine has kept for it."""
         self.engine.abort(self.requests)
         self.engine.release(
             [
@@ -320,7 +315,7 @@ class EpisodeBatch:
         )
 
     def _process(self, events: Iterable[Event]) -> None:
-        """Hand new completions to the environments, in the order of requests and samples."""
+        """Pass new completions to the environments, in the order of requests and samples."""
         for event in events:
             if event.request_id not in self.requests:
                 raise RuntimeError("another consumer's event: share an engine through a Dispatcher")
@@ -339,14 +334,14 @@ class EpisodeBatch:
             self.stepper.add(episode, action)
 
     def _fail(self, event: Failed) -> None:
-        """Give up the episodes of a request that has failed."""
+        """Drop the episodes of a request that has failed."""
         self.errors[event.request_id] = event.error
         episodes = self.requests.pop(event.request_id).values()
         self.active -= len(episodes)
         self.engine.release(kept_handles(episodes))
 
     def _apply_steps(self, wait: bool) -> None:
-        """Apply steps that environments have completed, and request the next turns."""
+        """Apply completed environment steps and request the next turns."""
         stepped = self.stepper.done(wait)
         for episode, step in stepped:
             self.runner.apply_step(episode, step)
@@ -354,12 +349,14 @@ class EpisodeBatch:
         if over:
             self.engine.release(kept_handles(over))
             self.active -= len(over)
+            for episode in over:
+                del episode.env
         for episode, _ in stepped:
             if not episode.over:
                 self._add(self.runner.next_request(episode), [episode])
 
     def _start_episodes(self) -> None:
-        """Start as many episodes as the engine can decode beside those that are active; all samples of a prompt."""
+        """Start waiting episodes that the engine can decode besides the active ones; samples of a prompt together."""
         while self.waiting:
             prompt, first = self.waiting[0]
             if self.active and self.active + first.params.n > self.engine.info.max_batch:
@@ -375,7 +372,7 @@ class EpisodeBatch:
 
 
 def kept_handles(episodes: Iterable[Episode]) -> list[int]:
-    """Handles of sequences that the engine may still keep for these episodes."""
+    """Handles of the sequences that the engine may still keep for these episodes."""
     last = [episode.turns[-1].completion.handle for episode in episodes if episode.turns]
     return [handle for handle in last if handle is not None]
 
@@ -389,21 +386,21 @@ def _rollout(prompt: Prompt, episode: Episode) -> Rollout:
     verdict = episode.verdict or Verdict(0.0, Status.NO_ANSWER, detail=episode.cut_off)
     verdict = replace(verdict, reward=sum(turn.reward for turn in episode.turns))
     for turn in episode.turns:
-        turn.completion.handle = None  # no longer valid, and different in a resumed run
+        turn.completion.handle = None  # no longer valid, and it would differ in a resumed run
     rollout = Rollout(prompt, episode.sample, episode.turns, verdict, verdict.reward)
     rollout.cut_off, rollout.bootstrap_ids = bool(episode.cut_off), episode.bootstrap_ids
     return rollout
 
 
 def check_history(renderer: Renderer, env: Env, prompt: Prompt) -> str:
-    """A warning if the chat template rewrites earlier replies; a UserError if episodes cannot go on in it at all."""
+    """Return a warning if the chat template rewrites earlier replies; raise if it cannot continue a conversation."""
     if env.inline or env.max_steps == 1:
         return ""
     next_message: Message = {"role": env.role, "content": "?"}
     if not renderer.next_turn_ids(prompt, (), [next_message]):
-        raise UserError("the chat template writes nothing between two replies: give prompt.template another one")
+        raise UserError("the chat template adds no tokens between two replies: set prompt.template to another one")
     how = renderer.rewritten_history()
     return how and (
-        f"the chat template rewrites earlier replies ({how}): episodes keep them as they were sampled, "
-        "which is not what the template shows a model later"
+        f"the chat template rewrites earlier replies ({how}): episodes keep earlier replies as they were sampled, "
+        "so later turns see another history than in a conversation rendered by the template"
     )

@@ -198,7 +198,9 @@ def assemble(
     schedule = Schedule.of(cfg.train, len(train))
     directory = directory or Run(Path())
     what = "answers" if collector.env is None else "steps"
-    judge_warning = f"{collector.giver} failed on some {what} (status/error), which count as 0: see the rollouts"
+    judge_warning = (
+        f"{collector.reward_source} failed on some {what} (status/error), which count as 0: see the rollouts"
+    )
     return TrainingRun(
         cfg=cfg,
         directory=directory,

@@ -31,7 +31,7 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     source = components.model_source(cfg.model, cfg.runs_dir)
     run = assemble(cfg, console, source, mesh, time.perf_counter())
     collector, stream, learner = run.collector, run.source.prompts, run.learner
-    with collector.judge as judge:
+    with collector:
         prompts = stream.next(min(cfg.train.prompts, 64))
         lengths = [*map(len, collector.renderer.all_prompt_ids(prompts))]
         longest, limit = max(lengths), collector.engine.info.max_length
@@ -41,7 +41,7 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
         if longest + new > limit:
             yield f"warning: a prompt and its answer can pass the context of {limit} tokens and are cut off there"
-        verdict = check_judge(judge, prompts[0])
+        verdict = check_judge(collector.judge, prompts[0])
         if collector.env is None or collector.env.judged:
             yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
     if cfg.sft.steps:

@@ -65,8 +65,8 @@ class TrainingRun:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Hold the run directory and the judge's processes; a stop request ends the run with a checkpoint."""
-        with self.directory, self.collector.judge, gc_threshold(GC_THRESHOLD), self.stopping.watching():
+        """Hold the run directory, judge and environment; a stop request ends the run with a checkpoint."""
+        with self.directory, self.collector, gc_threshold(GC_THRESHOLD), self.stopping.watching():
             try:
                 yield
             except Stopped as stopped:
