@@ -134,6 +134,21 @@ def test_paths_exist(item: tuple[Path, str]) -> None:
     assert (ROOT / place).exists(), f"{page.name} names {place}"
 
 
+@every(
+    [
+        (page, name)
+        for page in PAGES
+        if page.parent.name == "docs"
+        for name in sorted(set(re.findall(r"`(test_\w+)`", page.read_text())))
+    ]
+)
+def test_named_tests_exist(item: tuple[Path, str]) -> None:
+    page, name = item
+    assert any(f"def {name}(" in file.read_text() for file in (ROOT / "tests").rglob("test_*.py")), (
+        f"{page.name}: {name}"
+    )
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.toml")), ids=lambda file: file.name)
 def test_example_configs_load(file: Path) -> None:
     load_settings(TrainConfig, file, {})
