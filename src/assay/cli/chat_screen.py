@@ -1,21 +1,13 @@
-"""One model in a conversation: its own history, its prompts, and its answers as text that arrives piece by piece.
-
-Several models write at once: they take turns, a token each, so that nobody waits for the others to finish.
-
-Verdicts and pass@k, in words.
-
-Where answers appear: one after the other anywhere, side by side in a terminal that is wide enough.
-"""
+"""Replies of models, token by token, and their display: one after the other, or side by side in a wide terminal."""
 
 from __future__ import annotations
 
+import signal
 import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -29,27 +21,22 @@ from assay.terminal import one_line, printable, raw_stream
 from assay.text import Renderer
 from assay.types import Finish, Message, Prompt, UserError, Verdict
 
-REPLACEMENT = "\ufffd"  # what decoders make of bytes that are not, or not yet, a whole character
-OnText = Callable[[int, str], None]  # (sample index, new text)
-
-
-class ReplyStopped(Exception):
-    """The user has stopped a reply before its end."""
+REPLACEMENT = "\ufffd"  # decoded from bytes that are not a whole character, or not yet
 
 
 @dataclass
 class Reply:
-    """One answer, whole or as far as it came."""
+    """One answer, complete or interrupted."""
 
-    text: str  # to read: without the stop string that ended it
-    full_text: str  # to judge: as evaluations see it
+    text: str  # for display: without the stop string that ended it
+    full_text: str  # for the judge, as in evaluations
     tokens: int
-    finish: Finish | None  # None: stopped by the person
+    finish: Finish | None  # None: interrupted by the user
     verdict: Verdict | None = None
 
 
 class TextStream:
-    """Token ids in, new text out. The pieces never change later, and joined they are the answer's text."""
+    """Turns token ids into pieces of text. Pieces are final: joined, they are the text of the answer."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
         self._decode = decode
@@ -59,12 +46,12 @@ class TextStream:
 
     def add(self, token: int) -> str:
         self.token_ids.append(token)
-        # A character may take several tokens, and its first bytes alone decode to replacement characters.
+        # A character may take several tokens; its first bytes alone are decoded to replacement characters.
         text = self._before_stop(self.full_text.rstrip(REPLACEMENT))
-        return self._advance(text[: len(text) - self._open_stop(text)])
+        return self._advance(text[: len(text) - self._partial_stop(text)])
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Text that was held back, because a stop string or character could have continued."""
         return self._advance(self._before_stop(self.full_text))
 
     @property
@@ -72,24 +59,24 @@ class TextStream:
         return self._decode(self.token_ids)
 
     def _advance(self, text: str) -> str:
-        if not text.startswith(self.text):  # bytes of an unfinished character can make the decoder doubt earlier ones
+        if not text.startswith(self.text):  # an incomplete character can change how earlier bytes are decoded
             return ""
         new, self.text = text[len(self.text) :], text
         return new
 
     def _before_stop(self, text: str) -> str:
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        return text[: min(found)] if found else text
+        positions = [position for stop in self._stops if (position := text.find(stop)) >= 0]
+        return text[: min(positions)] if positions else text
 
-    def _open_stop(self, text: str) -> int:
-        """How much of the end may be the beginning of a stop string."""
+    def _partial_stop(self, text: str) -> int:
+        """Length of the longest end of the text that may be the beginning of a stop string."""
         lengths = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
         return max(lengths, default=0)
 
 
 @dataclass
-class Speaker:
-    """A model and what was said to it so far."""
+class ChatModel:
+    """A model and its conversation."""
 
     name: str
     renderer: Renderer
@@ -97,7 +84,7 @@ class Speaker:
     history: list[Message] = field(default_factory=list)
 
     def prompt_ids(self, prompt: Prompt) -> tuple[list[int], str]:
-        """The tokens of history and prompt, and a note if the earlier turns had to be left out."""
+        """The tokens of history and prompt, and a note if the history had to be left out."""
         note = ""
         try:
             ids = self.renderer.prompt_ids(replace(prompt, messages=(*self.history, *prompt.messages)))
@@ -109,144 +96,113 @@ class Speaker:
         context = self.engine.info.max_length
         if len(ids) >= context:
             raise UserError(
-                f"{self.name}: {len(ids)} tokens leave no room for an answer in a context of {context}: "
-                "ask something shorter" + (", or forget the earlier turns with /clear" if self.history else "")
+                f"{self.name}: the prompt of {len(ids)} tokens fills the context of {context}: "
+                "ask something shorter" + (", or delete the history with /clear" if self.history else "")
             )
         return ids, note
 
-    def answer(self, ids: Sequence[int], params: SamplingParams, seed: int, on_text: OnText) -> list[Reply]:
-        """Sample replies and pass their text to `on_text` as it arrives. Ctrl-C and `ReplyStopped` stop all of them."""
-        params = with_stops(params, self.renderer)
-        streams = [TextStream(self.renderer.decode, params.stop) for _ in range(params.n)]
-        finishes: list[Finish | None] = [None] * params.n
-        with suppress(KeyboardInterrupt, ReplyStopped):
-            finishes = self._stream(Request(ids, params, seed, name=self.name, stream=True), streams, on_text)
-            for sample, stream in enumerate(streams):
-                on_text(sample, stream.finish())
-        return [
-            Reply(stream.text, stream.full_text, len(stream.token_ids), finish)
-            for stream, finish in zip(streams, finishes, strict=True)
-        ]
-
-    def _stream(self, request: Request, streams: Sequence[TextStream], on_text: OnText) -> list[Finish | None]:
-        """Serve a request, token by token; returns why each sample ended."""
-        finishes: dict[int, Finish] = {}
-        request_id = self.engine.add(request)
-        try:
-            while len(finishes) < request.params.n:
-                events = self.engine.step()
-                assert events, "the engine has no work left, but the reply is unfinished"
-                for event in events:
-                    if isinstance(event, TokenChunk):
-                        for token in event.token_ids:
-                            on_text(event.sample, streams[event.sample].add(token))
-                    elif isinstance(event, Finished):
-                        finishes[event.sample] = event.completion.finish
-                    elif isinstance(event, Failed):
-                        raise UserError(event.error)
-        except BaseException:
-            self.engine.abort([request_id])
-            raise
-        return [finishes[sample] for sample in range(request.params.n)]
-
     def unknown_words(self, text: str) -> list[str]:
-        """The parts of a text for which the tokenizer has nothing but its unknown token."""
+        """Words that the tokenizer encodes as its unknown token."""
         hf = self.renderer.tokenizer.hf
         if hf.unk_token_id is None:
             return []
-        found = hf.backend_tokenizer.encode(text, add_special_tokens=False)
-        spans = [span for index, span in zip(found.ids, found.offsets, strict=True) if index == hf.unk_token_id]
+        encoded = hf.backend_tokenizer.encode(text, add_special_tokens=False)
+        spans = [span for index, span in zip(encoded.ids, encoded.offsets, strict=True) if index == hf.unk_token_id]
         return list(dict.fromkeys(text[start:end] for start, end in spans))
 
 
-Result = TypeVar("Result")
-LOOK_S = 0.05  # between looks of the waiting thread, which is the one that Ctrl-C reaches
+class ReplyStream:
+    """The replies of a model to one prompt. Its request is added at the first `advance`."""
+
+    def __init__(self, model: ChatModel, ids: Sequence[int], params: SamplingParams, seed: int) -> None:
+        params = with_stops(params, model.renderer)
+        self.model, self.prompt_length, self.samples = model, len(ids), params.n
+        self.error: UserError | None = None
+        self._request = Request(ids, params, seed, name=model.name, stream=True)
+        self._id: int | None = None
+        self._texts = [TextStream(model.renderer.decode, params.stop) for _ in range(params.n)]
+        self._finishes: list[Finish | None] = [None] * params.n
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or None not in self._finishes
+
+    def advance(self) -> Iterator[tuple[int, str]]:
+        """Step the engine once; yields sample indices and new text."""
+        engine = self.model.engine
+        if self._id is None:
+            self._id = engine.add(self._request)
+        events = engine.step()
+        assert events, "the engine has no work left, but replies are unfinished"
+        for event in events:
+            if isinstance(event, TokenChunk):
+                for token in event.token_ids:
+                    yield event.sample, self._texts[event.sample].add(token)
+            elif isinstance(event, Finished):
+                self._finishes[event.sample] = event.completion.finish
+                yield event.sample, self._texts[event.sample].finish()
+            elif isinstance(event, Failed):
+                self.error = UserError(event.error)
+
+    def abort(self) -> None:
+        if self._id is not None and not self.done:
+            self.model.engine.abort([self._id])
+
+    def replies(self) -> list[Reply]:
+        if self.error is not None or self._id is None:
+            return []
+        return [
+            Reply(stream.text, stream.full_text, len(stream.token_ids), finish)
+            for stream, finish in zip(self._texts, self._finishes, strict=True)
+        ]
 
 
-class Floor:
-    """Who may work: always one member alone, so that no two threads share a device or its random parts."""
+@contextmanager
+def deferred_interrupt() -> Iterator[list[Any]]:
+    """Ctrl-C is recorded in the list, so that no engine step is interrupted. A second one interrupts immediately."""
+    interrupts: list[Any] = []
 
-    def __init__(self, members: int) -> None:
-        self._order = deque(range(members))
-        self._changed = threading.Condition()
-        self._stopped = False
+    def record(signum: int, frame: Any) -> None:
+        interrupts.append(signum)
+        signal.signal(signal.SIGINT, before)
 
-    def wait(self, member: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._order[0] == member)
-
-    def pass_on(self, member: int) -> None:
-        with self._changed:
-            self._order.rotate(-1)
-            self._changed.notify_all()
-        self.wait(member)
-        if self._stopped:
-            raise ReplyStopped
-
-    def leave(self, member: int) -> None:
-        with self._changed:
-            self._order.remove(member)
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        self._stopped = True  # everybody notices at the next turn, still one after the other
+    before = signal.signal(signal.SIGINT, record)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-class Worker(threading.Thread, Generic[Result]):
-    """Does one job and keeps what came of it."""
-
-    def __init__(self, job: Callable[[Callable[[], None]], Result], floor: Floor, member: int) -> None:
-        super().__init__(name=f"assay-chat-{member}", daemon=True)
-        self._job, self._floor, self._member = job, floor, member
-        self.result: list[Result] = []
-        self.error: BaseException | None = None
-        # Not join(): before Python 3.13 a Ctrl-C that reaches it marks a thread as ended that still runs.
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        try:
-            self._floor.wait(self._member)
-            self.result.append(self._job(lambda: self._floor.pass_on(self._member)))
-        except BaseException as error:  # raised again where the workers are waited for
-            self.error = error
-        finally:
-            self._floor.leave(self._member)
-            self.done.set()
+def generate_replies(streams: Sequence[ReplyStream], on_text: Callable[[int, int, str], None]) -> None:
+    """Advance all streams in turns until they are done or Ctrl-C is pressed. `on_text(stream, sample, text)`."""
+    try:
+        with deferred_interrupt() as interrupts:
+            while not interrupts and not all(stream.done for stream in streams):
+                for index, stream in enumerate(streams):
+                    try:
+                        for sample, text in () if stream.done else stream.advance():
+                            on_text(index, sample, text)
+                    except UserError as error:
+                        stream.error = error
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for stream in streams:
+            stream.abort()
 
 
-def take_turns(jobs: Sequence[Callable[[Callable[[], None]], Result]]) -> list[Result]:
-    """The results of all jobs. Each is given a function to call whenever it may be another's turn.
-
-    After Ctrl-C that function raises ReplyStopped, in every job; what they make of it is still their result.
-    """
-    floor = Floor(len(jobs))
-    workers = [Worker(job, floor, member) for member, job in enumerate(jobs)]
-    for worker in workers:
-        worker.start()
-    while not all(worker.done.is_set() for worker in workers):
-        try:
-            for worker in workers:
-                worker.done.wait(LOOK_S)
-        except KeyboardInterrupt:
-            floor.stop()
-    for worker in workers:
-        if worker.error is not None:
-            raise worker.error
-    return [worker.result[0] for worker in workers]
-
-
-SHORT = 60  # characters of an answer or a gold answer that a verdict quotes
+QUOTED = 60  # characters of an answer or a gold answer that a verdict quotes
 
 
 def verdict_line(verdict: Verdict, gold: str) -> str:
     """ok: parsed 18, gold 18, reward 1"""
-    parsed = "nothing parsed" if verdict.parsed is None else f"parsed {brief(verdict.parsed)}"
-    facts = [parsed, *([f"gold {brief(gold)}"] if gold else []), f"reward {verdict.reward:.4g}"]
+    parsed = "nothing parsed" if verdict.parsed is None else f"parsed {shortened(verdict.parsed)}"
+    facts = [parsed, *([f"gold {shortened(gold)}"] if gold else []), f"reward {verdict.reward:.4g}"]
     return f"{verdict.status}: {', '.join(facts)}" + (f" ({verdict.detail})" if verdict.detail else "")
 
 
 def summary_line(replies: Sequence[Reply]) -> str:
-    """Share of right answers, and the unbiased pass@k for every k."""
+    """Fraction of correct answers, and the unbiased pass@k for every k."""
     verdicts = [reply.verdict for reply in replies if reply.verdict is not None]
     n, correct = len(verdicts), sum(verdict.correct for verdict in verdicts)
     if n < 2:
@@ -256,21 +212,20 @@ def summary_line(replies: Sequence[Reply]) -> str:
     return f"{correct} of {n} correct ({100 * correct / n:.1f} %), mean reward {reward:.4g}; {curve}"
 
 
-def brief(text: str) -> str:
+def shortened(text: str) -> str:
     line = " ".join(text.split()) or '""'
-    return line if len(line) <= SHORT else line[: SHORT - 3] + "..."
+    return line if len(line) <= QUOTED else line[: QUOTED - 3] + "..."
 
 
-NARROWEST = 24  # characters of a column that can still be read
-FRAME = 6  # lines of the terminal that are not for the text while it is written
-MARGIN = 4  # columns left free: the ^C that a terminal echoes must not wrap, or rewriting would miss by a line
+MIN_COLUMN = 24  # characters of a readable column
+FRAME = 6  # lines of the terminal that are not available for text while it is generated
+MARGIN = 4  # free columns: the ^C that a terminal echoes must not wrap, or the table would be redrawn one line off
 
-Ask = Callable[[int, OnText], list[Reply]]  # the place of a speaker -> its replies, told piece by piece on the way
-Grade = Callable[[list[Reply]], None]  # fills in the verdicts, where there is something to grade
+Grade = Callable[[list[Reply]], None]  # sets the verdicts, if there is something to grade
 
 
 class Screen:
-    """Answers go to stdout; whatever is said about them besides goes to stderr."""
+    """Answers are written to stdout, notes and errors to stderr."""
 
     def __init__(self) -> None:
         self._out = Console(file=raw_stream(sys.stdout), highlight=False)
@@ -281,110 +236,89 @@ class Screen:
         sys.stdout.flush()
         self._err.print(Text(printable(text), style="dim"), soft_wrap=True)
 
-    def complain(self, text: str) -> None:
+    def error(self, text: str) -> None:
         sys.stdout.flush()
         self._err.print(Text(f"assay: {one_line(text)}", style="red"), soft_wrap=True)
 
-    def say(self, text: str, style: str = "") -> None:
+    def print(self, text: str, style: str = "") -> None:
         if self._terminal:
             self._out.print(Text(printable(text), style=style))
         else:
             print(printable(text), flush=True)
 
-    def show(self, names: Sequence[str], ask: Ask, grade: Grade, gold: str, samples: int) -> list[list[Reply]]:
-        """Have everybody answer; what they answered, in order. After Ctrl-C the last ones may be missing."""
-        wide = (self._out.width - MARGIN) // max(len(names), 1) >= NARROWEST
-        if self._terminal and wide and (len(names) > 1 or samples > 1):
-            return Board(self._out, names, gold, samples).show(ask, grade)
-        found: list[list[Reply]] = []
-        for place, name in enumerate(names):
-            if len(names) > 1:
-                self.say(f"[{name}]", "bold")
-            replies = ask(place, self._write if samples == 1 else ignore)
-            found.append(replies)
+    def show(self, streams: Sequence[ReplyStream], grade: Grade, gold: str) -> list[list[Reply]]:
+        """Generate and display all replies. After Ctrl-C the replies of the last models may be missing."""
+        samples = max((stream.samples for stream in streams), default=1)
+        wide = (self._out.width - MARGIN) // max(len(streams), 1) >= MIN_COLUMN
+        if self._terminal and wide and (len(streams) > 1 or samples > 1):
+            return Columns(self._out, streams, gold).show(grade)
+        shown: list[list[Reply]] = []
+        for stream in streams:
+            if len(streams) > 1:
+                self.print(f"[{stream.model.name}]", "bold")
+            generate_replies([stream], self._write if samples == 1 else lambda *_: None)
             if samples == 1:
                 print(flush=True)
+            replies = stream.replies()
+            shown.append(replies)
             grade(replies)
-            self._report(replies, gold, samples)
+            for text, style in report(replies, [reply.text for reply in replies] if samples > 1 else None, gold):
+                self.print(text, style)
             if any(reply.finish is None for reply in replies):
                 break
-        return found
+        return shown
 
-    def _write(self, _: int, text: str) -> None:
+    def _write(self, _stream: int, _sample: int, text: str) -> None:
         sys.stdout.write(printable(text))
         sys.stdout.flush()
 
-    def _report(self, replies: Sequence[Reply], gold: str, samples: int) -> None:
-        for number, reply in enumerate(replies, start=1):
-            if samples > 1:
-                self.say(f"({number}) {reply.text}")
-            if reply.verdict is not None:
-                self.say(verdict_line(reply.verdict, gold), colour(reply))
-        if summary := summary_line(replies):
-            self.say(summary, "bold")
+
+def report(replies: Sequence[Reply], texts: Sequence[str] | None, gold: str) -> Iterator[tuple[str, str]]:
+    """Lines and their styles: the numbered texts, if they are given, verdicts and summary."""
+    for index, reply in enumerate(replies):
+        if texts is not None:
+            yield (f"({index + 1}) {texts[index]}" if len(replies) > 1 else texts[index]), ""
+        if reply.verdict is not None:
+            yield verdict_line(reply.verdict, gold), "green" if reply.verdict.correct else "red"
+    if summary := summary_line(replies):
+        yield summary, "bold"
 
 
-class Board:
-    """A column for each model, rewritten as the answers grow."""
+class Columns:
+    """A table with a column per model, redrawn as the answers grow."""
 
-    def __init__(self, console: Console, names: Sequence[str], gold: str, samples: int) -> None:
-        self._console, self._names, self._gold, self._samples = console, names, gold, samples
-        self._texts = [[""] * samples for _ in names]
-        self._replies: list[list[Reply]] = [[] for _ in names]
-        self._finished = False
+    def __init__(self, console: Console, streams: Sequence[ReplyStream], gold: str) -> None:
+        self._console, self._streams, self._gold = console, streams, gold
+        self._texts = [[""] * stream.samples for stream in streams]
+        self._replies: list[list[Reply]] | None = None  # once they are graded
         self._width = console.width - MARGIN
 
-    def show(self, ask: Ask, grade: Grade) -> list[list[Reply]]:
-        with Live(get_renderable=self.table, console=self._console, refresh_per_second=12):
-            self._replies = take_turns([self._job(ask, place) for place in range(len(self._names))])
-            for replies in self._replies:
-                grade(replies)
-            self._finished = True
-        return self._replies
+    def show(self, grade: Grade) -> list[list[Reply]]:
+        with Live(get_renderable=self._table, console=self._console, refresh_per_second=12):
+            generate_replies(self._streams, self._add)
+            replies = [stream.replies() for stream in self._streams]
+            for group in replies:
+                grade(group)
+            self._replies = replies
+        return replies
 
-    def table(self) -> Table:
+    def _add(self, stream: int, sample: int, text: str) -> None:
+        self._texts[stream][sample] += printable(text)
+
+    def _table(self) -> Table:
         table = Table(width=self._width, show_edge=False, pad_edge=False)
-        for name in self._names:
-            table.add_column(Text(one_line(name), style="bold"), ratio=1, overflow="fold")
-        table.add_row(*(self._cell(place) for place in range(len(self._names))))
+        for stream in self._streams:
+            table.add_column(Text(one_line(stream.model.name), style="bold"), ratio=1, overflow="fold")
+        table.add_row(*(self._cell(index) for index in range(len(self._streams))))
         return table
 
-    def _job(self, ask: Ask, place: int) -> Callable[[Callable[[], None]], list[Reply]]:
-        def job(pause: Callable[[], None]) -> list[Reply]:
-            def on_text(sample: int, text: str) -> None:
-                self._texts[place][sample] += printable(text)
-                pause()
-
-            return ask(place, on_text)
-
-        return job
-
-    def _cell(self, place: int) -> Group | Text:
-        if not self._finished:
-            return self._tail(self._numbered(self._texts[place]))
-        replies = self._replies[place]
-        parts: list[Text] = []
-        for reply, text in zip(replies, self._numbered(self._texts[place]), strict=False):
-            parts.append(text)
-            if reply.verdict is not None:
-                parts.append(Text(printable(verdict_line(reply.verdict, self._gold)), style=colour(reply)))
-        if summary := summary_line(replies):
-            parts.append(Text(summary, style="bold"))
-        return Group(*parts)
-
-    def _numbered(self, texts: Sequence[str]) -> list[Text]:
-        return [Text(f"({i}) {text}" if self._samples > 1 else text) for i, text in enumerate(texts, start=1)]
-
-    def _tail(self, texts: Sequence[Text]) -> Text:
-        """The last lines: a table higher than the terminal could not be rewritten in place."""
-        width = self._width // len(self._names) - 3
-        lines = Text("\n").join(texts).wrap(self._console, max(width, 1), overflow="fold")
-        return Text("\n").join(lines[-max(self._console.height - FRAME, 1) :])
-
-
-def ignore(_: int, __: str) -> None:
-    """Several samples cannot be written at one place at once."""
-
-
-def colour(reply: Reply) -> str:
-    return "green" if reply.verdict is not None and reply.verdict.correct else "red"
+    def _cell(self, index: int) -> Group | Text:
+        texts = self._texts[index]
+        if self._replies is not None:
+            lines = report(self._replies[index], texts, self._gold)
+            return Group(*(Text(printable(text), style=style) for text, style in lines))
+        # Only the last lines: a table higher than the terminal could not be redrawn in place.
+        numbered = [f"({number}) {text}" if len(texts) > 1 else text for number, text in enumerate(texts, 1)]
+        width = max(self._width // len(self._streams) - 3, 1)
+        wrapped = Text("\n".join(numbered)).wrap(self._console, width, overflow="fold")
+        return Text("\n").join(wrapped[-max(self._console.height - FRAME, 1) :])
