@@ -204,6 +204,23 @@ def test_documented_problem_matches_the_program(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines() == output_after(ROOT / "docs" / "tasks.md", command)
 
 
+def test_documented_dry_run_matches_the_program(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page shows another task: its name, the numbers and the status differ, and so may the warning."""
+
+    def general(line: str) -> str:
+        return re.sub(r"task \S+:|'\w+'", "NAME", without_numbers(line))
+
+    monkeypatch.chdir(ROOT)
+    assert main(["train", "examples/my_task.toml", "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    printed = {general(line) for line in (captured.out + captured.err).splitlines()}
+    _, _, rest = (ROOT / "docs" / "quickstart.md").read_text().partition("it prints:\n\n```text\n")
+    lines = rest.partition("```")[0].splitlines()
+    assert lines and not {general(line) for line in lines if not line.startswith("warning:")} - printed
+
+
 def test_the_own_task_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
