@@ -8,16 +8,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from assay.types import Group, Rollout, UserError
 
-Advantage = Callable[[list[Tensor]], list[Tensor]]
+Advantage = Callable[..., list[Tensor]]  # of rewards: list[Tensor], and token counts if it has that trait
+Trait = Literal[
+    "compares_group",  # compares the samples of one prompt, so it needs at least two
+    "token_counts",  # its statistics are over tokens: the second argument is the number of tokens with each reward
+    "accepts_tokens",  # may also be called with returns of single tokens
+    "unscaled",  # rewards minus a baseline: penalties of single tokens can be added in the same units
+]
+ADVANTAGES: dict[str, Advantage] = {}  # by name, filled by `@advantage`
+TRAITS: dict[Advantage, tuple[Trait, ...]] = {}
 
 MAX_LOG_SCALE = math.log(1e6)  # largest log(1 / f) in beta_norm
 STD_EPS = 1e-4  # bounds the advantages of nearly equal rewards; the same value as in TRL and TapeAgents
+
+
+def advantage(*traits: Trait) -> Callable[[Advantage], Advantage]:
+    """Register an advantage function under its name."""
+
+    def register(function: Advantage) -> Advantage:
+        @wraps(function)
+        def checked(rewards: list[Tensor], *args: list[Tensor] | None) -> list[Tensor]:
+            if "compares_group" in traits and any(len(rewards_G) < 2 for rewards_G in rewards):
+                raise group_size_error(function.__name__)
+            return function(rewards, *args)
+
+        ADVANTAGES[function.__name__] = checked
+        TRAITS[checked] = traits
+        return checked
+
+    return register
+
+
+def group_size_error(name: str) -> UserError:
+    return UserError(
+        f'advantage="{name}" compares the samples of one prompt and needs at least two of them: '
+        'raise samples to 2 or more, or pick advantage="batch_mean".'
+    )
 
 
 def centred(values: Tensor) -> Tensor:
@@ -27,24 +61,25 @@ def centred(values: Tensor) -> Tensor:
     return values - values.mean()
 
 
+@advantage("compares_group", "unscaled")
 def group_mean(rewards: list[Tensor]) -> list[Tensor]:
     """Reward minus the mean of its group (Dr. GRPO). Without division by the std, which over-weights some prompts."""
-    _require_groups(rewards, "group_mean")
     return [centred(rewards_G) for rewards_G in rewards]
 
 
+@advantage("compares_group")
 def group_norm(rewards: list[Tensor]) -> list[Tensor]:
     """(reward - mean) / (std + 1e-4) within the group (GRPO), with the unbiased std (divided by G - 1)."""
-    _require_groups(rewards, "group_norm")
     return [centred(rewards_G) / (rewards_G.std() + STD_EPS) for rewards_G in rewards]
 
 
+@advantage("compares_group", "unscaled")
 def leave_one_out(rewards: list[Tensor]) -> list[Tensor]:
     """Reward minus the mean of the *other* rewards of its group (RLOO), an unbiased baseline."""
-    _require_groups(rewards, "leave_one_out")
     return [centred(rewards_G) * (len(rewards_G) / (len(rewards_G) - 1)) for rewards_G in rewards]
 
 
+@advantage("unscaled")
 def batch_mean(rewards: list[Tensor]) -> list[Tensor]:
     """Reward minus the mean reward of the whole batch: the classic baseline; one sample per prompt is enough."""
     if not any(map(len, rewards)):  # all tokens of all groups may be masked
@@ -55,6 +90,7 @@ def batch_mean(rewards: list[Tensor]) -> list[Tensor]:
     return list(centred(every).split([len(rewards_G) for rewards_G in rewards]))
 
 
+@advantage()
 def batch_norm(rewards: list[Tensor]) -> list[Tensor]:
     """(reward - mean) / (std + 1e-4) over all answers of the batch: one scale for all prompts, easy or hard."""
     if not any(map(len, rewards)):  # all tokens of all groups may be masked
@@ -65,6 +101,7 @@ def batch_norm(rewards: list[Tensor]) -> list[Tensor]:
     return list((centred(every) / (every.std() + STD_EPS)).split([len(rewards_G) for rewards_G in rewards]))
 
 
+@advantage("token_counts", "accepts_tokens")
 def token_norm(returns: list[Tensor], tokens: list[Tensor] | None = None) -> list[Tensor]:
     """(return - mean) / (std + 1e-4), both over all trained tokens of the batch (REINFORCE++).
 
@@ -82,11 +119,13 @@ def token_norm(returns: list[Tensor], tokens: list[Tensor] | None = None) -> lis
     return [(values - first - mean) / (square.sqrt() + STD_EPS) for values in returns]
 
 
+@advantage("compares_group", "token_counts")
 def group_mean_token_norm(rewards: list[Tensor], tokens: list[Tensor] | None = None) -> list[Tensor]:
     """Reward minus the mean of its group, then normalised over all trained tokens (REINFORCE++-baseline)."""
     return token_norm(group_mean(rewards), tokens)
 
 
+@advantage("compares_group")
 def group_mean_batch_norm(rewards: list[Tensor]) -> list[Tensor]:
     """Reward minus the mean of its group, divided by the std of these differences over the batch.
 
@@ -97,16 +136,17 @@ def group_mean_batch_norm(rewards: list[Tensor]) -> list[Tensor]:
     return [differences_G / scale for differences_G in differences]
 
 
+@advantage("compares_group")
 def group_mean_rescaled(rewards: list[Tensor]) -> list[Tensor]:
     """Reward minus the mean of its group, times all groups / groups with unequal rewards (GPG).
 
     Groups with equal rewards have no gradient but count in the average. The factor compensates for them.
     """
-    _require_groups(rewards, "group_mean_rescaled")
     informative = sum(bool((rewards_G != rewards_G[0]).any()) for rewards_G in rewards)
     return [centred(rewards_G) * (len(rewards) / max(informative, 1)) for rewards_G in rewards]
 
 
+@advantage("compares_group")
 def beta_norm(rewards: list[Tensor]) -> list[Tensor]:
     """(reward - p) / f(p), where p is the mean reward of the group and f a Beta density fitted to the batch (BNPO).
 
@@ -117,7 +157,6 @@ def beta_norm(rewards: list[Tensor]) -> list[Tensor]:
     Rewards are interpreted as success rates. If some rewards of the batch are outside of [0, 1], all are mapped to it
     linearly: the minimum of 0 and the rewards to 0, the maximum of 1 and the rewards to 1.
     """
-    _require_groups(rewards, "beta_norm")
     if not rewards:
         return []
     low, high = min(0.0, *(float(r.min()) for r in rewards)), max(1.0, *(float(r.max()) for r in rewards))
@@ -133,54 +172,10 @@ def beta_norm(rewards: list[Tensor]) -> list[Tensor]:
     return [centred(rewards_G) * scale for rewards_G, scale in zip(rewards, scales, strict=True)]
 
 
+@advantage("unscaled")
 def none(rewards: list[Tensor]) -> list[Tensor]:
     """The rewards themselves, without a baseline."""
     return [rewards_G.clone() for rewards_G in rewards]
-
-
-ADVANTAGES: dict[str, Advantage] = {
-    "group_mean": group_mean,
-    "group_norm": group_norm,
-    "leave_one_out": leave_one_out,
-    "batch_mean": batch_mean,
-    "batch_norm": batch_norm,
-    "token_norm": token_norm,
-    "group_mean_batch_norm": group_mean_batch_norm,
-    "group_mean_token_norm": group_mean_token_norm,
-    "group_mean_rescaled": group_mean_rescaled,
-    "beta_norm": beta_norm,
-    "none": none,
-}
-
-# Functions that compare the samples of one prompt: they need at least two of them.
-GROUP_BASELINES = (
-    *(group_mean, group_norm, leave_one_out, group_mean_batch_norm, group_mean_token_norm),
-    *(group_mean_rescaled, beta_norm),
-)
-
-# Functions whose statistics are over tokens: their second argument is the number of tokens with each reward.
-BY_TOKEN: dict[str, Callable[[list[Tensor], list[Tensor]], list[Tensor]]] = {
-    "token_norm": token_norm,
-    "group_mean_token_norm": group_mean_token_norm,
-}
-
-# Functions that also accept returns of single tokens.
-POOLED = (token_norm,)
-
-# Rewards minus a baseline, unscaled: penalties of single tokens can be added in the same units.
-UNSCALED = (group_mean, leave_one_out, batch_mean, none)
-
-
-def _require_groups(rewards: list[Tensor], name: str) -> None:
-    if any(len(rewards_G) < 2 for rewards_G in rewards):
-        raise group_size_error(name)
-
-
-def group_size_error(name: str) -> UserError:
-    return UserError(
-        f'advantage="{name}" compares the samples of one prompt and needs at least two of them: '
-        'raise samples to 2 or more, or pick advantage="batch_mean".'
-    )
 
 
 def returns(rewards: Sequence[float], discount: float = 1.0) -> list[float]:

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from assay.algos.advantages import (
     ADVANTAGES,
-    BY_TOKEN,
-    GROUP_BASELINES,
-    POOLED,
-    UNSCALED,
+    TRAITS,
     any_masked,
     centred,
     credited_returns,
@@ -119,6 +116,7 @@ class AdvantageCredit(CreditRule):
     def __init__(self, settings: AlgoConfig, load: Loader) -> None:
         self.settings = settings
         self.function = find_function("advantage", settings.advantage, ADVANTAGES, load)
+        self.traits = TRAITS.get(self.function, ())
 
     @property
     def needs(self) -> Needs:
@@ -126,7 +124,7 @@ class AdvantageCredit(CreditRule):
 
     def check(self) -> None:
         by_token = self.settings.reward_kl_coef > 0 and self.settings.reward_kl_per == "token"
-        suited = [name for name, function in ADVANTAGES.items() if function in (*POOLED, *UNSCALED)]
+        suited = [name for name, one in ADVANTAGES.items() if {"accepts_tokens", "unscaled"} & set(TRAITS[one])]
         if by_token and self.settings.advantage not in suited:
             raise UserError(
                 f'reward_kl_per = "token" needs an advantage function for single tokens: use {", ".join(suited)}, '
@@ -153,7 +151,7 @@ class AdvantageCredit(CreditRule):
                 raise UserError(f'advantage="beta_norm" interprets rewards as success rates: set {instead}.')
 
     def check_samples(self, samples: int) -> None:
-        if samples < 2 and self.function in GROUP_BASELINES:
+        if samples < 2 and "compares_group" in self.traits:
             raise group_size_error(str(self.settings.advantage))
 
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
@@ -162,7 +160,7 @@ class AdvantageCredit(CreditRule):
         yield "algo.critic is off", [f"critic.{name}" for name in CriticConfig.model_fields]
 
     def assign(self, groups: list[Group], penalties: KLPenalties | None, scorers: Scorers) -> dict[str, float]:
-        if penalties is not None and self.function in POOLED:
+        if penalties is not None and "accepts_tokens" in self.traits:
             self._credit_tokens(groups, penalties)
             return {}
         self._credit_answers(groups)
@@ -189,11 +187,11 @@ class AdvantageCredit(CreditRule):
     def _advantages(self, groups: list[Group], rewards: list[Tensor]) -> list[Tensor]:
         """Advantages of each group; 0 if masked steps leave nothing to compare with."""
         by_step = self.settings.step_credit
-        least = 2 if self.function in GROUP_BASELINES else 1
+        least = 2 if "compares_group" in self.traits else 1
         masked = [by_step and any_masked(group) for group in groups]
         comparable = [len(values) >= least or not left_out for values, left_out in zip(rewards, masked, strict=True)]
         given = list(compress(rewards, comparable))
-        if self.settings.advantage in BY_TOKEN:
+        if "token_counts" in self.traits:
             counts = [torch.tensor(credited_tokens(group, by_step), dtype=torch.float64) for group in groups]
             advantages = self.function(given, list(compress(counts, comparable)))
         else:
