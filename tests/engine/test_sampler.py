@@ -1,3 +1,5 @@
+"""The torch sampler against plain Python references, distributions and ties; its noise; one step of the row table."""
+
 from __future__ import annotations
 
 import math
@@ -10,23 +12,22 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from assay.engine import sampler
-from assay.engine.sampler import Draw, draw_rows, kept, noise_keys, sample, signed, uniform
+from assay.engine.sampler import Sampled, keep_mask, noise_keys, sample, sample_rows, signed, uniform
 from assay.engine.sequence import FORBIDDEN_SLOTS, WIDTH, Column, RowState
 
 LOGITS = [2.0, -1.0, 0.5, 0.5, 3.0, -4.0, 1.0, 0.0]
-DRAWS = 20_000
+SAMPLES = 20_000
 
 
-def draw_many(
+def sample_many(
     logits: list[float],
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
     forbidden: list[int] | None = None,
-) -> Draw:
-    count = DRAWS
+    count: int = SAMPLES,
+) -> Sampled:
     keys = noise_keys(torch.full((count,), signed(5)), torch.arange(count) % 100)
     return sample(
         torch.tensor(logits).expand(count, -1),
@@ -48,7 +49,7 @@ def reference(
     min_p: float = 0.0,
     forbidden: list[int] | None = None,
 ) -> tuple[list[float], float]:
-    """In plain Python: the distribution that is drawn from, and the probability of what may be drawn."""
+    """The sampling distribution and the kept mass, in plain Python."""
     peak = max(logits)
     weights = [math.exp((x - peak) / temperature) for x in logits]
     probs = [w / sum(weights) for w in weights]
@@ -80,47 +81,48 @@ def reference(
         (1.2, {"forbidden": [0, 2], "top_k": 5, "top_p": 0.97, "min_p": 0.06}),
     ],
 )
-def test_distribution(temperature: float, limits: dict[str, Any]) -> None:
-    draw = draw_many(LOGITS, temperature, **limits)
+def test_samples_follow_the_truncated_distribution(temperature: float, limits: dict[str, Any]) -> None:
+    sampled = sample_many(LOGITS, temperature, **limits)
     expected, mass = reference(LOGITS, temperature, **limits)
-    observed = torch.bincount(draw.tokens, minlength=len(LOGITS)).tolist()
+    observed = torch.bincount(sampled.tokens, minlength=len(LOGITS)).tolist()
     assert all(count == 0 for count, p in zip(observed, expected, strict=True) if p == 0)
-    possible = [(count, p * DRAWS) for count, p in zip(observed, expected, strict=True) if p > 0]
+    possible = [(count, p * SAMPLES) for count, p in zip(observed, expected, strict=True) if p > 0]
     if len(possible) > 1:
         assert stats.chisquare(*zip(*possible, strict=True)).pvalue > 1e-3
-    assert torch.allclose(draw.kept_mass, torch.tensor(mass), atol=1e-6)
+    assert torch.allclose(sampled.kept_mass, torch.tensor(mass), atol=1e-6)
     plain = torch.log_softmax(torch.tensor(LOGITS) / temperature, -1)
-    assert torch.allclose(draw.engine_logprobs, plain[draw.tokens], atol=1e-6)
-    assert torch.allclose(draw.sampling_logprobs, torch.tensor(expected).log()[draw.tokens], atol=1e-5)
-    assert torch.allclose(draw.entropies, -(plain.exp() * plain).sum(), atol=1e-6)
+    assert torch.allclose(sampled.engine_logprobs, plain[sampled.tokens], atol=1e-6)
+    assert torch.allclose(sampled.sampling_logprobs, torch.tensor(expected).log()[sampled.tokens], atol=1e-5)
+    assert torch.allclose(sampled.entropies, -(plain.exp() * plain).sum(), atol=1e-6)
 
 
 @pytest.mark.parametrize("top_k", [0, 40])
-def test_distribution_over_a_large_vocabulary(top_k: int) -> None:
+def test_samples_follow_the_distribution_over_a_large_vocabulary(top_k: int) -> None:
+    count = 6000
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(3000, generator=generator)
     logits[torch.randperm(3000, generator=generator)[:40]] += 5.0
     logits[500:1100] = -math.inf
-    draw = draw_many(logits.tolist(), 1.0, top_k)
+    sampled = sample_many(logits.tolist(), 1.0, top_k, count=count)
     expected, _ = reference(logits.tolist(), 1.0, top_k)
     probs = torch.tensor(expected, dtype=torch.float64)
-    assert bool((probs[draw.tokens] > 0).all())
-    # Neighbours are put together until each cell expects some 50 draws.
-    cells = (probs.cumsum(0) * (DRAWS // 50)).long().clamp(max=DRAWS // 50 - 1)
-    count = int(cells.max()) + 1
-    counts = torch.bincount(cells[draw.tokens], minlength=count)
-    wanted = torch.zeros(count, dtype=torch.float64).index_add(0, cells, probs) * DRAWS
+    assert bool((probs[sampled.tokens] > 0).all())
+    # Adjacent tokens are merged into cells with about 50 expected samples each.
+    cells = (probs.cumsum(0) * (count // 50)).long().clamp(max=count // 50 - 1)
+    number = int(cells.max()) + 1
+    counts = torch.bincount(cells[sampled.tokens], minlength=number)
+    wanted = torch.zeros(number, dtype=torch.float64).index_add(0, cells, probs) * count
     possible = wanted > 0
     assert stats.chisquare(counts[possible].numpy(), wanted[possible].numpy()).pvalue > 1e-3
     plain = torch.distributions.Categorical(logits=logits.double())
-    assert torch.allclose(draw.entropies.double(), torch.special.entr(plain.probs).sum(), atol=1e-5)
+    assert torch.allclose(sampled.entropies.double(), torch.special.entr(plain.probs).sum(), atol=1e-5)
 
 
-def test_greedy_takes_the_best_and_scores_it_at_temperature_one() -> None:
+def test_greedy_sampling_returns_the_argmax_scored_at_temperature_one() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 2.0, 1.0]])
     for temperature in ([0.0, 0.0], [0.0, 1e-3]):
         for forbidden, best in ((None, 1), (torch.tensor([[-1, 1], [-1, -1]]), 2)):
-            draw = sample(
+            sampled = sample(
                 logits,
                 torch.tensor(temperature),
                 torch.tensor([2, 0]),
@@ -130,22 +132,22 @@ def test_greedy_takes_the_best_and_scores_it_at_temperature_one() -> None:
                 torch.tensor([0, 0]),
                 forbidden=forbidden,
             )
-            assert draw.tokens.tolist() == [best, 0]
+            assert sampled.tokens.tolist() == [best, 0]
             plain = torch.log_softmax(logits[0], -1)
-            assert draw.engine_logprobs[0].item() == pytest.approx(plain[best].item())
-            assert draw.entropies[0].item() == pytest.approx(-(plain.exp() * plain).sum().item())
-            assert draw.sampling_logprobs[0].item() == 0.0 and draw.kept_mass[0].item() == 1.0
+            assert sampled.engine_logprobs[0].item() == pytest.approx(plain[best].item())
+            assert sampled.entropies[0].item() == pytest.approx(-(plain.exp() * plain).sum().item())
+            assert sampled.sampling_logprobs[0].item() == 0.0 and sampled.kept_mass[0].item() == 1.0
 
 
-def test_greedy_takes_the_lowest_id_of_equals() -> None:
+def test_greedy_sampling_breaks_ties_by_the_lowest_id() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randint(0, 3, (200, 700), generator=generator).float()
-    draw = sample(logits, *(torch.zeros(200, dtype=torch.int64) for _ in range(6)))
-    assert draw.tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
+    sampled = sample(logits, *(torch.zeros(200, dtype=torch.int64) for _ in range(6)))
+    assert sampled.tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
 def mixed_rows(rows: int, vocabulary: int) -> tuple[list[Tensor], Tensor]:
-    """Inputs of `sample`, each row with settings of its own, and forbidden tokens."""
+    """Inputs of `sample` with different settings per row, and forbidden tokens."""
     generator = torch.Generator().manual_seed(0)
     index = torch.arange(rows)
     forbidden = torch.stack([torch.randperm(vocabulary, generator=generator)[:6] for _ in range(rows)])
@@ -161,42 +163,46 @@ def mixed_rows(rows: int, vocabulary: int) -> tuple[list[Tensor], Tensor]:
     return columns, forbidden.where(torch.arange(6) < (index % 6)[:, None], -1)
 
 
-@pytest.mark.parametrize("part", [300, sampler.PART])
-def test_a_row_draws_the_same_whatever_stands_beside_it(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "PART", part)
+def test_a_sample_does_not_depend_on_other_rows_or_on_skipped_work() -> None:
     columns, forbidden = mixed_rows(64, 300)
+    _, temperature, top_k, top_p, min_p, _, _ = columns
     together = sample(*columns, forbidden=forbidden)
     for i in range(64):
-        ban = forbidden[i : i + 1] if (forbidden[i] >= 0).any() else None
-        alone = sample(*(column[i : i + 1] for column in columns), forbidden=ban)
+        own_forbidden = forbidden[i : i + 1] if (forbidden[i] >= 0).any() else None
+        is_greedy = bool(temperature[i] == 0)
+        truncates = not is_greedy and bool(top_k[i] > 0 or top_p[i] < 1 or min_p[i] > 0)
+        own = (column[i : i + 1] for column in columns)
+        alone = sample(*own, forbidden=own_forbidden, greedy=is_greedy, random=not is_greedy, truncate=truncates)
         assert alone.tokens[0] == together.tokens[i]
         for name in ("engine_logprobs", "sampling_logprobs", "kept_mass", "entropies"):
             assert torch.isclose(getattr(alone, name)[0], getattr(together, name)[i], atol=1e-6), name
 
 
-def test_float64_logits_keep_their_precision() -> None:
+def test_float64_logits_give_float64_logprobs() -> None:
     columns, forbidden = mixed_rows(40, 5000)
     logits = columns[0].double() * 3 + 50
-    draw = sample(logits, *columns[1:], forbidden=forbidden)
-    heat = columns[1].double()[:, None]
-    plain = torch.log_softmax(logits / heat.where(heat > 0, 1.0), -1)
-    assert draw.engine_logprobs.dtype == torch.float64
-    assert torch.allclose(draw.engine_logprobs, plain.gather(1, draw.tokens[:, None])[:, 0], rtol=0, atol=1e-12)
-    assert torch.allclose(draw.entropies, torch.special.entr(plain.exp()).sum(-1), rtol=0, atol=1e-11)
-    assert not (forbidden == draw.tokens[:, None]).any()
+    sampled = sample(logits, *columns[1:], forbidden=forbidden)
+    temperature = columns[1].double()[:, None]
+    plain = torch.log_softmax(logits / temperature.where(temperature > 0, 1.0), -1)
+    assert sampled.engine_logprobs.dtype == torch.float64
+    assert torch.allclose(sampled.engine_logprobs, plain.gather(1, sampled.tokens[:, None])[:, 0], rtol=0, atol=1e-12)
+    assert torch.allclose(sampled.entropies, torch.special.entr(plain.exp()).sum(-1), rtol=0, atol=1e-11)
+    assert not (forbidden == sampled.tokens[:, None]).any()
 
 
-def test_a_forbidden_token_that_held_everything_leaves_a_distribution() -> None:
+def test_forbidding_a_token_of_probability_one_leaves_the_other_tokens() -> None:
     logits = torch.tensor([0.0, 500.0, 1.0]).expand(4000, -1)
     ones, index = torch.ones(4000), torch.arange(4000)
     forbidden = torch.full((4000, 1), 1)
-    draw = sample(logits, ones, 0 * index, ones, 0 * ones, noise_keys(index, index), index, forbidden=forbidden)
-    share = (draw.tokens == 2).double().mean().item()
-    assert set(draw.tokens.tolist()) == {0, 2}
+    sampled = sample(logits, ones, 0 * index, ones, 0 * ones, noise_keys(index, index), index, forbidden=forbidden)
+    share = (sampled.tokens == 2).double().mean().item()
+    assert set(sampled.tokens.tolist()) == {0, 2}
     assert share == pytest.approx(1 / (1 + math.exp(-1)), abs=0.03)
-    assert draw.engine_logprobs.tolist() == (logits[0, draw.tokens] - 500).tolist()
-    assert draw.kept_mass.max() < 1e-30 and draw.entropies.max() < 1e-6
-    assert torch.allclose(draw.sampling_logprobs, torch.log_softmax(torch.tensor([0.0, 1.0]), 0)[draw.tokens // 2])
+    assert sampled.engine_logprobs.tolist() == (logits[0, sampled.tokens] - 500).tolist()
+    assert sampled.kept_mass.max() < 1e-30 and sampled.entropies.max() < 1e-6
+    assert torch.allclose(
+        sampled.sampling_logprobs, torch.log_softmax(torch.tensor([0.0, 1.0]), 0)[sampled.tokens // 2]
+    )
 
 
 limits = st.one_of(st.just(1.0), st.floats(0.01, 0.999))
@@ -204,16 +210,18 @@ limits = st.one_of(st.just(1.0), st.floats(0.01, 0.999))
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(-6, 6), min_size=1, max_size=24), st.integers(0, 30), limits, st.floats(0.0, 1.0))
-def test_kept_set_is_the_reference_one_ties_included(logits: list[int], top_k: int, top_p: float, min_p: float) -> None:
+def test_truncation_keeps_the_same_set_as_the_reference_with_ties(
+    logits: list[int], top_k: int, top_p: float, min_p: float
+) -> None:
     values = [x / 2 for x in logits]
     probs = torch.softmax(torch.tensor([values], dtype=torch.float64), -1)
-    keep = kept(
+    keep = keep_mask(
         probs, probs.sum(-1, dtype=torch.float64), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
     )[0]
     expected, _ = reference(values, 1.0, top_k, top_p, min_p)
     wanted = {i for i, p in enumerate(expected) if p > 0}
     got = set(keep.nonzero()[:, 0].tolist())
-    # Where a probability meets its limit to within rounding, one token more or less is as right.
+    # If a probability equals its limit up to rounding, one token more or less is correct too.
     mass = probs[0, keep.bool()].sum().item()
     edge = abs(mass - top_p * mass_of_top(probs[0], top_k)) < 1e-5
     edge |= bool(((probs / probs.max() - min_p).abs() < 1e-5).any())
@@ -224,16 +232,16 @@ def mass_of_top(probs: Tensor, top_k: int) -> float:
     return probs.topk(min(top_k or len(probs), len(probs))).values.sum().item()
 
 
-@pytest.mark.parametrize("vocabulary", [1000, 40_007])
-def test_kept_set_of_coarse_logits(vocabulary: int) -> None:
-    """Logits of 16 bits tie often; the reference sorts them by (value, id)."""
+@pytest.mark.parametrize("vocabulary", [1000, pytest.param(40_007, marks=pytest.mark.slow), 12_007])
+def test_truncation_of_bfloat16_logits_with_many_ties(vocabulary: int) -> None:
+    """16-bit logits tie often; the reference sorts them by (value, id)."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (torch.randn(12, vocabulary, generator=generator) * 3).bfloat16()
     top_k = torch.tensor([0, 1, 5, 63, 64, 65, 500, 0, 0, 0, 20, 900])
     top_p = torch.tensor([1.0, 1.0, 1.0, 0.7, 1.0, 0.9, 1.0, 0.3, 0.9, 0.999, 0.5, 0.99])
     min_p = torch.tensor([0.0, 0.0, 0.2, 0.0, 0.0, 1e-3, 0.0, 0.0, 0.1, 0.0, 0.3, 1e-4])
     probs = torch.softmax(logits.float(), -1)
-    keep = kept(probs, probs.sum(-1, dtype=torch.float64), top_k, top_p, min_p)
+    keep = keep_mask(probs, probs.sum(-1, dtype=torch.float64), top_k, top_p, min_p)
     for row in range(12):
         exact = torch.softmax(logits[row].double(), 0)
         order = sorted(range(vocabulary), key=lambda i: (-exact[i].item(), i))[: int(top_k[row]) or None]
@@ -251,11 +259,11 @@ def test_kept_set_of_coarse_logits(vocabulary: int) -> None:
         assert len(mine) == len(order) or reached or edge[1] < held * (1 + 2e-6)
 
 
-def test_truncation_beyond_the_head_of_a_large_vocabulary() -> None:
+def test_truncation_of_flat_distributions_sorts_the_vocabulary() -> None:
     logits = torch.zeros(3, 5000)
     logits[:, 4999] = 1.0
     probs = torch.softmax(logits, -1)
-    keep = kept(
+    keep = keep_mask(
         probs,
         probs.sum(-1, dtype=torch.float64),
         torch.tensor([0, 2000, 0]),
@@ -267,7 +275,7 @@ def test_truncation_beyond_the_head_of_a_large_vocabulary() -> None:
     assert keep[2].all()
 
 
-def test_noise_is_uniform_and_its_neighbours_unrelated() -> None:
+def test_noise_is_uniform_and_uncorrelated_between_seeds_samples_and_positions() -> None:
     seeds, samples, positions = torch.meshgrid(torch.arange(20), torch.arange(20), torch.arange(50), indexing="ij")
     keys = noise_keys(seeds.flatten(), samples.flatten())
     noise = uniform(keys, positions.flatten())
@@ -289,9 +297,9 @@ def test_seeds_use_all_64_bits() -> None:
     assert signed(2**64 + 7) == 7 and signed(-1) == -1
 
 
-@pytest.mark.parametrize("heat", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("vocabulary", [4, 1000])
-def test_not_a_number_is_reported_for_its_row_alone(heat: float, vocabulary: int) -> None:
+def test_nan_logits_give_nan_logprobs_in_their_row_only(temperature: float, vocabulary: int) -> None:
     logits = torch.zeros(5, vocabulary)
     logits[1, 2] = logits[2, 1] = float("nan")
     logits[3, 1:] = -math.inf
@@ -299,17 +307,17 @@ def test_not_a_number_is_reported_for_its_row_alone(heat: float, vocabulary: int
     ones = torch.ones(5)
     for top_k in (0, 2):
         limit = torch.tensor([0, top_k, 0, top_k, top_k])
-        columns = [logits, ones * heat, limit, ones, ones * 0, torch.arange(5), torch.arange(5)]
-        draw = sample(*columns, forbidden=forbidden)
-        assert draw.engine_logprobs.isnan().tolist() == [False, True, True, True, False]
-        assert int(draw.tokens.min()) >= 0 and int(draw.tokens.max()) < vocabulary
+        columns = [logits, ones * temperature, limit, ones, ones * 0, torch.arange(5), torch.arange(5)]
+        sampled = sample(*columns, forbidden=forbidden)
+        assert sampled.engine_logprobs.isnan().tolist() == [False, True, True, True, False]
+        assert int(sampled.tokens.min()) >= 0 and int(sampled.tokens.max()) < vocabulary
         wanted = torch.full((2,), math.log(vocabulary))
-        assert torch.allclose(-draw.engine_logprobs[[0, 4]], wanted)
-        assert torch.allclose(draw.entropies[[0, 4]], wanted)
+        assert torch.allclose(-sampled.engine_logprobs[[0, 4]], wanted)
+        assert torch.allclose(sampled.entropies[[0, 4]], wanted)
 
 
 def table(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers, floats and forbidden tokens of rows that run without limits."""
+    """Integers, floats and forbidden tokens of running rows without truncation."""
     ints = torch.full((rows, WIDTH), -1)
     ints[:, : Column.STOPS] = 0
     ints[:, Column.KEY] = noise_keys(torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
@@ -319,22 +327,22 @@ def table(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return ints, floats, torch.full((rows, FORBIDDEN_SLOTS), -1)
 
 
-def test_rows_are_drawn_logged_and_moved_on() -> None:
+def test_sample_rows_logs_tokens_and_updates_states() -> None:
     ints, floats, forbidden = table(8)
     logits = torch.full((7, 9), -30.0)
-    logits[torch.arange(7), torch.tensor([3, 4, 5, 6, 7, 8, 0])] = 30.0  # all but certain
+    logits[torch.arange(7), torch.tensor([3, 4, 5, 6, 7, 8, 0])] = 30.0  # almost certain
     logits[3, 0] = float("nan")
     ints[1, Column.STOPS + 2] = 4  # stops
-    ints[1, Column.LIMIT] = 1  # and is as long as it may be: the stop token counts
+    ints[1, Column.LIMIT] = 1  # also reaches its limit: the stop token wins
     ints[2, Column.LIMIT] = 1
     ints[4, Column.STATE] = RowState.IDLE
-    ints[5, Column.STOPS], ints[5, Column.MIN_NEW] = 8, 1  # may not stop yet
+    ints[5, Column.STOPS], ints[5, Column.MIN_NEW] = 8, 1  # below its minimum length
     logits[5, 2] = 0.0
-    ints[6, Column.FORBIDDEN], forbidden[6, :2] = 1, torch.tensor([0, 1])  # only the first is in use
+    ints[6, Column.FORBIDDEN], forbidden[6, :2] = 1, torch.tensor([0, 1])  # only the first entry is used
     logits[6, 1] = 0.0
     before = ints.clone()
     log_tokens, log_scores = torch.full((4, 8), 77, dtype=torch.int32), torch.full((4, 4, 8), 77.0)
-    draw_rows(logits, ints, floats, forbidden, torch.tensor([6]), log_tokens, log_scores)
+    sample_rows(logits, ints, floats, forbidden, torch.tensor([6]), log_tokens, log_scores)
 
     ran = [0, 1, 2, 3, 5, 6]
     assert ints[:, Column.STATE].tolist() == [
@@ -355,17 +363,17 @@ def test_rows_are_drawn_logged_and_moved_on() -> None:
     assert log_scores[2, 2, 5].item() == pytest.approx(math.exp(-30), rel=1e-5)
 
 
-def test_a_step_of_rows_is_a_sample() -> None:
-    columns, banned = mixed_rows(64, 300)
+def test_sample_rows_equals_sample() -> None:
+    columns, own_forbidden = mixed_rows(64, 300)
     logits, temperature, top_k, top_p, min_p, keys, positions = columns
     ints, floats, forbidden = table(64)
     ints[:, Column.TOP_K], ints[:, Column.KEY], ints[:, Column.COUNT] = top_k, keys, positions
-    ints[:, Column.FORBIDDEN] = (banned >= 0).sum(1)
+    ints[:, Column.FORBIDDEN] = (own_forbidden >= 0).sum(1)
     floats[:, 0], floats[:, 1], floats[:, 2] = temperature, top_p, min_p
-    forbidden[:, :6] = banned
+    forbidden[:, :6] = own_forbidden
     log_tokens, log_scores = torch.zeros(1, 64, dtype=torch.int32), torch.zeros(4, 1, 64)
-    draw_rows(logits, ints, floats, forbidden, torch.tensor([3]), log_tokens, log_scores)
-    draw = sample(*columns, forbidden=banned)
-    assert log_tokens[0].tolist() == draw.tokens.tolist()
-    scores = (draw.engine_logprobs, draw.sampling_logprobs, draw.kept_mass, draw.entropies)
+    sample_rows(logits, ints, floats, forbidden, torch.tensor([3]), log_tokens, log_scores)
+    sampled = sample(*columns, forbidden=own_forbidden)
+    assert log_tokens[0].tolist() == sampled.tokens.tolist()
+    scores = (sampled.engine_logprobs, sampled.sampling_logprobs, sampled.kept_mass, sampled.entropies)
     assert torch.allclose(log_scores[:, 0], torch.stack(scores), atol=1e-6)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.engine.sampler import draw_rows, noise_keys, signed
+from assay.engine.sampler import noise_keys, sample_rows, signed
 from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, Job, RowState, Sample
 
 SIZE = 1 << 25  # bytes; each half is used up before the other is used again
@@ -143,7 +143,7 @@ class Rows:
 
     def draw(self, logits: Tensor) -> None:
         """A token for each row of logits [B, V], in torch: written down, and what follows from it noted."""
-        draw_rows(
+        sample_rows(
             logits,
             self.ints,
             self.floats,

@@ -1,16 +1,19 @@
-"""Drawing tokens: batched, and keyed so that a draw depends on its own row and nothing else.
+"""Sampling of tokens in torch: the reference implementation, for any device and dtype.
 
-The noise of a token is one uniform number, an integer hash of (request seed, sample index, position), pushed through
-the inverse of the row's cumulative distribution. Truncation only zeroes probabilities and keeps the vocabulary's order,
-so a row that asks for none draws the same token whether or not its neighbours do.
+The noise of a token is one uniform number, a hash of (request seed, sample index, position), which is mapped through
+the inverse of the row's cumulative distribution. A sampled token therefore depends on its own row only. Truncation sets
+probabilities to 0 and keeps the order of the vocabulary, so a row without truncation samples the same token whether or
+not other rows are truncated.
 
-`draw_rows` is a whole step of the engine's table of rows; `kernels/sampling.py` does the same on CUDA.
+`sample_rows` is one step for the engine's table of rows. The native engine has two faster implementations of it:
+`native/kernels/sampling.py` on CUDA, and `native/kernels/cpu.c` for float32 on CPUs, for steps in which no row is
+truncated or has forbidden tokens. All other steps, and the hf engine, use this module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,25 +21,24 @@ from torch import Tensor
 
 from assay.engine.sequence import STOP_SLOTS, Column, RowState
 
-BLOCK = 256  # tokens whose probabilities are summed first when drawing
-SMALL = 4096  # a vocabulary for which a table of products costs less than a loop over rows
-HEAD = 64  # truncation looks at this many of the likeliest tokens before it sorts the whole vocabulary
-PART = 2**20  # logits that one CPU thread works on at a time
-SLACK = 1 - 1e-6  # top-p: a set short of p by rounding alone has reached it
+BLOCK = 256  # tokens whose probabilities are summed first
+SMALL_VOCAB = 4096  # up to this size, a table of products is cheaper than a loop over rows
+HEAD = 64  # truncation looks at this many of the most likely tokens before it sorts the whole vocabulary
+TOP_P_SLACK = 1 - 1e-6  # top-p: a set that misses p by rounding alone has reached it
 
 
 @dataclass(slots=True)
-class Draw:
-    """One token a row. A greedy token is certain: its sampling log-probability is 0.
+class Sampled:
+    """One token per row. A greedy token is certain: its sampling log-probability is 0.
 
-    Where logits are not numbers, or no token is allowed, engine_logprobs is NaN and the token means nothing.
+    If a row has NaN logits, or no token is allowed, its engine log-probability is NaN and its token is meaningless.
     """
 
     tokens: Tensor  # [B] int64
-    engine_logprobs: Tensor  # [B] at the sampling temperature (greedy: 1), before forbidding and truncation
+    engine_logprobs: Tensor  # [B] at the sampling temperature (greedy: 1), before forbidden tokens and truncation
     sampling_logprobs: Tensor  # [B] after both
-    kept_mass: Tensor  # [B] probability of what may be drawn
-    entropies: Tensor  # [B] of the distribution that engine_logprobs are of
+    kept_mass: Tensor  # [B] probability of the tokens that can be sampled
+    entropies: Tensor  # [B] of the distribution of the engine log-probabilities
 
 
 def sample(
@@ -49,118 +51,67 @@ def sample(
     positions: Tensor,
     *,
     forbidden: Tensor | None = None,
-    greedy: bool | None = None,
-    random: bool | None = None,
-    truncate: bool | None = None,
-) -> Draw:
-    """Draw from logits [B, V]; all else is [B], `keys` from `noise_keys`, `positions` counted within the completion.
+    greedy: bool = True,
+    random: bool = True,
+    truncate: bool = True,
+) -> Sampled:
+    """Sample from logits [B, V]. All other tensors are [B]: `keys` from `noise_keys`, `positions` in the completion.
 
-    `forbidden` [B, F] holds distinct tokens, -1 where unused. `greedy`, `random` and `truncate` say whether any row is
-    greedy, is not, or is truncated by top-k, top-p or min-p; who knows saves looking.
+    `forbidden` [B, F] holds distinct tokens, -1 in unused entries. `greedy`, `random` and `truncate`: whether any row
+    may be greedy, may be random, or may be truncated by top-k, top-p or min-p. False saves work.
     """
-    if greedy is None:
-        greedy = bool((temperature == 0).any())
-    if random is None:
-        random = bool((temperature != 0).any())
-    if truncate is None:
-        truncate = random and bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
-    noise = uniform(keys, positions)
-    size = rows_at_once(logits)
-    if len(logits) <= size:
-        picks = pick(logits, temperature, top_k, top_p, min_p, noise, forbidden, greedy, random, truncate)
-    else:
-        parts = zip(*(column.split(size) for column in (logits, temperature, top_k, top_p, min_p, noise)), strict=True)
-        bans = [None] * len(logits) if forbidden is None else forbidden.split(size)
-        modes = (greedy, random, truncate)
-        picks = joined([pick(*part, ban, *modes) for part, ban in zip(parts, bans, strict=False)])  # type: ignore
-    return scored(picks, temperature == 0, greedy, logits.dtype)
-
-
-@dataclass(slots=True)
-class Picks:
-    """What there is to know of each row once its token is chosen, all [B]; logits are over the temperature."""
-
-    tokens: Tensor
-    logit: Tensor  # of the token
-    prob: Tensor  # of the token among the allowed; these need not quite sum to 1
-    total: Tensor  # float64: what they sum to
-    kept_total: Tensor  # float64: the same of those that truncation keeps
-    mean: Tensor  # the sum of allowed logits, each times its probability
-    removed: Tensor | None  # [B, F] logits of forbidden tokens, -inf where there are fewer
-
-
-def pick(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    noise: Tensor,
-    forbidden: Tensor | None,
-    greedy: bool,
-    random: bool,
-    truncate: bool,
-) -> Picks:
-    """The part that passes over whole rows of the vocabulary, as seldom as can be."""
-    certain = temperature == 0
-    scaled = scale(logits, torch.where(certain, 1.0, temperature) if greedy else temperature)
-    removed = places = None
+    is_greedy = temperature == 0
+    scaled = scale(logits, torch.where(is_greedy, 1.0, temperature) if greedy else temperature)
+    removed = None
     if forbidden is not None:
         scaled = scaled.clone() if scaled is logits else scaled
-        removed, places = forbid(scaled, forbidden)
-    tokens = best(scaled) if greedy else None
+        removed, removed_at = forbid(scaled, forbidden)
+    tokens = argmax(scaled) if greedy else None
     probs = torch.softmax(scaled, dim=-1)
     sums = block_sums(probs)
     total = kept_total = sums.sum(-1)
-    if places is not None:
-        scaled[places] = 0.0  # their probability is 0, and 0 times -inf would be no number
+    if forbidden is not None:
+        scaled[removed_at] = 0.0  # their probability is 0, and 0 * -inf would be NaN
     mean = dots(probs, scaled)
     if truncate:
-        sums = truncate_rows(probs, sums, top_k, top_p, min_p, certain)
+        sums = truncate_rows(probs, sums, top_k, top_p, min_p, is_greedy)
         kept_total = sums.sum(-1)
     if random:
-        drawn = invert(probs, sums, noise)
-        tokens = drawn if tokens is None else torch.where(certain, tokens, drawn)
-    assert tokens is not None
+        drawn = invert_cdf(probs, sums, uniform(keys, positions))
+        tokens = drawn if tokens is None else torch.where(is_greedy, tokens, drawn)
+    assert tokens is not None, "rows are greedy or random"
     logit, prob = (table.gather(-1, tokens[:, None])[:, 0] for table in (scaled, probs))
-    return Picks(tokens, logit, prob, total, kept_total, mean, removed)
-
-
-def scored(picks: Picks, certain: Tensor, greedy: bool, dtype: torch.dtype) -> Draw:
-    logprobs = (picks.prob.double() / picks.total).log()  # among the allowed
-    normaliser, mean = picks.logit.double() - logprobs, picks.mean.double() / picks.total
-    mass = (picks.kept_total / picks.total).clamp(max=1.0)
-    engine_logprobs, sampling_logprobs = logprobs, (logprobs - mass.log()).clamp(max=0.0)
-    if picks.removed is not None:
-        removed = picks.removed.double()
-        allowed, normaliser = normaliser, torch.cat((normaliser[:, None], removed), dim=-1).logsumexp(-1)
-        shares = (removed - normaliser[:, None]).exp()
-        share = (allowed - normaliser).exp()
-        mean = share * mean + torch.where(shares > 0, shares * removed, 0.0).sum(-1)
-        mass, engine_logprobs = mass * share, logprobs + (allowed - normaliser)
+    scores = scores_of(logit, prob, mean, total, kept_total, removed)
     if greedy:
-        sampling_logprobs, mass = torch.where(certain, 0.0, sampling_logprobs), torch.where(certain, 1.0, mass)
-    scores = (engine_logprobs, sampling_logprobs, mass, (normaliser - mean).clamp(min=0.0))
-    return Draw(picks.tokens, *(score.to(torch.promote_types(dtype, torch.float32)) for score in scores))
+        scores[1], scores[2] = torch.where(is_greedy, 0.0, scores[1]), torch.where(is_greedy, 1.0, scores[2])
+    return Sampled(tokens, *(score.to(torch.promote_types(logits.dtype, torch.float32)) for score in scores))
 
 
-def rows_at_once(logits: Tensor) -> int:
-    """On a CPU the rows are taken in parts: the temporaries of a part stay small, and in the cache."""
-    if logits.device.type != "cpu":
-        return max(1, len(logits))
-    return max(1, PART * torch.get_num_threads() // logits.shape[-1])
+def scores_of(
+    logit: Tensor, prob: Tensor, mean: Tensor, total: Tensor, kept_total: Tensor, removed: Tensor | None
+) -> list[Tensor]:
+    """Engine and sampling log-probabilities, kept mass and entropies, in float64.
 
-
-def joined(parts: list[Picks]) -> Picks:
-    columns: list[Tensor] = []
-    for field in fields(Picks):
-        column = [getattr(part, field.name) for part in parts]
-        columns.append(column[0] if column[0] is None else torch.cat(column))  # type: ignore
-    return Picks(*columns)
+    For each row: logit and probability of its token among the allowed ones, sum of allowed logits weighted by
+    probability, sum of the probabilities (not exactly 1), the same of those left by truncation, and the logits of its
+    forbidden tokens [B, F] (-inf in unused entries). Logits are divided by the temperature.
+    """
+    logprobs = (prob.double() / total).log()  # among the allowed tokens
+    normalizer, mean = logit.double() - logprobs, mean.double() / total
+    mass = (kept_total / total).clamp(max=1.0)
+    engine_logprobs, sampling_logprobs = logprobs, (logprobs - mass.log()).clamp(max=0.0)
+    if removed is not None:
+        removed = removed.double()
+        allowed, normalizer = normalizer, torch.cat((normalizer[:, None], removed), dim=-1).logsumexp(-1)
+        removed_probs = (removed - normalizer[:, None]).exp()
+        allowed_prob = (allowed - normalizer).exp()
+        mean = allowed_prob * mean + torch.where(removed_probs > 0, removed_probs * removed, 0.0).sum(-1)
+        mass, engine_logprobs = mass * allowed_prob, logprobs + (allowed - normalizer)
+    return [engine_logprobs, sampling_logprobs, mass, (normalizer - mean).clamp(min=0.0)]
 
 
 def scale(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Logits over temperature, in float32 at least."""
+    """Logits divided by the temperature, in float32 at least."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if logits.device.type == "cpu" and bool((temperature == 1).all()):
         return wide
@@ -169,93 +120,98 @@ def scale(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def forbid(scaled: Tensor, forbidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Take the forbidden tokens out, in place. What stood there [B, F], and where: rows and columns."""
+    """Set forbidden logits to -inf, in place; returns their values [B, F] and their rows and columns."""
     used = forbidden >= 0
     removed = scaled.gather(-1, forbidden.clamp(min=0)).masked_fill(~used, -torch.inf)
     rows, slots = used.nonzero(as_tuple=True)
-    places = rows, forbidden[rows, slots]
-    scaled[places] = -torch.inf
-    return removed, places
+    removed_at = rows, forbidden[rows, slots]
+    scaled[removed_at] = -torch.inf
+    return removed, removed_at
 
 
 def dots(probs: Tensor, values: Tensor) -> Tensor:
-    """Row by row the sum of products, where a value of -inf has probability 0 and counts for nothing."""
+    """Sum of products of each row; a value of -inf has probability 0 and contributes 0."""
     if probs.device.type != "cpu":
         return (probs * values.masked_fill(probs == 0, 0.0)).sum(-1)
-    if probs.shape[-1] <= SMALL:
+    if probs.shape[-1] <= SMALL_VOCAB:
         products = torch.linalg.vecdot(probs, values)
-    else:  # the way without a table of products
+    else:
         products = torch.stack([p @ v for p, v in zip(probs, values, strict=True)])
     if bool(products.isnan().any()):
         products = torch.linalg.vecdot(probs, values.masked_fill(probs == 0, 0.0))
     return products
 
 
-def truncate_rows(probs: Tensor, sums: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, certain: Tensor) -> Tensor:
-    """Zero what may not be drawn, in place, and give the block sums of what is left. Greedy rows need none of it."""
-    rows = (((top_k > 0) | (top_p < 1) | (min_p > 0)) & ~certain).nonzero()[:, 0]
+def truncate_rows(
+    probs: Tensor, sums: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, is_greedy: Tensor
+) -> Tensor:
+    """Set truncated probabilities to 0, in place, and return the new block sums. Greedy rows are not truncated."""
+    rows = (((top_k > 0) | (top_p < 1) | (min_p > 0)) & ~is_greedy).nonzero()[:, 0]
     if len(rows) == 0:
         return sums
     total = sums.sum(-1)
     if len(rows) == len(probs):
-        return block_sums(probs.mul_(kept(probs, total, top_k, top_p, min_p)))
+        return block_sums(probs.mul_(keep_mask(probs, total, top_k, top_p, min_p)))
     some = probs[rows]
-    probs[rows] = some.mul_(kept(some, total[rows], top_k[rows], top_p[rows], min_p[rows]))
+    probs[rows] = some.mul_(keep_mask(some, total[rows], top_k[rows], top_p[rows], min_p[rows]))
     return sums.index_copy(0, rows, block_sums(some))
 
 
-def kept(probs: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """1.0 for tokens that survive, else 0.0: a CPU is faster with these than with booleans. `total`: sum of `probs`.
+def keep_mask(probs: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """1.0 for tokens that are kept, 0.0 for others (on a CPU faster than booleans). `total`: sum of `probs`.
 
-    Of the top k the fewest that hold p of their mass, and of these the ones at least min_p times as likely as the
-    likeliest. Ties at the end of the top k and the top p go to the lower id.
+    Kept are, of the top k, the smallest set that holds p of their mass and, of these, tokens at least min_p times as
+    likely as the most likely one. Ties at the end of top-k and top-p are broken in favour of lower ids.
     """
-    number, last = cut(probs, total, top_k, top_p)
-    floor = (min_p.clamp(max=1.0).to(probs.dtype) * probs.amax(-1))[:, None]
-    keep = torch.ge(probs, torch.maximum(last, floor), out=torch.empty_like(probs))
-    crowded = (keep.sum(-1) > number).nonzero()[:, 0]
-    if len(crowded):  # too many are as likely as the last one
-        some, tie = probs[crowded], last[crowded]
+    number, last = truncation_point(probs, total, top_k, top_p)
+    min_prob = (min_p.clamp(max=1.0).to(probs.dtype) * probs.amax(-1))[:, None]
+    keep = torch.ge(probs, torch.maximum(last, min_prob), out=torch.empty_like(probs))
+    tied = (keep.sum(-1) > number).nonzero()[:, 0]
+    if len(tied):  # too many tokens are as likely as the last one
+        some, tie = probs[tied], last[tied]
         more, ties = some > tie, some == tie
-        room = number[crowded] - more.sum(-1)
-        keep[crowded] = (more | (ties & (ties.cumsum(-1) <= room[:, None]))).to(probs.dtype)
+        number_of_ties = number[tied] - more.sum(-1)
+        keep[tied] = (more | (ties & (ties.cumsum(-1) <= number_of_ties[:, None]))).to(probs.dtype)
     return keep
 
 
-def cut(probs: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tokens top-k and top-p keep [B], and the probability of the last of them [B, 1]."""
-    vocabulary = probs.shape[-1]
-    limit = torch.where((top_k <= 0) | (top_k >= vocabulary), vocabulary, top_k)
-    ranked = highest(probs, min(HEAD, int(limit.max())))
-    number, last, enough = cut_ranked(ranked, total, limit, top_p, limit == vocabulary)
+def truncation_point(probs: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of tokens that top-k and top-p keep [B], and the probability of the last of them [B, 1]."""
+    vocab_size = probs.shape[-1]
+    limit = torch.where((top_k <= 0) | (top_k >= vocab_size), vocab_size, top_k)
+    head = top_values(probs, min(HEAD, int(limit.max())))
+    number, last, enough = truncation_point_of_sorted(head, total, limit, top_p, limit == vocab_size)
     rows = (~enough).nonzero()[:, 0]
     if len(rows):
         ranked = probs[rows].sort(dim=-1, descending=True).values
-        number[rows], last[rows], _ = cut_ranked(
-            ranked, total[rows], limit[rows], top_p[rows], limit[rows] == vocabulary
+        number[rows], last[rows], _ = truncation_point_of_sorted(
+            ranked, total[rows], limit[rows], top_p[rows], limit[rows] == vocab_size
         )
     return number, last
 
 
-def cut_ranked(
-    ranked: Tensor, total: Tensor, limit: Tensor, top_p: Tensor, everything: Tensor
+def truncation_point_of_sorted(
+    ranked: Tensor, total: Tensor, limit: Tensor, top_p: Tensor, no_top_k: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`cut` by the likeliest tokens in order, and whether they were enough; `everything`: rows without top-k."""
+    """`truncation_point` from the highest probabilities in descending order, and whether these were enough."""
     width = ranked.shape[-1]
     within = torch.arange(width, device=ranked.device) < limit[:, None]
     ordered = torch.where(within, ranked, 0.0).double()
     cumulative = ordered.cumsum(-1)
-    wanted = top_p.double() * torch.where(everything, total, cumulative[:, -1]) * SLACK
-    needed = (within & (cumulative - ordered < wanted[:, None])).sum(-1).clamp(min=1)
+    goal = top_p.double() * torch.where(no_top_k, total, cumulative[:, -1]) * TOP_P_SLACK
+    needed = (within & (cumulative - ordered < goal[:, None])).sum(-1).clamp(min=1)
     number = torch.where(top_p < 1, needed, limit)
     last = ranked.gather(-1, number.clamp(max=width)[:, None] - 1)
-    whole = everything & (top_p >= 1)
-    enough = (limit <= width) | whole | (everything & (cumulative[:, -1] >= wanted))
-    return number, last.masked_fill(whole[:, None], 0.0), enough
+    everything = no_top_k & (top_p >= 1)
+    enough = (limit <= width) | everything | (no_top_k & (cumulative[:, -1] >= goal))
+    return number, last.masked_fill(everything[:, None], 0.0), enough
 
 
-def highest(probs: Tensor, count: int) -> Tensor:
-    """The `count` highest in order. They stand in the `count` blocks with the highest maxima, or in the last one."""
+def top_values(probs: Tensor, count: int) -> Tensor:
+    """The `count` highest values in descending order, faster than `topk` over a large vocabulary.
+
+    They are in the last, shorter block or in the `count` blocks with the highest maxima.
+    """
     blocks = probs.shape[-1] // BLOCK
     if blocks <= 2 * count:
         return probs.topk(count, dim=-1).values
@@ -265,27 +221,27 @@ def highest(probs: Tensor, count: int) -> Tensor:
     return torch.cat((body[rows, chosen].flatten(1), tail), dim=-1).topk(count, dim=-1).values
 
 
-def invert(probs: Tensor, sums: Tensor, noise: Tensor) -> Tensor:
-    """The first token at which the cumulative probability exceeds the noise; one of probability 0 is never it."""
-    # First the block, then the token within it: two short cumulative sums instead of one over everything. They are
-    # float64: at 32 bits a large vocabulary's unlikely tokens would vanish between two of them.
+def invert_cdf(probs: Tensor, sums: Tensor, noise: Tensor) -> Tensor:
+    """The first token at which the cumulative probability exceeds the noise; never one of probability 0."""
+    # The block first, then the token within it: two short cumulative sums instead of one over the vocabulary. They are
+    # float64: in float32, unlikely tokens of a large vocabulary would vanish between two cumulative sums.
     cumulative = sums.cumsum(-1)
     target = noise * cumulative[:, -1]
-    block = above(cumulative, target)
+    block = first_above(cumulative, target)
     before = F.pad(cumulative, (1, 0)).gather(-1, block[:, None])[:, 0]
     inside = in_block(probs, block, 0.0).cumsum(-1, dtype=torch.float64)
-    return (block * BLOCK + above(inside, target - before)).clamp(max=probs.shape[-1] - 1)
+    return (block * BLOCK + first_above(inside, target - before)).clamp(max=probs.shape[-1] - 1)
 
 
-def above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first place in each row where the sum exceeds the target, kept below the row's total against rounding."""
+def first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Index in each row at which the cumulative sum first exceeds the target, which rounding cannot put at the end."""
     target = torch.minimum(target, cumulative[:, -1] * (1 - 2.0**-52))
-    found = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    return found.clamp(max=cumulative.shape[-1] - 1)  # only sums that are not numbers run past the end
+    index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return index.clamp(max=cumulative.shape[-1] - 1)  # only NaN sums lead past the end
 
 
-def best(scaled: Tensor) -> Tensor:
-    """The arg max, lowest id on ties: first among blocks, since torch's own is slow on a CPU."""
+def argmax(scaled: Tensor) -> Tensor:
+    """Lowest id among the maxima. The block first, then the token: torch's own argmax is slow on a CPU."""
     block = by_block(scaled, torch.amax).argmax(-1)
     return (block * BLOCK + in_block(scaled, block, -torch.inf).argmax(-1)).clamp(max=scaled.shape[-1] - 1)
 
@@ -295,7 +251,7 @@ def block_sums(probs: Tensor) -> Tensor:
 
 
 def by_block(table: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """[B, V] -> [B, V / BLOCK rounded up]. The last, shorter block goes by itself: padding would copy the table."""
+    """[B, V] -> [B, V / BLOCK rounded up]. The last, shorter block is separate: padding would copy the table."""
     count = table.shape[-1] // BLOCK
     body, tail = table[:, : count * BLOCK], table[:, count * BLOCK :]
     reduced = reduce(body.unflatten(-1, (count, BLOCK)), -1)
@@ -303,15 +259,15 @@ def by_block(table: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
 
 
 def in_block(table: Tensor, block: Tensor, fill: float) -> Tensor:
-    """[B, BLOCK or fewer]: of each row one block, filled up where the vocabulary ends."""
+    """[B, BLOCK or fewer]: one block of each row, with `fill` behind the end of the vocabulary."""
     if table.shape[-1] <= BLOCK:
-        return table  # there is one block only
-    places = block[:, None] * BLOCK + torch.arange(BLOCK, device=block.device)
-    beyond = places >= table.shape[-1]
-    return table.gather(-1, places.clamp(max=table.shape[-1] - 1)).masked_fill(beyond, fill)
+        return table  # there is only one block
+    ids = block[:, None] * BLOCK + torch.arange(BLOCK, device=block.device)
+    outside = ids >= table.shape[-1]
+    return table.gather(-1, ids.clamp(max=table.shape[-1] - 1)).masked_fill(outside, fill)
 
 
-def draw_rows(
+def sample_rows(
     logits: Tensor,
     ints: Tensor,
     floats: Tensor,
@@ -320,20 +276,20 @@ def draw_rows(
     log_tokens: Tensor,
     log_scores: Tensor,
     *,
-    greedy: bool | None = None,
-    random: bool | None = None,
-    truncate: bool | None = None,
-    forbids: bool | None = None,
+    greedy: bool = True,
+    random: bool = True,
+    truncate: bool = True,
+    forbids: bool = True,
 ) -> None:
-    """Draw for the first rows of the table from their logits [N, V] and bring the table up to date.
+    """Sample for the first rows of the engine's table from their logits [N, V], and update the table.
 
     `log_tokens` [S, R] and `log_scores` [4, S, R] (engine, sampling, kept mass, entropy) are written at step modulo S.
-    Rows that do not run stay as they are. `forbids`: whether any row has forbidden tokens or a minimum length.
+    Rows that are not running are not changed. `forbids`: whether any row may have forbidden tokens or a minimum length.
     """
     size = len(logits)
     rows, settings = ints[:size], floats[:size]
     temperature, top_p, min_p = settings[:, 0], settings[:, 1], settings[:, 2]
-    draw = sample(
+    sampled = sample(
         logits,
         temperature,
         rows[:, Column.TOP_K],
@@ -341,18 +297,19 @@ def draw_rows(
         min_p,
         rows[:, Column.KEY],
         rows[:, Column.COUNT],
-        forbidden=banned(rows, forbidden[:size], forbids),
+        forbidden=forbidden_now(rows, forbidden[:size]) if forbids else None,
         greedy=greedy,
         random=random,
         truncate=truncate,
     )
     running = rows[:, Column.STATE] == RowState.RUNNING
-    tokens = torch.where(running, draw.tokens, rows[:, Column.TOKEN])
-    scores = torch.stack((draw.engine_logprobs, draw.sampling_logprobs, draw.kept_mass, draw.entropies))
+    tokens = torch.where(running, sampled.tokens, rows[:, Column.TOKEN])
+    scores = (sampled.engine_logprobs, sampled.sampling_logprobs, sampled.kept_mass, sampled.entropies)
+    new_scores = torch.stack(scores)[:, None].to(log_scores.dtype)
     at = step % len(log_tokens)
     log_tokens[at, :size] = torch.where(running, tokens.int(), log_tokens[at, :size])
-    log_scores[:, at, :size] = torch.where(running, scores[:, None].to(log_scores.dtype), log_scores[:, at, :size])
-    state = state_after(rows, tokens, draw.engine_logprobs)
+    log_scores[:, at, :size] = torch.where(running, new_scores, log_scores[:, at, :size])
+    state = state_after(rows, tokens, sampled.engine_logprobs)
     rows[:, Column.TOKEN] = tokens
     rows[:, Column.COUNT] += running
     rows[:, Column.POSITION] += running
@@ -360,52 +317,48 @@ def draw_rows(
 
 
 def state_after(rows: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
-    """The state of rows that ran, now that they have drawn these tokens."""
+    """State of running rows after these tokens were sampled."""
     ended = (rows[:, Column.COUNT] + 1 >= rows[:, Column.LIMIT]) * RowState.LENGTH
     stopped = (rows[:, Column.STOPS : Column.STOPS + STOP_SLOTS] == tokens[:, None]).any(1) * RowState.STOP
     return torch.maximum(torch.maximum(ended, stopped), logprobs.isnan() * RowState.BROKEN)
 
 
-def banned(rows: Tensor, forbidden: Tensor, forbids: bool | None) -> Tensor | None:
-    """The forbidden tokens of each row, and its stop tokens while it is too short; None where there are none."""
+def forbidden_now(rows: Tensor, forbidden: Tensor) -> Tensor | None:
+    """Forbidden tokens of each row, and its stop tokens below its minimum length; -1 in unused entries."""
     early = rows[:, Column.COUNT] < rows[:, Column.MIN_NEW]
-    if forbids is None:
-        forbids = bool((early | (rows[:, Column.FORBIDDEN] > 0)).any())
-    if not forbids:
-        return None
     used = torch.arange(forbidden.shape[-1], device=rows.device) < rows[:, Column.FORBIDDEN, None]
     stops = rows[:, Column.STOPS : Column.STOPS + STOP_SLOTS]
     return torch.cat((forbidden.where(used, -1), stops.where(early[:, None], -1)), dim=-1)
 
 
 def noise_keys(seeds: Tensor, samples: Tensor) -> Tensor:
-    """One key a sequence, from its request's seed [B] and its sample index [B] (int64)."""
+    """One key per sequence, from its request's seed [B] and its sample index [B] (int64)."""
     return mix(mix(seeds + GOLDEN) ^ mix(samples * GOLDEN + WEYL))
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """Float64 in [0, 1), on a grid of 2**-52."""
+    """Float64 in [0, 1), multiples of 2**-52."""
     return shift(mix(keys + (positions + 1) * GOLDEN), 12).double() * 2.0**-52
 
 
 def signed(value: int) -> int:
-    """The 64-bit integer with the same bits as `value` modulo 2**64, as torch's int64 holds it."""
+    """The int64 with the same bits as `value` modulo 2**64."""
     return (value + 2**63) % 2**64 - 2**63
 
 
-# Odd constants with well-mixed bits: the golden ratio's fraction, one more like it, and splitmix64's two multipliers.
+# Odd constants with well-mixed bits: the golden ratio's fraction, a similar one, and splitmix64's two multipliers.
 GOLDEN = signed(0x9E3779B97F4A7C15)
 WEYL = signed(0xD1B54A32D192ED03)
 MULTIPLIERS = (signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB))
 
 
 def shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right: torch's own keeps the sign."""
+    """Logical right shift; torch's own is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of 64-bit integers in which each input bit changes about half the output bits."""
+    """A bijection of 64-bit integers in which each input bit changes about half of the output bits."""
     x = (x ^ shift(x, 30)) * MULTIPLIERS[0]
     x = (x ^ shift(x, 27)) * MULTIPLIERS[1]
     return x ^ shift(x, 31)

@@ -51,7 +51,7 @@ SIGNATURES: dict[str, Sequence[Any]] = {
     "rope_store": (Pointer, *[Int] * 4, *[Pointer] * 5, Float, Pointer, Int),
     "attend_rows": (Pointer, Int, Pointer, Int, Int, Pointer, Int, Pointer, *[Int] * 5, Pointer, Pointer),
     "decode_rows": (Pointer, Float, Pointer, Pointer, *[Int] * 3, Pointer, Int, Int, *[Pointer] * 4),
-    "draw_rows": (Pointer, Int, Pointer, Pointer, Int, Pointer, Pointer, Int, Pointer, Pointer),
+    "sample_rows": (Pointer, Int, Pointer, Pointer, Int, Pointer, Pointer, Int, Pointer, Pointer),
 }
 
 
@@ -212,7 +212,7 @@ class CompiledRunner(Runner):
 
         def draw(start: int, stop: int) -> None:
             shares, sums = torch.empty(size), torch.empty(size // BLOCK + 1, dtype=torch.float64)
-            self.library.draw_rows(
+            self.library.sample_rows(
                 *(at(logits, start), size, at(rows.ints, start), at(rows.floats, start), stop - start),
                 *(at(tokens, start), at(scores, start), rows.log_scores.stride(0)),
                 *(shares.data_ptr(), sums.data_ptr()),

@@ -120,7 +120,7 @@ class GraphRunner(Runner):
 
         hidden = self.network.forward(ids, Places(positions, slots), self.kv, attend)
         logits = self.network.unembed(hidden)
-        self.sampling.draw(
+        self.sampling.sample(
             logits, rows.ints, rows.floats, rows.forbidden, rows.step, rows.log_tokens, rows.log_scores, self.scratch
         )
         rows.step += 1

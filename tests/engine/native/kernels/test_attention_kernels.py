@@ -262,8 +262,19 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(7, 2, 64), (6, 1, 128), (1, 1, 96), (2, 1, 8)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param((7, 2, 64), torch.float32, marks=pytest.mark.slow),
+        pytest.param((7, 2, 64), torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param((6, 1, 128), torch.float32, marks=pytest.mark.slow),
+        ((6, 1, 128), torch.bfloat16),
+        ((1, 1, 96), torch.float32),
+        pytest.param((1, 1, 96), torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param((2, 1, 8), torch.float32, marks=pytest.mark.slow),
+        ((2, 1, 8), torch.bfloat16),
+    ],
+)
 def test_shared_blocks(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     batch = Batch(MIXED, shape, dtype)
     assert sorted(set(batch.shared.skip.tolist())) == [

@@ -1,4 +1,4 @@
-"""The whole step of decoding, as it is recorded on CUDA, held against the same step in torch."""
+"""A whole decoding step in kernels, as it is captured on CUDA, compared with the same step in torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from assay.models.decoder import Decoder, rope_frequencies
 
 
 class SteppedRunner(GraphRunner):
-    """Runs each step anew instead of replaying it: the interpreter has nothing to record."""
+    """Runs each step instead of replaying a graph: the interpreter cannot capture graphs."""
 
     def __init__(self, engine: NativeEngine, window: int, splits: int) -> None:
         torch_pool, torch.cuda.graph_pool_handle = torch.cuda.graph_pool_handle, lambda: None  # type: ignore[assignment]
@@ -42,12 +42,20 @@ def kernel_engine(model: Decoder, window: int, splits: int, **options: object) -
     return engine
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CUDA tests run the recorded step itself")
-@pytest.mark.parametrize(("family", "splits"), [("qwen2", 1), ("qwen3", 1), ("llama", 2)])
-def test_steps_in_kernels_write_what_steps_in_torch_write(family: str, splits: int) -> None:
-    """With one split rows that begin with the same blocks read them together."""
-    model = small_decoder(small_spec(family, layers=2), seed=3)
-    plain = SamplingParams(n=4, temperature=1.1, max_new_tokens=5, stop_token_ids=(1, 2))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CUDA tests run the captured step itself")
+@pytest.mark.parametrize(
+    ("family", "splits", "layers", "steps"),
+    [
+        ("qwen3", 1, 1, 2),
+        pytest.param("qwen2", 1, 2, 5, marks=pytest.mark.slow),
+        pytest.param("qwen3", 1, 2, 5, marks=pytest.mark.slow),
+        pytest.param("llama", 2, 2, 5, marks=pytest.mark.slow),
+    ],
+)
+def test_decoding_in_kernels_equals_decoding_in_torch(family: str, splits: int, layers: int, steps: int) -> None:
+    """With one split, rows that begin with the same blocks form a prefix group."""
+    model = small_decoder(small_spec(family, layers=layers), seed=3)
+    plain = SamplingParams(n=4, temperature=1.1, max_new_tokens=steps, stop_token_ids=(1, 2))
     kinds = [
         plain,
         replace(plain, n=1, temperature=0.0),
@@ -70,7 +78,7 @@ def test_steps_in_kernels_write_what_steps_in_torch_write(family: str, splits: i
                     assert torch.allclose(x, y, atol=1e-4), name
 
 
-def test_recordings_come_in_a_few_sizes_and_hold_everyone() -> None:
+def test_graph_sizes_are_few_and_cover_all_row_counts() -> None:
     for rows in (1, 2, 3, 7, 64, 100, 1000, 1024):
         sizes = sizes_up_to(rows)
         assert sizes == sorted(set(sizes)) and sizes[-1] == rows

@@ -1,3 +1,5 @@
+"""The sampling kernels against the torch sampler and float64 references."""
+
 from __future__ import annotations
 
 import math
@@ -9,17 +11,17 @@ from scipy import stats
 from torch import Tensor
 
 from assay.engine.native.kernels import sampling
-from assay.engine.sampler import draw_rows, noise_keys
+from assay.engine.sampler import noise_keys, sample_rows
 from assay.engine.sequence import FORBIDDEN_SLOTS, WIDTH, Column, RowState
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy: not a number, minus inf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DRAWS = 20_000 if DEVICE == "cuda" else 50  # the interpreter takes a tenth of a second for one
+SAMPLES = 20_000 if DEVICE == "cuda" else 50  # the interpreter takes a tenth of a second for each
 
 
 @dataclass
 class Row:
-    """What one row asks for."""
+    """Sampling parameters and state of one row."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -34,7 +36,7 @@ class Row:
 
 
 class Step:
-    """The tables that a step reads and writes, for these rows and one more that it must leave alone."""
+    """The tables that a step reads and writes, for these rows and one more that must not change."""
 
     def __init__(self, rows: list[Row], logits: Tensor, keys: Tensor | None = None) -> None:
         size = len(rows) + 1
@@ -58,11 +60,11 @@ class Step:
         self.log_scores = torch.full((4, 4, size), 77.0)
 
     def run(self) -> Step:
-        """By the kernels. Everything comes back to the CPU."""
+        """Run the kernels and copy all results to the CPU."""
         scratch = sampling.Scratch(*self.logits.shape, DEVICE)
         names = ("logits", "ints", "floats", "forbidden", "at", "log_tokens", "log_scores")
         tables = [getattr(self, name).to(DEVICE, copy=True) for name in names]
-        sampling.draw(*tables, scratch)
+        sampling.sample(*tables, scratch)
         for name, table in zip(names[1:], tables[1:], strict=True):
             setattr(self, name, table.cpu())
         self.kept = scratch.kept.cpu()
@@ -70,7 +72,7 @@ class Step:
 
     def run_in_torch(self) -> Step:
         tables = (self.ints, self.floats, self.forbidden, self.at, self.log_tokens, self.log_scores)
-        draw_rows(self.logits.clone(), *tables)
+        sample_rows(self.logits.clone(), *tables)
         return self
 
     @property
@@ -85,7 +87,7 @@ class Step:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a small vocabulary has several."""
+    """Chunks so small that a small vocabulary has several."""
     monkeypatch.setattr(sampling, "CHUNK", 16)
     monkeypatch.setattr(sampling, "SPAN", 32)
 
@@ -111,16 +113,23 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [37, 5000])
-def test_draws_what_the_torch_sampler_draws(
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"),
+    [
+        (37, torch.bfloat16),
+        pytest.param(37, torch.float32, marks=pytest.mark.slow),
+        (5000, torch.float32),
+        pytest.param(5000, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_sample_the_same_tokens_as_the_torch_sampler(
     vocabulary: int, dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     if vocabulary < 100:
         request.getfixturevalue("small_chunks")
     logits = random_logits(len(MANY), vocabulary).to(dtype)
-    logits[4, 1] = 40.0  # a forbidden token that holds almost everything
-    logits[3, 30] = logits[11, 5] = 8.0  # and some that hold much
+    logits[4, 1] = 40.0  # a forbidden token with almost all of the probability
+    logits[3, 30] = logits[11, 5] = 8.0  # and some with much of it
     logits[1, 5:20] = -math.inf
     theirs, mine = (Step(MANY, logits) for _ in range(2))
     theirs.run_in_torch()
@@ -132,7 +141,7 @@ def test_draws_what_the_torch_sampler_draws(
 
 
 def reference(logits: Tensor, row: Row) -> Tensor:
-    """In float64: the probabilities of what may be drawn, 0 for the rest; they sum to the kept mass."""
+    """Probabilities of the kept tokens in float64, 0 for others; they sum to the kept mass."""
     probs = torch.softmax(logits.double() / row.temperature, 0)
     allowed = [i for i in range(len(probs)) if i not in row.forbidden]
     order = sorted(allowed, key=lambda i: (-probs[i].item(), i))[: row.top_k or None]
@@ -144,7 +153,7 @@ def reference(logits: Tensor, row: Row) -> Tensor:
     return chosen
 
 
-def test_kept_sets_are_the_reference_ones_ties_included(small_chunks: None) -> None:
+def test_truncation_keeps_the_set_of_the_reference_with_ties(small_chunks: None) -> None:
     rows = [
         Row(top_k=1),
         Row(top_k=2),
@@ -163,7 +172,7 @@ def test_kept_sets_are_the_reference_ones_ties_included(small_chunks: None) -> N
     logits = (random_logits(len(rows), 37, 1.5) * 2).round() / 2  # many equal
     logits[2:4] = torch.tensor([0.0, -0.0, 0.0, -0.0, 0.0]).repeat(8)[:37]  # all equal
     logits[4] = -3.25
-    logits[10], logits[10, 36] = 0.0, 1.0  # one likely token and a tail that holds almost all
+    logits[10], logits[10, 36] = 0.0, 1.0  # one likely token and a tail with almost all of the mass
     step = Step(rows, logits.bfloat16()).run()
     for i, row in enumerate(rows):
         wanted = reference(logits[i], row)
@@ -171,12 +180,12 @@ def test_kept_sets_are_the_reference_ones_ties_included(small_chunks: None) -> N
         mass = wanted.sum().item()
         assert step.scores[2, i].item() == pytest.approx(mass, abs=1e-6), row
         assert step.scores[1, i].item() == pytest.approx(math.log(wanted[step.tokens[i]] / mass), abs=1e-5), row
-        # Which of several equals are kept shows in the chunks.
+        # The mass per chunk shows which of several equal tokens are kept.
         chunks = torch.nn.functional.pad(wanted, (0, 11)).view(3, 16).sum(1) / mass
         assert torch.allclose((step.kept[i] / step.kept[i].sum()).double(), chunks, atol=1e-6), row
 
 
-MANNERS = [  # those that take the interpreter long come last
+SETTINGS = [  # the interpreter takes longest for the last ones
     Row(),
     Row(min_p=0.5),
     Row(forbidden=[12, 36]),
@@ -186,38 +195,39 @@ MANNERS = [  # those that take the interpreter long come last
 ]
 
 
-@pytest.mark.parametrize("row", MANNERS if DEVICE == "cuda" else MANNERS[:3])
-def test_distribution(small_chunks: None, row: Row) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SETTINGS if DEVICE == "cuda" else SETTINGS[:3])
+def test_samples_follow_the_truncated_distribution(small_chunks: None, row: Row) -> None:
     logits = torch.full((37,), -9.0)
     logits[[1, 5, 12, 20, 30, 36]] = torch.tensor([1.0, 1.5, 2.0, 2.0, 1.0, 0.5])
-    step = Step([row] * DRAWS, logits.bfloat16().expand(DRAWS, -1).contiguous()).run()
+    step = Step([row] * SAMPLES, logits.bfloat16().expand(SAMPLES, -1).contiguous()).run()
     expected = reference(logits, row)
     expected = expected / expected.sum()
     assert bool((expected[step.tokens] > 0).all())
     counts = torch.bincount(step.tokens, minlength=37)
-    often = expected * DRAWS > 3
-    cells = [(counts[i].item(), expected[i].item() * DRAWS) for i in often.nonzero()[:, 0]]
-    rare = (counts[~often].sum().item(), expected[~often].sum().item() * DRAWS)
+    often = expected * SAMPLES > 3
+    cells = [(counts[i].item(), expected[i].item() * SAMPLES) for i in often.nonzero()[:, 0]]
+    rare = (counts[~often].sum().item(), expected[~often].sum().item() * SAMPLES)
     if rare[1] > 0:
         cells.append(rare)
     assert stats.chisquare(*zip(*cells, strict=True)).pvalue > 1e-3
 
 
-def test_rows_are_logged_and_moved_on(small_chunks: None) -> None:
+def test_a_step_logs_tokens_and_updates_states(small_chunks: None) -> None:
     nan = float("nan")
     rows = [
         Row(),
-        Row(stops=[0, 4], limit=1),  # as long as it may be, too: the stop token counts
+        Row(stops=[0, 4], limit=1),  # also reaches its limit: the stop token wins
         Row(limit=1),
         Row(),
         Row(top_p=0.5),
         Row(state=RowState.IDLE, forbidden=[1]),
         Row(state=RowState.STOP),
-        Row(stops=[8], min_new=1),  # may not stop yet
+        Row(stops=[8], min_new=1),  # below its minimum length
         Row(forbidden=[0, *range(9, 37)]),
     ]
     logits = torch.full((9, 37), -30.0)
-    logits[torch.arange(9), torch.tensor([3, 4, 5, 6, 7, 8, 0, 8, 0])] = 30.0  # all but certain
+    logits[torch.arange(9), torch.tensor([3, 4, 5, 6, 7, 8, 0, 8, 0])] = 30.0  # almost certain
     logits[3, 20], logits[4, 36], logits[5, 0] = nan, nan, nan
     logits[7, 2] = logits[8, 1] = 0.0
     step = Step(rows, logits).run()
@@ -247,13 +257,13 @@ def test_rows_are_logged_and_moved_on(small_chunks: None) -> None:
     assert step.scores[2, 7].item() == pytest.approx(math.exp(-30), rel=1e-5)
 
 
-def test_a_row_of_which_nothing_is_allowed_breaks_alone(small_chunks: None) -> None:
+def test_a_row_without_allowed_tokens_is_broken_and_no_other(small_chunks: None) -> None:
     everything = list(range(37))
     rows = [Row(forbidden=everything), Row(), Row(temperature=0.0, forbidden=everything), Row(top_k=2)]
     rows += [Row(top_p=0.5, forbidden=everything), Row(forbidden=[3])]
     logits = torch.zeros(6, 37)
     logits[3] = -math.inf
-    logits[5, 3] = float("nan")  # forbidden, yet the log-probability of others depends on it
+    logits[5, 3] = float("nan")  # forbidden, but it is part of the log-probabilities of the others
     step = Step(rows, logits).run()
     assert step.scores[0].isnan().tolist() == [True, False, True, True, True, True]
     assert step.ints[:6, Column.STATE].tolist() == [RowState.BROKEN, RowState.RUNNING, *[RowState.BROKEN] * 4]
@@ -262,14 +272,14 @@ def test_a_row_of_which_nothing_is_allowed_breaks_alone(small_chunks: None) -> N
     assert step.scores[3, 1].item() == pytest.approx(math.log(37), abs=1e-6)
 
 
-def test_greedy_takes_the_lowest_id_of_equals(small_chunks: None) -> None:
+def test_greedy_sampling_breaks_ties_by_the_lowest_id(small_chunks: None) -> None:
     logits = torch.randint(0, 3, (6, 37), generator=torch.Generator().manual_seed(1)).bfloat16()
     logits[0, :20] = 0
     step = Step([Row(temperature=0.0)] * 6, logits).run()
     assert step.tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
-def test_a_row_draws_the_same_wherever_it_stands(small_chunks: None) -> None:
+def test_a_sample_does_not_depend_on_its_row(small_chunks: None) -> None:
     rows = [Row(), Row(top_k=4), Row(temperature=0.9, top_p=0.6), Row(forbidden=[2, 3]), Row(temperature=0.0)]
     logits = random_logits(5, 37)
     keys = noise_keys(torch.arange(6), torch.arange(6))

@@ -261,10 +261,10 @@ static int64_t invert(const float *shares, const double *sums, int64_t size, dou
     return stop - 1;  // of what is not a number
 }
 
-// A token for each row that runs, from logits [rows, size]: `draw_rows` of sampler.py for rows that forbid and cut off
+// A token for each row that runs, from logits [rows, size]: `sample_rows` of sampler.py for rows that forbid and cut off
 // nothing. settings [rows, 4]: temperatures first. tokens [rows] and scores [4] of rows, `stride` apart, take what was
 // drawn. shares [size] and sums [size / PART, rounded up]: room to work in.
-void draw_rows(const float *logits, int64_t size, int64_t *table, const float *settings, int64_t rows, int32_t *tokens,
+void sample_rows(const float *logits, int64_t size, int64_t *table, const float *settings, int64_t rows, int32_t *tokens,
                float *scores, int64_t stride, float *shares, double *sums) {
     for (int64_t row = 0; row < rows; row++, table += WIDTH, logits += size) {
         if (table[STATE] != RUNNING) continue;
