@@ -153,7 +153,7 @@ def assert_nothing_left(engine: Engine) -> None:
     outputs = engine.outputs
     assert not (outputs.jobs or outputs.events or outputs.stop_jobs or outputs.stream_jobs or engine.incoming)
     if isinstance(engine, HFEngine):
-        assert not (engine.wave or engine.waiting or engine.kept)
+        assert not (engine.batch or engine.waiting or engine.kept)
         return
     scheduler = engine.scheduler
     assert not (scheduler.running or scheduler.waiting or scheduler.pending or scheduler.kept)

@@ -185,7 +185,7 @@ FINDINGS: dict[Callable[[], Broken], str] = {
     without(stop=()): "stop strings: a completion does not end with the token that completes a stop string",
     lambda: ChangesRequests(
         lambda request: replace(request, seed=next(SEEDS))
-    ): "exact seeds: the same seeds give other tokens the second time",
+    ): "exact seeds: the same seeds give different tokens",
     lambda: ChangesRequests(
         lambda request: replace(request, seed=0)
     ): "sampling: requests with different seeds have equal samples",

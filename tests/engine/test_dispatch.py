@@ -247,9 +247,7 @@ def test_clients_cannot_abort_release_or_continue_what_belongs_to_another(monkey
         request_id = owner.add(Request([1, 2], LONG, seed=2))
         other.abort([request_id, (request_id, 0)])
         other.release([kept.handle])
-        with pytest.raises(
-            RequestError, match=f"request 'mine': there is nothing to continue under handle {kept.handle}"
-        ):
+        with pytest.raises(RequestError, match=f"request 'mine': handle {kept.handle} cannot be continued"):
             generate(other, [Request([7], params, seed=3, name="mine", continues=kept.handle)])
         (event,) = events_until_finished(owner)
         assert isinstance(event, Finished) and len(event.completion.token_ids) == 60

@@ -38,8 +38,8 @@ def model() -> Decoder:
 
 
 BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
-    "empty prompt": ([], {}, r"the prompt is empty \(0 tokens; the context holds 81\)"),
-    "long prompt": ([1] * 81, {}, "the prompt has 81 tokens but the context holds 81, .* engine.memory"),
+    "empty prompt": ([], {}, r"the prompt is empty \(0 tokens; the context has 81\)"),
+    "long prompt": ([1] * 81, {}, "the prompt has 81 tokens, and the context has 81 .*engine.memory"),
     "foreign token": ([1, 61], {}, "token ids outside the vocabulary of 61"),
     "negative token": ([1, -1], {}, "token ids outside the vocabulary of 61"),
     "no samples": ([1], {"n": 0}, "samples must be at least 1, not 0"),
@@ -53,7 +53,7 @@ BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "no tokens": ([1], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
     "least tokens": ([1], {"min_new_tokens": -1}, "min_new_tokens must be 0 or more, not -1"),
     "empty stop": ([1], {"stop": ("a", "")}, "a stop string is empty"),
-    "stop strings": ([1], {"stop": ("a",)}, "stop strings need an engine that was given `decode`"),
+    "stop strings": ([1], {"stop": ("a",)}, "stop strings need an engine with a"),
     "stop tokens": ([1], {"stop_token_ids": tuple(range(STOP_SLOTS + 1))}, f"{STOP_SLOTS + 1} stop tokens"),
     "forbidden": ([1], {"forbidden_token_ids": tuple(range(FORBIDDEN_SLOTS + 1))}, "65 forbidden tokens"),
     "foreign forbidden": ([1], {"forbidden_token_ids": (61,)}, "a forbidden token is outside the vocabulary of 61"),
@@ -136,7 +136,7 @@ def test_prompts_that_give_no_numbers_break_nobody_else(mode: str) -> None:
         consumer = Consumer(engine, watcher)
         consumer.run(requests)
         assert set(consumer.errors) == odd
-        assert re.match(r"request 'p0': .*token 0 of sample 0 is not a number \(NaN\)", consumer.errors[0])
+        assert re.match(r"request 'p0': .*token 0 of sample 0 are not numbers \(NaN\)", consumer.errors[0])
         assert all(f"'p{index}'" in consumer.errors[index] for index in odd)
         ours = consumer.groups()
         assert_same_groups(model(), requests, ours, [[] if i in odd else group for i, group in enumerate(expected)])
@@ -167,7 +167,7 @@ def test_a_token_that_breaks_its_sequence_breaks_no_other(mode: str) -> None:
         assert set(errors) == odd
         for index in odd:
             samples = [(sample, place + 1) for sample, place in enumerate(places[index]) if place is not None]
-            assert any(f"token {place} of sample {sample} is" in errors[index] for sample, place in samples)
+            assert any(f"token {place} of sample {sample} are" in errors[index] for sample, place in samples)
         assert_same_groups(model(), requests, groups, [[] if i in odd else group for i, group in enumerate(expected)])
         assert idle(engine)
 

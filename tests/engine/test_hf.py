@@ -180,7 +180,7 @@ def test_handles_are_used_up_unless_nothing_comes_of_it() -> None:
     with pytest.raises(ConnectionError):
         Consumer(engine, on_token=complain).run([Request([1, 2], params, seed=0)])
     groups, errors = served(engine, [going_on, going_on])
-    assert list(errors) == [1] and f"'again': there is nothing to continue under handle {first.handle}" in errors[1]
+    assert list(errors) == [1] and f"'again': handle {first.handle} cannot be continued" in errors[1]
     whole = Request([1, 2, *first.token_ids, 3], params, seed=1)
     assert_same_draws(model, whole, groups[0], generate(engine, [whole])[0])
     assert list(served(engine, [going_on])[1]) == [0] and not engine.kept
@@ -224,7 +224,7 @@ def test_bad_requests_are_named_and_the_others_finish() -> None:
     groups, _ = served(engine, [good[0], bad[0], good[1], bad[1], good[2]])
     assert_same_groups(model, good, [group for group in groups if group], expected)
     engine.update_weights(Weights(weights.items()), version=1)
-    with pytest.raises(RequestError, match=r"request \d+: .*token 0 of sample 0 is not a number") as caught:
+    with pytest.raises(RequestError, match=r"request \d+: .*token 0 of sample 0 are not numbers") as caught:
         generate(engine, good)
     assert list(caught.value.errors) == [0, 1, 2]
     engine.update_weights(model, version=2)

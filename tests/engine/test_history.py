@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.outputs import STEPS, History, rows_of
+from assay.engine.outputs import HISTORY_STEPS, History, rows_of
 from assay.engine.rows import StepOutput
 from assay.engine.sequence import Job, Sample, assign_slot, close_gaps
 
@@ -44,7 +44,7 @@ def test_sequences_find_their_tokens_wherever_they_were_drawn(window: int, late:
     running: list[Sample] = []
     told: dict[Sample, list[int]] = {}  # the tokens of each, written down one by one
     looks: list[StepOutput] = []
-    for _ in range(5 * STEPS // window):
+    for _ in range(5 * HISTORY_STEPS // window):
         while len(running) < 6 and draw.random() < 0.3:
             assign_slot(new_sample(named), running, step)
             told[running[-1]] = []
@@ -64,7 +64,7 @@ def test_sequences_find_their_tokens_wherever_they_were_drawn(window: int, late:
             for sample in leaving:
                 assert_reads(history, [sample], told)
             close_gaps(running, leaving, step)
-    assert step > first + 3 * STEPS and named > 20
+    assert step > first + 3 * HISTORY_STEPS and named > 20
 
 
 def test_many_are_read_together() -> None:
@@ -87,30 +87,30 @@ def test_many_are_read_together() -> None:
 def test_room_is_made_by_dropping_what_nobody_needs() -> None:
     history = History(2)
     running: list[Sample] = []
-    for start in range(0, 8 * STEPS, 50):  # one after the other
+    for start in range(0, 8 * HISTORY_STEPS, 50):  # one after the other
         assign_slot(new_sample(start), running, start)
         history.write(look_at(running, start, 50), running)
         assert_reads(history, running, {running[0]: [step * 100 for step in range(start, start + 50)]})
         close_gaps(running, list(running), start + 50)
-    assert history.tokens.shape == (2, STEPS) and history.scores.shape == (4, 2, STEPS)
-    assign_slot(new_sample(0), running, 8 * STEPS)
+    assert history.tokens.shape == (2, HISTORY_STEPS) and history.scores.shape == (4, 2, HISTORY_STEPS)
+    assign_slot(new_sample(0), running, 8 * HISTORY_STEPS)
     told: list[int] = []
-    for start in range(8 * STEPS, 11 * STEPS, 64):  # one that stays
+    for start in range(8 * HISTORY_STEPS, 11 * HISTORY_STEPS, 64):  # one that stays
         history.write(look_at(running, start, 64), running)
         told += [step * 100 for step in range(start, start + 64)]
     assert_reads(history, running, {running[0]: told})
-    assert history.tokens.shape[1] <= 8 * STEPS
+    assert history.tokens.shape[1] <= 8 * HISTORY_STEPS
 
 
 def test_a_late_look_may_be_of_steps_before_anybody_now_running_came() -> None:
     history = History(2)
     running: list[Sample] = []
     assign_slot(new_sample(0), running, 0)
-    for start in range(0, STEPS, 4):
+    for start in range(0, HISTORY_STEPS, 4):
         history.write(look_at(running, start, 4), running)
-    late = look_at(running, STEPS, 4)
-    close_gaps(running, list(running), STEPS)
-    assign_slot(new_sample(1), running, STEPS + 4)
+    late = look_at(running, HISTORY_STEPS, 4)
+    close_gaps(running, list(running), HISTORY_STEPS)
+    assign_slot(new_sample(1), running, HISTORY_STEPS + 4)
     history.write(late, running)
-    history.write(look_at(running, STEPS + 4, 4), running)
-    assert_reads(history, running, {running[0]: [step * 100 for step in range(STEPS + 4, STEPS + 8)]})
+    history.write(look_at(running, HISTORY_STEPS + 4, 4), running)
+    assert_reads(history, running, {running[0]: [step * 100 for step in range(HISTORY_STEPS + 4, HISTORY_STEPS + 8)]})

@@ -233,7 +233,7 @@ def test_completions_are_cut_out_of_the_log() -> None:
     outputs.process(an_output(running, 3, [[11]], [(4, RowState.LENGTH)]), running)
     events = outputs.take_events()
     (failed,) = [event for event in events if isinstance(event, Failed)]
-    assert failed.request_id == 2 and re.match("request 2: .*token 2 of sample 0 is not a number", failed.error)
+    assert failed.request_id == 2 and re.match("request 2: .*token 2 of sample 0 are not numbers", failed.error)
     done = {(event.request_id, event.sample): event.completion for event in events if isinstance(event, Finished)}
     first, second = [done[0, 0], done[0, 1]], [done[1, 0]]
     assert len(done) == 3 and not outputs.jobs and not outputs.take_events()

@@ -32,7 +32,7 @@ def entered(rows: Rows, samples: list[Sample]) -> list[Sample]:
     for sample in samples:
         assign_slot(sample, running, 0)
     rows.enter(samples)
-    rows.note_modes(running)
+    rows.update_modes(running)
     return running
 
 
@@ -105,9 +105,9 @@ def test_modes_tell_what_the_rows_need() -> None:
         ({"min_new_tokens": 2}, Modes(random=True)),
     ]
     for params, expected in cases:
-        rows.note_modes([Sample(job(0, [1], **params), 0)])  # type: ignore[arg-type]
+        rows.update_modes([Sample(job(0, [1], **params), 0)])  # type: ignore[arg-type]
         assert rows.modes == expected
-    rows.note_modes([Sample(job(0, [1], temperature=0.0), 0), Sample(job(1, [1], top_k=2), 0)])
+    rows.update_modes([Sample(job(0, [1], temperature=0.0), 0), Sample(job(1, [1], top_k=2), 0)])
     assert rows.modes == Modes(greedy=True, random=True, truncate=True)
 
 
@@ -116,7 +116,7 @@ def test_rows_move_with_all_they_have() -> None:
     jobs = [job(i, [i] * (i + 1), seed=i, top_k=i, temperature=1.0 + i, forbidden_token_ids=(i,)) for i in range(6)]
     samples = [Sample(one, 0, blocks=[10 * i, 10 * i + 1]) for i, one in enumerate(jobs)]
     running = entered(rows, samples)
-    rows.note_blocks(samples)
+    rows.add_blocks(samples)
     before = [rows.ints.clone(), rows.floats.clone(), rows.forbidden.clone()]
     gone = [samples[0], samples[2], samples[5]]
     rows.move(close_gaps(running, gone, 1), len(running), 6)
@@ -133,15 +133,15 @@ def test_tables_are_written_when_they_have_changed() -> None:
     rows = Rows(3, 4, CPU)
     samples = [Sample(job(i, [1]), 0, blocks=[i + 1]) for i in range(2)]
     entered(rows, samples)
-    rows.note_blocks(samples)
+    rows.add_blocks(samples)
     rows.write_tables(2, 1)
     assert rows.tables.tolist() == [[1, 0, 0, 0], [2, 0, 0, 0], [0, 0, 0, 0]]
     samples[1].blocks = [2, 7, 8]
-    rows.note_blocks(samples[1:])
+    rows.add_blocks(samples[1:])
     rows.write_tables(2, 3)
     assert rows.tables.tolist() == [[1, 0, 0, 0], [2, 7, 8, 0], [0, 0, 0, 0]]
     rows.tables.zero_()
-    rows.note_blocks([])
+    rows.add_blocks([])
     rows.write_tables(2, 3)  # nothing is new
     assert not rows.tables.any()
 

@@ -49,17 +49,17 @@ def test_a_job_begins_with_what_it_continues_and_ends_with_the_context() -> None
         (request(max_new_tokens=0), [], "max_new_tokens must be at least 1, not 0"),
         (request(min_new_tokens=-1), [], "min_new_tokens must be 0 or more"),
         (request(stop=("",)), [], "a stop string is empty"),
-        (request([]), [], "the prompt is empty .0 tokens; the context holds 100."),
-        (request([1] * 100), [], "the prompt has 100 tokens but the context holds 100"),
-        (request([1] * 40), [1] * 60, "the prompt has 100 tokens but the context holds 100"),
+        (request([]), [], "the prompt is empty .0 tokens; the context has 100."),
+        (request([1] * 100), [], "the prompt has 100 tokens, and the context has 100"),
+        (request([1] * 40), [1] * 60, "the prompt has 100 tokens, and the context has 100"),
         (request([3, -1]), [], "outside the vocabulary of 200"),
         (request([3, 200]), [], "outside the vocabulary of 200"),
-        (request(stop=("x",)), [], "stop strings need an engine that was given `decode`"),
-        (request(stop_token_ids=tuple(range(STOP_SLOTS + 1))), [], "17 stop tokens, the engine takes up to 16"),
+        (request(stop=("x",)), [], "stop strings need an engine with a"),
+        (request(stop_token_ids=tuple(range(STOP_SLOTS + 1))), [], "17 stop tokens are more than the maximum of 16"),
         (
             request(forbidden_token_ids=tuple(range(FORBIDDEN_SLOTS + 1))),
             [],
-            "65 forbidden tokens, the engine takes up to 64",
+            "65 forbidden tokens are more than the maximum of 64",
         ),
         (request(forbidden_token_ids=(3, 200)), [], "a forbidden token is outside the vocabulary of 200"),
         (request(forbidden_token_ids=(-1,)), [], "a forbidden token is outside the vocabulary of 200"),
@@ -133,9 +133,9 @@ def test_blocks_last_until_one_more_step_would_not_fit(
     sample.blocks = list(range(blocks))
     enough = [steps for steps in range(200) if sample.stored(steps) <= blocks * size]
     if len(enough) == 200:
-        assert sample.lasts_until(size) > entered + 200
+        assert sample.exhausts_blocks_at(size) > entered + 200
     else:
-        assert sample.lasts_until(size) == entered + max(enough)
+        assert sample.exhausts_blocks_at(size) == entered + max(enough)
     steps = sample.end - entered
     assert steps == limit - len(sample.drawn)
     assert sample.stored(steps) == sample.stored(200) == prompt + limit - 1

@@ -34,7 +34,7 @@ PROMPTS = [Prompt(str(index), ()) for index in range(30)]
 def test_questions_come_in_parts_that_fit_and_in_order(
     monkeypatch: pytest.MonkeyPatch, samples: int, at_once: int, sizes: list[int]
 ) -> None:
-    monkeypatch.setattr(module, "AT_ONCE", at_once)
+    monkeypatch.setattr(module, "MAX_ANSWERS", at_once)
     oracle: Any = Oracle()
     report, groups = evaluate(oracle, PROMPTS, SamplingParams(n=samples), seed=9)
     assert [size for size, _ in oracle.calls] == sizes
@@ -49,7 +49,7 @@ def test_the_noise_knows_the_seed_and_no_training_step() -> None:
 
 
 def test_more_samples_than_are_held_at_once_still_go_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AT_ONCE", 2)
+    monkeypatch.setattr(module, "MAX_ANSWERS", 2)
     oracle: Any = Oracle()
     report, _ = evaluate(oracle, PROMPTS[:3], SamplingParams(n=5), seed=0)
     assert [size for size, _ in oracle.calls] == [1, 1, 1] and report.correct.shape == (3, 5)

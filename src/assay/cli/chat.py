@@ -418,8 +418,8 @@ class ChatSession:
         name, kind, confirmation = PARAMETERS[command]
         if text:
             params = replace(self.params, **{name: parse_number(text, kind)})
-            if complaint := params.complaint():
-                raise UserError(complaint)
+            if problem := params.problem():
+                raise UserError(problem)
             self.params = params
         self.screen.note(confirmation.format(getattr(self.params, name)))
 

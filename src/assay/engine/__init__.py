@@ -1,4 +1,4 @@
-"""Generation engines: requests in, completions out."""
+"""Generation engines: the interface, the native and the hf backend, and `make_engine`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ __all__ = [
     "generate",
     "make_engine",
 ]
-BATCH = {"cpu": 256, "cuda": 1024}  # sequences decoded at once, unless told otherwise
+MAX_BATCH = {"cpu": 256, "cuda": 1024}  # default number of sequences that are decoded concurrently
 
 
 def make_native(model: PolicyModel, **options: Any) -> Engine:
@@ -69,7 +69,7 @@ def make_hf(
     group: dist.ProcessGroup | None,
     **options: Any,
 ) -> Engine:
-    """Budgets of memory and prefill, sleeping, and weight updates while requests run are the native engine's."""
+    """Options that only the native engine supports are accepted and not used."""
     if group is not None and group.size() > 1:
         raise UserError("the hf engine cannot be split over devices: set parallel.tp to 1")
     if isinstance(model, Decoder):
@@ -78,17 +78,17 @@ def make_hf(
 
 
 def without_group(make: Backend) -> Backend:
-    """A backend that serves a whole model on one device."""
+    """Wrap a user's backend, which serves a whole model on one device."""
 
     def build(model: PolicyModel, *, group: dist.ProcessGroup | None, **options: Any) -> Engine:
         if group is not None and group.size() > 1:
-            raise UserError("an engine of your own cannot be split over devices: set parallel.tp to 1")
+            raise UserError("a custom engine cannot be split over devices: set parallel.tp to 1")
         return make(model, **options)
 
     return build
 
 
-Backend = Callable[..., Engine]  # called with a model and, by name, with options such as device and dtype
+Backend = Callable[..., Engine]  # called with a model and keyword options such as device and dtype
 ENGINES: dict[str, Backend] = {"native": make_native, "hf": make_hf}
 
 
@@ -109,12 +109,12 @@ def make_engine(
 ) -> Engine:
     """Build an engine with its own copy of the model's weights, as version 0.
 
-    `backend`: a key of `ENGINES`, "auto" to choose by the kind of model, or a function of the caller's own. The latter
-    gets the model and all options below except `group`.
-    A `max_batch`, `memory` (GiB for keys and values) or `prefill_tokens` of 0 leaves the choice to the engine.
+    `backend`: a key of `ENGINES`, "auto" to choose by the kind of model, or a function that gets the model and all
+    options below except `group`.
+    `max_batch`, `memory` (GiB of KV cache), `prefill_tokens`: 0 leaves the choice to the engine.
     `lend`: `sleep` releases the memory of the KV cache.
     `kv_on_update`: whether `update_weights` recomputes or keeps the KV cache of running sequences.
-    `group`: ranks that hold one model together, each of which makes this call and all that follow, alike.
+    `group`: ranks that serve one model together; every rank must make this call and all later calls in the same order.
     """
     if backend == "auto":
         backend = "native" if isinstance(model, Decoder) else "hf"
@@ -125,7 +125,7 @@ def make_engine(
         model,
         device=device,
         dtype=dtype,
-        max_batch=max_batch or BATCH.get(torch.device(device).type, BATCH["cpu"]),
+        max_batch=max_batch or MAX_BATCH.get(torch.device(device).type, MAX_BATCH["cpu"]),
         max_length=max_length,
         memory=memory,
         prefill_tokens=prefill_tokens,

@@ -1,7 +1,4 @@
-"""Garbage collection, paused where it would only cost time.
-
-The engine interface: add requests, step the engine, receive events with tokens and log-probabilities.
-"""
+"""The engine interface: add requests, step the engine, receive events with tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Generation makes many small objects and no reference cycles: searching for cycles would stall a busy GPU."""
+    """Disable garbage collection: generation creates many objects without cycles, and a collection stalls the GPU."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -38,20 +35,20 @@ class SamplingParams:
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # 0: off; else tokens less likely than this fraction of the most likely one are never sampled
+    min_p: float = 0.0  # minimum probability relative to that of the most likely token; 0: off
     max_new_tokens: int = 256
     min_new_tokens: int = 0  # stop tokens are not sampled before this number of tokens
-    stop_token_ids: tuple[int, ...] = ()  # the stop token is kept as the completion's last token
-    stop: tuple[str, ...] = ()  # stop strings; the token that completes one is kept
+    stop_token_ids: tuple[int, ...] = ()  # the stop token is the last token of the completion
+    stop: tuple[str, ...] = ()  # stop strings; the token that completes one is the last token of the completion
     forbidden_token_ids: tuple[int, ...] = ()  # never sampled
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens to which the model gives a positive probability are never sampled."""
+        """Whether top_k, top_p or min_p exclude tokens."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
-    def complaint(self) -> str:
-        """What is wrong with these values, in one line; empty if nothing is."""
+    def problem(self) -> str:
+        """The first invalid value, in one line; empty if all are valid."""
         checks = [
             (self.n >= 1, f"samples must be at least 1, not {self.n}"),
             (self.temperature >= 0, f"temperature must be 0 (greedy) or more, not {self.temperature}"),
@@ -62,18 +59,18 @@ class SamplingParams:
             (self.min_new_tokens >= 0, f"min_new_tokens must be 0 or more, not {self.min_new_tokens}"),
             ("" not in self.stop, "a stop string is empty; remove it"),
         ]
-        return next((complaint for fine, complaint in checks if not fine), "")
+        return next((problem for valid, problem in checks if not valid), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    prompt_ids: Sequence[int]  # of a continuation: the tokens that follow the sequence so far
+    prompt_ids: Sequence[int]  # of a continuation: the tokens to append to the kept sequence
     params: SamplingParams
     seed: int  # 64-bit; sampling noise is a function of (seed, sample index, position) alone
-    name: str = ""  # what error messages call it, e.g. the prompt's id
-    keep: bool = False  # keep the KV cache of the finished sequence, so that `continues` can name its handle
+    name: str = ""  # used in error messages, e.g. the id of the prompt
+    keep: bool = False  # keep the KV cache of finished sequences, which can then be continued by their handles
     continues: int | None = None  # handle of a kept completion; a handle can be continued once
-    stream: bool = False  # also yield `TokenChunk` events while the completions are written
+    stream: bool = False  # also yield `TokenChunk` events
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,29 +108,29 @@ class Capabilities:
     """What an engine backend supports."""
 
     exact_seeds: bool = False  # a sample depends on its request's seed and tokens only, not on other requests
-    temperature_logprobs: bool = False  # `engine_logprobs` are those at the sampling temperature, before truncation
+    temperature_logprobs: bool = False  # `engine_logprobs` are at the sampling temperature, before truncation
     entropy: bool = False  # completions report the entropy of the sampling distribution
     kept_mass: bool = False  # completions report the probability mass left by truncation
-    handles: bool = False  # `Request.keep` and `Request.continues`; elsewhere the whole sequence is sent again
+    handles: bool = False  # `Request.keep` and `Request.continues`; otherwise the whole sequence is sent again
     inflight_updates: bool = False  # `update_weights` while requests are running
     score: bool = False  # log-probabilities of given tokens
-    fingerprint: bool = False  # a fingerprint of the weights that are served
+    fingerprint: bool = False  # of the served weights
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    version: int  # of the weights that are served; -1: none yet
-    max_length: int  # longest prompt + completion, in tokens
-    max_batch: int  # sequences decoded at once
+    version: int  # of the served weights; -1: none yet
+    max_length: int  # maximum number of tokens of prompt and completion together
+    max_batch: int  # maximum number of sequences decoded concurrently
     dtype: torch.dtype  # of the served weights
     capabilities: Capabilities
 
 
 class WeightSource(Protocol):
-    """Where `update_weights` gets weights from. A policy in the same process is one."""
+    """Source of weights for `update_weights`, such as a policy in the same process."""
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Every weight once, as (Hugging Face name, full tensor)."""
+        """Yield every weight once, as (Hugging Face name, full tensor)."""
         ...
 
 
@@ -161,7 +158,7 @@ def copy_weights(
 
 
 class Engine(Protocol):
-    """One thread calls `step`. All other methods may be called from any thread; they take effect between two steps."""
+    """One thread calls `step`. Other methods may be called from any thread and take effect between two steps."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -194,10 +191,10 @@ class Engine(Protocol):
         ...
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Copy new weights into place; cached prefixes of the previous weights are never used again.
+        """Copy new weights into the engine; cached prefixes of earlier weights are not used any more.
 
-        Returns when the weights are in place. Engines without `inflight_updates` refuse it while requests are running.
-        If the source raises, the version stays as it was but some weights may have been replaced: update again.
+        Returns when all weights are copied. Engines without `inflight_updates` raise a `UserError` while requests are
+        running. If the source raises, the version does not change, but some weights may be new: update again.
         """
         ...
 
@@ -206,11 +203,11 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Release memory that only generation needs; requires that no request is running."""
+        """Release memory that only generation needs. No request may be running."""
         ...
 
     def wake(self) -> None:
-        """Take that memory again. A `step` with requests does it too."""
+        """Allocate that memory again. A `step` with requests does it automatically."""
         ...
 
     def reset_prefix_cache(self) -> None:
@@ -231,11 +228,11 @@ class RequestError(UserError):
         self.errors = errors  # by the request's index
 
 
-@gc_paused()  # to the end: a collection would visit all completions
+@gc_paused()
 def generate(engine: Engine, requests: Sequence[Request]) -> list[list[Completion]]:
-    """Serve requests to the end: for each request, in order, its `params.n` completions in order of sample index.
+    """Serve requests and return the `params.n` completions of each, in order.
 
-    If a request fails, all others are served first; then a `RequestError` is raised. Whenever this function raises, it
+    If a request fails, all others are served first; then a `RequestError` is raised. If this function raises, it
     releases the sequences that its requests have kept. The caller must be the only consumer of the engine's events;
     several consumers share an engine through a `Dispatcher`.
     """
@@ -243,21 +240,21 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[list[Completio
     errors: dict[int, str] = {}
     index: dict[int, int] = {}
     try:
-        for place, request in enumerate(requests):
-            index[engine.add(request)] = place
-        unfinished = {request_id: max(requests[place].params.n, 1) for request_id, place in index.items()}
+        for position, request in enumerate(requests):
+            index[engine.add(request)] = position
+        unfinished = {request_id: max(requests[position].params.n, 1) for request_id, position in index.items()}
         while unfinished:
             events = engine.step()
             assert events, "the engine has no work left, but some requests are unfinished"
             for event in events:
                 if event.request_id not in unfinished:
                     raise RuntimeError("another consumer's event: share an engine through a Dispatcher")
-                place = index[event.request_id]
+                position = index[event.request_id]
                 if isinstance(event, Finished):
-                    completions[place][event.sample] = event.completion
+                    completions[position][event.sample] = event.completion
                     unfinished[event.request_id] -= 1
                 elif isinstance(event, Failed):
-                    errors[place] = event.error
+                    errors[position] = event.error
                     unfinished[event.request_id] = 0
                 if not unfinished[event.request_id]:
                     del unfinished[event.request_id]
@@ -272,7 +269,7 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[list[Completio
 
 
 def release_kept(engine: Engine, completions: Iterable[dict[int, Completion]]) -> None:
-    """Free the kept sequences of completions that nobody will see."""
+    """Release the kept sequences of completions that are not returned."""
     handles = (completion.handle for group in completions for completion in group.values())
     if kept := [handle for handle in handles if handle is not None]:
         engine.release(kept)

@@ -1,10 +1,10 @@
-"""Checks of an engine backend for its author: does it keep the promises of `assay.engine.base.Engine`?"""
+"""Checks for authors of engine backends: does an engine satisfy the interface `assay.engine.base.Engine`?"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
@@ -19,46 +19,51 @@ from assay.models.fingerprint import fingerprint
 from assay.types import Completion, Finish, UserError
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
-HOT = SamplingParams(temperature=8.0, max_new_tokens=8)  # nearly uniform, whatever the model
+HOT = SamplingParams(temperature=8.0, max_new_tokens=8)  # nearly uniform for any model
 WARM = SamplingParams(temperature=0.7, max_new_tokens=8)
 MAX_STEPS = 100_000
 UNKNOWN = 1 << 40  # neither the id of a request nor a handle
 
 
 class Violation(Exception):
-    """A promise that the engine did not keep."""
+    """The engine does not satisfy the interface."""
 
 
-def require(kept: bool, problem: str) -> None:
-    if not kept:
+def require(condition: bool, problem: str) -> None:
+    if not condition:
         raise Violation(problem)
 
 
 @dataclass
-class Served:
-    """What the events of requests said, by request id and sample. No event may follow the last one of a sample."""
+class Record:
+    """Events of requests, by request id and sample. No event may follow the last one of a request or sample."""
 
     completions: dict[int, dict[int, Completion]] = field(default_factory=lambda: defaultdict(dict))
     chunks: dict[tuple[int, int], list[TokenChunk]] = field(default_factory=lambda: defaultdict(list))
     errors: dict[int, str] = field(default_factory=dict)
 
-    def record(self, event: Event) -> None:
-        known = event.request_id
-        require(known not in self.errors, f"request {known}: an event follows a Failed event")
-        if isinstance(event, Failed):
-            self.errors[known] = event.error
-            return
-        require(event.sample not in self.completions[known], f"request {known}: an event follows a Finished event")
-        if isinstance(event, TokenChunk):
-            self.chunks[known, event.sample].append(event)
-        else:
-            require(isinstance(event, Finished), f"step returned {event!r:.60}, which is no event")
-            self.completions[known][event.sample] = event.completion
+    def add(self, events: Iterable[Event]) -> None:
+        for event in events:
+            one = event.request_id
+            require(one not in self.errors, f"request {one}: an event follows a Failed event")
+            if isinstance(event, Failed):
+                self.errors[one] = event.error
+                continue
+            require(event.sample not in self.completions[one], f"request {one}: an event follows a Finished event")
+            if isinstance(event, TokenChunk):
+                self.chunks[one, event.sample].append(event)
+            else:
+                require(isinstance(event, Finished), f"step returned {event!r:.60}, which is no event")
+                self.completions[one][event.sample] = event.completion
+
+    def tokens(self, request_id: int) -> list[list[int]]:
+        """Token ids of the finished samples of a request, in order."""
+        return [completion.token_ids for _, completion in sorted(self.completions[request_id].items())]
 
 
 @dataclass
 class Probe:
-    """An engine under test, and what the checks know of it."""
+    """An engine under test, with a prompt and, optionally, the policy and the decode function that belong to it."""
 
     engine: Engine
     prompt: list[int]
@@ -67,50 +72,66 @@ class Probe:
 
     @property
     def tolerance(self) -> float:
-        """Of log-probabilities, which depend on the shapes of batches in their last bits."""
+        """For log-probabilities, whose last bits depend on the shapes of batches."""
         return 1e-3 if self.engine.info.dtype in (torch.float32, torch.float64) else 0.1
+
+    def close(self, ours: Tensor | Sequence[float], theirs: Tensor | Sequence[float]) -> bool:
+        x, y = (torch.as_tensor(values, dtype=torch.float64) for values in (ours, theirs))
+        return x.shape == y.shape and bool((x - y).abs().max() <= self.tolerance)
 
     def request(self, params: SamplingParams = GREEDY, seed: int = 0, **changes: Any) -> Request:
         return replace(Request(self.prompt, params, seed), **changes)
 
     def serve(self, *requests: Request) -> list[list[Completion]]:
         """Completions of requests that must not fail, in order."""
-        served, ids = self.step_to_end(requests)
-        require(not served.errors, f"a valid request failed: {next(iter(served.errors.values()), '')}")
-        return [[served.completions[one][sample] for sample in sorted(served.completions[one])] for one in ids]
+        record, ids = self.run(requests)
+        require(not record.errors, f"a valid request failed: {next(iter(record.errors.values()), '')}")
+        return [[completion for _, completion in sorted(record.completions[one].items())] for one in ids]
+
+    def serve_one(self, request: Request) -> Completion:
+        ((completion,),) = self.serve(request)
+        return completion
 
     def tokens(self, *requests: Request) -> list[list[list[int]]]:
         return [[completion.token_ids for completion in group] for group in self.serve(*requests)]
 
-    def step_to_end(self, requests: Sequence[Request], wait: bool = True) -> tuple[Served, list[int]]:
-        """Add requests and step until all are finished; everything that they yield is checked."""
-        served, ids = Served(), [self.engine.add(request) for request in requests]
+    def run(self, requests: Sequence[Request], wait: bool = True) -> tuple[Record, list[int]]:
+        """Add requests and step until all are finished; check all their events."""
+        record, ids = Record(), [self.engine.add(request) for request in requests]
         require(len(set(ids)) == len(ids), "add returned the id of an unfinished request")
-        self.step(served, {one: request.params.n for one, request in zip(ids, requests, strict=True)}, wait)
+        self.step(record, {one: request.params.n for one, request in zip(ids, requests, strict=True)}, wait)
         for one, request in zip(ids, requests, strict=True):
-            for completion in served.completions[one].values():
+            for completion in record.completions[one].values():
                 self.check_completion(completion, request)
         require(self.engine.step() == [], "step returned events although all requests were finished")
-        return served, ids
+        return record, ids
 
-    def step(self, served: Served, samples: dict[int, int], wait: bool = True) -> None:
-        """Step until each request has yielded all of its samples, or has failed."""
+    def step(self, record: Record, samples: dict[int, int], wait: bool = True) -> None:
+        """Step until each request has yielded all its samples or has failed."""
         for _ in range(MAX_STEPS):
-            if all(one in served.errors or len(served.completions[one]) == n for one, n in samples.items()):
+            if all(one in record.errors or len(record.completions[one]) == n for one, n in samples.items()):
                 break
             events = self.engine.step(wait)
             require(bool(events) or not wait, "step(wait=True) returned nothing although a request was unfinished")
             for event in events:
                 require(event.request_id in samples, f"an event of request {event.request_id}, which is not running")
-                served.record(event)
+            record.add(events)
         else:
             raise Violation(f"requests are unfinished after {MAX_STEPS:,} steps")
         for one, n in samples.items():
-            expected = [] if one in served.errors else [*range(n)]
-            require(
-                one in served.errors or sorted(served.completions[one]) == expected,
-                f"{n} samples were requested and {sorted(served.completions[one])} finished",
-            )
+            finished = sorted(record.completions[one])
+            complete = one in record.errors or finished == [*range(n)]
+            require(complete, f"{n} samples were requested and {finished} finished")
+
+    def step_to_end(self) -> Record:
+        """Step until there are no more events."""
+        record = Record()
+        for _ in range(MAX_STEPS):
+            events = self.engine.step()
+            if not events:
+                return record
+            record.add(events)
+        raise Violation("step never returns an empty list")
 
     def check_completion(self, completion: Completion, request: Request) -> None:
         count, info = len(completion.token_ids), self.engine.info
@@ -119,10 +140,8 @@ class Probe:
         require(count >= 1, "a completion has no tokens")
         require(count <= limit or request.continues is not None, f"a completion has {count} tokens, more than {limit}")
         require(len(engine) == len(sampling) == count, "a completion has not one log-probability per token")
-        require(
-            all(math.isfinite(value) and value <= self.tolerance for value in (*engine, *sampling)),
-            "a log-probability is above 0 or not finite",
-        )
+        valid = all(math.isfinite(value) and value <= self.tolerance for value in (*engine, *sampling))
+        require(valid, "a log-probability is above 0 or not finite")
         require(sum(tokens for _, tokens in completion.versions) == count, "version spans do not cover all tokens")
         require(completion.versions[-1][0] == info.version, f"the version of new tokens is not {info.version}")
         if completion.finish is Finish.LENGTH and request.continues is None:
@@ -141,37 +160,35 @@ class Probe:
 def check_engine(
     engine: Engine, prompt_ids: Sequence[int], policy: PolicyModel | None = None, decode: Decode | None = None
 ) -> list[str]:
-    """Use an engine in every way that the interface allows; return what is wrong, one line each, or an empty list.
+    """Use an engine in every way that the interface allows; return the problems, one line each.
 
     `prompt_ids`: a prompt of some tokens. `policy`: the model whose weights the engine serves; without it, weight
-    updates and fingerprints are not checked, nor log-probabilities against the trainer's. `decode`: the function that
-    the engine was built with; without it, stop strings are not checked. Capabilities that the engine does not claim are
-    not checked. Tokens are compared exactly, so the engine should compute in float32 or float64. It is not closed.
+    updates, fingerprints and the equality of log-probabilities with the trainer's are not checked. `decode`: the
+    function that the engine was built with; without it, stop strings are not checked. Capabilities that the engine does
+    not declare are not checked. Tokens are compared exactly, so the engine should compute in float32 or float64. The
+    engine is not closed.
     """
     return list(problems(Probe(engine, list(prompt_ids), policy, decode)))
 
 
 def problems(probe: Probe) -> Iterator[str]:
     for check in CHECKS:
+        title = check.__name__.replace("_", " ")
         try:
             check(probe)
         except Violation as violation:
-            yield f"{title(check)}: {violation}"
+            yield f"{title}: {violation}"
         except Exception as error:
-            yield f"{title(check)}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            yield f"{title}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         try:
-            abandon(probe.engine)
+            abort_all(probe.engine)
         except Exception as error:
-            yield f"{title(check)}: the engine cannot be used any more ({type(error).__name__}): other checks left out"
+            yield f"{title}: the engine is unusable now ({type(error).__name__}); the remaining checks are skipped"
             return
 
 
-def title(check: Callable[[Probe], None]) -> str:
-    return check.__name__.replace("_", " ")
-
-
-def abandon(engine: Engine) -> None:
-    """Finish what a check has left running."""
+def abort_all(engine: Engine) -> None:
+    """Abort the requests that a check has left running."""
     for _ in range(MAX_STEPS):
         events = engine.step()
         if not events:
@@ -182,8 +199,8 @@ def abandon(engine: Engine) -> None:
 
 def requests_and_samples(probe: Probe) -> None:
     requests = [probe.request(), probe.request(replace(HOT, n=3), seed=1), probe.request(replace(WARM, n=2), seed=2)]
-    probe.step_to_end(requests)
-    probe.step_to_end(requests, wait=False)
+    probe.run(requests)
+    probe.run(requests, wait=False)
     require(probe.engine.step(wait=False) == [], "step(wait=False) returned events although there was no request")
 
 
@@ -197,31 +214,29 @@ def invalid_requests(probe: Probe) -> None:
         "an unknown handle": replace(valid, continues=UNKNOWN),
     }
     expected = probe.tokens(valid)[0]
-    served, ids = probe.step_to_end([valid, *invalid.values(), valid])
+    record, ids = probe.run([valid, *invalid.values(), valid])
     for what, one in zip(invalid, ids[1:-1], strict=True):
-        require(one in served.errors, f"{what} yields no Failed event")
-        require("\n" not in served.errors[one].strip(), f"the error of {what} has several lines")
+        require(one in record.errors, f"{what} yields no Failed event")
+        require("\n" not in record.errors[one].strip(), f"the error of {what} has several lines")
     for one in (ids[0], ids[-1]):
-        require(one not in served.errors, "a valid request failed beside invalid ones")
-        tokens = [completion.token_ids for completion in served.completions[one].values()]
-        require(tokens == expected, "invalid requests change the result of a valid one")
+        require(one not in record.errors, "a valid request fails together with invalid ones")
+        require(record.tokens(one) == expected, "invalid requests change the result of a valid one")
 
 
 def lengths(probe: Probe) -> None:
-    room = min(3, probe.engine.info.max_length - 1)
-    prompt = (probe.prompt * probe.engine.info.max_length)[: probe.engine.info.max_length - room]
-    long = probe.request(replace(GREEDY, max_new_tokens=100), prompt_ids=prompt)
-    ((completion,),) = probe.serve(long)
-    require(
-        len(completion.token_ids) == room and completion.finish is Finish.LENGTH,
-        f"a prompt of max_length - {room} tokens got {len(completion.token_ids)} more, finish '{completion.finish}'",
-    )
+    max_length = probe.engine.info.max_length
+    left = min(3, max_length - 1)
+    prompt = (probe.prompt * max_length)[: max_length - left]
+    completion = probe.serve_one(probe.request(replace(GREEDY, max_new_tokens=100), prompt_ids=prompt))
+    count, finish = len(completion.token_ids), completion.finish
+    problem = f"the completion of a prompt of max_length - {left} tokens has {count} tokens and finish '{finish}'"
+    require(count == left and finish is Finish.LENGTH, problem)
 
 
 def stop_and_forbidden_tokens(probe: Probe) -> None:
     ((ids,),) = probe.tokens(probe.request())
     stop = ids[3]
-    ((completion,),) = probe.serve(probe.request(replace(GREEDY, stop_token_ids=(stop,))))
+    completion = probe.serve_one(probe.request(replace(GREEDY, stop_token_ids=(stop,))))
     expected = ids[: ids.index(stop) + 1]
     require(completion.token_ids == expected, "a completion does not end with the first stop token")
     require(completion.finish is Finish.STOP, f"after a stop token, finish is '{completion.finish}'")
@@ -237,11 +252,11 @@ def stop_strings(probe: Probe) -> None:
     ((ids,),) = probe.tokens(probe.request())
     stop = probe.decode(ids[:4])[-1:]
     if not stop.strip():
-        return  # the last token has no text of its own
-    ((completion,),) = probe.serve(probe.request(replace(GREEDY, stop=(stop,))))
+        return  # the token has no visible text
+    completion = probe.serve_one(probe.request(replace(GREEDY, stop=(stop,))))
     text, before = probe.decode(completion.token_ids), probe.decode(completion.token_ids[:-1])
-    kept = completion.token_ids == ids[: len(completion.token_ids)] and stop in text and stop not in before
-    require(kept, "a completion does not end with the token that completes a stop string")
+    ends = completion.token_ids == ids[: len(completion.token_ids)] and stop in text and stop not in before
+    require(ends, "a completion does not end with the token that completes a stop string")
     require(completion.finish is Finish.STOP, f"after a stop string, finish is '{completion.finish}'")
 
 
@@ -260,7 +275,7 @@ def exact_seeds(probe: Probe) -> None:
         return
     requests = [probe.request(replace(HOT, n=2), seed=1), probe.request(replace(WARM, n=3), seed=2), probe.request(HOT)]
     together = probe.tokens(*requests)
-    require(probe.tokens(*requests) == together, "the same seeds give other tokens the second time")
+    require(probe.tokens(*requests) == together, "the same seeds give different tokens the second time")
     alone = [probe.tokens(request)[0] for request in reversed(requests)]
     require(alone[::-1] == together, "a sample depends on the other requests")
     first = probe.request(replace(HOT, n=1), seed=1)
@@ -268,44 +283,36 @@ def exact_seeds(probe: Probe) -> None:
 
 
 def log_probabilities(probe: Probe) -> None:
-    able = probe.engine.info.capabilities
-    if not able.temperature_logprobs:
+    capabilities, start = probe.engine.info.capabilities, len(probe.prompt) - 1
+    if not capabilities.temperature_logprobs:
         return
     for params in (GREEDY, HOT, replace(WARM, top_k=3)):
-        ((completion,),) = probe.serve(probe.request(params, seed=3))
-        found, temperature = torch.tensor(completion.engine_logprobs), params.temperature or 1.0
-        above = torch.tensor(completion.sampling_logprobs) - found
-        require(bool((above > -probe.tolerance).all()), "truncation makes a sampled token less likely")
-        if able.score:
-            (scored,) = probe.engine.score([[*probe.prompt, *completion.token_ids]], temperature)
-            require(
-                len(scored) == len(probe.prompt) + len(completion.token_ids) - 1,
-                "score does not return one number for every token but the first",
-            )
-            own = torch.tensor(scored[len(probe.prompt) - 1 :])
-            require(close(found, own, probe), f"engine_logprobs and score differ at temperature {temperature:g}")
+        completion = probe.serve_one(probe.request(params, seed=3))
+        logprobs, temperature = torch.tensor(completion.engine_logprobs), params.temperature or 1.0
+        gain = torch.tensor(completion.sampling_logprobs) - logprobs
+        require(bool((gain > -probe.tolerance).all()), "truncation makes a sampled token less likely")
+        if capabilities.score:
+            (scores,) = probe.engine.score([[*probe.prompt, *completion.token_ids]], temperature)
+            complete = len(scores) == start + len(completion.token_ids)
+            require(complete, "score does not return one number for every token but the first")
+            equal = probe.close(logprobs, scores[start:])
+            require(equal, f"engine_logprobs and score differ at temperature {temperature:g}")
         if probe.policy is not None:
             ids = torch.tensor(completion.token_ids)[:, None]
-            trainer = probe.distributions(completion, temperature).gather(1, ids)[:, 0]
-            require(
-                close(found, trainer, probe), f"engine_logprobs are not the policy's at temperature {temperature:g}"
-            )
-
-
-def close(ours: Tensor, theirs: Tensor, probe: Probe) -> bool:
-    return bool((ours.double() - theirs.double()).abs().max() <= probe.tolerance)
+            equal = probe.close(logprobs, probe.distributions(completion, temperature).gather(1, ids)[:, 0])
+            require(equal, f"engine_logprobs are not the policy's at temperature {temperature:g}")
 
 
 def entropy_and_kept_mass(probe: Probe) -> None:
-    able = probe.engine.info.capabilities
+    capabilities = probe.engine.info.capabilities
     ((free,), (truncated,)) = probe.serve(probe.request(HOT), probe.request(replace(HOT, top_k=2)))
-    for completion in (free, truncated) if able.entropy else ():
+    for completion in (free, truncated) if capabilities.entropy else ():
         require(completion.entropy > 0, "the entropy of a sampled completion is not positive")
         if probe.policy is not None:
             logprobs = probe.distributions(completion, HOT.temperature)
             expected = -float((logprobs.exp() * logprobs).sum(-1).mean())
             require(abs(completion.entropy - expected) <= probe.tolerance, "entropy is not that of the policy")
-    if able.kept_mass:
+    if capabilities.kept_mass:
         require(abs(free.kept_mass - 1.0) <= probe.tolerance, "kept_mass is not 1 without truncation")
         require(truncated.kept_mass < 1.0, "kept_mass is not below 1 with top_k = 2")
         if probe.policy is not None:
@@ -315,49 +322,40 @@ def entropy_and_kept_mass(probe: Probe) -> None:
 
 def streaming(probe: Probe) -> None:
     params = replace(HOT, n=2, max_new_tokens=12)
-    served, (quiet, streamed) = probe.step_to_end([probe.request(params), probe.request(params, stream=True)])
-    require(all(key[0] == streamed for key in served.chunks), "a request without stream yields chunks")
-    require(quiet in served.completions, "a request without stream did not finish")
-    for sample, completion in served.completions[streamed].items():
-        chunks = served.chunks[streamed, sample]
+    record, (silent, streamed) = probe.run([probe.request(params), probe.request(params, stream=True)])
+    require(all(key[0] == streamed for key in record.chunks), "a request without stream yields chunks")
+    require(silent in record.completions, "a request without stream did not finish")
+    for sample, completion in record.completions[streamed].items():
+        chunks = record.chunks[streamed, sample]
         ids = [token for chunk in chunks for token in chunk.token_ids]
         logprobs = [value for chunk in chunks for value in chunk.logprobs]
         require(ids == completion.token_ids, "the chunks of a sample are not its completion")
         require(len(logprobs) == len(ids), "a chunk has not one log-probability per token")
-        require(
-            close(torch.tensor(logprobs), torch.tensor(completion.engine_logprobs), probe),
-            "log-probabilities of chunks are not those of the completion",
-        )
+        equal = probe.close(logprobs, completion.engine_logprobs)
+        require(equal, "log-probabilities of chunks are not those of the completion")
 
 
 def abort(probe: Probe) -> None:
     engine, long = probe.engine, replace(HOT, n=2, max_new_tokens=24)
-    before, partly, kept = (engine.add(probe.request(long, seed=seed)) for seed in range(3))
-    engine.abort([before, (partly, 0), UNKNOWN, (UNKNOWN, 0), (kept, 7)])
-    engine.abort([before])
-    served = Served()
-    finish(probe, served, {(partly, 1), (kept, 0), (kept, 1)})
+    whole, partly, other = (engine.add(probe.request(long, seed=seed)) for seed in range(3))
+    engine.abort([whole, (partly, 0), UNKNOWN, (UNKNOWN, 0), (other, 7)])
+    engine.abort([whole])
+    check_aborted(probe.step_to_end(), {(partly, 1), (other, 0), (other, 1)})
     running, other = (engine.add(probe.request(long, seed=seed, stream=True)) for seed in range(2))
-    served = Served()
-    for event in engine.step():
-        served.record(event)
+    before = Record()
+    before.add(engine.step())
     engine.abort([running])
-    after = Served(completions=defaultdict(dict, {other: served.completions[other]}))
-    finish(probe, after, {(other, 0), (other, 1)})
+    after = probe.step_to_end()
+    after.completions[other].update(before.completions[other])
+    check_aborted(after, {(other, 0), (other, 1)})
 
 
-def finish(probe: Probe, served: Served, expected: set[tuple[int, int]]) -> None:
-    """Step to the end; nothing but these samples may finish, or have chunks."""
-    for _ in range(MAX_STEPS):
-        events = probe.engine.step()
-        for event in events:
-            served.record(event)
-        if not events:
-            break
-    found = {(one, sample) for one, group in served.completions.items() for sample in group}
-    require(not served.errors, "a request failed beside aborted ones")
-    require(found | set(served.chunks) <= expected, "an event follows the abort of its sample")
-    require(found == expected, "an abort drops samples that it does not name")
+def check_aborted(record: Record, expected: set[tuple[int, int]]) -> None:
+    """Only the expected samples may have finished or have chunks."""
+    finished = {(one, sample) for one, group in record.completions.items() for sample in group}
+    require(not record.errors, "a request failed while others were aborted")
+    require(finished | set(record.chunks) <= expected, "an event follows the abort of its sample")
+    require(finished == expected, "an abort drops samples that it does not name")
 
 
 def handles(probe: Probe) -> None:
@@ -371,36 +369,34 @@ def handles(probe: Probe) -> None:
     whole = probe.request(prompt_ids=[*probe.prompt, *first.token_ids, *more])
     require(probe.tokens(again) == probe.tokens(whole), "a continuation differs from the same tokens sent as a prompt")
     probe.engine.release([second.handle or 0, UNKNOWN])
-    served, ids = probe.step_to_end([again, probe.request(prompt_ids=more, continues=second.handle)])
-    require(ids[0] in served.errors, "a handle can be continued twice")
-    require(ids[1] in served.errors, "a handle can be continued after its release")
+    record, ids = probe.run([again, probe.request(prompt_ids=more, continues=second.handle)])
+    require(ids[0] in record.errors, "a handle can be continued twice")
+    require(ids[1] in record.errors, "a handle can be continued after its release")
 
 
-class Scaled:
-    """The weights of a policy, multiplied."""
+@dataclass(frozen=True)
+class ScaledWeights:
+    """The weights of a policy, multiplied by 1.5."""
 
-    def __init__(self, policy: PolicyModel, factor: float) -> None:
-        self.policy, self.factor = policy, factor
+    policy: PolicyModel
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, weight.detach() * self.factor) for name, weight in self.policy.weights())
+        return ((name, weight.detach() * 1.5) for name, weight in self.policy.weights())
 
 
 def weight_updates(probe: Probe) -> None:
     if probe.policy is None:
         return
     engine, version = probe.engine, probe.engine.info.version
-    ((before,),) = probe.serve(probe.request())
-    engine.update_weights(Scaled(probe.policy, 1.5), version + 1)
+    before = probe.serve_one(probe.request())
+    engine.update_weights(ScaledWeights(probe.policy), version + 1)
     require(engine.info.version == version + 1, "info.version is not that of the last update")
-    ((other,),) = probe.serve(probe.request())
+    other = probe.serve_one(probe.request())
     engine.update_weights(probe.policy, version + 2)
-    ((after,),) = probe.serve(probe.request())
-    same = len(other.engine_logprobs) == len(before.engine_logprobs) and close(
-        torch.tensor(other.engine_logprobs), torch.tensor(before.engine_logprobs), probe
-    )
-    require(not same, "other weights do not change log-probabilities: update_weights, or a cached prefix, is stale")
-    require(after.token_ids == before.token_ids, "the first weights again do not give the first tokens again")
+    after = probe.serve_one(probe.request())
+    same = probe.close(other.engine_logprobs, before.engine_logprobs)
+    require(not same, "other weights do not change log-probabilities: weights or cached prefixes are stale")
+    require(after.token_ids == before.token_ids, "the original weights do not restore the original tokens")
 
 
 def updates_while_requests_run(probe: Probe) -> None:
@@ -409,31 +405,29 @@ def updates_while_requests_run(probe: Probe) -> None:
     engine, version = probe.engine, probe.engine.info.version
     request = probe.request(replace(HOT, n=3, max_new_tokens=24))
     expected = probe.tokens(request)[0]
-    served, running = Served(), engine.add(request)
-    for event in engine.step(wait=False):
-        served.record(event)
+    record, running = Record(), engine.add(request)
+    record.add(engine.step(wait=False))
     try:
         engine.update_weights(probe.policy, version + 1)
         refused = False
     except UserError:
         refused = True
-    able = engine.info.capabilities.inflight_updates
-    require(not (able and refused), "weights cannot be updated while a request is running")
-    require(able or refused, "update_weights while a request is running is not refused with a UserError")
-    probe.step(served, {running: 3})
-    tokens = [served.completions[running][sample].token_ids for sample in range(3)]
+    supported = engine.info.capabilities.inflight_updates
+    require(not (supported and refused), "weights cannot be updated while a request is running")
+    require(supported or refused, "update_weights while a request is running is not refused with a UserError")
+    probe.step(record, {running: 3})
     if engine.info.capabilities.exact_seeds:
-        require(tokens == expected, "an update with the same weights changes running sequences")
+        require(record.tokens(running) == expected, "an update with the same weights changes running sequences")
 
 
 def fingerprints(probe: Probe) -> None:
-    engine, claimed = probe.engine, probe.engine.info.capabilities.fingerprint
+    engine, declared = probe.engine, probe.engine.info.capabilities.fingerprint
     served = engine.fingerprint()
-    require((served is not None) == claimed, f"fingerprint() is {served!r:.40}, and the capability is {claimed}")
-    if probe.policy is None or not claimed:
+    require((served is not None) == declared, f"fingerprint() is {served!r:.40}, and the capability is {declared}")
+    if probe.policy is None or not declared:
         return
     require(served == fingerprint(probe.policy.weights(), engine.info.dtype), "the fingerprint is not the policy's")
-    engine.update_weights(Scaled(probe.policy, 1.5), engine.info.version + 1)
+    engine.update_weights(ScaledWeights(probe.policy), engine.info.version + 1)
     changed = engine.fingerprint()
     engine.update_weights(probe.policy, engine.info.version + 1)
     require(changed != served, "the fingerprint of other weights is the same")
@@ -442,7 +436,7 @@ def fingerprints(probe: Probe) -> None:
 def sleep_and_cache(probe: Probe) -> None:
     engine, expected = probe.engine, probe.tokens(probe.request())
     engine.sleep()
-    require(probe.tokens(probe.request()) == expected, "requests that wake the engine have other tokens")
+    require(probe.tokens(probe.request()) == expected, "requests that wake the engine have different tokens")
     engine.sleep()
     engine.wake()
     engine.reset_prefix_cache()
@@ -450,7 +444,7 @@ def sleep_and_cache(probe: Probe) -> None:
 
 
 def calls_from_another_thread(probe: Probe) -> None:
-    engine, served = probe.engine, Served()
+    engine, record = probe.engine, Record()
     samples = {engine.add(probe.request(replace(HOT, max_new_tokens=24))): 1}
 
     def call() -> None:
@@ -461,13 +455,11 @@ def calls_from_another_thread(probe: Probe) -> None:
 
     thread = Thread(target=call)
     thread.start()
-    events = [*engine.step(wait=False)]
+    record.add(engine.step(wait=False))
     thread.join(timeout=60)
     require(not thread.is_alive(), "add, abort or release from another thread does not return")
-    for event in events:
-        served.record(event)
-    finished = {one for one, group in served.completions.items() if group} - set(samples)
-    probe.step(served, samples | dict.fromkeys(finished, 1))
+    finished_first = {one for one, group in record.completions.items() if group} - set(samples)
+    probe.step(record, samples | dict.fromkeys(finished_first, 1))
 
 
 CHECKS: tuple[Callable[[Probe], None], ...] = (

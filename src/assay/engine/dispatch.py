@@ -8,19 +8,31 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from types import TracebackType
 from typing import Self
 
 from assay.engine.base import Engine, EngineInfo, Event, Failed, Finished, Request, WeightSource
 from assay.engine.outputs import handles_of
 from assay.engine.sequence import nothing_kept
 
-POLL_S = 0.001  # `EngineClient.step(wait=False)` waits this long for an event: a client that polls must not spin
+POLL_S = 0.001  # `EngineClient.step(wait=False)` waits this long for an event, so that a polling client does not spin
+
+
+class Closeable:
+    """A context manager that calls `close` at the end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 @dataclass(slots=True, eq=False)
 class Failure:
-    """An exception of the engine's `step`, for the client whose requests it has ended."""
+    """An exception of the engine's `step`, for a client whose requests it has ended."""
 
     error: BaseException
     request_ids: set[int]
@@ -28,10 +40,10 @@ class Failure:
 
 @dataclass(slots=True)
 class Unfinished:
-    """What a client still has to receive of a request."""
+    """A request that a client has not received all events of."""
 
     samples: set[int]
-    continues: int | None  # the handle that it continues, until it is known to be accepted
+    continues: int | None  # the handle that it continues; None once the engine has accepted the request
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +81,13 @@ class Inbox:
         self.handles.update(handles_of([event]))
 
     def fail(self, error: BaseException) -> None:
-        """All unfinished requests have ended with an exception of the engine."""
+        """End all unfinished requests with an exception of the engine."""
         self.events.append(Failure(error, set(self.unfinished)))
         self.unfinished.clear()
         self.arrived.notify_all()
 
     def take(self) -> list[Event]:
-        """Undelivered events. An exception is raised when the events before it have been taken."""
+        """Return undelivered events. An exception is raised after the events before it have been returned."""
         if self.events and isinstance(failure := self.events[0], Failure):
             self.events.popleft()
             raise failure.error
@@ -86,7 +98,7 @@ class Inbox:
         return taken
 
     def drop(self, ids: Iterable[int | tuple[int, int]]) -> list[int]:
-        """Forget requests or samples, with their undelivered events; returns handles that are no longer needed."""
+        """Drop requests or samples with their undelivered events; return handles that are no longer needed."""
         unneeded: list[int] = []
         dropped = {one if isinstance(one, tuple) else (one, None) for one in ids}
         for request_id, sample in dropped:
@@ -110,11 +122,11 @@ class Inbox:
         return unneeded
 
 
-class Dispatcher:
-    """Owns an engine: nobody else may call its `step`. The engine's thread sleeps while there is no request.
+class Dispatcher(Closeable):
+    """Owns an engine and steps it in a thread; no other code may call the engine's `step`.
 
-    An exception raised by the engine's `step` reaches every client with unfinished requests, as an exception of the
-    client's `step`. These requests are dropped; later requests are served. After delivery nothing is kept of a request.
+    An exception raised by the engine's `step` is raised by `step` of every client with unfinished requests. These
+    requests are dropped; later requests are served. No state of a request remains after its last event is delivered.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -128,18 +140,12 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._serve, name="engine-dispatcher", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
     @property
     def info(self) -> EngineInfo:
         return self.engine.info
 
     def connect(self) -> EngineClient:
-        """A new client: an object with the engine's interface, for one consumer."""
+        """Return a new client: an object with the engine's interface, for one consumer."""
         inbox = Inbox(threading.Condition(self._lock))
         with self._lock:
             self._check_open(inbox)
@@ -171,7 +177,7 @@ class Dispatcher:
     # -- for clients
 
     def _add(self, inbox: Inbox, request: Request) -> int:
-        with self._lock:  # held until the id is known: its first event may come at once
+        with self._lock:  # held until the id is registered, because the first event may arrive immediately
             self._check_open(inbox)
             if request.continues is not None and request.continues not in inbox.handles:
                 request_id = next(self._rejected_ids)
@@ -221,13 +227,13 @@ class Dispatcher:
         self._drop(ids, handles)
 
     def _drop(self, ids: Sequence[int | tuple[int, int]], handles: Iterable[int]) -> None:
-        """Without the lock: the engine may run other queued commands first, such as a weight update."""
+        """Abort and release in the engine, without the lock: a queued weight update may run first."""
         if ids:
             self.engine.abort(ids)
         if released := sorted(handles):
             self.engine.release(released)
         if ids or released:
-            with self._lock:  # the commands may have come too late for the current step, and no other may be due
+            with self._lock:  # the current step may have missed the commands, and no other step may be due
                 self._step_once = True
                 self._work.notify()
 
@@ -246,13 +252,13 @@ class Dispatcher:
     def _step_engine(self) -> None:
         try:
             events = self.engine.step()
-        except BaseException as error:  # whatever it is, clients must not wait for ever
+        except BaseException as error:  # of any kind: clients must not wait forever
             self._fail(error)
         else:
             self._deliver(events)
 
     def _wait_for_work(self) -> bool:
-        """Whether to take a step; False when the dispatcher is closed."""
+        """Wait until a step is due; False if the dispatcher is closed."""
         while self._abandoned:
             self._disconnect(self._abandoned.popleft())
         with self._lock:
@@ -270,7 +276,7 @@ class Dispatcher:
                     if event.request_id not in inbox.unfinished:
                         del self._owners[event.request_id]
                 else:
-                    unneeded += handles_of([event])  # it was aborted while its last step was running
+                    unneeded += handles_of([event])  # aborted while its last step was running
         if unneeded:
             self.engine.release(unneeded)
 
@@ -280,27 +286,21 @@ class Dispatcher:
             for inbox in set(self._owners.values()):
                 inbox.fail(error)
             self._owners.clear()
-        self.engine.abort(ids)  # requests that were added since the engine dropped all
+        self.engine.abort(ids)  # some may have been added after the engine dropped all its requests
 
 
-class EngineClient:
-    """The engine interface for one consumer: it receives the events of its own requests only.
+class EngineClient(Closeable):
+    """The engine interface for one consumer, which receives the events of its own requests only.
 
-    `close` drops the client's unfinished requests and kept sequences; so do the end of its `with` block and garbage
-    collection. Other clients are not affected. Weight updates and `reset_prefix_cache` concern all clients.
+    `close`, the end of a `with` block and garbage collection drop the client's unfinished requests and kept sequences.
+    Other clients are not affected. Weight updates and `reset_prefix_cache` affect all clients.
     """
 
     def __init__(self, dispatcher: Dispatcher, inbox: Inbox) -> None:
         self._dispatcher, self._inbox = dispatcher, inbox
-        # A finalizer may run at any time, also while this thread holds the lock: it only appends to a deque.
+        # A finalizer may run at any time, even while this thread holds the lock, so it only appends to a deque.
         self._finalizer = weakref.finalize(self, dispatcher._abandoned.append, inbox)
         self._finalizer.atexit = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     @property
     def info(self) -> EngineInfo:
@@ -310,7 +310,7 @@ class EngineClient:
         return self._dispatcher._add(self._inbox, request)
 
     def step(self, wait: bool = True) -> list[Event]:
-        """Events of this client's requests. Without `wait`, return without events after `POLL_S`."""
+        """Return events of this client's requests. Without `wait`, return after `POLL_S` at the latest."""
         return self._dispatcher._step(self._inbox, wait)
 
     def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:

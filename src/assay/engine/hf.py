@@ -1,8 +1,7 @@
-"""Generation for any causal language model of transformers, with our own loop, sampler and stopping around its cache.
+"""Generation with any causal language model of transformers: its forward pass and cache, our sampler and stopping.
 
-Prompts that run together are padded on the left, so that everyone's next token is in the last column; a mask and
-explicit positions keep the padding out of the result. Where a model takes no positions, only prompts of one length run
-together.
+Prompts of one batch are padded on the left, so that the last column holds the next token of every sequence; a mask and
+explicit positions exclude the padding. For models without `position_ids`, a batch has prompts of one length only.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from assay.engine.sequence import Column, RowState, Sample, assign_slot, close_g
 from assay.models.base import PolicyModel
 from assay.types import UserError
 
-PREFILL_TOKENS = 8192  # of prompts that start together
+PREFILL_TOKENS = 8192  # maximum number of prompt tokens per batch
 
 
 class HFEngine(LocalEngine):
-    """Requests run in waves: samples that start together, until the last of them has finished."""
+    """Serves requests in static batches: samples start together, and the batch ends when its last sample finishes."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class HFEngine(LocalEngine):
         max_length: int | None = None,
         decode: Decode | None = None,
     ) -> None:
-        """`model.hf` is the transformers model; device and dtype are the model's own unless given."""
+        """`model.hf`: the transformers model. `device` and `dtype`: those of the model by default."""
         if max_batch < 1:
             raise UserError(f"max_batch must be at least 1, not {max_batch}")
         super().__init__()
@@ -72,11 +71,11 @@ class HFEngine(LocalEngine):
         self.next_handle = count(1)
         self.outputs = OutputProcessor(max_batch, StopStrings(decode) if decode else None, self._keep)
         self.waiting: deque[Sample] = deque()
-        self.wave: Wave | None = None
+        self.batch: StaticBatch | None = None
 
     @property
     def unfinished(self) -> bool:
-        return self.wave is not None or bool(self.waiting)
+        return self.batch is not None or bool(self.waiting)
 
     def _weights(self) -> Iterable[tuple[str, Tensor]]:
         return self.model.weights()
@@ -107,7 +106,7 @@ class HFEngine(LocalEngine):
 
     def _remove(self, samples: Sequence[Sample]) -> None:
         self.waiting = deque(sample for sample in self.waiting if not sample.done)
-        if self.wave is not None and (running := [sample for sample in samples if sample.row >= 0]):
+        if self.batch is not None and (running := [sample for sample in samples if sample.row >= 0]):
             self._shrink(running)
 
     def drop_requests(self) -> None:
@@ -115,7 +114,7 @@ class HFEngine(LocalEngine):
         self.kept.update(self._continued())
         self.incoming.clear()
         self.waiting.clear()
-        self.wave = None
+        self.batch = None
         self.outputs.clear(0)
 
     def _close(self) -> None:
@@ -142,32 +141,32 @@ class HFEngine(LocalEngine):
         return self.kept.get(handle)
 
     def _keep(self, sample: Sample, tokens: list[int]) -> int:
-        """Only the tokens: a continuation computes them again."""
+        """Keep the tokens only: a continuation computes them again."""
         handle = next(self.next_handle)
         self.kept[handle] = tokens
         return handle
 
     def _iterate(self) -> None:
-        """One token for every sample of the wave; without a wave, start the next one."""
-        if self.wave is None:
+        """Sample one token for every sample of the batch; start the next batch if there is none."""
+        if self.batch is None:
             self.outputs.start(0)
-            self.wave = Wave(self, self._next())
-        output = self.wave.step()
-        ended = self.outputs.process(output, self.wave.running)
+            self.batch = StaticBatch(self, self._next())
+        output = self.batch.step()
+        ended = self.outputs.process(output, self.batch.running)
         failed = {sample.job.id for sample, state in ended if state == RowState.BROKEN}
         self._shrink([sample for sample, _ in ended])
         if failed:
-            everyone = [*(self.wave.running if self.wave else ()), *self.waiting]
+            everyone = [*(self.batch.running if self.batch else ()), *self.waiting]
             self._drop([sample for sample in everyone if sample.job.id in failed])
 
     def _shrink(self, samples: Sequence[Sample]) -> None:
-        assert self.wave is not None
-        self.wave.remove(samples)
-        if not self.wave.running:
-            self.wave = None
+        assert self.batch is not None
+        self.batch.remove(samples)
+        if not self.batch.running:
+            self.batch = None
 
     def _next(self) -> list[Sample]:
-        """The samples of the next wave: as many as there are rows and prompt tokens allowed, one at least."""
+        """The samples of the next batch: at least one, up to the limits of rows and prompt tokens."""
         samples: list[Sample] = []
         tokens = 0
         while self.waiting and len(samples) < self.info.max_batch:
@@ -188,12 +187,12 @@ class HFEngine(LocalEngine):
 
 
 def own_copy(model: PolicyModel, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """A copy that shares nothing with the model. Only weights are cast: buffers (rotary frequencies...) stay exact."""
+    """Return an independent copy. Only weights are cast: buffers such as rotary frequencies keep their dtype."""
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     for weight in model.parameters():
-        weight.grad = None  # not to be copied along
+        weight.grad = None  # gradients are not copied
     copied = copy.deepcopy(model).to(device).eval()
-    copied.drop_lora()  # the weights that come are merged
+    copied.drop_lora()  # weight updates contain merged weights
     for name, weight in model.named_parameters():
         weight.grad = gradients[name]
     for weight in copied.parameters():
@@ -203,8 +202,8 @@ def own_copy(model: PolicyModel, device: torch.device, dtype: torch.dtype | None
     return copied
 
 
-class Wave:
-    """Samples that start together and run until the last has finished."""
+class StaticBatch:
+    """A static batch: samples that start together, and its KV cache."""
 
     def __init__(self, engine: HFEngine, samples: list[Sample]) -> None:
         self.engine = engine
@@ -214,13 +213,13 @@ class Wave:
             assign_slot(sample, self.running, self.steps)
         self.rows = Rows(len(samples), 0, engine.device)
         self.rows.enter(samples)
-        self.mask = torch.empty(0)  # [rows, tokens]: which are no padding
+        self.mask = torch.empty(0)  # [rows, tokens]: 0 for padding
         self.cache: Any = None
 
     def step(self) -> StepOutput:
         """Sample a token for each row."""
         logits = self._prefill() if self.cache is None else self._forward()
-        self.rows.note_modes(self.running)
+        self.rows.update_modes(self.running)
         self.rows.draw(logits)
         output = self.rows.read(list(self.running), self.steps, 1)
         self.steps += 1
@@ -233,7 +232,7 @@ class Wave:
         return self.engine._forward(token, self.mask, position, self.cache).logits[:, -1]
 
     def _prefill(self) -> Tensor:
-        """Logits with one row for each sample, from one pass over the prompts."""
+        """Logits [samples, vocabulary] after one pass over the prompts."""
         device = self.engine.device
         jobs = list({id(sample.job): sample.job for sample in self.running}.values())
         prompts = [list(job.tokens) for job in jobs]
@@ -244,15 +243,15 @@ class Wave:
         self.cache = output.get("past_key_values")
         if not hasattr(self.cache, "reorder_cache"):
             kind = type(self.engine.hf).__name__
-            raise UserError(f"{kind} keeps no key/value cache to rearrange: choose another model")
-        places = {id(job): place for place, job in enumerate(jobs)}
-        owners = torch.tensor([places[id(sample.job)] for sample in self.running], device=device)
-        self.cache.reorder_cache(owners)
-        self.mask = mask[owners]
-        return output.logits[:, -1][owners]
+            raise UserError(f"{kind} has no key/value cache that can be reordered: choose another model")
+        indices = {id(job): index for index, job in enumerate(jobs)}
+        row_jobs = torch.tensor([indices[id(sample.job)] for sample in self.running], device=device)
+        self.cache.reorder_cache(row_jobs)
+        self.mask = mask[row_jobs]
+        return output.logits[:, -1][row_jobs]
 
     def remove(self, samples: Sequence[Sample]) -> None:
-        """Take samples out: mask and cache keep the rows of the others."""
+        """Remove samples, and their rows of the mask and the cache."""
         before = len(self.running)
         moves = close_gaps(self.running, samples, self.steps)
         self.rows.move(moves, len(self.running), before)

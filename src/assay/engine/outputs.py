@@ -1,11 +1,4 @@
-"""Stop strings: looked for in the decoded tail of what was written so far, where the last token can complete one.
-
-Which weights sampled which tokens.
-
-What was drawn, kept on the host by row and step until a sequence is finished and takes its part.
-
-From what the rows have sampled to events: finds out which sequences have ended and makes their completions.
-"""
+"""From sampled tokens to events: detects stop strings and finished sequences, and builds their completions."""
 
 from __future__ import annotations
 
@@ -23,9 +16,12 @@ from assay.engine.sequence import Job, RowState, Sample
 from assay.types import Completion, Finish
 
 Decode = Callable[[Sequence[int]], str]
-MARGIN = 4  # tokens before the tail, since decoding may treat the first ones differently (spaces, parts of a character)
+MARGIN = 4  # extra tokens before the tail: decoding may treat the first ones differently (spaces, parts of a character)
 BROKEN = "\ufffd"  # what a part of a character decodes to
-TABLES = 64  # sets of stop strings whose tokens are remembered: a byte for each token of the vocabulary
+TABLES = 64  # sets of stop strings with a cached table of one byte per token of the vocabulary
+HISTORY_STEPS = 256  # initial capacity of `History`
+
+Span = tuple[int, int]  # (version, number of consecutive tokens that it sampled)
 
 
 class TokenKind(IntEnum):
@@ -33,28 +29,28 @@ class TokenKind(IntEnum):
 
 
 class StopStrings:
-    """Few tokens can complete a stop string, and only they are worth decoding: which, is learned as they are seen."""
+    """Finds stop strings. Few tokens can complete one, and only those are decoded; they are cached as they occur."""
 
     def __init__(self, decode: Decode) -> None:
         self.decode = decode
-        self.added: dict[int, tuple[str, ...]] = {}  # by each token, whatever is looked for
-        self.kinds: dict[tuple[str, ...], np.ndarray] = {}  # by token
-        self.word_end: int | None = None  # a token whose space may be written only when another token follows
+        self.added: dict[int, tuple[str, ...]] = {}  # texts that each token can add
+        self.kinds: dict[tuple[str, ...], np.ndarray] = {}  # by stop strings: a `TokenKind` per token
+        self.word_end: int | None = None  # a token whose trailing space appears only if another token follows
 
     def suspects(self, tokens: np.ndarray, stops: tuple[str, ...]) -> np.ndarray:
-        """Which of these tokens can complete one of the stop strings, whatever stands before them."""
+        """Which of these tokens can complete one of the stop strings, for any tokens before them."""
         kinds = self.kinds.get(stops, np.zeros(0, dtype=np.int8))
         if (size := int(tokens.max(initial=0)) + 1) > len(kinds):
             kinds = self._grown(kinds, 2 * size, stops)
-        found = kinds[tokens]
-        if not found.all():
-            unknown = np.unique(tokens[found == TokenKind.UNKNOWN]).tolist()
+        kind = kinds[tokens]
+        if not kind.all():
+            unknown = np.unique(tokens[kind == TokenKind.UNKNOWN]).tolist()
             if self.word_end is None and self._find_word_end(unknown):
                 return self.suspects(tokens, stops)
             for token in unknown:
                 kinds[token] = TokenKind.MAY if self._may_complete(token, stops) else TokenKind.CANNOT
-            found = kinds[tokens]
-        return found == TokenKind.MAY
+            kind = kinds[tokens]
+        return kind == TokenKind.MAY
 
     def _grown(self, kinds: np.ndarray, size: int, stops: tuple[str, ...]) -> np.ndarray:
         if stops not in self.kinds and len(self.kinds) == TABLES:
@@ -69,9 +65,9 @@ class StopStrings:
         return may_complete(self.added[token], stops)
 
     def _find_word_end(self, tokens: Sequence[int]) -> bool:
-        """Look for a token that may end words, in the manner of "word</w>"; what was learned before it is forgotten.
+        """Look for a token that ends words, such as "word</w>"; clear the caches if there is one.
 
-        It has been seen by the time that its space matters, because it was drawn before the token that shows it.
+        Its trailing space matters only for later tokens, so it is known in time.
         """
         for token in (token for token in tokens if token not in self.added):
             first, both = self.decode([token]), self.decode([token, token])
@@ -87,40 +83,40 @@ class StopStrings:
 
 
 def added_by(token: int, decode: Decode, word_end: int | None = None) -> tuple[str, ...]:
-    """What a token can add to a text: as its first one, which may lose a space, after itself, and after `word_end`.
+    """Texts that a token can add: as the first token (which may lose a space), after itself, and after `word_end`.
 
-    `BROKEN` if that depends on its neighbours.
+    `BROKEN` if its text depends on its neighbours.
     """
-    found = {decode([token])}
+    texts = {decode([token])}
     for before in (token, token if word_end is None else word_end):
         alone, both = decode([before]), decode([before, token])
         if BROKEN in both or not both.startswith(alone):
             return (BROKEN,)
-        found.add(both[len(alone) :])
-    return tuple(found)
+        texts.add(both[len(alone) :])
+    return tuple(texts)
 
 
 def may_complete(added: Sequence[str], stops: Sequence[str]) -> bool:
-    """Whether one of the stop strings can end within what a token adds."""
+    """Whether one of the stop strings can end within the text that a token adds."""
     return BROKEN in added or any(ends_in(stop, text) for stop in stops for text in added)
 
 
 def ends_in(stop: str, text: str) -> bool:
-    """Whether the stop string can end within this text, having begun in it or before."""
+    """Whether the stop string can end within this text, starting in it or before it."""
     return stop in text or any(stop.endswith(text[:end]) for end in range(1, min(len(text), len(stop)) + 1))
 
 
 def completes_stop(token_ids: Sequence[int] | np.ndarray, stops: Sequence[str], decode: Decode) -> bool:
-    """Whether the last token completes one of the stop strings; none was there before it."""
+    """Whether the last token completes one of the stop strings. The tokens before it must not contain one."""
     longest = max(len(stop) for stop in stops)
     window = longest + MARGIN
     while True:
-        tail = np.asarray(token_ids[-window:]).tolist()  # of what may be long: nothing else is made a list of
+        tail = np.asarray(token_ids[-window:]).tolist()  # a long sequence is not converted as a whole
         text = decode(tail)
-        before = decode(tail[:-1]).rstrip(BROKEN)  # a character may have become whole
-        start = len(before) + 1 - longest if text.startswith(before) else 0  # of the first that this token can complete
-        # Tokens that decode to nothing can make a tail too short to hold the string and what the last token added. One
-        # that begins within a character may be unreadable up to its end: bytes are decoded all together, or not at all.
+        before = decode(tail[:-1]).rstrip(BROKEN)  # the last token may have completed a character
+        start = len(before) + 1 - longest if text.startswith(before) else 0  # first possible start of the stop string
+        # Tokens that decode to nothing can make the tail too short for the stop string. A tail that starts within a
+        # character may not decode at all, since bytes are decoded together.
         if window >= len(token_ids):
             return any(stop in text for stop in stops)
         if start >= MARGIN and not text.startswith(BROKEN):
@@ -128,22 +124,19 @@ def completes_stop(token_ids: Sequence[int] | np.ndarray, stops: Sequence[str], 
         window *= 2
 
 
-Span = tuple[int, int]  # (version, number of consecutive tokens that it sampled)
-
-
 class VersionLog:
-    """The first step of each weights version, as far back as a running sequence can need."""
+    """The first step of each weights version that running sequences have used."""
 
     def __init__(self) -> None:
         self.current = -1
         self.starts: list[tuple[int, int]] = [(0, -1)]  # (first step, version), ascending
 
     def start(self, step: int) -> None:
-        """Nothing is running: only the current version matters from `step` on."""
+        """Keep only the current version, from `step` on. No sequence may be running."""
         self.starts = [(step, self.current)]
 
     def update(self, version: int, step: int, oldest: int) -> None:
-        """From `step` on `version` is served; no running sequence entered before the step `oldest`."""
+        """Record that `version` is served from `step` on; no running sequence entered before the step `oldest`."""
         self.current = version
         self.starts.append((step, version))
         while len(self.starts) > 1 and self.starts[1][0] <= oldest:
@@ -154,19 +147,19 @@ class VersionLog:
         if len(self.starts) == 1:
             return [(self.starts[0][1], count)]
         spans: list[Span] = []
-        place = max(bisect_right(self.starts, first, key=lambda start: start[0]) - 1, 0)
+        index = max(bisect_right(self.starts, first, key=lambda start: start[0]) - 1, 0)
         step, end = first, first + count
         while step < end:
-            following = self.starts[place + 1][0] if place + 1 < len(self.starts) else end
-            if following > step:
-                spans.append((self.starts[place][1], min(following, end) - step))
-                step = min(following, end)
-            place += 1
+            next_start = self.starts[index + 1][0] if index + 1 < len(self.starts) else end
+            if next_start > step:
+                spans.append((self.starts[index][1], min(next_start, end) - step))
+                step = min(next_start, end)
+            index += 1
         return spans
 
 
 def merged(spans: list[Span]) -> tuple[Span, ...]:
-    """The same with neighbouring spans of one version joined."""
+    """Join adjacent spans of the same version; drop empty ones."""
     joined: list[Span] = []
     for version, count in spans:
         if joined and joined[-1][0] == version:
@@ -176,25 +169,24 @@ def merged(spans: list[Span]) -> tuple[Span, ...]:
     return tuple(joined)
 
 
-STEPS = 256  # room to begin with
-
-
 class History:
+    """Sampled tokens and their scores on the host, by row and step, until the sequences that they belong to finish."""
+
     def __init__(self, rows: int, float_type: type[np.floating] = np.float32) -> None:
-        self.first = 0  # the earliest step held
-        self.tokens = np.zeros((rows, STEPS), dtype=np.int32)
-        self.scores = np.zeros((4, rows, STEPS), dtype=float_type)
+        self.first = 0  # step of the first column
+        self.tokens = np.zeros((rows, HISTORY_STEPS), dtype=np.int32)
+        self.scores = np.zeros((4, rows, HISTORY_STEPS), dtype=float_type)
 
     def write(self, output: StepOutput, running: Sequence[Sample]) -> None:
         steps, rows = output.tokens.shape
         if output.first + steps - self.first > self.tokens.shape[1]:
-            self._make_room(output.first, steps, running)
-        place = slice(output.first - self.first, output.first - self.first + steps)
-        self.tokens[:rows, place] = output.tokens.numpy().T
-        self.scores[:, :rows, place] = output.scores.numpy().swapaxes(1, 2)
+            self._reallocate(output.first, steps, running)
+        columns = slice(output.first - self.first, output.first - self.first + steps)
+        self.tokens[:rows, columns] = output.tokens.numpy().T
+        self.scores[:, :rows, columns] = output.scores.numpy().swapaxes(1, 2)
 
     def read(self, samples: Sequence[Sample], count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [samples, count] and scores [4, samples, count] since they last entered, all in the same step."""
+        """Tokens [samples, count] and scores [4, samples, count] of samples that last entered in the same step."""
         start = samples[0].entered - self.first
         stop = start + count
         if all(len(sample.spans) == 1 for sample in samples):
@@ -203,19 +195,19 @@ class History:
                 return self.tokens[rows[0], None, start:stop], self.scores[:, rows[0], None, start:stop]
             return self.tokens[rows, start:stop], self.scores[:, rows, start:stop]
         steps = np.arange(start, stop)
-        places = [(rows_of(sample, count), steps) for sample in samples]
-        tokens = np.stack([self.tokens[place] for place in places])
-        return tokens, np.stack([self.scores[:, rows, steps] for rows, steps in places], axis=1)
+        rows_by_step = [rows_of(sample, count) for sample in samples]
+        tokens = np.stack([self.tokens[rows, steps] for rows in rows_by_step])
+        return tokens, np.stack([self.scores[:, rows, steps] for rows in rows_by_step], axis=1)
 
     def tokens_of(self, sample: Sample, count: int) -> np.ndarray:
-        """Tokens since it last entered; not to be changed."""
+        """Tokens since the sample last entered; read-only."""
         start = sample.entered - self.first
         if len(sample.spans) == 1:
             return self.tokens[sample.spans[0][0], start : start + count]
         return self.tokens[rows_of(sample, count), np.arange(start, start + count)]
 
-    def _make_room(self, first: int, steps: int, running: Sequence[Sample]) -> None:
-        """Drop what nobody running can need; if that is not half of it, grow."""
+    def _reallocate(self, first: int, steps: int, running: Sequence[Sample]) -> None:
+        """Drop steps before the oldest running sample; double the capacity unless half of it is free then."""
         oldest = min([first, *(sample.entered for sample in running)])  # all may have entered after these steps
         held = slice(oldest - self.first, first - self.first)
         tokens, scores = self.tokens[:, held], self.scores[:, :, held]
@@ -229,19 +221,19 @@ class History:
 
 
 def rows_of(sample: Sample, count: int) -> np.ndarray:
-    """The row in which each of its tokens was drawn."""
+    """The row in which each token of a sample was sampled."""
     rows = np.empty(count, dtype=np.int64)
     for row, first in sample.spans:
         rows[max(first - sample.entered, 0) :] = row
     return rows
 
 
-Keep = Callable[[Sample, list[int]], int]  # keeps a finished sequence, given all of its tokens; returns its handle
-Ended = dict[Sample, tuple[int, RowState]]  # number of tokens, and why it ended
+Keep = Callable[[Sample, list[int]], int]  # keeps a finished sequence, given all its tokens; returns its handle
+Ended = dict[Sample, tuple[int, RowState]]  # number of tokens, and the state that ended it
 
 
 class OutputProcessor:
-    """Holds what unfinished requests have written so far, and nothing of finished ones."""
+    """Holds the tokens of unfinished requests and the events that `step` has not returned yet."""
 
     def __init__(
         self,
@@ -251,12 +243,12 @@ class OutputProcessor:
         float_type: type[np.floating] = np.float32,
         digests: bool = False,
     ) -> None:
-        """`float_type`: of log-probabilities and entropies. `digests`: keep a digest of sampled tokens."""
+        """`float_type`: of log-probabilities and entropies. `digests`: compute a digest of sampled tokens."""
         self.rows, self.stopping, self.keep, self.float_type = rows, stopping, keep, float_type
         self.jobs: dict[int, Job] = {}  # unfinished requests, by id
         self.events: list[Event] = []  # not yet returned by `step`
         self.versions = VersionLog()
-        self.tokens = 0  # of all finished samples
+        self.tokens = 0  # number of tokens of all finished samples
         self.stop_jobs = self.stream_jobs = 0  # unfinished requests with stop strings, and with streaming
         self.digests = digests
         self.start(0)
@@ -266,7 +258,7 @@ class OutputProcessor:
         self.history = History(self.rows, self.float_type)
         self.history.first = step
         self.versions.start(step)
-        self.hash = hashlib.blake2b(digest_size=7) if self.digests else None  # fits an int64, whatever its sign
+        self.hash = hashlib.blake2b(digest_size=7) if self.digests else None  # 56 bits fit an int64
 
     def clear(self, step: int) -> None:
         """Drop all requests."""
@@ -276,7 +268,7 @@ class OutputProcessor:
         self.start(step)
 
     def digest(self) -> int:
-        """Of the tokens of all samples that have finished since `start`, in that order."""
+        """Digest of the tokens of all samples that have finished since `start`, in that order."""
         assert self.hash is not None
         return int.from_bytes(self.hash.digest(), "little")
 
@@ -290,15 +282,15 @@ class OutputProcessor:
         self.stream_jobs += job.request.stream
 
     def remove(self, job: Job) -> None:
-        """The request is finished, failed or aborted."""
+        """Remove a request that is finished, failed or aborted."""
         if self.jobs.pop(job.id, None) is not None:
             self.stop_jobs -= bool(job.request.params.stop)
             self.stream_jobs -= job.request.stream
 
     def abort(self, ids: Iterable[int | tuple[int, int]]) -> tuple[list[Sample], list[int]]:
-        """Drop the events of requests, or of single samples given as (request id, sample), that were not yet returned.
+        """Drop unreturned events of requests, or of single samples given as (request id, sample).
 
-        Returns their unfinished samples, each once, and the handles of finished ones, which nobody will learn of.
+        Returns their unfinished samples, each once, and the handles in dropped events.
         """
         named = set(ids)
 
@@ -322,7 +314,7 @@ class OutputProcessor:
         self.events.append(Failed(request_id, error))
 
     def process(self, output: StepOutput, running: Sequence[Sample]) -> list[tuple[Sample, RowState]]:
-        """Record what was sampled and append events; returns the samples that have ended, and why."""
+        """Record sampled tokens and append events; return the samples that have ended, with their states."""
         output.wait()
         self.history.write(output, running)
         counts, states = output.after.numpy()
@@ -338,32 +330,32 @@ class OutputProcessor:
         return [(sample, state) for sample, (_, state) in ended.items()]
 
     def pause(self, sample: Sample, count: int) -> None:
-        """Before a preemption: store what the sample has written since it entered; it has `count` tokens in all."""
+        """Before a preemption: store the tokens that a sample, which has `count` tokens, got since it entered."""
         new = count - len(sample.drawn)
         _, scores = self.history.read([sample], new)
         sample.scores.append(scores[:, 0].copy())
         sample.versions += self.versions.spans(sample.entered, new)
-        sample.drawn = self._written(sample, count).tolist()
+        sample.drawn = self._sampled(sample, count).tolist()
 
-    def _written(self, sample: Sample, count: int) -> np.ndarray:
+    def _sampled(self, sample: Sample, count: int) -> np.ndarray:
         new = self.history.tokens_of(sample, count - len(sample.drawn))
         return np.concatenate((sample.drawn, new), dtype=np.int32) if sample.drawn else new
 
     def _find_stop_strings(self, output: StepOutput, counts: np.ndarray, states: np.ndarray, ended: Ended) -> None:
-        """The device knows nothing of stop strings and may have continued behind one."""
+        """Find samples that contain a stop string. The device does not check for these and may have continued."""
         rows: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for row, sample in enumerate(output.samples):
             if (stops := sample.job.request.params.stop) and not sample.done:
                 rows[stops].append(row)
         for stops, own_rows in rows.items():
-            assert self.stopping is not None, "a job with stop strings was accepted without a way to decode"
+            assert self.stopping is not None, "a job with stop strings was accepted without a decode function"
             suspects = self.stopping.suspects(output.tokens.numpy()[:, own_rows], stops)
             for column in np.flatnonzero(suspects.any(0)).tolist():
                 row = own_rows[column]
                 sample, count = output.samples[row], int(counts[row]) - (states[row] == RowState.BROKEN)
-                written = self._written(sample, count)
+                sampled = self._sampled(sample, count)
                 for position in (tokens_before(sample, output) + np.flatnonzero(suspects[:, column])).tolist():
-                    if position < count and self.stopping.completed(written[: position + 1], stops):
+                    if position < count and self.stopping.completed(sampled[: position + 1], stops):
                         ended[sample] = position + 1, RowState.STOP
                         break
 
@@ -377,7 +369,7 @@ class OutputProcessor:
                     self.events.append(TokenChunk(sample.job.id, sample.index, ids, logprobs))
 
     def _finish(self, ended: Ended) -> None:
-        alike: dict[tuple[int, int], list[Sample]] = defaultdict(list)  # read together: most end together or alone
+        batches: dict[tuple[int, int], list[Sample]] = defaultdict(list)  # samples that are read together
         for sample, (count, state) in ended.items():
             sample.done = True
             if state == RowState.BROKEN:
@@ -385,24 +377,24 @@ class OutputProcessor:
                     self.fail(sample.job.id, not_a_number(sample, count - 1))
                     self.remove(sample.job)
             else:
-                alike[sample.entered, count - len(sample.drawn)].append(sample)
-        for (entered, new), samples in alike.items():
+                batches[sample.entered, count - len(sample.drawn)].append(sample)
+        for (entered, new), samples in batches.items():
             tokens, scores = self.history.read(samples, new)
-            means = scores[2:].mean(-1, dtype=np.float64)  # float64, or it depends on which samples end in this step
+            means = scores[2:].mean(-1, dtype=np.float64)  # in float64, to be independent of the batch
             engine_logprobs = scores[0].tolist()
-            same = np.array_equal(scores[0], scores[1])  # without truncation; copying a list is cheaper than a new one
+            same = np.array_equal(scores[0], scores[1])  # no truncation; copying a list is cheaper than `tolist`
             sampling_logprobs = [list(row) for row in engine_logprobs] if same else scores[1].tolist()
             spans = self.versions.spans(entered, new)
             rows = zip(samples, tokens.tolist(), engine_logprobs, sampling_logprobs, means.T.tolist(), strict=True)
             for sample, ids, engine, sampling, (mass, entropy) in rows:
                 finish = Finish.STOP if ended[sample][1] == RowState.STOP else Finish.LENGTH
                 completion = Completion(ids, engine, sampling, finish, spans[0][0], mass, entropy)
-                self._hand_over(sample, completion, spans)
+                self._emit(sample, completion, spans)
 
-    def _hand_over(self, sample: Sample, completion: Completion, spans: list[tuple[int, int]]) -> None:
+    def _emit(self, sample: Sample, completion: Completion, spans: list[tuple[int, int]]) -> None:
         job = sample.job
         if job.id not in self.jobs:
-            return  # another sample of it has failed
+            return  # another sample of the request has failed
         if sample.drawn:
             prepend_earlier(completion, sample)
         if sample.versions or len(spans) > 1:
@@ -417,13 +409,13 @@ class OutputProcessor:
         job.unfinished -= 1
         if not job.unfinished:
             self.remove(job)
-            job.samples.clear()  # they refer to the job: without this only the garbage collector could free them
+            job.samples.clear()  # break the reference cycle between job and samples
 
 
 def handles_of(events: Iterable[Event]) -> list[int]:
-    """Of kept sequences that these events tell of."""
-    finished = (event.completion.handle for event in events if isinstance(event, Finished))
-    return [handle for handle in finished if handle is not None]
+    """Handles of the kept sequences in these events."""
+    handles = (event.completion.handle for event in events if isinstance(event, Finished))
+    return [handle for handle in handles if handle is not None]
 
 
 def tokens_before(sample: Sample, output: StepOutput) -> int:
@@ -432,7 +424,7 @@ def tokens_before(sample: Sample, output: StepOutput) -> int:
 
 
 def prepend_earlier(completion: Completion, sample: Sample) -> None:
-    """Put the tokens sampled before preemptions in front."""
+    """Prepend the tokens that were sampled before preemptions."""
     scores = np.concatenate(sample.scores, axis=1)
     before, new = scores.shape[1], len(completion.token_ids)
     completion.token_ids = [*sample.drawn, *completion.token_ids]
@@ -445,6 +437,6 @@ def prepend_earlier(completion: Completion, sample: Sample) -> None:
 
 def not_a_number(sample: Sample, position: int) -> str:
     return (
-        f"{sample.job.name}: the model's output for token {position} of sample {sample.index} is not a number (NaN): "
-        "its weights are broken, perhaps by a diverged training run; go back to an earlier checkpoint"
+        f"{sample.job.name}: the logits of token {position} of sample {sample.index} are not numbers (NaN): "
+        "the weights may come from a diverged training run; use an earlier checkpoint"
     )

@@ -1,7 +1,4 @@
-"""Small arrays on their way to the device, without waiting for it and without asking for pinned memory each time.
-
-The running sequences as tensors, one row each: what is fed next, how it is drawn, and a log of what was drawn.
-"""
+"""The running sequences as tensors, one row each: inputs of the next step, sampling parameters, a log of results."""
 
 from __future__ import annotations
 
@@ -15,35 +12,37 @@ from torch import Tensor
 from assay.engine.sampler import noise_keys, sample_rows, signed
 from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, Job, RowState, Sample
 
-SIZE = 1 << 25  # bytes; each half is used up before the other is used again
+STAGING_BYTES = 1 << 25
 ALIGNMENT = 64
+LOG_STEPS = 64  # steps in the log before it is overwritten
 
 
 class Staging:
-    """A ring of two halves of pinned memory. Before a half is used again, all that was sent from it has arrived."""
+    """Copies small arrays to the device asynchronously, from one buffer of pinned memory.
+
+    The buffer has two halves. Before a half is used again, the copies from it are synchronized.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.place, self.half = 0, SIZE // 2
+        self.offset, self.half = 0, STAGING_BYTES // 2
         self.memory: Tensor | None = None
-        self.sent: list[torch.cuda.Event | None] = [None, None]  # recorded when a half was used up
+        self.sent: list[torch.cuda.Event | None] = [None, None]  # recorded when a half is full
 
     def upload(self, values: np.ndarray) -> Tensor:
         host = torch.from_numpy(np.ascontiguousarray(values))
-        if self.device.type != "cuda":
-            return host.to(self.device)
-        if values.nbytes == 0 or values.nbytes > self.half:
+        if self.device.type != "cuda" or not 0 < values.nbytes <= self.half:
             return host.to(self.device)
         if self.memory is None:
-            self.memory = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
-        pinned = self._room(values.nbytes).view(host.dtype).view(host.shape)
+            self.memory = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        pinned = self._allocate(values.nbytes).view(host.dtype).view(host.shape)
         pinned.copy_(host)
         return pinned.to(self.device, non_blocking=True)
 
-    def _room(self, size: int) -> Tensor:
+    def _allocate(self, size: int) -> Tensor:
         assert self.memory is not None
-        start = -(-self.place // ALIGNMENT) * ALIGNMENT
-        current = self.place // self.half if self.place < SIZE else 1
+        start = -(-self.offset // ALIGNMENT) * ALIGNMENT
+        current = self.offset // self.half if self.offset < STAGING_BYTES else 1
         if start + size > (current + 1) * self.half:
             event = torch.cuda.Event()
             event.record()
@@ -53,16 +52,13 @@ class Staging:
             arrived = self.sent[current]
             if arrived is not None:
                 arrived.synchronize()
-        self.place = start + size
+        self.offset = start + size
         return self.memory[start : start + size]
-
-
-LOG_STEPS = 64  # steps that the log holds before it is written over
 
 
 @dataclass(slots=True)
 class Modes:
-    """What the sampler has to provide for, known on the host; the fields are those of `Job.modes`."""
+    """What the sampler must support for the running rows; the fields are those of `Job.modes`."""
 
     greedy: bool = False
     random: bool = False
@@ -78,7 +74,7 @@ class StepOutput:
     first: int  # index of the first step
     tokens: Tensor  # [steps, rows] int32
     scores: Tensor  # [4, steps, rows]: engine and sampling log-probabilities, kept mass, entropy
-    after: Tensor  # [2, rows]: tokens drawn in all, state
+    after: Tensor  # [2, rows]: number of sampled tokens, state
     ready: torch.cuda.Event | None = None
 
     def wait(self) -> StepOutput:
@@ -88,15 +84,17 @@ class StepOutput:
 
 
 class Rows:
+    """Tensors with one row per running sequence; rows in use come first."""
+
     def __init__(self, rows: int, max_blocks: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype` is that of the model; scores and settings are float32, but float64 where the model is."""
+        """`dtype`: of the model. Scores and sampling parameters are float64 if the model is, otherwise float32."""
         self.device, self.size = device, rows
         wide = torch.promote_types(dtype, torch.float32)
         self.float_type: type[np.floating] = np.float64 if wide == torch.float64 else np.float32
         self.staging = Staging(device)
         self.ints = torch.zeros(rows, WIDTH, dtype=torch.int64, device=device)
         self.ints[:, Column.STATE] = RowState.IDLE
-        self.floats = torch.zeros(rows, 4, dtype=wide, device=device)  # temperature, top-p, min-p, nothing
+        self.floats = torch.zeros(rows, 4, dtype=wide, device=device)  # temperature, top_p, min_p, unused
         self.forbidden = torch.full((rows, FORBIDDEN_SLOTS), -1, dtype=torch.int64, device=device)
         self.tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
@@ -104,31 +102,31 @@ class Rows:
         self.log_scores = torch.zeros(4, LOG_STEPS, rows, dtype=wide, device=device)
         self.modes = Modes()
         self.host_tables = np.zeros((rows, max_blocks), dtype=np.int32)
-        self.prompts = np.zeros(rows, dtype=np.int64)  # tokens before the first new one
-        self.begun = np.zeros(rows, dtype=np.int64)  # tokens of the sequence, had it entered at step 0
+        self.prompt_lengths = np.zeros(rows, dtype=np.int64)  # tokens before the first sampled one
+        self.start_offsets = np.zeros(rows, dtype=np.int64)  # sequence length minus step, constant while it runs
         self.tables_changed = False
 
     def column(self, column: Column, size: int) -> Tensor:
         return self.ints[:size, column]
 
     def upload(self, values: np.ndarray) -> Tensor:
-        """On the device, without waiting for it."""
+        """Copy to the device without waiting for it."""
         return self.staging.upload(values)
 
     def enter(self, samples: Sequence[Sample]) -> None:
-        """Fill the rows of newcomers, which follow each other."""
+        """Fill the rows of samples that enter; these rows are consecutive."""
         rows = slice(samples[0].row, samples[0].row + len(samples))
         common = {id(sample.job): row_of(sample.job) for sample in samples}
         ints = np.array([common[id(sample.job)] for sample in samples], dtype=np.int64)
         seeds = torch.tensor([signed(sample.job.request.seed) for sample in samples])
         ints[:, Column.KEY] = noise_keys(seeds, torch.tensor([sample.index for sample in samples])).numpy()
-        for place, sample in enumerate(samples):
-            if sample.drawn:  # it goes on after a preemption
-                ints[place, [Column.TOKEN, Column.COUNT]] = sample.drawn[-1], len(sample.drawn)
-                ints[place, [Column.POSITION, Column.STORED]] = sample.start - 1, sample.start
+        for index, sample in enumerate(samples):
+            if sample.drawn:  # it continues after a preemption
+                ints[index, [Column.TOKEN, Column.COUNT]] = sample.drawn[-1], len(sample.drawn)
+                ints[index, [Column.POSITION, Column.STORED]] = sample.start - 1, sample.start
         self.ints[rows] = self.upload(ints)
-        self.prompts[rows] = [len(sample.job.tokens) for sample in samples]
-        self.begun[rows] = [sample.start - sample.entered for sample in samples]
+        self.prompt_lengths[rows] = [len(sample.job.tokens) for sample in samples]
+        self.start_offsets[rows] = [sample.start - sample.entered for sample in samples]
         params = [sample.job.request.params for sample in samples]
         floats = [(p.temperature, p.top_p, p.min_p, 0.0) for p in params]
         self.floats[rows] = self.upload(np.array(floats, dtype=self.float_type))
@@ -136,8 +134,8 @@ class Rows:
             forbidden = [padded(sorted(set(p.forbidden_token_ids)), FORBIDDEN_SLOTS) for p in params]
             self.forbidden[rows] = self.upload(np.array(forbidden, dtype=np.int64))
 
-    def note_modes(self, running: Sequence[Sample]) -> None:
-        """To be called when rows have come or gone."""
+    def update_modes(self, running: Sequence[Sample]) -> None:
+        """Must be called after rows were added or removed."""
         wanted = {sample.job.modes for sample in running}
         self.modes = Modes(*(any(mode) for mode in zip(*wanted, strict=True)))
 
@@ -158,28 +156,28 @@ class Rows:
         )
         self.step += 1
 
-    def note_blocks(self, samples: Sequence[Sample]) -> None:
-        """They have entered, or have more blocks than before."""
+    def add_blocks(self, samples: Sequence[Sample]) -> None:
+        """Add the new blocks of samples to the block tables on the host."""
         for sample in samples:
-            noted, count = sample.noted, len(sample.blocks)
-            if noted == count - 1:
-                self.host_tables[sample.row, noted] = sample.blocks[noted]
+            start, count = sample.blocks_in_table, len(sample.blocks)
+            if start == count - 1:
+                self.host_tables[sample.row, start] = sample.blocks[start]
             else:
-                self.host_tables[sample.row, noted:count] = sample.blocks[noted:]
-            sample.noted = count
+                self.host_tables[sample.row, start:count] = sample.blocks[start:]
+            sample.blocks_in_table = count
         self.tables_changed = self.tables_changed or bool(samples)
 
     def write_tables(self, size: int, width: int) -> None:
-        """Tell the device which blocks the rows have, up to `width` each."""
+        """Copy the block tables of the first `size` rows to the device, up to `width` blocks each."""
         if self.tables_changed:
             self.tables[:size, :width] = self.upload(self.host_tables[:size, :width])
             self.tables_changed = False
 
     def move(self, moves: Sequence[tuple[int, int]], size: int, before: int) -> None:
-        """Close gaps: afterwards rows up to `size` are in use, and those up to `before` no longer are."""
+        """Move rows (from, to) so that the first `size` rows are in use; before, the first `before` rows were."""
         if moves:
             froms, tos = (np.array(side) for side in zip(*moves, strict=True))
-            for kept in (self.host_tables, self.prompts, self.begun):
+            for kept in (self.host_tables, self.prompt_lengths, self.start_offsets):
                 kept[tos] = kept[froms]
             self.tables_changed = True
             sources, destinations = self.upload(froms), self.upload(tos)
@@ -188,11 +186,11 @@ class Rows:
         self.ints[size:before, Column.STATE] = RowState.IDLE
 
     def read(self, samples: list[Sample], first: int, steps: int) -> StepOutput:
-        """Results of the last `steps` steps; on a GPU the copy to the host is still under way when this returns."""
-        place, size = first % LOG_STEPS, len(samples)
-        assert place + steps <= LOG_STEPS
-        tokens = self.log_tokens[place : place + steps, :size]
-        scores = self.log_scores[:, place : place + steps, :size]
+        """Results of the `steps` steps from `first` on. On a GPU, the copy to the host is asynchronous."""
+        start, size = first % LOG_STEPS, len(samples)
+        assert start + steps <= LOG_STEPS
+        tokens = self.log_tokens[start : start + steps, :size]
+        scores = self.log_scores[:, start : start + steps, :size]
         after = torch.stack((self.column(Column.COUNT, size), self.column(Column.STATE, size)))
         output = StepOutput(samples, first, tokens, scores, after)
         if self.device.type == "cuda":
@@ -205,7 +203,7 @@ class Rows:
 
 
 def row_of(job: Job) -> list[int]:
-    """The integers of a sample that has drawn nothing yet, but for its key."""
+    """The integers of a sample without sampled tokens; the noise key is added later."""
     params = job.request.params
     forbidden = set(params.forbidden_token_ids)
     values = {
@@ -221,7 +219,7 @@ def row_of(job: Job) -> list[int]:
         Column.FORBIDDEN: len(forbidden),
     }
     stops = sorted(set(params.stop_token_ids) - forbidden)
-    return [*(values[Column(place)] for place in range(Column.STOPS)), *padded(stops, STOP_SLOTS)]
+    return [*(values[Column(index)] for index in range(Column.STOPS)), *padded(stops, STOP_SLOTS)]
 
 
 def padded(ids: Sequence[int], width: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""How good a model is, with intervals: pass@k, paired tests, evaluation on tasks."""
+"""Evaluation of models on tasks: accuracy, pass@k, confidence intervals and paired tests."""

@@ -1,7 +1,4 @@
-"""What an evaluation found: every answer's outcome, and the numbers that follow from them.
-
-Measure a model on problems.
-"""
+"""Evaluates a model on problems and summarizes the outcomes of its answers."""
 
 from __future__ import annotations
 
@@ -17,13 +14,14 @@ from assay.evals.stats import Paired, bootstrap, majority_at_k, mcnemar, paired_
 from assay.rollout import Collector
 from assay.types import Group, Prompt, Status
 
-Outcome = tuple[Status, str | None, int, bool]  # status, parsed answer, tokens, cut off
-READABLE = (Status.OK, Status.WRONG)  # an answer stood in the asked form
+Outcome = tuple[Status, str | None, int, bool]  # status, parsed answer, number of tokens, truncated
+READABLE = (Status.OK, Status.WRONG)  # the answer has the required format
+MAX_ANSWERS = 4096  # held in memory at the same time
 
 
 @dataclass(frozen=True)
 class Report:
-    """Outcomes of Q questions with n answers each."""
+    """Outcomes of Q questions with n answers per question."""
 
     ids: list[str]
     correct: np.ndarray  # [Q, n] bool
@@ -36,18 +34,18 @@ class Report:
     def of(cls, groups: Sequence[Group]) -> Report:
         rows = [[(r.verdict, r.length, r.truncated) for r in group.rollouts] for group in groups]
         outcomes = [
-            [(v.status, v.parsed, length, cut) for v, length, cut in row if v is not None]  # all are judged by now
+            [(v.status, v.parsed, length, truncated) for v, length, truncated in row if v is not None]  # never None
             for row in rows
         ]
         return cls._from([group.prompt.id for group in groups], outcomes)
 
     @classmethod
     def read(cls, lines: Sequence[Mapping[str, Any]]) -> Report:
-        """From the lines of an evaluation file of a run."""
+        """Build a report from the lines of an evaluation file of a run."""
         outcomes: dict[int, list[Outcome]] = {}
         ids: dict[int, str] = {}
         for line in lines:
-            verdict, group = line["verdict"], line["group"]  # not by id: a user's rows may share one
+            verdict, group = line["verdict"], line["group"]  # not by id: rows of a user's file may share an id
             outcome = (Status(verdict["status"]), verdict["parsed"], line["length"], line["truncated"])
             outcomes.setdefault(group, []).append(outcome)
             ids[group] = line["prompt_id"]
@@ -61,7 +59,7 @@ class Report:
             parsed=[[parsed for _, parsed, *_ in row] for row in outcomes],
             statuses=[[status for status, *_ in row] for row in outcomes],
             lengths=np.array([[length for *_, length, _ in row] for row in outcomes]),
-            truncated=np.array([[cut for *_, cut in row] for row in outcomes], dtype=bool),
+            truncated=np.array([[truncated for *_, truncated in row] for row in outcomes], dtype=bool),
         )
 
     @property
@@ -70,13 +68,13 @@ class Report:
 
     @property
     def ci95(self) -> tuple[float, float]:
-        """Wilson for one answer a question; with more, questions are resampled: a question's answers go together."""
+        """Wilson interval for one answer per question; otherwise a bootstrap over questions."""
         return interval(self.correct.mean(axis=1))
 
     def summary(self) -> dict[str, Any]:
         questions, samples = self.correct.shape
         flat = [status for row in self.statuses for status in row]
-        found: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "accuracy": self.accuracy,
             "ci95": list(self.ci95),
             "n": questions,
@@ -89,39 +87,35 @@ class Report:
         if samples > 1:
             ks = range(1, samples + 1)
             passed = {str(k): pass_at_k_values(self.correct, k) for k in ks}
-            found["pass_at_k"] = {k: float(values.mean()) for k, values in passed.items()}
-            found["pass_at_k_ci95"] = {k: list(interval(values)) for k, values in passed.items()}
+            summary["pass_at_k"] = {k: float(values.mean()) for k, values in passed.items()}
+            summary["pass_at_k_ci95"] = {k: list(interval(values)) for k, values in passed.items()}
         if samples > 1 and any(answer is not None for row in self.parsed for answer in row):
-            found["majority_at_k"] = {str(k): majority_at_k(self.parsed, self.correct, k) for k in ks}
-        return found
+            summary["majority_at_k"] = {str(k): majority_at_k(self.parsed, self.correct, k) for k in ks}
+        return summary
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the mean of one number a question, from 0 to 1."""
+    """95 % confidence interval of the mean of one number from 0 to 1 per question."""
     if np.isin(values, (0.0, 1.0)).all():
-        # Of nothing but right and wrong it is known exactly. And resampling values that are all alike would claim
-        # certainty, which this does not.
+        # Successes and failures only: the Wilson interval applies. A bootstrap of equal values would have no width.
         return wilson(int(values.sum()), len(values))
     return bootstrap(values, seed=0)
 
 
 def compare(before: Report, after: Report) -> Paired:
-    """Is `after` different from `before` on the same questions?"""
+    """Paired test of two reports on the same questions."""
     assert before.ids == after.ids, "a paired test needs the same questions in the same order"
     if before.correct.shape[1] == after.correct.shape[1] == 1:
         return mcnemar(before.correct[:, 0], after.correct[:, 0])
     return paired_test(before.correct.mean(axis=1), after.correct.mean(axis=1), seed=0)
 
 
-AT_ONCE = 4096  # answers held in memory together
-
-
 def evaluate(
     collector: Collector, prompts: Sequence[Prompt], params: SamplingParams, seed: int
 ) -> tuple[Report, list[Group]]:
-    """Outcomes and the answers themselves. The seed knows no training step: every model gets the same noise."""
+    """Sample and judge answers. Seeds do not depend on the training step, so every model gets the same noise."""
     groups: list[Group] = []
-    size = max(AT_ONCE // params.n, 1)
+    size = max(MAX_ANSWERS // params.n, 1)
     for start in range(0, len(prompts), size):
         groups += collector.collect(prompts[start : start + size], params, (seed, -1))
     return Report.of(groups), groups

@@ -1,4 +1,4 @@
-"""Intervals, pass@k, majority votes and paired tests. Plain numpy; accuracies are fractions from 0 to 1."""
+"""Confidence intervals, pass@k, majority votes and paired tests, in numpy. Accuracies are fractions from 0 to 1."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from assay.types import UserError
 
 Answer = str | None
 
-CHUNK = 1_000_000  # numbers drawn at once, to bound memory
-MAX_SCALE = 1024  # the largest common denominator looked for by the exact paired test
-MAX_EXACT_WORK = 200_000_000  # additions; beyond that the paired test samples
+CHUNK = 1_000_000  # random numbers generated at a time, to bound memory
+MAX_SCALE = 1024  # largest common denominator that the exact paired test tries
+MAX_EXACT_WORK = 200_000_000  # additions; beyond this the paired test uses random sign flips
 
 
 @dataclass(frozen=True)
 class Paired:
-    """The same questions before and after: how many got better or worse, and the chance of that if nothing changed."""
+    """Result of a paired test: two-sided p-value, and the numbers of questions that improved and got worse."""
 
     p_value: float
     gained: int
@@ -30,31 +30,31 @@ class Paired:
 
 
 def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson score interval of a proportion; (0, 1) when nothing was measured."""
+    """Wilson score interval of a proportion; (0, 1) if n is 0."""
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes of {n}")
     if n == 0:
         return 0.0, 1.0
     z = NormalDist().inv_cdf((1 + confidence) / 2)
-    share = successes / n
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    # At the ends the interval touches 0 and 1 exactly; rounding must not push it off.
-    low = 0.0 if successes == 0 else max(centre - half, 0.0)
-    high = 1.0 if successes == n else min(centre + half, 1.0)
+    rate = successes / n
+    center = (rate + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    # The bounds for 0 and n successes are exact despite rounding.
+    low = 0.0 if successes == 0 else max(center - half, 0.0)
+    high = 1.0 if successes == n else min(center + half, 1.0)
     return low, high
 
 
 def bootstrap(
     values_per_question: ArrayLike, seed: int, n: int = 10_000, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """Percentile interval of the mean, resampling questions (samples of one question are not independent).
+    """Percentile bootstrap interval of the mean over questions (samples of one question are not independent).
 
-    It has no width where all values are equal; for one answer a question use `wilson`.
+    It has no width if all values are equal; for one answer per question use `wilson`.
     """
     values = np.asarray(values_per_question, dtype=np.float64)
     if values.ndim != 1 or values.size == 0:
-        raise UserError("an interval needs at least one question: the evaluation set is empty.")
+        raise UserError("the evaluation set is empty: an interval needs at least one question")
     rng = np.random.default_rng(seed)
     rows = max(CHUNK // values.size, 1)
     means = [
@@ -66,15 +66,18 @@ def bootstrap(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k samples is right, unbiased, from c right ones of n (Chen et al. 2021)."""
+    """Unbiased estimate of the probability that at least one of k samples is correct (Chen et al. 2021).
+
+    `c` of `n` samples are correct.
+    """
     if not 0 <= c <= n or not 1 <= k <= n:
-        raise ValueError(f"pass@{k} from {c} right of {n} samples: needs 0 <= c <= n and 1 <= k <= n")
-    # 1 - C(n-c, k) / C(n, k) as a product of factors in [0, 1]; one of them is 0 when fewer than k samples are wrong.
+        raise ValueError(f"pass@{k} with {c} of {n} samples correct: requires 0 <= c <= n and 1 <= k <= n")
+    # 1 - C(n-c, k) / C(n, k) as a product of factors in [0, 1]; one of them is 0 if fewer than k samples are wrong.
     return 1.0 - math.prod(max(1.0 - k / i, 0.0) for i in range(n - c + 1, n + 1))
 
 
 def pass_at_k_values(correct: ArrayLike, k: int) -> NDArray[np.float64]:
-    """pass@k of each question, from correct[question, sample]: what `bootstrap` takes."""
+    """pass@k of each question, from correct[question, sample]."""
     table = np.asarray(correct, dtype=bool)
     n = table.shape[1]
     by_count = np.array([pass_at_k(n, c, k) for c in range(n + 1)])
@@ -82,29 +85,29 @@ def pass_at_k_values(correct: ArrayLike, k: int) -> NDArray[np.float64]:
 
 
 def majority_correct(answers: Sequence[Answer], correct: Sequence[bool], k: int) -> bool:
-    """Whether the most frequent of a question's first k answers is right.
+    """Whether the most frequent of a question's first k answers is correct.
 
-    Ties go to the answer seen first. A missing answer (None) casts no vote; without votes the question is wrong. Votes
-    are for equal strings, and an answer is as right as the first sample that gave it.
+    Answers are compared as strings; an answer is correct if its first sample is. A tie is won by the answer that occurs
+    first. A missing answer (None) has no vote; without votes the result is wrong.
     """
     votes = Counter(answer for answer in answers[:k] if answer is not None)
     if not votes:
         return False
-    winner = max(votes, key=votes.__getitem__)  # a Counter keeps the order of first sight, and max takes the first
+    winner = max(votes, key=votes.__getitem__)  # a Counter keeps the order of insertion, and max returns the first
     return bool(correct[list(answers).index(winner)])
 
 
 def majority_at_k(answers: Sequence[Sequence[Answer]], correct: ArrayLike, k: int) -> float:
-    """Share of questions whose majority answer over the first k samples is right; answers and correct are [Q][n]."""
+    """Fraction of questions whose majority answer over the first k samples is correct; arguments are [Q][n]."""
     table = np.asarray(correct, dtype=bool)
     if not answers or not 1 <= k <= table.shape[1]:
         raise ValueError(f"majority@{k} of {len(answers)} questions with samples {table.shape[1:]}")
-    right = [majority_correct(row, row_correct, k) for row, row_correct in zip(answers, table.tolist(), strict=True)]
-    return sum(right) / len(right)
+    won = [majority_correct(row, row_correct, k) for row, row_correct in zip(answers, table.tolist(), strict=True)]
+    return sum(won) / len(won)
 
 
 def mcnemar(before: ArrayLike, after: ArrayLike) -> Paired:
-    """Exact two-sided McNemar test on right/wrong of the same questions, one answer each."""
+    """Exact two-sided McNemar test of correctness on the same questions, with one answer per question."""
     was, now = np.asarray(before, dtype=bool), np.asarray(after, dtype=bool)
     _require_same_questions(was, now)
     gained, lost = int((~was & now).sum()), int((was & ~now).sum())
@@ -112,10 +115,11 @@ def mcnemar(before: ArrayLike, after: ArrayLike) -> Paired:
 
 
 def paired_test(before_means: ArrayLike, after_means: ArrayLike, seed: int, rounds: int = 20_000) -> Paired:
-    """Two-sided sign-flip test of the mean difference between per-question means (several answers a question).
+    """Two-sided sign-flip test of the mean difference between per-question means (several answers per question).
 
-    Means of n samples are multiples of 1/n, so the null distribution can be computed exactly; for one answer a question
-    this is McNemar's test. Other values (or too many) are sampled, and the p-value is then at least 1 / (rounds + 1).
+    Means of n samples are multiples of 1/n, so the null distribution can be computed exactly; for one answer per
+    question this is McNemar's test. For other values, or too many, signs are flipped at random `rounds` times, and the
+    p-value is at least 1 / (rounds + 1).
     """
     was, now = np.asarray(before_means, dtype=np.float64), np.asarray(after_means, dtype=np.float64)
     _require_same_questions(was, now)
@@ -130,11 +134,11 @@ def paired_test(before_means: ArrayLike, after_means: ArrayLike, seed: int, roun
 
 def _require_same_questions(before: NDArray, after: NDArray) -> None:
     if before.shape != after.shape or before.ndim != 1:
-        raise ValueError(f"a paired test needs the same questions twice, not {before.shape} and {after.shape}")
+        raise ValueError(f"a paired test needs the same questions, not shapes {before.shape} and {after.shape}")
 
 
 def _sign_test(gained: int, lost: int) -> float:
-    """P(a fair coin is at least this lopsided), in whole numbers: thousands of flips cannot overflow or lose digits."""
+    """Two-sided binomial test with p = 1/2, in integers: it cannot overflow or lose digits."""
     flips = gained + lost
     ways = tail = 1  # C(flips, 0)
     for i in range(1, min(gained, lost) + 1):
@@ -152,7 +156,7 @@ def _common_denominator(values: NDArray[np.float64]) -> int | None:
 
 
 def _exact_sign_flip(units: NDArray[np.int64]) -> float:
-    """P(|sum of randomly signed units| >= |their sum|), building up the distribution of the positively signed part."""
+    """P(|sum of randomly signed units| >= |their sum|), from the distribution of the sum of the positive ones."""
     sizes = np.abs(units[units != 0])
     total, observed = int(sizes.sum()), abs(int(units.sum()))
     chance = np.zeros(total + 1)
@@ -160,13 +164,13 @@ def _exact_sign_flip(units: NDArray[np.int64]) -> float:
     for size in sizes:
         chance[size:] = (chance[size:] + chance[: total + 1 - size]) / 2
         chance[:size] /= 2
-    # The signed sum is 2 * positive - total: the lower tail, doubled, holds only small terms and keeps its digits.
+    # The signed sum is 2 * positive - total. Twice the lower tail has small terms only and keeps its precision.
     return min(2 * float(chance[: (total - observed) // 2 + 1].sum()), 1.0)
 
 
 def _sampled_sign_flip(differences: NDArray[np.float64], seed: int, rounds: int) -> float:
     rng = np.random.default_rng(seed)
-    observed = abs(differences.sum()) - 1e-9  # equal sums added up in another order must count as reached
+    observed = abs(differences.sum()) - 1e-9  # equal sums may differ in rounding
     rows = max(CHUNK // differences.size, 1)
     reached = 0
     for start in range(0, rounds, rows):

@@ -276,7 +276,7 @@ class Driver:
     def useful(self) -> int:
         """Steps after which everybody will have reached their limit."""
         step = self.scheduler.step
-        return max([0, *(sample.last - step for sample in self.scheduler.running)])
+        return max([0, *(sample.last_step - step for sample in self.scheduler.running)])
 
     def make_room(self, steps: int) -> None:
         scheduler = self.scheduler
@@ -341,10 +341,13 @@ class Driver:
 
     def check_outlook(self, sample: Sample) -> None:
         """It has drawn all it may by `last`, and its blocks suffice up to `dry` but not for one step more."""
-        assert sample.last == sample.entered + sample.job.limit - len(sample.drawn)
-        room, before = len(sample.blocks) * self.blocks.size, min(sample.dry, sample.last) - sample.entered
+        assert sample.last_step == sample.entered + sample.job.limit - len(sample.drawn)
+        room, before = (
+            len(sample.blocks) * self.blocks.size,
+            min(sample.blocks_exhausted_at, sample.last_step) - sample.entered,
+        )
         assert sample.stored(before) <= room
-        assert sample.dry > sample.last or sample.stored(before + 1) > room
+        assert sample.blocks_exhausted_at > sample.last_step or sample.stored(before + 1) > room
 
     def collect(self) -> None:
         """Look at the oldest window that has not been looked at, and let go of whoever is done."""

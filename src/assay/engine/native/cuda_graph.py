@@ -60,9 +60,9 @@ class GraphRunner(Runner):
         size = len(running)
         # The longest first. All grow by one token a step, so that the order holds until somebody comes or goes.
         order = np.arange(self.rows.size, dtype=np.int32)
-        order[:size] = np.argsort(-self.rows.begun[:size], kind="stable")
+        order[:size] = np.argsort(-self.rows.start_offsets[:size], kind="stable")
         self.order.copy_(self.rows.upload(order))
-        counts = self.rows.prompts[:size] // BLOCK_SIZE
+        counts = self.rows.prompt_lengths[:size] // BLOCK_SIZE
         counts[counts < self.least_shared] = 0
         keys, tokens = find_shared(self.rows.host_tables[:size], counts)
         plan = plan_sharing(keys, tokens, self.shared.rows.shape[1], rows=self.rows.size)

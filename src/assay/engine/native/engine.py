@@ -233,7 +233,7 @@ class NativeEngine(LocalEngine):
         """Number of steps that some sample can use, before the host reads results."""
         scheduler = self.scheduler
         # All running samples may be past their last step, not yet seen, when one that would have gone on has stopped.
-        useful = max([scheduler.step, *(sample.last for sample in scheduler.running)]) - scheduler.step
+        useful = max([scheduler.step, *(sample.last_step for sample in scheduler.running)]) - scheduler.step
         return min(window, useful, LOG_STEPS - scheduler.step % LOG_STEPS)
 
     def _make_room(self, window: int) -> None:
@@ -259,7 +259,7 @@ class NativeEngine(LocalEngine):
         if plan.entering:
             self.rows.enter(plan.entering)
             self.rows_changed = True
-        self.rows.note_blocks([*plan.grown, *plan.entering])
+        self.rows.add_blocks([*plan.grown, *plan.entering])
 
     def _decode(self, steps: int) -> None:
         scheduler, running = self.scheduler, self.scheduler.running
@@ -284,10 +284,10 @@ class NativeEngine(LocalEngine):
             done = last - sample.entered
             stored = sample.stored(done) + (sample.stored(done - steps + 1) if steps > 1 else sample.stored(done))
             empty += 2 * BLOCK_SIZE * len(sample.blocks) - stored
-        stats.places += held
-        stats.empty_places += empty
-        if held >= stats.peak_places:
-            stats.peak_places, stats.kv_waste_peak = held, empty / held
+        stats.kv_slots += held
+        stats.empty_kv_slots += empty
+        if held >= stats.peak_kv_slots:
+            stats.peak_kv_slots, stats.kv_waste_peak = held, empty / held
 
     def _collect(self) -> None:
         """Process the oldest results, and take out the samples that have ended."""

@@ -98,7 +98,7 @@ class Runner:
 
     def arrange(self, running: Sequence[Sample]) -> None:
         """Called when rows have come, gone or moved, before the next step."""
-        self.rows.note_modes(running)
+        self.rows.update_modes(running)
 
     def decode(self, size: int, steps: int, span: int) -> None:
         """Steps for the first `size` rows; no sequence gets longer than `span`."""

@@ -96,11 +96,11 @@ class Scheduler:
         plan = Plan(grown=self._short(steps))
         until, size = self.step + steps, self.blocks.size
         for sample in plan.grown:
-            while sample.dry < until:
+            while sample.blocks_exhausted_at < until:
                 sample.blocks.append(self.blocks.take_one())
-                sample.dry += size
-                if sample.dry >= sample.last:
-                    sample.dry = NEVER
+                sample.blocks_exhausted_at += size
+                if sample.blocks_exhausted_at >= sample.last_step:
+                    sample.blocks_exhausted_at = NEVER
         if self._worth_it(steps):
             self._admit(plan, steps)
             # Whose prompt was too long for one pass has waited enough.
@@ -188,7 +188,7 @@ class Scheduler:
 
     def _seat(self, sample: Sample, plan: Plan) -> None:
         assign_slot(sample, self.running, self.step)
-        sample.last, sample.dry = sample.end, sample.lasts_until(self.blocks.size)
+        sample.last_step, sample.blocks_exhausted_at = sample.end, sample.exhausts_blocks_at(self.blocks.size)
         self.pending -= 1
         plan.entering.append(sample)
 
@@ -210,7 +210,7 @@ class Scheduler:
     def _short(self, steps: int) -> list[Sample]:
         """Those who run and need more blocks for so many steps."""
         until = self.step + steps
-        return [sample for sample in self.running if sample.dry < until]
+        return [sample for sample in self.running if sample.blocks_exhausted_at < until]
 
     def _growth(self, sample: Sample, steps: int, have: int | None = None) -> int:
         """Blocks that a sample misses for so many more steps."""
