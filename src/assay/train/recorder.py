@@ -106,6 +106,7 @@ def rollout_metrics(sampled: Sampled, algo: Algorithm, engine: Capabilities) -> 
     lengths = [r.length for r in answers]
     masked = sum(turn.masked for r in answers for turn in r.turns)
     kept_mass = sum(c.kept_mass for c in completions) / len(completions)
+    truncation_kl = sum(sum(c.sampling_logprobs) - sum(c.engine_logprobs) for c in completions) / sum(lengths)
     entropy = sum(c.entropy * len(c.token_ids) for c in completions) / sum(lengths)
     greedy = [group.baseline for group in sampled.groups if group.baseline is not None]
     return {
@@ -119,6 +120,7 @@ def rollout_metrics(sampled: Sampled, algo: Algorithm, engine: Capabilities) -> 
         "length/max": float(max(lengths)),
         "length/truncated": sum(r.truncated for r in answers) / count,
         **({"sampling/kept_mass": kept_mass} if engine.kept_mass else {}),
+        **({"sampling/truncation_kl": truncation_kl} if truncation_kl else {}),
         "sampling/logprob": sum(sum(c.engine_logprobs) for c in completions) / sum(lengths),
         **({"sampling/entropy": entropy} if engine.entropy else {}),
         **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
