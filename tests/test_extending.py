@@ -244,7 +244,7 @@ def test_a_task(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_environment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_commands(folder, ENVIRONMENT)
     shown = capsys.readouterr().out
-    assert shown.count("ok ") == 7 and "a perfect policy scores full" in shown  # of `assay env check`
+    assert shown.count("ok ") == 8 and "a perfect policy reaches max_return" in shown  # of `assay env check`
     groups = read_rollouts(run, 1)
     assert len(groups) == 4 and all(len(group.rollouts) == 4 for group in groups)
     for group in groups:

@@ -163,7 +163,7 @@ class Trainer(ABC):
             raise UserError("the run has no environment: set env.name, e.g. guess")
         if env.inline:
             raise UserError(f"what {env.name} says goes on within a reply, which get_action cannot: use sample()")
-        return env.alone()
+        return env.standalone()
 
     def reward(self, action: Rollout, value: float) -> None:
         """Set the reward of an action, in place of a judge's verdict. From 1.0 up it counts as correct."""

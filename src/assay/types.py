@@ -15,6 +15,13 @@ class UserError(ValueError):
     """A mistake that the user can fix. The command line prints it as one line and exits with code 2."""
 
 
+def describe_error(error: BaseException, limit: int = 300) -> str:
+    """Describe an exception in one line of limited length: its type and message."""
+    text = " ".join(str(error).split())
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
 def unknown_name(
     kind: str, name: str, known: Iterable[str], *, where: str = "", listed: Iterable[str] | None = None
 ) -> UserError:

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from assay.envs import ENVS, Env, TaskEnv, make_env
-from assay.envs.arithmetic import demonstration, truth
 from assay.envs.base import SEED, as_messages, safe_step
 from assay.envs.check import check_env, play
-from assay.envs.python_tool import evaluate
+from assay.envs.tools import check_equations, recompute_calls
 from assay.tasks import make_task
 from assay.types import Status, UserError
 
@@ -97,13 +96,13 @@ def test_lines_are_steps_and_true_sums_are_rewarded() -> None:
     ],
 )
 def test_a_line_is_rewarded_for_whole_sums_only(line: str, value: int) -> None:
-    assert truth(line) == value
+    assert check_equations(line) == value
 
 
 def test_reading_the_sums_of_a_line_takes_linear_time() -> None:
     def seconds(line: str) -> float:
         started = time.process_time()
-        truth(line)
+        check_equations(line)
         return time.process_time() - started
 
     for part in ("1 ", "1+", "("):  # a line of 20,000 such characters takes 20 microseconds, in quadratic time seconds
@@ -120,7 +119,7 @@ def test_the_calculator_completes_what_it_is_asked_and_nothing_else() -> None:
     assert env.step(" <<2+=")[0] == "error>>"
     assert env.step(" <<1+1=2")[0] == ""  # it stated a result of its own
     step = env.step(f">> so \\boxed{{{env.prompt.answer}}}")
-    assert step[1:3] == (1.0, True) and "<<48/2=24>>" in env.said
+    assert step[1:3] == (1.0, True) and "<<48/2=24>>" in env.reply
     words: Any = made("calculator", task="abacus")
     words.reset(seed=1)
     assert words.step("<< 4 + 5 =")[0] == " 9 >>"  # its task has words set apart by spaces
@@ -146,9 +145,9 @@ def test_a_line_may_hold_calls_of_the_calculator() -> None:
 def test_a_demonstration_has_the_results_of_the_calculator() -> None:
     said = "8*18 = $<<8*18=144.00>>144.00, a third <<1/3=.33>>.33, <<560//10=56>>56 = 56, <<2+2= and << 1 >> x=y"
     shown = "8*18 = $<<8*18=144>>144.00, a third <<1/3=1/3>>.33, <<560//10=error>>56 = 56, <<2+2=4>> and << 1 >> x=y"
-    assert demonstration(said, "<<", ">>") == shown
-    assert demonstration("[4 + 5 = 9 ] = 9", "[", "]", " ") == "[4 + 5 = 9 ] = 9"
-    assert demonstration(shown, "<<", ">>") == shown
+    assert recompute_calls(said, "<<", ">>") == shown
+    assert recompute_calls("[4 + 5 = 9 ] = 9", "[", "]", " ") == "[4 + 5 = 9 ] = 9"
+    assert recompute_calls(shown, "<<", ">>") == shown
 
 
 @pytest.mark.parametrize(("name", "args"), [("calculator", {}), ("stepwise", {"calculator": True})])
@@ -177,14 +176,14 @@ def test_python_runs_apart_with_limits() -> None:
         ("<python>sum(1 for _ in range(10**12))</python>", "<result>took longer than 1 s"),
         ("</python>", "no expression"),
     ]
-    episodes = [env.fresh() for _ in calls]
+    episodes = [env.copy() for _ in calls]
     for episode in episodes:
         episode.reset(seed=0)
     steps = env.step_all(episodes, [f"so {call}" for call, _ in calls])
     for (call, expected), (observation, _, terminated, _, _) in zip(calls, steps, strict=True):
         assert expected in observation and observation.endswith("</result>") and not terminated, call
     last = episodes[0].step(f"\\boxed{{{episodes[0].prompt.answer}}}")
-    assert last[1] == 1.0 and "<result>14</result>" in episodes[0].said
+    assert last[1] == 1.0 and "<result>14</result>" in episodes[0].reply
     env.close()
 
 
@@ -203,14 +202,8 @@ def test_the_token_that_ends_a_call_may_hold_more(rest: str, shown: str) -> None
     env.reset(seed=0)
     action = f"so <python>1</python> <python>2+2</python>{rest}"
     assert env.step(action)[0] == shown
-    assert env.said == action + shown
+    assert env.reply == action + shown
     env.close()
-
-
-@pytest.mark.parametrize("text", ["__builtins__", "lambda: 1", "[].append(1)", "f'{1}'", "import os", "(x := 1)"])
-def test_only_expressions_of_values_are_evaluated(text: str) -> None:
-    with pytest.raises((ValueError, SyntaxError)):
-        evaluate(text)
 
 
 def test_countdown_says_what_was_wrong_and_later_tries_are_worth_less() -> None:
@@ -247,16 +240,16 @@ def test_a_step_that_fails_is_an_error_and_not_a_wrong_answer() -> None:
     [
         ("gess", {}, "did you mean 'guess'"),
         ("stepwise", {}, "needs a task"),
-        ("guess", {"task": "abacus"}, "problems of its own"),
+        ("guess", {"task": "abacus"}, "its own problems"),
         ("guess", {"high": 0}, "low must be below high"),
         ("guess", {"hihg": 5}, "hihg"),
         ("guess", {"tries": "many"}, "tries"),
         ("assay.types:Prompt", {}, "needs the argument"),
         ("assay.text:char_tokenizer", {}, "reset and step"),
-        ("assay.envs:Env", {}, "write reset, step"),
-        ("reasoning_gym:chain_sum", {"task": "abacus"}, "leave task.name out"),
-        ("examples/my_env.py", {}, "name the class"),
-        (f"{__name__}:Failing", {}, "could not be made: RuntimeError: no screen"),
+        ("assay.envs:Env", {}, "reset, step"),
+        ("reasoning_gym:chain_sum", {"task": "abacus"}, "remove task.name"),
+        ("examples/my_env.py", {}, "name of the class"),
+        (f"{__name__}:Failing", {}, "RuntimeError: no screen"),
         (f"{__name__}:Stopped", {}, "tuple of strings"),
         (f"{__name__}:Stepless", {}, "max_steps"),
     ],
@@ -368,9 +361,9 @@ def test_a_sound_environment_passes() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Unseeded, "two observations"),
+        (Unseeded, "different observations"),
         (Sharing, "an episode changed another"),
-        (Endless, "ended it within 3 steps"),
+        (Endless, "within 3 steps"),
         (Goldless, "gold_action"),
         (Misformed, "observation, reward, terminated, truncated, info"),
         (Repeating, "repeats the action"),

@@ -96,7 +96,7 @@ def test_lenient_takes_other_forms(form: str, text: str, answer: str, source: st
 def test_lenient_without_any_answer_keeps_the_first_reason() -> None:
     assert extract(r"\boxed{x", "boxed", strict=False).status is Status.UNPARSABLE
     assert extract("nothing", "boxed", strict=False).status is Status.NO_ANSWER
-    assert extract("just 5", "answer-tag", strict=False, numbers=False).status is Status.NO_ANSWER
+    assert extract("just 5", "answer-tag", strict=False, any_number=False).status is Status.NO_ANSWER
 
 
 @settings(max_examples=150, deadline=None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from assay.rewards import JudgePool, MathJudge, RewardMix
-from assay.rewards.judge import failed
+from assay.rewards.judge import failed_verdict
 from assay.types import Status, UserError, Verdict
 
 
@@ -56,9 +56,9 @@ def test_partial_credit_lies_between_wrong_and_correct() -> None:
 
 def test_failures_keep_their_status() -> None:
     mix = RewardMix(MathJudge(), format=0.5, length=0.5, unparsable=-1.0)
-    late = failed(mix, Status.TIMEOUT, "slow")
+    late = failed_verdict(mix, Status.TIMEOUT, "slow")
     assert (late.reward, late.status, late.detail) == (-1.0, Status.TIMEOUT, "slow")
-    assert failed(mix, Status.ERROR, "broken").reward == 0.0
+    assert failed_verdict(mix, Status.ERROR, "broken").reward == 0.0
 
 
 def test_in_a_pool() -> None:

@@ -34,7 +34,7 @@ def guess(**args: Any) -> Any:
 
 def stepwise(**args: Any) -> Any:
     env: Any = make_env("stepwise", task=make_task("abacus"), separator=";", **args)
-    env.deferred = True
+    env.defer_judging = True
     return env
 
 
@@ -100,7 +100,7 @@ def test_a_tools_result_is_in_the_sequence_but_not_trained_on() -> None:
     """A policy that can only write << 1 + 1 = : its calls are answered, on what the engine kept."""
     task = make_task("abacus", max_value=15)
     env: Any = make_env("calculator", task=task)
-    env.deferred = True
+    env.defer_judging = True
     part = collector(env, Limits(steps=3, step_tokens=30))
     encode = part.renderer.tokenizer.encode
     allowed = set(encode("<< 1 + ="))
@@ -236,7 +236,7 @@ def test_one_step_is_the_easy_case() -> None:
     """A task as an environment gives what the task itself gives: the same tokens, the same verdicts."""
     task: Any = make_task("abacus")
     env: Any = make_env("single", task=task)
-    env.deferred = True
+    env.defer_judging = True
     part = collector(env, Limits())
     prompts = task.prompts("test")[:5]
     played = part.collect(prompts, replace(PARAMS, max_new_tokens=8), (3, 1))

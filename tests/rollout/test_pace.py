@@ -74,7 +74,7 @@ def as_data(groups: Sequence[Group]) -> list[Any]:
 
 def deferred(name: str, **args: Any) -> Env:
     env: Any = make_env(name, task=make_task("abacus", max_value=15), **args)
-    env.deferred = True
+    env.defer_judging = True
     return env
 
 

@@ -64,8 +64,8 @@ def play(env: Env, seed: int | None) -> int:
     try:
         while True:
             print(f"--- episode {seed}")
-            total = play_one(env.fresh(), seed)
-            print(f"--- over: {total:g} of {env.full:g}")
+            total = play_one(env.copy(), seed)
+            print(f"--- over: {total:g} of {env.max_return:g}")
             seed += 1
     except EOFError:
         print()

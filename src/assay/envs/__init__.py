@@ -1,4 +1,4 @@
-"""Environments: text in, text out, one step or many; and tools that a policy can use while it writes."""
+"""Environments: `reset` and `step` with text, and tools that a policy can use in its reply."""
 
 from assay.envs.base import Env, Observation, Step, TaskEnv
 from assay.envs.registry import ENVS, make_env

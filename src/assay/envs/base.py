@@ -1,7 +1,4 @@
-"""What an environment is: seeded `reset`, `step` with text, as in Gymnasium; and prompts that episodes begin with.
-
-A limit on the time of code that is not ours, or a report of how long it takes.
-"""
+"""The environment interface: seeded `reset` and `step` with text, as in Gymnasium, and prompts that start episodes."""
 
 from __future__ import annotations
 
@@ -17,14 +14,16 @@ from threading import Thread, Timer
 from typing import Any, Self, TypeVar
 
 from assay.rewards import Judge
-from assay.rewards.judge import judge_safely, one_line
+from assay.rewards.judge import judge_safely
 from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, stable_hash
-from assay.types import Message, Prompt, Status, UserError, Verdict
+from assay.types import Message, Prompt, Status, UserError, Verdict, describe_error
 
+T = TypeVar("T")
 Observation = str | Sequence[Message]
 Info = dict[str, Any]
 Step = tuple[Observation, float, bool, bool, Info]  # observation, reward, terminated, truncated, info
-SEED = "episode_seed"  # the field of a prompt that says how its episode is to be reset
+SEED = "episode_seed"  # the prompt field with the seed of its episode
+RENAMED = {"full": "max_return", "fresh": "copy", "alone": "standalone"}  # former members
 
 
 @dataclass(frozen=True)
@@ -36,92 +35,94 @@ class NoJudge:
 
 
 class Env(Task, ABC):
-    """One episode at a time, begun by `reset`. All that an episode changes is set there: copies play side by side.
+    """An environment with one episode at a time, started by `reset`.
 
-    `info` of a step may hold `verdict` (of the whole episode; without one it is right if its rewards add up to `full`)
-    or `answer` (a text for the run's judge, whose reward is added to the step's); and `masked`: true if the action just
-    made is context only, which stays in the episode but out of the loss.
+    All state of an episode must be set in `reset`: shallow copies run concurrently. The `info` of a step may have
+    `verdict` (of the whole episode; without one, an episode is correct if its rewards sum to `max_return`), `answer` (a
+    text for the run's judge, whose reward is added to the step's), and `masked` (true: the last action stays in the
+    context but is not trained on).
     """
 
     name = "env"
     role = "user"  # of an observation that is plain text
-    inline = False  # observations go on within the policy's reply (a tool's result), not in a message of their own
+    inline = False  # observations continue the policy's reply (a tool's result) instead of being a separate message
     stop: tuple[str, ...] = ()  # strings that end an action, besides the end of the reply
-    max_steps = 16  # after which an episode is cut off, unless the settings say otherwise
-    slow = False  # whether `step` may take long and can run in threads, of several episodes at a time
-    full = 1.0  # what the rewards of a perfect episode add up to
-    judged = False  # whether it leaves answers to the run's judge, so that the settings of rewards have a say
+    max_steps = 16  # after which an episode is truncated, unless the settings override it
+    slow = False  # whether `step` may take long; steps of several episodes then run in threads
+    max_return = 1.0  # the sum of rewards of a perfect episode
+    judged = False  # whether it leaves answers to the run's judge, so that the section `reward` applies
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Begin an episode; the same seed begins the same one."""
+        """Start an episode; the same seed starts the same episode."""
 
     @abstractmethod
     def step(self, action: str) -> Step:
-        """What the policy wrote, up to its end or a stop string, which is part of it."""
+        """Apply what the policy wrote, up to the end of its reply or a stop string (included)."""
 
     def gold_action(self) -> str | None:
-        """What a perfect policy would write now; None if the environment cannot tell."""
+        """Return the action of a perfect policy in the current state; None if unknown."""
         return None
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """Episodes without end, told apart by their seeds; splits share none."""
+        """Return unlimited episodes that differ in their seeds; splits share no seed."""
         check_split(split)
-        return LazyPrompts(partial(self._seeded, split), UNLIMITED)
+        return LazyPrompts(partial(self._seeded_prompt, split), UNLIMITED)
 
-    def _seeded(self, split: str, index: int) -> Prompt:
-        seed = stable_hash(f"{self.name}/{split}/{index}") >> 33  # 31 bits, which any generator takes
-        observation, _ = safe_reset(self.fresh(), seed)
+    def _seeded_prompt(self, split: str, index: int) -> Prompt:
+        seed = stable_hash(f"{self.name}/{split}/{index}") >> 33  # 31 bits, which every generator accepts
+        observation, _ = safe_reset(self.copy(), seed)
         return Prompt(f"{self.name}/{split}/{index}", as_messages(observation, self.role), fields={SEED: seed})
 
     def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
         return NoJudge()
 
-    def fresh(self) -> Self:
-        """Another one like this, to play an episode of its own. What was made once, by `__init__`, is shared."""
+    def copy(self) -> Self:
+        """Return a copy for another episode; what `__init__` created is shared."""
         return copy.copy(self)
 
-    def alone(self) -> Self:
-        """Another one like this, to be played without a run: it leaves no answer to a run's judge."""
-        return self.fresh()
+    def standalone(self) -> Self:
+        """Return a copy for use without a run: it leaves no answer to a run's judge."""
+        return self.copy()
 
     def start(self, prompt: Prompt) -> tuple[Observation, Info]:
-        """Begin the episode of a prompt. What the policy reads is the prompt's: it must be what `reset` says again."""
+        """Start the episode of a prompt. `reset` must return the prompt's messages, which the policy reads."""
         observation, info = safe_reset(self, prompt.fields.get(SEED), {"prompt": prompt})
         if as_messages(observation, self.role) != tuple(prompt.messages):
             raise UserError(
-                f"{prompt.id}: reset gives another observation than the prompt's messages: "
-                "begin the same episode for the same seed"
+                f"{prompt.id}: reset returned another observation than the prompt's messages: "
+                "start the same episode for the same seed"
             )
         return observation, info
 
     def step_all(self, episodes: Sequence[Env], actions: Sequence[str]) -> list[Step]:
-        """A step of many episodes at once. A tool with processes of its own can do better than one after the other."""
+        """Step several episodes. An environment with worker processes can override this to step them in parallel."""
         return [safe_step(episode, action) for episode, action in zip(episodes, actions, strict=True)]
 
     def close(self) -> None:
-        """Let go of processes and files, once all episodes are over."""
+        """Release processes and files, including those shared with copies. Called after the last episode, on the
+        environment that was copied; may be called more than once."""
 
 
 class TaskEnv(Env):
-    """Episodes about the problems of a task. Here: one answer, judged. The easy case, and what tools build upon."""
+    """Episodes on the problems of a task. This class: one answer, which is judged. Base class of tools."""
 
     name = "single"
     max_steps = 1
     judged = True
-    default_task = ""  # what is solved if the user names no task
+    default_task = ""  # used if the user names no task
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.default_extract, self.instruction, self.has_all = task.default_extract, task.instruction, task.has_all
-        self.deferred = False  # whether answers are left to the run's judge, which has processes and time limits
+        self.defer_judging = False  # leave answers to the run's judge, which has worker processes and time limits
         if words := getattr(task, "words", None):
-            self.words = lambda: [*dict.fromkeys([*words(), *self.own_words()])]
+            self.words = lambda: [*dict.fromkeys([*words(), *self.extra_words()])]
         self._judge = task.judge()
         self._train = task.prompts("train")
 
-    def own_words(self) -> Sequence[str]:
-        """Words that the environment writes, or wants written, beyond those of the task."""
+    def extra_words(self) -> Sequence[str]:
+        """Return words beyond those of the task that the environment writes or expects."""
         return ()
 
     def prompts(self, split: str) -> Sequence[Prompt]:
@@ -133,37 +134,37 @@ class TaskEnv(Env):
     def gold_completion(self, prompt: Prompt) -> str:
         return self.task.gold_completion(prompt)
 
-    def alone(self) -> Self:
-        found = self.fresh()
-        found.deferred = False
-        return found
+    def standalone(self) -> Self:
+        env = self.copy()
+        env.defer_judging = False
+        return env
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         given = (options or {}).get("prompt")
         self.prompt: Prompt = given or self._train[(seed or 0) % len(self._train)]
-        self.said = ""  # the reply so far, results of tools included
+        self.reply = ""  # so far, including results of tools
         return self.prompt.messages, {"id": self.prompt.id}
 
     def step(self, action: str) -> Step:
-        self.said += action
-        return self.answered(self.said)
+        self.reply += action
+        return self.finish(self.reply)
 
-    def answered(self, text: str, reward: float = 0.0) -> Step:
-        """The end of an episode: `text` is judged, here or by the run."""
-        if self.deferred:
-            return "", reward, True, False, {"answer": text}
-        verdict = judge_safely(self._judge, text, self.prompt.answer, self.prompt.fields)
+    def finish(self, answer: str, reward: float = 0.0) -> Step:
+        """End the episode: the answer is judged here, or by the run."""
+        if self.defer_judging:
+            return "", reward, True, False, {"answer": answer}
+        verdict = judge_safely(self._judge, answer, self.prompt.answer, self.prompt.fields)
         return "", reward + verdict.reward, True, False, {"verdict": verdict}
 
     def gold_action(self) -> str | None:
-        """The rest of the worked solution, up to where an action ends."""
-        whole = self.gold_completion(self.prompt)
-        return up_to_stop(whole.removeprefix(self.said), self.stop) if whole.startswith(self.said) else None
+        """Return the rest of the worked solution, up to the end of an action."""
+        gold = self.gold_completion(self.prompt)
+        return up_to_stop(gold.removeprefix(self.reply), self.stop) if gold.startswith(self.reply) else None
 
 
 def up_to_stop(text: str, stops: Sequence[str]) -> str:
-    """The text up to and with the first stop string."""
-    ends = [place + len(stop) for stop in stops if (place := text.find(stop)) >= 0]
+    """Return the text up to and including the first stop string."""
+    ends = [start + len(stop) for stop in stops if (start := text.find(stop)) >= 0]
     return text[: min(ends, default=len(text))]
 
 
@@ -181,32 +182,32 @@ def is_message(value: Any) -> bool:
 
 
 def safe_reset(episode: Env, seed: int | None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-    """An episode that cannot begin, or not as it has to, is a mistake that ends the run: there is nothing to judge."""
+    """Call `reset`. If it fails or returns an invalid value, raise a UserError: there is no episode to judge."""
     try:
-        found: Any = episode.reset(seed=seed, options=options)
+        result: Any = episode.reset(seed=seed, options=options)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{episode.name}: reset(seed={seed}) failed: {one_line(error)}") from error
-    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
-        raise UserError(f"{episode.name}: reset must return (observation, info), not {found!r:.80}")
-    return found
+        raise UserError(f"{episode.name}: reset(seed={seed}) failed: {describe_error(error)}") from error
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+        raise UserError(f"{episode.name}: reset must return (observation, info), not {result!r:.80}")
+    return result
 
 
 def safe_step(episode: Env, action: str) -> Step:
-    """A step that fails ends its episode with a verdict that says so: a broken environment is not a wrong answer."""
+    """Call `step`. If it fails, the episode ends with an error verdict: that is not a wrong answer."""
     try:
-        return checked(episode.step(action))
+        return validate_step(episode.step(action))
     except (Exception, SystemExit) as error:
-        return failed_step(error)
+        return error_step(error)
 
 
-def failed_step(error: BaseException) -> Step:
-    return "", 0.0, True, False, {"verdict": Verdict(0.0, Status.ERROR, detail=one_line(error))}
+def error_step(error: BaseException) -> Step:
+    return "", 0.0, True, False, {"verdict": Verdict(0.0, Status.ERROR, detail=describe_error(error))}
 
 
-def checked(step: Any) -> Step:
-    """What an author's `step` returned, if it is what it has to be."""
+def validate_step(step: Any) -> Step:
+    """Return what an author's `step` returned; raise TypeError or ValueError if it is invalid."""
     if not isinstance(step, tuple) or len(step) != 5:
         raise TypeError(f"step must return (observation, reward, terminated, truncated, info), not {step!r:.80}")
     observation, reward, terminated, truncated, info = step
@@ -215,7 +216,7 @@ def checked(step: Any) -> Step:
     except (TypeError, ValueError):
         raise TypeError(f"step must return a number as reward, not {reward!r:.80}") from None
     if not math.isfinite(reward):
-        raise ValueError(f"step gave the reward {reward}, which is not finite")
+        raise ValueError(f"step returned the reward {reward}, which is not finite")
     if terminated not in (True, False) or truncated not in (True, False):
         raise TypeError(f"terminated and truncated must be true or false, not {terminated!r:.40} and {truncated!r:.40}")
     if not isinstance(info, dict):
@@ -233,54 +234,56 @@ def checked(step: Any) -> Step:
 
 
 def is_masked(step: Step) -> bool:
-    """Whether the action that it answers is to be left out of the loss."""
+    """Return whether the action before this step's observation is left out of the loss."""
     return bool(step[4].get("masked"))
 
 
 def check_attributes(env: Env) -> Env:
-    """The same, if what its class says of it can be meant."""
+    """Return the environment; raise a UserError if one of its attributes is invalid."""
+    for old, new in RENAMED.items():
+        if callable(member := getattr(type(env), old, None)) or isinstance(member, int | float):
+            raise UserError(f"{env.name}: '{old}' of environments was renamed: use '{new}'")
     stop: Any = env.stop
     if isinstance(stop, str) or not all(isinstance(end, str) and end for end in stop):
         raise UserError(f'{env.name}: stop must be a tuple of strings, such as ("</tool>",), not {stop!r:.80}')
     if isinstance(env.max_steps, bool) or not isinstance(env.max_steps, int) or env.max_steps < 1:
-        raise UserError(f"{env.name}: max_steps must be a whole number of at least 1, not {env.max_steps!r:.80}")
-    if not isinstance(env.role, str) or not isinstance(env.full, int | float) or not math.isfinite(env.full):
-        raise UserError(f"{env.name}: role must be text and full a number, not {env.role!r:.40} and {env.full!r:.40}")
+        raise UserError(f"{env.name}: max_steps must be an integer of at least 1, not {env.max_steps!r:.80}")
+    if not isinstance(env.role, str):
+        raise UserError(f"{env.name}: role must be text, not {env.role!r:.80}")
+    if not isinstance(env.max_return, int | float) or not math.isfinite(env.max_return):
+        raise UserError(f"{env.name}: max_return must be a finite number, not {env.max_return!r:.80}")
     return env
 
 
-T = TypeVar("T")
+def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
+    """Return what `work` returns; raise TimeoutError after `seconds` (0: no limit).
 
-
-def within(seconds: float, work: Callable[[], T]) -> T:
-    """What `work` gives, or TimeoutError. 0: however long it takes.
-
-    A thread cannot be ended: one that hangs is left behind, and does not keep the program from ending.
+    A thread cannot be killed: one that hangs is abandoned, and does not prevent the program from exiting.
     """
     if not seconds:
         return work()
-    found: list[T] = []
-    failed: list[BaseException] = []
+    results: list[T] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(work())
+            results.append(work())
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     thread = Thread(target=run, name="assay-limited", daemon=True)
     thread.start()
     thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not found:
+    if errors:
+        raise errors[0]
+    if not results:
         raise TimeoutError(f"took longer than {seconds:g} s")
-    return found[0]
+    return results[0]
 
 
 @contextmanager
-def reported_after(seconds: float, text: str) -> Iterator[None]:
-    """A warning if the block is still running after so many seconds. It goes on."""
+def warn_after(seconds: float, text: str) -> Iterator[None]:
+    """Issue a warning if the block is still running after `seconds`; the block continues."""
     timer = Timer(seconds, warnings.warn, (text,))
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""Does an environment keep its promises? For authors: `assay env check my_file.py:MyEnv`."""
+"""Check an author's environment against its contract: `assay env check my_file.py:MyEnv`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from assay.envs.base import Env, Observation, Step, checked, is_masked, within
-from assay.rewards.judge import one_line
+from assay.envs.base import Env, Observation, Step, is_masked, run_with_timeout, validate_step
 from assay.tasks.base import SPLITS, NoSuchSplit, overlap
-from assay.types import Prompt, UserError
+from assay.types import Prompt, UserError, describe_error
 
-NONSENSE = ("", "?", "banana 7 \n = \\boxed{} <answer> ####", "é 漢 " * 50)
+INVALID_ACTIONS = ("", "?", "banana 7 \n = \\boxed{} <answer> ####", "é 漢 " * 50)
 EPISODES = 20
-SECONDS = 60.0  # that one check may take
+SECONDS = 60.0  # time limit of one check
 
 
 @dataclass(frozen=True)
 class Finding:
     what: str
-    problem: str  # empty: all is well
+    problem: str  # empty: passed
 
     @property
     def ok(self) -> bool:
@@ -31,27 +30,29 @@ def check_env(env: Env, episodes: int = EPISODES, seconds: float = SECONDS) -> l
 
 
 def findings(env: Env, episodes: int = EPISODES, seconds: float = SECONDS) -> Iterator[Finding]:
-    """All checks, on the first episodes of each split; a check that an author's code breaks off has failed.
+    """Yield the results of all checks, on the first episodes of each split; finally, the environment is closed.
 
-    After one that takes longer than `seconds` the others are not tried: they would hang too.
+    A check in which the environment raises has failed. After a check that exceeds its time limit, the others are
+    skipped, because they would hang too.
     """
     checks: dict[str, Callable[[Env, Sequence[Prompt]], str]] = {
-        "reset and step return what they have to": _forms,
-        "the same seed begins the same episode": _seeding,
-        "episodes side by side do not disturb each other": _side_by_side,
-        "nonsense is borne, and episodes end": _termination,
-        "what is not the policy's stays apart": _mask,
-        "a perfect policy scores full": _gold,
+        "reset and step return valid values": _return_values,
+        "the same seed starts the same episode": _seeding,
+        "concurrent episodes are independent": _independence,
+        "invalid actions are handled, and episodes end": _termination,
+        "observations never repeat policy text": _mask,
+        "a perfect policy reaches max_return": _gold,
         "splits share no episode": _splits,
+        "close can be called twice": _close,
     }
-    told: set[str] = set()
+    reported: set[str] = set()
     for what, check in checks.items():
         try:
-            problem = within(seconds, partial(_guarded, check, env, episodes))
-            yield Finding(what, "as above" if problem in told else problem)
-            told |= {problem} - {""}
+            problem = run_with_timeout(seconds, partial(_guarded, check, env, episodes))
+            yield Finding(what, "as above" if problem in reported else problem)
+            reported |= {problem} - {""}
         except TimeoutError as error:
-            yield Finding(what, f"{error}: does reset or step hang, or never end? The other checks were left out")
+            yield Finding(what, f"{error}: does reset or step hang? The other checks were skipped")
             return
 
 
@@ -61,83 +62,80 @@ def _guarded(check: Callable[[Env, Sequence[Prompt]], str], env: Env, episodes: 
     except UserError as error:
         return str(error)
     except (Exception, SystemExit) as error:
-        return one_line(error)
+        return describe_error(error)
 
 
 def play(env: Env, prompt: Prompt, policy: Callable[[Env, int], str | None]) -> list[tuple[str, Step]]:
-    """Actions and what came of them, to the end of the episode or of what the policy knows."""
-    episode = env.fresh()
+    """Play an episode until it ends or the policy returns None; return actions and steps."""
+    episode = env.copy()
     episode.start(prompt)
     steps: list[tuple[str, Step]] = []
     while len(steps) < env.max_steps and not (steps and (steps[-1][1][2] or steps[-1][1][3])):
         action = policy(episode, len(steps))
         if action is None:
             break
-        steps.append((action, checked(episode.step(action))))
+        steps.append((action, validate_step(episode.step(action))))
     return steps
 
 
-def _nonsense(episode: Env, step: int) -> str:
-    return NONSENSE[step % len(NONSENSE)]
+def _invalid_action(episode: Env, step: int) -> str:
+    return INVALID_ACTIONS[step % len(INVALID_ACTIONS)]
 
 
-def _forms(env: Env, prompts: Sequence[Prompt]) -> str:
-    """`start` and `checked` complain by themselves."""
+def _return_values(env: Env, prompts: Sequence[Prompt]) -> str:
+    """`start` and `validate_step` raise if a value is invalid."""
     for prompt in prompts:
-        env.fresh().start(prompt)
-        play(env, prompt, _nonsense)
+        env.copy().start(prompt)
+        play(env, prompt, _invalid_action)
     return ""
 
 
 def _seeding(env: Env, prompts: Sequence[Prompt]) -> str:
     for seed in (0, 1, 12345):
-        first, second = (env.fresh().reset(seed=seed)[0] for _ in range(2))
+        first, second = (env.copy().reset(seed=seed)[0] for _ in range(2))
         if first != second:
-            return f"reset(seed={seed}) gave two observations"
+            return f"reset(seed={seed}) returned two different observations"
     for prompt in prompts:
-        if _readable(play(env, prompt, _nonsense)) != _readable(play(env, prompt, _nonsense)):
-            return f"{prompt.id}: the same actions had other consequences: is there a random choice without the seed?"
+        if _comparable(play(env, prompt, _invalid_action)) != _comparable(play(env, prompt, _invalid_action)):
+            return f"{prompt.id}: the same actions had different results: is there a random choice without the seed?"
     return ""
 
 
-def _side_by_side(env: Env, prompts: Sequence[Prompt]) -> str:
-    """Step by step in turns, as training plays them; each must go as it goes alone."""
-    alone = [_readable(play(env, prompt, _nonsense)) for prompt in prompts[:2]]
-    episodes = [env.fresh() for _ in prompts[:2]]
+def _independence(env: Env, prompts: Sequence[Prompt]) -> str:
+    """Interleave the steps of two episodes, as training does; each must be as when played alone."""
+    separate = [_comparable(play(env, prompt, _invalid_action)) for prompt in prompts[:2]]
+    episodes = [env.copy() for _ in prompts[:2]]
     for episode, prompt in zip(episodes, prompts, strict=False):
         episode.start(prompt)
     together: list[list[tuple[str, Step]]] = [[] for _ in episodes]
-    for step in range(max(len(steps) for steps in alone)):
-        for episode, steps, expected in zip(episodes, together, alone, strict=True):
+    for step in range(max(len(steps) for steps in separate)):
+        for episode, steps, expected in zip(episodes, together, separate, strict=True):
             if step < len(expected):
-                action = _nonsense(episode, step)
-                steps.append((action, checked(episode.step(action))))
-    if [_readable(steps) for steps in together] != alone:
-        return "an episode changed another: reset must make anew whatever an episode changes (lists, generators, ...)"
+                action = _invalid_action(episode, step)
+                steps.append((action, validate_step(episode.step(action))))
+    if [_comparable(steps) for steps in together] != separate:
+        return "an episode changed another: reset must create all state of an episode (lists, generators, ...)"
     return ""
 
 
 def _termination(env: Env, prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
-        played = play(env, prompt, _nonsense), play(env, prompt, lambda episode, _: episode.gold_action())
+        played = play(env, prompt, _invalid_action), play(env, prompt, lambda episode, _: episode.gold_action())
         if not any(step[2] or step[3] for steps in played for _, step in steps):
-            return f"{prompt.id}: neither nonsense nor gold actions ended it within {env.max_steps} steps"
+            return f"{prompt.id}: neither invalid nor gold actions ended the episode within {env.max_steps} steps"
     return ""
 
 
 def _mask(env: Env, prompts: Sequence[Prompt]) -> str:
-    """Within a reply, an observation is new text: what the policy wrote must not come again as if it were given.
-
-    Actions may be left out of the loss, but not all of them.
-    """
+    """Inline observations must not repeat the action. Actions may be left out of the loss, but not all of them."""
     played = [play(env, prompt, lambda episode, _: episode.gold_action()) for prompt in prompts]
-    answers = [step for steps in played for _, step in steps]
-    if answers and all(map(is_masked, answers)):
-        return "info['masked'] leaves every action of the gold policy out of the loss: nothing would be learnt"
+    outcomes = [step for steps in played for _, step in steps]
+    if outcomes and all(map(is_masked, outcomes)):
+        return "info['masked'] leaves every action of the gold policy out of the loss: nothing would be trained"
     for prompt, steps in zip(prompts, played if env.inline else (), strict=False):
         for action, (observation, _, terminated, truncated, _) in steps:
             if not isinstance(observation, str):
-                return f"{prompt.id}: an inline environment answers with text, not messages"
+                return f"{prompt.id}: an inline environment must return text, not messages"
             if action.strip() and action in observation and not (terminated or truncated):
                 return f"{prompt.id}: the observation repeats the action {action!r:.40}: return only what follows it"
     return ""
@@ -147,27 +145,34 @@ def _gold(env: Env, prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         steps = play(env, prompt, lambda episode, _: episode.gold_action())
         if not steps:
-            return "there is no gold policy to check with: write gold_action(self), what a perfect policy would say now"
+            return "there is no gold policy to check with: define gold_action(self), the action of a perfect policy"
         total = sum(step[1] for _, step in steps)
-        if not steps[-1][1][2] or total < env.full - 1e-9:
-            said = [action for action, _ in steps]
-            return f"{prompt.id}: the gold policy got {total:g} of {env.full:g} with {said!r:.120}"
+        if not steps[-1][1][2] or total < env.max_return - 1e-9:
+            actions = [action for action, _ in steps]
+            return f"{prompt.id}: the gold policy reached {total:g} of {env.max_return:g} with {actions!r:.120}"
     return ""
 
 
 def _splits(env: Env, prompts: Sequence[Prompt]) -> str:
-    found = {}
+    prompts_by_split = {}
     for split in SPLITS:
         try:
-            found[split] = env.prompts(split)[:200]
+            prompts_by_split[split] = env.prompts(split)[:200]
         except NoSuchSplit:
             continue
-    for split in [name for name in found if name != "train"]:
-        shared = overlap(found["train"], found[split])
+    for split in [name for name in prompts_by_split if name != "train"]:
+        shared = overlap(prompts_by_split["train"], prompts_by_split[split])
         if shared.n_shared:
-            return f"{shared.n_shared} of {shared.n_eval} {split} episodes are train episodes too"
+            return f"{shared.n_shared} of {shared.n_eval} {split} episodes are also train episodes"
     return ""
 
 
-def _readable(steps: Sequence[tuple[str, Step]]) -> list[tuple[Observation, float, bool, bool, bool]]:
+def _close(env: Env, prompts: Sequence[Prompt]) -> str:
+    """Raises if a call fails."""
+    env.close()
+    env.close()
+    return ""
+
+
+def _comparable(steps: Sequence[tuple[str, Step]]) -> list[tuple[Observation, float, bool, bool, bool]]:
     return [(*step[:4], is_masked(step)) for _, step in steps]

@@ -1,8 +1,9 @@
-"""To and from Gymnasium, which is imported only here and only when asked for."""
+"""Adapters to and from Gymnasium, which is imported only when it is used."""
 
 from __future__ import annotations
 
 import string
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,11 @@ from assay.envs.base import Env, Info, Observation, Step, as_messages
 from assay.types import UserError
 
 MAX_TEXT = 4_096  # characters of a text space
+OPTIONS = ("role", "inline", "stop", "max_steps", "slow", "max_return", "judged", "words")
 
 
 def to_gymnasium(env: Env, max_length: int = MAX_TEXT) -> Any:
-    """A gymnasium.Env with text spaces; observations that are messages become one text."""
+    """Return a gymnasium.Env with text spaces; the messages of an observation are joined."""
     try:
         import gymnasium
     except ImportError as error:
@@ -28,14 +30,14 @@ def to_gymnasium(env: Env, max_length: int = MAX_TEXT) -> Any:
         render_mode = None
 
         def __init__(self) -> None:
-            self.env = env.fresh()
+            self.env = env.copy()
             space = gymnasium.spaces.Text(max_length, min_length=0, charset=string.printable)
             self.action_space, self.observation_space = space, space
 
         def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
             super().reset(seed=seed)
-            drawn = int(self.np_random.integers(2**31))  # without a seed, the next of the last one's episodes
-            observation, info = self.env.reset(seed=drawn, options=options)
+            episode_seed = int(self.np_random.integers(2**31))  # without a seed: the next one of the last generator
+            observation, info = self.env.reset(seed=episode_seed, options=options)
             return text(observation), info
 
         def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
@@ -49,18 +51,29 @@ def to_gymnasium(env: Env, max_length: int = MAX_TEXT) -> Any:
 
 
 class FromGymnasium(Env):
-    """A foreign environment with text actions and observations. Each episode has one of its own, made by `make`."""
+    """An environment with Gymnasium's methods, text actions and text observations.
 
-    def __init__(self, make: Callable[[], Any], name: str) -> None:
+    Each copy has an environment of its own, created by `make`. It is closed when the copy is deleted, or when any of
+    the copies is closed.
+    """
+
+    def __init__(self, make: Callable[[], Any], name: str, inner: Any = None) -> None:
         self.make, self.name = make, name
-        self.inner = make()
+        self.inner = make() if inner is None else inner
         self.max_steps = getattr(getattr(self.inner, "spec", None), "max_episode_steps", None) or Env.max_steps
-        for option in ("role", "inline", "stop", "max_steps", "slow", "full", "judged", "words"):
+        if hasattr(self.inner, "full"):  # the former name of max_return
+            self.max_return = self.inner.full
+        for option in OPTIONS:
             if hasattr(self.inner, option):
                 setattr(self, option, getattr(self.inner, option))
+        self._copies = weakref.WeakSet([self])
+        self._close_inner = weakref.finalize(self, getattr(self.inner, "close", lambda: None))
 
-    def fresh(self) -> FromGymnasium:
-        return FromGymnasium(self.make, self.name)
+    def copy(self) -> FromGymnasium:
+        other = FromGymnasium(self.make, self.name)
+        other._copies = self._copies
+        self._copies.add(other)
+        return other
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         return self.inner.reset(seed=seed)
@@ -73,5 +86,5 @@ class FromGymnasium(Env):
         return gold() if gold else None
 
     def close(self) -> None:
-        if hasattr(self.inner, "close"):
-            self.inner.close()
+        for env in list(self._copies):
+            env._close_inner()  # at most once per environment

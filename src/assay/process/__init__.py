@@ -1,1 +1,2 @@
-"""Process management: start processes, exchange messages, confine them, and end them with all their children."""
+"""Process management: start worker processes, exchange messages with them, confine them, and end them with everything
+they started."""

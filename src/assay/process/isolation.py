@@ -1,10 +1,6 @@
-"""What Linux offers to confine a process: namespaces, Landlock and resource limits; see `seccomp` for system calls.
+"""Linux mechanisms that confine a process: namespaces, Landlock, resource limits, seccomp (a filter of system calls).
 
 Everything goes through ctypes, so nothing has to be installed. On other systems these functions raise OSError.
-
-A seccomp filter: no sockets, no new processes, no signals to others, no changes to files, no system administration.
-
-Refused system calls fail with an error code. Threads, reading files and everything on open descriptors still work.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ def libc() -> Any:
 
 
 def checked(result: int, name: str) -> int:
-    """The result of a C function, or OSError where it is negative."""
+    """Return the result of a C function; raise OSError if it is negative."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
@@ -51,13 +47,13 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(signum: int) -> None:
-    """Receive this signal when the thread that started this process ends."""
+    """Let this process receive a signal when the thread that started it ends."""
     with suppress(OSError):
         prctl(_SET_DEATH_SIGNAL, signum)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process."""
+    """Make descendants whose parent ends children of this process."""
     with suppress(OSError):
         prctl(_SET_SUBREAPER, 1)
 
@@ -84,22 +80,22 @@ def mount_own_proc() -> None:
     checked(libc().mount(b"proc", b"/proc", b"proc", flags, None), "mount /proc")
 
 
-def limit_processes(most: int) -> None:
-    """In the first process of a PID namespace: at most so many processes in it, root's too (Linux 6.14 and later)."""
+def limit_processes(maximum: int) -> None:
+    """In the first process of a PID namespace: limit its processes, even those of root (Linux 6.14 and later)."""
     version = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
-    if version >= (6, 14):  # before that the value holds for the whole machine
+    if version >= (6, 14):  # in earlier versions the value applies to the whole machine
         with suppress(OSError):
-            Path("/proc/sys/kernel/pid_max").write_text(str(most))
+            Path("/proc/sys/kernel/pid_max").write_text(str(maximum))
 
 
 def drop_capabilities() -> None:
-    """Give up what the first process of a user namespace may do in it."""
+    """Drop the capabilities of the first process of a user namespace."""
     header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
     checked(libc().capset(header, none), "capset")
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str] = ("/dev/null",)) -> None:
-    """From now on only these files, and those below these folders, can be opened (Landlock)."""
+    """Restrict opening of files to these and to those below these folders (Landlock)."""
     version = checked(libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1), "Landlock")
     handled = (1 << _FILE_RIGHTS.get(version, 16)) - 1
     network, scoped = 3 if version >= 4 else 0, 3 if version >= 6 else 0  # TCP; signals and abstract sockets
@@ -119,7 +115,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # what does not exist needs no permission
+        return  # it does not exist
     try:
         rule = struct.pack("=Qi", rights | (_READ_DIR if os.path.isdir(path) else 0), descriptor)
         checked(libc().syscall(_ADD_RULE, ruleset, 1, rule, 0), f"Landlock: {path}")
@@ -128,23 +124,23 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def import_folders(user_code: bool) -> list[str]:
-    """What has to stay readable so that modules can still be imported. `user_code`: from all of `sys.path`."""
+    """Return what must stay readable so that modules can be imported; with `user_code`, from all of `sys.path`."""
     paths = sysconfig.get_paths()
     standard = [paths["stdlib"], paths["platstdlib"]]
-    packages = [place for place in sys.path if user_code or _holds_packages(Path(place))]
+    packages = [folder for folder in sys.path if user_code or _holds_packages(Path(folder))]
     ours = str(Path(__file__).resolve().parents[1])
     libraries = [str(Path(prefix, "lib")) for prefix in (sys.prefix, sys.base_prefix)]
     libraries += os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    return [place for place in (*standard, *packages, ours, *libraries, *LIBRARIES, *TIME_ZONES) if place]
+    return [path for path in (*standard, *packages, ours, *libraries, *LIBRARIES, *TIME_ZONES) if path]
 
 
 def _holds_packages(folder: Path) -> bool:
-    """Whether packages are installed in this folder, e.g. by `pip install --target`; a project's folder has none."""
+    """Return whether packages are installed in this folder, e.g. by `pip install --target`."""
     return folder.name in ("site-packages", "dist-packages") or any(folder.glob("*.dist-info"))
 
 
 def limit(resource_name: str, value: int) -> None:
-    """Lower a resource limit, e.g. RLIMIT_CORE. Not every system has or allows each."""
+    """Lower a resource limit, e.g. RLIMIT_CORE, if the system has and allows it."""
     import resource
 
     kind = getattr(resource, resource_name, None)
@@ -157,11 +153,11 @@ def limit(resource_name: str, value: int) -> None:
         resource.setrlimit(kind, (value, hard if resource_name in _RAISABLE else value))
 
 
-_RAISABLE = ("RLIMIT_AS", "RLIMIT_CPU")  # raised again for more answers, or by users' functions that know what they do
+_RAISABLE = ("RLIMIT_AS", "RLIMIT_CPU")  # may be raised again: for more items, or by users' functions
 
 
 def tasks_on_system() -> int:
-    """Number of processes and threads on the whole machine."""
+    """Return the number of processes and threads on the whole machine."""
     try:
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
     except (OSError, ValueError, IndexError):
@@ -176,9 +172,9 @@ _CLONE_THREAD = 0x10000
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _SET_SECCOMP, _FILTER = 22, 2
 
-# machine -> audit number, and its column in the table below
+# machine -> audit number, column in the table below
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-# Numbers of system calls on x86_64 and aarch64; -1: it has none of that name.
+# Numbers of system calls on x86_64 and aarch64; -1: the machine has no call of that name.
 _CALLS = {
     "socket": (41, 198),
     **{"fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281), "clone": (56, 220)},
@@ -211,12 +207,17 @@ _CALLS = {
     **{"open_tree_attr": (467, 467), "file_setattr": (469, 469)},
 }
 _CONDITIONAL = ("clone", "kill", "tgkill", "prlimit64", "open", "openat")
-_UNKNOWN = ("clone3", "openat2")  # arguments in memory cannot be looked at; told ENOSYS, libc uses the older ones
+# A filter cannot read the arguments of these, which lie in memory. After ENOSYS, libc uses the older calls.
+_UNKNOWN = ("clone3", "openat2")
 STRICT = tuple(name for name in _CALLS if name not in _CONDITIONAL)
 
 
-def confine(read_only: bool) -> None:
-    """Install the filter of this module. `read_only`: files cannot be opened for writing either."""
+def filter_system_calls(read_only: bool) -> None:
+    """Refuse sockets, new processes, signals to other processes, changes to files, and system administration.
+
+    Refused system calls fail with an error code. Threads, reading files and all operations on open descriptors still
+    work. With `read_only`, files cannot be opened for writing either.
+    """
     own = os.getpid()
     rules = _refusals(STRICT)
     rules += _unless_bit("clone", 0, _CLONE_THREAD)
@@ -229,7 +230,7 @@ def confine(read_only: bool) -> None:
 
 
 def refuse(*names: str) -> None:
-    """Install a filter that refuses just these system calls."""
+    """Refuse only these system calls."""
     _install(_refusals(names))
 
 
@@ -267,13 +268,13 @@ def _unless_equal(name: str, values: tuple[int, ...]) -> list[bytes]:
 
 
 def _for_call(name: str, steps: list[bytes]) -> list[bytes]:
-    """These steps if it is this call, else on to the next one; the accumulator holds the number before and after."""
+    """Apply steps to one system call, skip them for others; the accumulator holds the call number before and after."""
     number = _number(name)
     return [_step(_EQUAL, number, 0, len(steps)), *steps] if number >= 0 else []
 
 
 def _argument(index: int) -> bytes:
-    return _step(_LOAD, _ARGUMENTS + 8 * index)  # its lower half: both machines are little-endian
+    return _step(_LOAD, _ARGUMENTS + 8 * index)  # the lower half: both machines are little-endian
 
 
 def _refused() -> bytes:

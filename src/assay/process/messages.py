@@ -1,7 +1,7 @@
-"""Messages between processes over pipes: a length, then the content.
+"""Messages between processes over pipes: a length, then the payload.
 
-`send` and `receive` use pickle, which is only for messages of trusted processes. Judging processes answer in JSON: they
-may run code that a model wrote, and loading a pickle executes code.
+`send` and `receive` use pickle, so both ends must be trusted. Sandboxed workers answer in JSON: they may run code that
+a model wrote, and unpickling executes code.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ import struct
 import time
 from typing import Any
 
-MAX_JSON = 16 << 20  # bytes of one message
+MAX_JSON = 16 << 20  # bytes per message
 
-_PART = 1 << 16  # bytes read at a time: what a pipe holds
+_CHUNK = 1 << 16  # bytes per read: the capacity of a pipe
 _LENGTH = struct.Struct("<Q")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class BadMessage(Exception):
-    """What came is not a message as agreed. Says in one line what is wrong with it."""
+    """A message violates the protocol; the text says how, in one line."""
 
 
 def send(descriptor: int, message: Any, deadline: float | None = None) -> None:
-    """TimeoutError if the other side has not taken all of it by the deadline; the descriptor is non-blocking then."""
+    """Send a pickled message.
+
+    With a deadline the descriptor must be non-blocking; raises TimeoutError if the message is not written by then.
+    """
     send_bytes(descriptor, pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), deadline)
 
 
 def receive(descriptor: int) -> Any:
-    """The next message. EOFError when the other side is gone."""
+    """Return the next pickled message. Raises EOFError if the other end is closed."""
     (length,) = _LENGTH.unpack(_read(descriptor, _LENGTH.size))
     return pickle.loads(_read(descriptor, length))
 
@@ -41,7 +44,7 @@ def send_json(descriptor: int, message: dict[str, Any]) -> None:
 
 
 def encode_json(message: dict[str, Any]) -> bytes:
-    """Surrogates, NaN and infinities survive. BadMessage if it is too long."""
+    """Encode a message; lone surrogates, NaN and infinities are preserved. Raises BadMessage if it is too long."""
     payload = _encode(message).encode("utf-8", "surrogatepass")
     if len(payload) > MAX_JSON:
         raise BadMessage(f"it is longer than {MAX_JSON >> 20} MiB")
@@ -49,14 +52,17 @@ def encode_json(message: dict[str, Any]) -> bytes:
 
 
 class JsonReader:
-    """Messages from a process that is not trusted. All that has arrived is read at once."""
+    """Reads messages from an untrusted process, buffering all bytes that are available."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._arrived = bytearray()
+        self._buffer = bytearray()
 
     def receive(self, deadline: float) -> dict[str, Any]:
-        """The next one. EOFError when the other side is gone, TimeoutError at the deadline, BadMessage if malformed."""
+        """Return the next message, a dict with a text `kind`.
+
+        Raises EOFError if the other end is closed, TimeoutError at the deadline, BadMessage if it is malformed.
+        """
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline))
         if length > MAX_JSON:
             raise BadMessage(f"it announces {length} bytes")
@@ -70,22 +76,22 @@ class JsonReader:
         return message
 
     def _take(self, size: int, deadline: float) -> bytes:
-        while len(self._arrived) < size:
-            if not _ready(self._descriptor, select.POLLIN, deadline):
+        while len(self._buffer) < size:
+            if not _wait_until_ready(self._descriptor, select.POLLIN, deadline):
                 raise TimeoutError
-            part = os.read(self._descriptor, _PART)
+            part = os.read(self._descriptor, _CHUNK)
             if not part:
                 raise EOFError
-            self._arrived += part
-        taken = bytes(self._arrived[:size])
-        del self._arrived[:size]
+            self._buffer += part
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
         return taken
 
 
 def send_bytes(descriptor: int, payload: bytes, deadline: float | None = None) -> None:
     rest = memoryview(_LENGTH.pack(len(payload)) + payload)
     while rest:
-        if deadline is not None and not _ready(descriptor, select.POLLOUT, deadline):
+        if deadline is not None and not _wait_until_ready(descriptor, select.POLLOUT, deadline):
             raise TimeoutError
         rest = rest[os.write(descriptor, rest) :]
 
@@ -93,15 +99,16 @@ def send_bytes(descriptor: int, payload: bytes, deadline: float | None = None) -
 def _read(descriptor: int, size: int) -> bytes:
     parts = bytearray()
     while len(parts) < size:
-        part = os.read(descriptor, min(size - len(parts), _PART))
+        part = os.read(descriptor, min(size - len(parts), _CHUNK))
         if not part:
             raise EOFError
         parts += part
     return bytes(parts)
 
 
-def _ready(descriptor: int, event: int, deadline: float) -> bool:
-    """Wait until it can be read or written. Past the deadline, look once: a late reader is not a slow judge."""
+def _wait_until_ready(descriptor: int, event: int, deadline: float) -> bool:
+    """Return whether the descriptor can be read or written before the deadline. After the deadline it is polled once,
+    so that a parent that reads late does not count as a slow worker."""
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))

@@ -1,13 +1,13 @@
-"""Fresh interpreters that work for us over their pipes.
+"""Start fresh Python interpreters as child processes, supervise them, and end them with everything they started.
 
-There is no fork of a process that may hold torch, and no second import of the user's script.
+Children are not forked from this process, which may hold torch, and do not import the user's script again. Parent and
+child exchange messages over the child's stdin and stdout (see `messages`).
 
-A process that looks after a worker: when either the worker or the parent ends, everything the worker started ends.
-
-The supervisor is the process that the parent starts; the worker is its fork. Inside a PID namespace a second supervisor
-is the namespace's first process: the kernel kills all others of the namespace when that one ends. Without a namespace
-descendants are adopted, searched for and killed. The worker's stderr reaches ours through a pipe, so that the worker
-cannot do anything to it but write.
+A supervised child starts with `fork_under_supervisor`: the process that the parent started becomes the supervisor, and
+its fork does the work. When either the worker or the parent ends, the supervisor kills everything the worker started.
+In a PID namespace a second supervisor is the first process of the namespace: the kernel kills all other processes of
+the namespace when that one ends. Without a namespace, descendants are adopted, searched for and killed. The worker's
+stderr is copied to ours through a pipe, so that the worker can only write to it.
 """
 
 from __future__ import annotations
@@ -16,40 +16,106 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from assay.process import isolation
-from assay.process.messages import send_json
+from assay.process.messages import receive, send, send_json
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask the parent to stop; children leave that to it
+KILL_REQUEST = signal.SIGUSR2  # asks a supervisor to kill its worker and everything the worker started
+KILL_LIMIT_S = 5.0
+MAX_PROCESSES = 1024  # per namespace, where the kernel supports such a limit
 
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
+_STDIN, _STDOUT, _STDERR = 0, 1, 2
+_COPY_BYTES = 4096  # a pipe that is ready for writing accepts this many bytes without blocking
 
 
-def command(module: str, *arguments: str) -> list[str]:
-    """Runs `main` of a module, with the modules that can be imported here. `sys.argv[2:]` are the arguments."""
-    path = json.dumps([str(place) or os.getcwd() for place in sys.path])
-    return [sys.executable, "-P", "-c", _BOOTSTRAP.format(module), path, *arguments]
+class ChildProcess:
+    """A fresh interpreter that runs `main()` of a module, connected by its stdin and stdout.
 
-
-def take_pipes() -> tuple[int, int]:
-    """Over there: keep the pipes for ourselves; whatever users' functions print goes to stderr.
-
-    Programs that users' functions start do not inherit these descriptors.
+    `sys.path` is that of this process, `sys.argv[2:]` are `arguments`. STOP_SIGNALS are blocked in the child until it
+    calls `ignore_stop_signals`. A `supervised` child must call `fork_under_supervisor` first.
     """
-    incoming, outgoing = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    return incoming, outgoing
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        supervised: bool = False,
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self._supervised = supervised
+        self._reaping = threading.Lock()  # once the process is reaped, its id may belong to another process
+        path = json.dumps([str(folder) or os.getcwd() for folder in sys.path])
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _BOOTSTRAP.format(module), path, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                env=environment,
+                pass_fds=tuple(pass_fds),
+                start_new_session=supervised,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.input, self.output = self.process.stdin.fileno(), self.process.stdout.fileno()
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def send(self, message: Any, deadline: float | None = None) -> None:
+        send(self.input, message, deadline)
+
+    def receive(self) -> Any:
+        """Return the next message of a trusted child (it is unpickled)."""
+        return receive(self.output)
+
+    def stop(self) -> None:
+        """Kill the child, and if it is supervised everything it started, without waiting. Thread-safe."""
+        with self._reaping:
+            if self.process.returncode is None:
+                self.process.send_signal(KILL_REQUEST if self._supervised else signal.SIGKILL)
+
+    def close(self) -> str:
+        """Kill the child as `stop` does, wait for it, close the pipes, and return how it ended."""
+        with self._reaping:
+            if self._supervised:
+                self._end_supervised()
+            else:
+                self.process.kill()
+                self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        return exit_reason(self.process.returncode)
+
+    def _end_supervised(self) -> None:
+        try:
+            self.process.wait(timeout=0.05)  # if it ended by itself, keep its own exit code
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(KILL_REQUEST)
+            try:
+                self.process.wait(timeout=KILL_LIMIT_S + 1)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
 
 
-def ending(code: int) -> str:
-    """How a process came to its end, in words. Codes above 128 are a shell's way to say: killed by a signal."""
+def exit_reason(code: int) -> str:
+    """Describe an exit code. A code above 128 is a shell's notation for: killed by a signal."""
     signum = -code if code < 0 else code - 128
     with suppress(ValueError):
         if signum > 0:
@@ -57,51 +123,73 @@ def ending(code: int) -> str:
     return f"exit code {code}"
 
 
-STOP = signal.SIGUSR2  # asks a supervisor to kill everything and end
-KILL_LIMIT_S = 5.0
-MAX_PROCESSES = 1024  # of a worker, where the kernel can count them for a namespace
-_QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the parent, which decides when workers end
-_STDIN, _STDOUT, _STDERR = 0, 1, 2
-_COPIED = 4096  # a pipe that can be written to takes this much without blocking
+def take_pipes() -> tuple[int, int]:
+    """In the child: return descriptors of the pipes from and to the parent, and redirect stdout to stderr.
 
-
-def start_worker(namespaces: bool, network: bool) -> None:
-    """Fork; return in the worker. The calling process becomes its supervisor and ends with the worker's exit code.
-
-    If this system refuses namespaces, say so on stdout and end.
+    What users' functions print goes to stderr. Programs that they start do not inherit the descriptors.
     """
-    isolation.die_with_parent(STOP)
-    stopped = _signals_to_pipe()
-    log, log_end = os.pipe()
+    incoming, outgoing = os.dup(_STDIN), os.dup(_STDOUT)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, _STDIN)
+    os.dup2(_STDERR, _STDOUT)
+    sys.stdout = sys.stderr
+    return incoming, outgoing
+
+
+def ignore_stop_signals() -> None:
+    """In the child: ignore STOP_SIGNALS, because the parent decides when its children end.
+
+    Processes that the child starts receive them as usual: programs do not inherit a handler (they do inherit SIG_IGN),
+    and forks restore the default.
+    """
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    os.register_at_fork(after_in_child=_restore_stop_signals)
+
+
+def _restore_stop_signals() -> None:
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+
+
+def fork_under_supervisor(namespaces: bool, network: bool) -> None:
+    """Fork, and return in the worker. The calling process supervises the worker and ends with its exit code.
+
+    If the system refuses namespaces, send a message of kind "refused" on stdout and exit.
+    """
+    isolation.die_with_parent(KILL_REQUEST)
+    signals = _signals_to_pipe()
+    log_reading, log_writing = os.pipe()
     if namespaces:
         _or_refuse(lambda: isolation.enter_namespaces(network))
     else:
         isolation.adopt_orphans()
-    child = os.fork()
-    if child:
-        _release_pipes(log_end)
-        _supervise(child, stopped, log, namespaces)
-    os.close(log)
+    worker = os.fork()
+    if worker:
+        _release_pipes(log_writing)
+        _supervise(worker, signals, log_reading, namespaces)
+    os.close(log_reading)
     isolation.die_with_parent(signal.SIGKILL)
     if namespaces:
         _or_refuse(isolation.mount_own_proc)
         isolation.limit_processes(MAX_PROCESSES)
-        os.close(stopped)
-        stopped = _signals_to_pipe()
-        child = os.fork()
-        if child:
-            _release_pipes(log_end)
-            _supervise(child, stopped, None, namespaces)
+        os.close(signals)
+        signals = _signals_to_pipe()
+        worker = os.fork()
+        if worker:
+            _release_pipes(log_writing)
+            _supervise(worker, signals, None, namespaces)
         isolation.die_with_parent(signal.SIGKILL)
         if os.geteuid():
             isolation.drop_capabilities()
-    os.close(stopped)
+    os.close(signals)
     signal.set_wakeup_fd(-1)
-    for signum in (*_QUIET, STOP, signal.SIGCHLD):
+    for signum in (KILL_REQUEST, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     os.setsid()
-    os.dup2(log_end, _STDERR)
-    os.close(log_end)
+    os.dup2(log_writing, _STDERR)
+    os.close(log_writing)
 
 
 def _or_refuse(step: Callable[[], None]) -> None:
@@ -112,57 +200,57 @@ def _or_refuse(step: Callable[[], None]) -> None:
         os._exit(0)
 
 
-def _release_pipes(log_end: int) -> None:
-    """The result pipe belongs to the worker alone: the parent sees its end when the worker ends."""
-    os.close(log_end)
+def _release_pipes(log_writing: int) -> None:
+    """Leave the result pipe to the worker alone, so that the parent sees it closed when the worker ends."""
+    os.close(log_writing)
     os.dup2(_STDERR, _STDOUT)
 
 
 def _signals_to_pipe() -> int:
-    """Signals wake whoever reads from this descriptor, which then holds their numbers."""
+    """Return a descriptor from which the numbers of arriving signals can be read."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    for signum in (*_QUIET, STOP, signal.SIGCHLD):
+    for signum in (KILL_REQUEST, signal.SIGCHLD):
         signal.signal(signum, lambda *_: None)
     return reading
 
 
-def _supervise(child: int, signals: int, log: int | None, namespaces: bool) -> NoReturn:
-    """Until the worker ends, the parent is gone (it closed the other end of our stdin), or we are asked to stop."""
+def _supervise(worker: int, signals: int, log: int | None, namespaces: bool) -> NoReturn:
+    """Wait until the worker ends, the parent ends (our stdin is closed), or a KILL_REQUEST arrives; then kill all."""
     poll = select.poll()
-    poll.register(_STDIN, 0)  # hang-ups only: what the parent sends is for the worker
+    poll.register(_STDIN, 0)  # hang-ups only: the worker reads what the parent sends
     poll.register(signals, select.POLLIN)
     if log is not None:
         poll.register(log, select.POLLIN)
     code: int | None = None
     while code is None:
         ready = dict(poll.poll())
-        if log in ready and log is not None and not _copy(log):
+        if log in ready and log is not None and not _copy_log(log):
             poll.unregister(log)
         if signals in ready:
-            if STOP in os.read(signals, 1000):
+            if KILL_REQUEST in os.read(signals, 1000):
                 break
-            code = _reap(child)
+            code = _reap(worker)
         if _STDIN in ready:
             break
-    if os.getpid() != 1:  # the kernel does it when the first process of a namespace ends
-        code = _kill_all(child, code, namespaces)
+    if os.getpid() != 1:  # when the first process of a namespace ends, the kernel kills the others
+        code = _kill_all(worker, code, namespaces)
     if log is not None:
         os.set_blocking(log, False)
         deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and _copy(log):
+        while time.monotonic() < deadline and _copy_log(log):
             pass
     os._exit(1 if code is None else code)
 
 
-def _copy(log: int) -> bool:
-    """Pass on some of what the worker wrote to stderr; False when there is no more."""
+def _copy_log(log: int) -> bool:
+    """Copy some of the worker's stderr to ours; return False if there is no more."""
     if not select.select([], [_STDERR], [], 0.05)[1]:
-        return True  # whoever reads our stderr is slow
+        return True  # the reader of our stderr is slow
     try:
-        text = os.read(log, _COPIED)
+        text = os.read(log, _COPY_BYTES)
     except BlockingIOError:
         return False
     with suppress(OSError):
@@ -170,45 +258,45 @@ def _copy(log: int) -> bool:
     return bool(text)
 
 
-def _reap(child: int) -> int | None:
-    """Collect the children that have ended; the exit code of this one, if it is among them."""
+def _reap(worker: int) -> int | None:
+    """Reap all children that have ended; return the worker's exit code if it is among them."""
     code = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
+            if ended[0] == worker:
                 code = os.waitstatus_to_exitcode(ended[1])
     return code if code is None or code >= 0 else 128 - code
 
 
-def _kill_all(child: int, code: int | None, namespaces: bool) -> int | None:
-    """Kill the child and whatever it started. The child's exit code."""
+def _kill_all(worker: int, code: int | None, namespaces: bool) -> int | None:
+    """Kill the worker and everything it started; return the worker's exit code."""
     if code is None:
-        os.kill(child, signal.SIGKILL)
+        os.kill(worker, signal.SIGKILL)
         if namespaces:
-            os.waitpid(child, 0)  # returns when all in the namespace are gone
+            os.waitpid(worker, 0)  # returns when all processes of the namespace have ended
     if namespaces:
         return code
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
+        os.killpg(worker, signal.SIGKILL)
     deadline = time.monotonic() + KILL_LIMIT_S
     while (alive := _descendants()) and time.monotonic() < deadline:
         for pid in alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        _reap(child)
+        _reap(worker)
         time.sleep(0.002)
     return code
 
 
 def _descendants() -> list[int]:
-    """All processes below this one, from /proc (Linux); elsewhere those of the worker's own group are all we reach."""
+    """Return all processes below this one, from /proc (Linux). Elsewhere only the worker's process group is killed."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with suppress(OSError, ValueError, IndexError):
             stat = Path("/proc", name, "stat").read_text(errors="replace") if name.isdigit() else ""
             parents[int(name)] = int(stat.rpartition(")")[2].split()[1])
-    below, found = {os.getpid()}, []
-    while new := [pid for pid, parent in parents.items() if parent in below and pid not in below]:
-        below.update(new)
-        found += new
-    return found
+    tree, descendants = {os.getpid()}, []
+    while new := [pid for pid, parent in parents.items() if parent in tree and pid not in tree]:
+        tree.update(new)
+        descendants += new
+    return descendants

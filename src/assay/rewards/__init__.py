@@ -1,4 +1,4 @@
-"""How answers are judged: strings in, verdicts out."""
+"""Judging completions: answer extraction, equality, judges, and a pool of judge processes."""
 
 from assay.rewards.equality import equal
 from assay.rewards.extract import EXTRACTORS, Extraction, extract

@@ -1,9 +1,7 @@
-r"""Whether an extracted answer equals the gold answer. How it is compared depends on what the gold answer is.
+r"""Equality of an extracted answer and the gold answer, which decides how they are compared.
 
-A number is compared exactly (see `numeric`); a list, tuple, interval, set or matrix part by part (see `structure`);
-words and multiple-choice letters as text; any other expression by math-verify (see `latex`).
-
-Answers made of parts: lists, tuples, intervals, sets, unions, matrices, and "a \pm b", which is two values.
+A number is compared exactly (see `numeric`); a list, tuple, interval, set, union or matrix part by part; words and
+multiple-choice letters as text; any other expression by math-verify (see `latex`). "a \pm b" is two values.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from assay.rewards.limits import (
     check_expression,
     check_work,
 )
-from assay.rewards.numeric import NO_UNIT, REMEMBERED, Quantity, keeps_the_number, read_quantity, tidy, without_unit
+from assay.rewards.numeric import CACHE_SIZE, NO_UNIT, Quantity, keeps_the_number, read_quantity, tidy, without_unit
 
 _WORDS = re.compile(r"[A-Za-z][A-Za-z .,'-]*[A-Za-z]")
 _BASES_TEXT = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
@@ -32,7 +30,7 @@ _BASES = _BASES_TEXT.split()
 _BASED = re.compile(
     rf"(\()?(?P<digits>[0-9A-Za-z]+)(?(1)\))(?:\s?_\s?\{{?\s?| (?:in )?base )(?P<base>[0-9]+|{'|'.join(_BASES)})\s?\}}?"
 )
-_IDLE_SPACE = re.compile(r" (?![0-9A-Za-z])|(?<![0-9A-Za-z]) ")  # "1 2" is not "12"
+_EXTRA_SPACE = re.compile(r" (?![0-9A-Za-z])|(?<![0-9A-Za-z]) ")  # "1 2" is not "12"
 _CHOICE = re.compile(r"\(?\s*([A-Za-z])\s*\)")
 _MATHS = re.compile(r"[0-9]|\\[A-Za-z]|(?<![A-Za-z])(?:pi|e|i)(?![A-Za-z])")
 _EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
@@ -47,19 +45,19 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _TWO_SIGNS = re.compile(r"[-+]\s*[-+]")
 _ADJACENT_LETTER = re.compile(r"[0-9}][A-Za-z]")
 _IN_BRACKETS = re.compile(r"\(([^()]*)\)|\\\{([^{}]*)\\\}")
-NOT_WORKED_OUT = "the gold answer is a number, the answer is an expression that is not worked out"
+NOT_EVALUATED = "the gold answer is a number, the answer is an expression that is not evaluated"
 
 
 def equal(answer: str, gold: str, strict: bool = True) -> bool:
-    """Whether they are the same answer. Raises Unreadable (or UnreadableGold) with the reason if one cannot be read.
+    """Return whether two answers are equal. Raises Unreadable (or UnreadableGold) if one cannot be read.
 
-    Strict: where the gold answer is a number the answer must be one too. Else an expression of that value counts.
+    Strict: if the gold answer is a number, the answer must be one too. Otherwise an expression of that value counts.
     """
     return compare(answer, gold, strict)[0]
 
 
 def compare(answer: str, gold: str, strict: bool = True) -> tuple[bool, str]:
-    """What `equal` says, and the reason if the answer is refused for its form."""
+    """Return what `equal` returns, and the reason if the answer is rejected for its form."""
     if len(answer) > MAX_ANSWER_CHARS:
         raise Unreadable(f"the answer is longer than {MAX_ANSWER_CHARS} characters")
     answer, gold = tidy(answer), tidy(gold)
@@ -72,7 +70,7 @@ def compare(answer: str, gold: str, strict: bool = True) -> tuple[bool, str]:
 
 
 def _same(answer: str, gold: str, strict: bool) -> bool:
-    """Whether two tidied answers, or parts of them, are equal; WrongForm if the answer is of another kind."""
+    """Return whether two tidied answers, or parts of answers, are equal. Raises WrongForm if the forms differ."""
     if answer == gold:
         return True
     number = _gold_number(gold)
@@ -107,14 +105,14 @@ def _same_part(answer: str, gold: str, strict: bool) -> bool:
 
 
 def _is_rounded(rounded: re.Match[str], gold: str, number: Quantity | None) -> bool:
-    r"""Whether the decimals of "\frac{1}{3} \approx 0.33" are those of the gold answer, rounded or cut off."""
+    r"""Return whether the decimals of "\frac{1}{3} \approx 0.33" are those of the gold answer, rounded or truncated."""
     value = number.value if number is not None else numeric_value(gold)
     step = Fraction(1, 10 ** len(rounded[3] or ""))
     return value is not None and abs(Fraction(value) - Fraction(rounded[2].replace(",", ""))) < step
 
 
 def _same_scalar(answer: str, gold: str) -> bool:
-    """The same for one expression that is not a number, or one equation."""
+    """Compare one expression that is not a number, or one equation."""
     if "=" not in gold:
         answer = _right_side(answer)
         if read_structure(answer) is not None:
@@ -126,14 +124,14 @@ def _same_scalar(answer: str, gold: str) -> bool:
 
 
 def _same_numbers(answer: Quantity, gold: Quantity, strict: bool) -> bool:
-    if strict and not answer.worked_out(gold) and answer.same(gold):
-        raise WrongForm(NOT_WORKED_OUT)
+    if strict and not answer.evaluated(gold) and answer.same(gold):
+        raise WrongForm(NOT_EVALUATED)
     return answer.same(gold)
 
 
-@lru_cache(REMEMBERED)
+@lru_cache(CACHE_SIZE)
 def _gold_number(gold: str) -> Quantity | None:
-    """The number that the gold answer is, also of "x = 5"; "5m" is left as algebra, since it may be 5 times m."""
+    """Return the number that the gold answer is, also for "x = 5"; "5m" is algebra, since it may be 5 times m."""
     name, equals, value = gold.partition("=")
     value = value.strip() if equals and _NAME.fullmatch(name.strip()) else gold
     try:
@@ -143,7 +141,7 @@ def _gold_number(gold: str) -> Quantity | None:
 
 
 def _states_number(answer: str, gold: str, number: Quantity, strict: bool) -> bool:
-    """Whether an answer that is more than a number, such as "x = 5" or "(5)", states this number."""
+    """Return whether an answer that is more than a number, such as "x = 5" or "(5)", states this number."""
     if not _MATHS.search(answer):
         raise Unreadable("there is no number in the answer")
     if not _same_name(answer, gold):
@@ -164,7 +162,7 @@ def _states_number(answer: str, gold: str, number: Quantity, strict: bool) -> bo
         check_vocabulary(value, "")
     except WrongForm:
         raise WrongForm("the gold answer is a number, the answer is not") from None
-    raise WrongForm(NOT_WORKED_OUT)
+    raise WrongForm(NOT_EVALUATED)
 
 
 def _as_fraction(number: Quantity) -> str:
@@ -172,7 +170,7 @@ def _as_fraction(number: Quantity) -> str:
 
 
 def _without_name(answer: str) -> str:
-    """The value of "x = 5" or "(x, y) = (1, 2)": what is left of the only equals sign has letters, but no number."""
+    """Return the value of "x = 5" or "(x, y) = (1, 2)", where the left side has letters but no number."""
     left, equals, right = (side.strip() for side in answer.partition("="))
     if not equals or "=" in right or _RELATION.search(answer):
         return answer
@@ -181,7 +179,7 @@ def _without_name(answer: str) -> str:
 
 
 def _right_side(answer: str, number: Quantity | None = None) -> str:
-    """What an equation such as "x = 5" states: its last side. The whole text if a side contradicts or hedges it."""
+    """Return the last side of an equation such as "x = 5"; the whole text if another side contradicts it."""
     *left, last = (side.strip() for side in _EQUALS.split(answer))
     if not left or _RELATION.search(answer):
         return answer
@@ -195,21 +193,21 @@ def _right_side(answer: str, number: Quantity | None = None) -> str:
 
 
 def _is_left_side(side: str) -> bool:
-    """Whether it names or computes one thing: "x", "f(1, 2)", "Total cost", "6 \\cdot 7", but not "17 or x"."""
+    """Return whether a side names or computes one value: "x", "f(1, 2)", "Total cost", "6 \\cdot 7", not "17 or x"."""
     if not _LEFT_SIDE.fullmatch(side) or read_structure(side) is not None:
         return False
     return keeps_the_number(_COMMAND.sub(" ", side).lower().split())
 
 
 def _same_name(answer: str, gold: str) -> bool:
-    """Whether the answer assigns to the variable of the gold answer, where both assign to a single one."""
+    """Return whether answer and gold answer assign to the same variable, if both assign to a single one."""
     ours, theirs = (text.partition("=")[0].strip() for text in (answer, gold))
     both = "=" in answer and "=" in gold and _NAME.fullmatch(ours) and _NAME.fullmatch(theirs)
     return not both or ours == theirs
 
 
 def _is_words(text: str, least: int) -> bool:
-    """Whether a text is words, one of them of so many letters; "p - q" and "xy" are algebra."""
+    """Return whether a text is words, one with `least` letters or more; "p - q" and "xy" are algebra."""
     return (
         _WORDS.fullmatch(text) is not None
         and " - " not in text
@@ -220,7 +218,7 @@ def _is_words(text: str, least: int) -> bool:
 def _same_text(answer: str, gold: str) -> bool:
     is_choice = _CHOICE.fullmatch(gold) is not None
     answer, gold = (
-        _IDLE_SPACE.sub("", _CHOICE.sub(r"\1", text) if _CHOICE.fullmatch(text) else text) for text in (answer, gold)
+        _EXTRA_SPACE.sub("", _CHOICE.sub(r"\1", text) if _CHOICE.fullmatch(text) else text) for text in (answer, gold)
     )
     if answer == gold:
         return True
@@ -228,7 +226,10 @@ def _same_text(answer: str, gold: str) -> bool:
 
 
 def _same_based(answer: str, gold: str, number: Quantity | None) -> bool | None:
-    """Numbers with a base, such as 101_2. The answer may leave out the base of the gold answer, but not add one."""
+    """Compare numbers with a base, such as 101_2. The answer may omit the base of the gold answer, but not add one.
+
+    None: they are not such numbers.
+    """
     ours, theirs = _BASED.fullmatch(answer), _BASED.fullmatch(gold)
     if theirs is None:
         if ours is None or number is None:
@@ -242,7 +243,7 @@ def _base(based: re.Match[str]) -> int:
     return _BASES.index(based["base"]) if based["base"] in _BASES else int(based["base"])
 
 
-MAX_UNMATCHED = 4  # parts of an unordered answer that are compared with each other by computer algebra
+MAX_UNMATCHED = 4  # symbolic parts of an unordered answer that are compared with each other
 
 _MATRIX = re.compile(r"\\begin\s*\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr| ]*\})?(.*?)\\end\s*\{\1\}", re.DOTALL)
 _MEMBER = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])\s*")
@@ -253,7 +254,7 @@ _BETWEEN = re.compile(rf"([^<>]+?)\s*{_LESS}\s*[A-Za-z]\s*{_LESS}\s*([^<>]+)")
 _BELOW = re.compile(rf"[A-Za-z]\s*{_LESS}\s*([^<>]+)|([^<>]+?)\s*{_MORE}\s*[A-Za-z]")
 _ABOVE = re.compile(rf"[A-Za-z]\s*{_MORE}\s*([^<>]+)|([^<>]+?)\s*{_LESS}\s*[A-Za-z]")
 
-# The kinds of answer that a gold answer of another kind accepts.
+# Kind of the gold answer -> other kinds of answer that are accepted.
 _ALSO_WRITTEN = {"list": ("set", "()"), "set": ("list",), "union": ("list",), "()": ("list",), "column": ("()", "list")}
 _OPENING, _CLOSING = "([{", ")]}"
 _TOKEN = re.compile(r"\\begin\s*\{\w+\}|\\end\s*\{\w+\}|\\cup(?![A-Za-z])|\\[{}]|\\\\|\\[A-Za-z]+|[()\[\]{},;&]")
@@ -268,7 +269,7 @@ class Structure:
 
 
 def read_structure(text: str) -> Structure | None:
-    """The parts of a tidied answer; None if it is a single expression."""
+    """Return the parts of a tidied answer; None if it is a single expression."""
     text = _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
     if interval := _interval(text):
         return interval
@@ -286,12 +287,12 @@ def read_structure(text: str) -> Structure | None:
 
 
 def as_list(text: str) -> str:
-    """The text with "and" and "or" between its parts as commas: for an answer whose gold answer has several parts."""
+    """Replace "and" and "or" by commas: for an answer whose gold answer has several parts."""
     return _CONJUNCTION.sub(", ", text)
 
 
 def same_structure(answer: Structure, gold: Structure, same: Callable[[str, str], bool]) -> bool:
-    """Whether the parts are equal one by one: in any order for lists, sets and unions."""
+    """Return whether all parts are equal: in any order for lists, sets and unions."""
     if max(len(answer.parts), len(gold.parts)) > MAX_PARTS:
         raise Unreadable(f"the answer has more than {MAX_PARTS} parts")
     if len(answer.parts) != len(gold.parts):
@@ -306,7 +307,7 @@ def same_structure(answer: Structure, gold: Structure, same: Callable[[str, str]
 
 
 def _same_parts(answer: list[str], gold: list[str], same: Callable[[str, str], bool]) -> bool:
-    """Whether the parts can be paired: equal texts first, so that few are left for slow comparisons."""
+    """Return whether the parts can be paired. Equal texts are paired first, to avoid slow comparisons."""
     for part in list(answer):
         if part in gold:
             answer.remove(part)
@@ -322,7 +323,7 @@ def _same_parts(answer: list[str], gold: list[str], same: Callable[[str, str], b
 
 
 def _interval(text: str) -> Structure | None:
-    r"""The interval that an inequality in one variable stands for: "2 < x \le 3" is (2, 3]."""
+    r"""Convert an inequality in one variable to an interval: "2 < x \le 3" to (2, 3]."""
     if between := _BETWEEN.fullmatch(text):
         low, first, second, high = between.groups()
         return Structure(("(" if _excludes(first) else "[") + (")" if _excludes(second) else "]"), (low, high.strip()))
@@ -348,7 +349,7 @@ def _read_matrix(body: str) -> Structure | None:
 
 
 def _split(text: str, separators: str) -> list[str]:
-    """The text cut at separators that no bracket encloses. Brackets of all kinds count alike: (2, 3] is one part."""
+    """Split at separators outside of brackets. Kinds of brackets are not distinguished: (2, 3] is one part."""
     wanted = [separators] if separators.startswith("\\") else list(separators)
     parts, depth, start = [], 0, 0
     for token in _TOKEN.finditer(text):
@@ -365,7 +366,7 @@ def _nesting(token: str) -> int:
 
 
 def _encloses(text: str) -> bool:
-    """Whether the bracket that opens the text is closed at its very end."""
+    """Return whether the bracket that opens the text is closed at its end."""
     depth = 0
     for token in _TOKEN.finditer(text):
         depth += _nesting(token.group())

@@ -1,4 +1,4 @@
-"""Finding the final answer in a completion. The last one counts; time is linear in the text, whatever it holds."""
+"""Extract the final answer from a completion: the last one counts. Takes time linear in the length of the text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from assay.types import Status, UserError
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
-    """An answer (`status` ok), or why there is none: no_answer, or unparsable with what could be seen of it."""
+    """An answer (`status` ok), or why there is none: no_answer, or unparsable with the text that was found."""
 
     text: str = ""
     status: Status = Status.OK
@@ -38,9 +38,9 @@ _NUMBER = re.compile(
 
 
 def boxed(text: str) -> Extraction:
-    r"""The last `\boxed{...}` or `\fbox{...}`, braces nested at will; `\boxed 5` counts too."""
+    r"""Extract the last `\boxed{...}` or `\fbox{...}`, with nested braces; `\boxed 5` counts too."""
     box = None
-    for box in _BOX.finditer(text):  # noqa: B007 - only the last one is wanted
+    for box in _BOX.finditer(text):  # noqa: B007 - only the last one is used
         pass
     if box is None:
         return Extraction(status=Status.NO_ANSWER, detail="no \\boxed{} in the completion")
@@ -53,12 +53,12 @@ def boxed(text: str) -> Extraction:
         if depth == 0:
             return _answer(text[start : token.start()])
     inside = text[start : start + MAX_ANSWER_CHARS + 1]
-    why = "the last box is too long" if len(inside) > MAX_ANSWER_CHARS else "the last box is never closed"
-    return Extraction(clip(inside), Status.UNPARSABLE, detail=why)
+    reason = "the last box is too long" if len(inside) > MAX_ANSWER_CHARS else "the last box is never closed"
+    return Extraction(clip(inside), Status.UNPARSABLE, detail=reason)
 
 
 def hash_mark(text: str) -> Extraction:
-    """What follows the last `####`, to the end of its line (the form of GSM8K's own answers)."""
+    """Extract the text after the last `####`, to the end of the line (the form of GSM8K's solutions)."""
     start = text.rfind("####")
     if start < 0:
         return Extraction(status=Status.NO_ANSWER, detail="no #### in the completion")
@@ -68,7 +68,7 @@ def hash_mark(text: str) -> Extraction:
 
 
 def answer_tag(text: str) -> Extraction:
-    """What stands in the last `<answer>...</answer>`."""
+    """Extract the content of the last `<answer>...</answer>`."""
     start = text.rfind("<answer>")
     if start < 0:
         return Extraction(status=Status.NO_ANSWER, detail="no <answer> tag in the completion")
@@ -81,8 +81,8 @@ def answer_tag(text: str) -> Extraction:
 
 
 def last_number(text: str) -> Extraction:
-    """The last number in the text: sign, currency, thousands separators, decimals, a/b, exponent and % belong to it."""
-    digit = _DIGIT.search(text[::-1])  # backwards, so that a long text costs no more than a short one
+    """Extract the last number, with sign, currency, thousands separators, decimals, a/b, exponent and %."""
+    digit = _DIGIT.search(text[::-1])  # backwards, so that the cost does not depend on the length
     if digit is None:
         return Extraction(status=Status.NO_ANSWER, detail="no number in the completion")
     end = len(text) - digit.start()
@@ -109,17 +109,17 @@ def check_extractor(name: str) -> None:
         raise UserError(f"unknown answer form '{name}': choose one of {', '.join(EXTRACTORS)}")
 
 
-def extract(text: str, form: str, strict: bool = True, numbers: bool = True) -> Extraction:
-    """The final answer in the asked form; if not strict, in any other form (the last number last, if `numbers`)."""
+def extract(text: str, form: str, strict: bool = True, any_number: bool = True) -> Extraction:
+    """Extract the final answer in the given form; if not strict, in any form (the last number only if `any_number`)."""
     first = EXTRACTORS[form](text)
     if first.found or strict:
         return _with_form(first, form)
     for other, extractor in EXTRACTORS.items():
-        if other == form or (other == "last-number" and not numbers):
+        if other == form or (other == "last-number" and not any_number):
             continue
-        found = extractor(text)
-        if found.found:
-            return _with_form(found, other)
+        extraction = extractor(text)
+        if extraction.found:
+            return _with_form(extraction, other)
     return _with_form(first, form)
 
 

@@ -1,4 +1,4 @@
-"""Users' own classes and functions, named by where they stand: "package.module:name" or "path/to/file.py:name"."""
+"""Import users' classes and functions by "package.module:name" or "path/to/file.py:name"."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from typing import Any
 
 from assay.types import UserError
 
-guard: Callable[[str], None] | None = None  # asked before an object is imported; raises where that is not allowed
+guard: Callable[[str], None] | None = None  # called before an object is imported; raises if that is not allowed
 
 
 def load_object(path: str) -> Any:
-    """The object at "package.module:name" or "file.py:name"."""
-    place, name = split_path(path)
+    """Import the object at "package.module:name" or "file.py:name"."""
+    module, name = split_path(path)
     if guard is not None:
         guard(path)
-    found: Any = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    loaded: Any = _load_file(Path(module)) if module.endswith(".py") else _load_module(module)
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise UserError(f"'{place}' has no '{part}': check the name after ':' in '{path}'")
-        found = getattr(found, part)
-    return found
+        if not hasattr(loaded, part):
+            raise UserError(f"'{module}' has no '{part}': check the name after ':' in '{path}'")
+        loaded = getattr(loaded, part)
+    return loaded
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """The place and the name in it."""
-    place, colon, name = path.rpartition(":")
-    if not colon or not place or not name:
+    """Split into module or file, and name."""
+    module, colon, name = path.rpartition(":")
+    if not colon or not module or not name:
         raise UserError(f"'{path}' does not name an object: write package.module:name or file.py:name")
-    return place, name
+    return module, name
 
 
 def absolute_path(path: str) -> str:
-    """The same path, valid in other working directories too."""
+    """Return the path in a form that is valid in every working directory."""
     split_path(path)
     return normalized(path)
 
 
 def normalized(path: str) -> str:
-    """The same for all spellings of a file's path; texts that name no object as they are."""
-    place, colon, name = path.rpartition(":")
+    """Return one form for all spellings of a file's path; text that names no object is returned unchanged."""
+    module, colon, name = path.rpartition(":")
     try:
-        return f"{Path(place).resolve()}:{name}" if colon and place.endswith(".py") else path
-    except (OSError, ValueError, RuntimeError):  # no path at all: a null byte, a loop of links
+        return f"{Path(module).resolve()}:{name}" if colon and module.endswith(".py") else path
+    except (OSError, ValueError, RuntimeError):  # not a path: a null byte, a loop of links
         return path
 
 
@@ -73,7 +73,7 @@ def _load_file(file: Path) -> ModuleType:
         file = file.expanduser().resolve()
         is_file = file.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # a null byte, a loop of links, a name that is too long
-        raise UserError(f"'{str(file)[:200]}' is no path of a file ({error})") from error
+        raise UserError(f"'{str(file)[:200]}' is not the path of a file ({error})") from error
     if not is_file:
         raise UserError(f"there is no file '{file}': check the path before ':'")
     name = f"{file.stem}_{hashlib.sha256(str(file).encode(errors='surrogateescape')).hexdigest()[:12]}"
@@ -83,9 +83,9 @@ def _load_file(file: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError(f"'{file}' cannot be loaded as Python code")
     if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # so that it can import its neighbours
+        sys.path.append(str(file.parent))  # so that it can import other files of its folder
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses look their module up by name
+    sys.modules[name] = module  # before it runs: dataclasses look up their module by name
     try:
         spec.loader.exec_module(module)
     except BaseException as error:

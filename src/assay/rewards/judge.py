@@ -1,9 +1,4 @@
-"""What a judge is, and the small tools that every judge and every caller of judges shares.
-
-A user's own reward function as a judge.
-
-Mixing accuracy, format and length into one reward.
-"""
+"""The judge interface, users' reward functions as judges, and the mix of accuracy, format and length in one reward."""
 
 from __future__ import annotations
 
@@ -16,77 +11,71 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from assay.rewards.importing import absolute_path, load_object
-from assay.types import Status, UserError, Verdict
+from assay.types import Status, UserError, Verdict, describe_error
 
 
 class Judge(Protocol):
-    """Strings in, a verdict out. Implementations are small frozen dataclasses, so that worker processes can have them.
+    """Maps a completion, the gold answer and the prompt's fields to a verdict.
 
-    A judge may also have `prepare()`, called once in each worker before the clock of the first answer starts.
+    Implementations are small frozen dataclasses, which can be sent to worker processes. A judge may also have
+    `prepare()`, called once per worker before its first time limit starts.
     """
 
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict: ...
 
 
-def graded(status: Status, parsed: str | None, form: float, detail: str = "") -> Verdict:
-    """The verdict of a right-or-wrong judge; `form` says whether an answer stood in the asked form."""
+def binary_verdict(status: Status, parsed: str | None, in_form: float, detail: str = "") -> Verdict:
+    """Return a verdict with reward 1 or 0; `in_form` is 1 if there was an answer in the requested form."""
     reward = 1.0 if status is Status.OK else 0.0
-    return Verdict(reward, status, parsed, {"accuracy": reward, "format": form}, detail)
-
-
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception as one short line: its type and what it says."""
-    text = " ".join(str(error).split())
-    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+    return Verdict(reward, status, parsed, {"accuracy": reward, "format": in_form}, detail)
 
 
 def judge_safely(judge: Judge, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
-    """A judge that fails gives a verdict with status `error`; only an interrupt from the keyboard goes through."""
+    """Call a judge. If it raises anything except KeyboardInterrupt, return a verdict with status error."""
     try:
         return judge(completion, answer, fields)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit, and libraries whose timeouts derive from BaseException
-        return failed(judge, Status.ERROR, one_line(error))
+        return failed_verdict(judge, Status.ERROR, describe_error(error))
 
 
-def failed(judge: Judge, status: Status, detail: str) -> Verdict:
-    """The verdict on an answer that the judge could not finish with; a reward mix has its say on what it is worth."""
+def failed_verdict(judge: Judge, status: Status, detail: str) -> Verdict:
+    """Return the verdict on a completion that could not be judged; a RewardMix decides its reward."""
     verdict = Verdict(0.0, status, detail=detail)
     shape = getattr(judge, "shape", None)
     return shape(verdict, "") if shape is not None else verdict
 
 
 def check_verdicts(
-    verdicts: Sequence[Verdict], who: str = "the judge", what: str = "the reward function or the task's answers"
+    verdicts: Sequence[Verdict], who: str = "the judge", what: str = "the reward function or the task's gold answers"
 ) -> None:
-    """Raise if the judge failed on every single answer: then the judge is broken, not the answers."""
+    """Raise a UserError if the judge failed on every completion: then the judge is broken, not the completions."""
     if verdicts and all(verdict.status is Status.ERROR for verdict in verdicts):
         raise UserError(
             f"{who} failed on all {len(verdicts)} answers; the first failure: {verdicts[0].detail or 'no detail'}; "
-            f"mend {what}"
+            f"fix {what}"
         )
 
 
-MAX_TEXT = 10_000  # characters of what a user's function may say about an answer
+MAX_TEXT = 10_000  # characters of `parsed` and `detail` of a user's function
 
 
 @dataclass(frozen=True)
 class FunctionJudge:
-    """Calls `def reward(completion: str, answer: str, **fields) -> float | dict | Verdict`, plain or async.
+    """Calls the user's `def reward(completion: str, answer: str, **fields) -> float | dict | Verdict`, plain or async.
 
-    `path` is "package.module:function" or "file.py:function"; worker processes import it by that. A function without
-    `**fields` gets only the fields that it names. A number means status ok from 1.0 up, else wrong. A dict holds
-    `reward` and, if wanted, `status`, `parsed`, `parts` and `detail`. A function that raises, or returns anything else
-    or a reward that is not finite, gives status error.
+    `path` is "package.module:function" or "file.py:function", from which worker processes import it. A function without
+    `**fields` gets only the fields that it names. A number of at least 1.0 means status ok, a smaller one wrong. A dict
+    has `reward` and optionally `status`, `parsed`, `parts` and `detail`. If the function raises, returns anything else
+    or a reward that is not finite, the status is error.
     """
 
     path: str
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute_path(self.path))
-        self.prepare()  # a wrong path is told at once, not once for each answer
+        self.prepare()  # reports a wrong path now, not once per completion
 
     def prepare(self) -> None:
         _function(self.path)
@@ -104,11 +93,11 @@ class FunctionJudge:
                 result = _await(result)
             return as_verdict(result)
         except Exception as error:
-            return Verdict(0.0, Status.ERROR, detail=one_line(error))
+            return Verdict(0.0, Status.ERROR, detail=describe_error(error))
 
 
 def as_verdict(result: Any) -> Verdict:
-    """What a user's function returned, as a verdict. Raises TypeError or ValueError if it is not one."""
+    """Convert what a user's function returned. Raises TypeError or ValueError if it is invalid."""
     if isinstance(result, Verdict):
         return _checked(result)
     if isinstance(result, Mapping):
@@ -153,7 +142,7 @@ def _checked(verdict: Verdict) -> Verdict:
 
 @lru_cache(maxsize=32)
 def _function(path: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
-    """The function, and the names of the fields it takes (None: all)."""
+    """Return the function and the names of the fields it takes (None: all)."""
     function = load_object(path)
     if not callable(function):
         raise UserError(f"'{path}' is a {type(function).__name__}, not a function")
@@ -168,7 +157,7 @@ def _function(path: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
 
 
 def _await(awaitable: Any) -> Any:
-    import asyncio  # here: loading it would slow the start of every worker
+    import asyncio  # imported late: it would slow down the start of every worker
 
     async def wait() -> Any:
         return await awaitable
@@ -176,18 +165,18 @@ def _await(awaitable: Any) -> Any:
     return asyncio.run(wait())
 
 
-_UNREAD = (Status.NO_ANSWER, Status.UNPARSABLE, Status.TIMEOUT)
+_UNREADABLE = (Status.NO_ANSWER, Status.UNPARSABLE, Status.TIMEOUT)
 
 
 @dataclass(frozen=True)
 class RewardMix:
     """reward = accuracy x A + format x F + length x L, with the components A, F, L in `parts` before weighting.
 
-    A: `correct` or `wrong` (in between for a judge that gives partial credit), `unparsable` if there was no readable
-       answer or it took too long, 0 if the judge itself failed. (1, 0, -1) is the classic choice.
-    F: 1 if the answer stands in the asked form, or if `format_pattern` is found in the completion; else 0.
-    L: 1 up to `target_length` characters, then falling linearly to 0 at twice that.
-    The status stays that of the judge.
+    A: `correct` or `wrong` (interpolated for a judge that gives partial credit), `unparsable` if there was no readable
+       answer or judging timed out, 0 if the judge itself failed. (1, 0, -1) is a common choice.
+    F: 1 if the answer has the requested form, or if `format_pattern` is found in the completion; else 0.
+    L: 1 up to `target_length` characters, then decreasing linearly to 0 at twice that.
+    The status is that of the judge.
     """
 
     judge: Judge
@@ -218,7 +207,7 @@ class RewardMix:
             prepare()
 
     def shape(self, verdict: Verdict, completion: str) -> Verdict:
-        """The judge's verdict with the mixed reward in place of its own."""
+        """Return the judge's verdict with the mixed reward."""
         parts = dict(verdict.parts)
         failed = verdict.status in (Status.TIMEOUT, Status.ERROR)
         parts["accuracy"] = self._accuracy(verdict)
@@ -228,7 +217,7 @@ class RewardMix:
         return Verdict(reward, verdict.status, verdict.parsed, parts, verdict.detail)
 
     def _accuracy(self, verdict: Verdict) -> float:
-        if verdict.status in _UNREAD:
+        if verdict.status in _UNREADABLE:
             return self.unparsable
         if verdict.status is Status.ERROR:
             return 0.0
@@ -241,7 +230,7 @@ class RewardMix:
 
 
 def length_score(completion: str, target_length: int) -> float:
-    """1 up to the target, 0 from twice the target on, a straight line between."""
+    """Return 1 up to the target, 0 from twice the target on, linear in between."""
     return min(1.0, max(0.0, 2.0 - len(completion) / target_length))
 
 

@@ -1,8 +1,7 @@
-"""Expressions through math-verify, imported only when an answer needs it: sympy takes longer to load than to use.
+"""Equality of LaTeX expressions with math-verify, which is imported when first needed: importing sympy is slow.
 
-Comparing parsed expressions at a few points: cheap where simplification may take seconds, and nearly always enough.
-
-Expressions that differ at a point are not equal. Equations and inequalities are if one is a multiple of the other.
+Expressions are first evaluated at a few points, which is cheap where simplification may take seconds. Expressions that
+differ at a point are not equal; equations and inequalities are equal if one is a multiple of the other.
 """
 
 from __future__ import annotations
@@ -12,22 +11,21 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+from assay.process.sandbox import time_limit_paused
 from assay.rewards.limits import Unreadable, UnreadableGold, WrongForm, check_expression, check_work
-
-# A worker process puts its own here, to stop the clock of an answer while the library loads.
-loading: Callable[[], AbstractContextManager[None]] = nullcontext
 
 _PLAIN_ROOT = re.compile(r"(?:(?<![\\A-Za-z])sqrt|√)\s*\(([^()]*)\)|√\s*([0-9]+|[A-Za-z])")
 _PLAIN_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 _DECIMAL = re.compile(r"(?<![0-9.])([0-9]*)\.([0-9]+)(?![0-9.])")
-_IMAGINARY = re.compile(r"(?<=[0-9])i(?![A-Za-z])")  # math-verify takes the i of "5i" for a variable, of "5 i" not
+_IMAGINARY = re.compile(
+    r"(?<=[0-9])i(?![A-Za-z])"
+)  # in "5i" math-verify reads i as a variable, in "5 i" as the imaginary unit
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)")
 _FUNCTIONS = "sqrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lg min max gcd lcm"
 _PLAIN_NAMES = re.compile(rf"(?<![A-Za-z])(?:{_FUNCTIONS.replace(' ', '|')}|pi)(?![A-Za-z])")
@@ -39,18 +37,18 @@ _CHARACTERS = frozenset("0123456789+-*/^_()[]{}|!.√ ")
 
 @lru_cache(maxsize=1)
 def _library() -> ModuleType:
-    with loading():
+    with time_limit_paused():
         import math_verify
 
-        # It warns once that its own time limit is off. Ours, around the whole process, is the one that holds.
+        # It warns that its own time limit is off; the process has one.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         math_verify.verify(_parse(math_verify, "\\boxed{x^2}"), _parse(math_verify, "\\boxed{x^{2}}"), **_NO_LIMIT)
     return math_verify
 
 
 def cache_bytecode() -> None:
-    """Load the library now if Python has not cached its bytecode yet: a sandboxed process cannot write the cache, and
-    every one of them would compile the library again."""
+    """Import the library if Python has not cached its bytecode yet. A sandboxed process cannot write the cache, so
+    every worker would compile the library again."""
     spec = importlib.util.find_spec("sympy")
     if spec is None or not spec.cached or not spec.origin or sys.dont_write_bytecode or os.path.exists(spec.cached):
         return
@@ -58,19 +56,19 @@ def cache_bytecode() -> None:
         _library()
 
 
-# Its limits use signals: they work in the main thread only, and raise what `except Exception` does not catch.
+# Its time limits use signals, which work only in the main thread, and raise a BaseException.
 _NO_LIMIT: dict[str, Any] = {"timeout_seconds": None, "raise_on_error": True}
 
 
 def same_expression(answer: str, gold: str) -> bool:
-    """Whether two tidied expressions are equal to math-verify; Unreadable if only the gold one can be parsed."""
+    """Compare two tidied expressions with math-verify. Raises Unreadable if it cannot parse the answer."""
     check_vocabulary(answer, gold)
     check_expression(answer)
     check_work(answer)
     library = _library()
     gold_parsed = _parse_gold(gold)
     if not gold_parsed:
-        return False  # plain text, which the comparison of strings has decided already
+        return False  # plain text, which has been compared as text already
     try:
         answer_parsed = _parse(library, _as_box(answer))
         if not answer_parsed:
@@ -83,7 +81,7 @@ def same_expression(answer: str, gold: str) -> bool:
 
 
 def _same_parsed(library: ModuleType, answer: Any, gold: Any) -> bool:
-    """Sampling first: it finds most wrong answers at once, which math-verify would try to simplify or solve."""
+    """Compare values at sample points first: that detects most wrong answers without simplifying or solving."""
     from sympy import Eq, Expr
 
     if isinstance(gold, Eq) and isinstance(gold.lhs, Expr) and gold.lhs.is_Symbol and isinstance(answer, Expr):
@@ -95,7 +93,7 @@ def _same_parsed(library: ModuleType, answer: Any, gold: Any) -> bool:
 
 
 def check_vocabulary(answer: str, gold: str) -> None:
-    """WrongForm for words, relations and variables that the gold answer lacks: math-verify would skip over some."""
+    """Raise WrongForm for words, relations and variables that the gold answer lacks; math-verify would ignore some."""
     known = _COMMANDS | set(_COMMAND.findall(gold))
     for command in _COMMAND.findall(answer):
         if command not in known:
@@ -116,14 +114,14 @@ def _parse_gold(gold: str) -> list[Any]:
 
 
 def numeric_value(gold: str) -> float | None:
-    """The value of a tidied expression, if it is a real number."""
+    """Return the value of a tidied expression if it is a real number."""
     parsed = _parse_gold(gold)
     value = value_at(parsed[0], {}) if parsed else None
     return value.real if value is not None and not value.imag else None
 
 
 def _as_box(text: str) -> str:
-    """One expression in a box, so that math-verify reads all of it and picks no part at will."""
+    """Put the expression in a box, so that math-verify reads all of it instead of choosing a part."""
     text = _PLAIN_ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", text)
     text = _DECIMAL.sub(lambda decimal: f"(\\frac{{{int(decimal[1] + decimal[2])}}}{{{10 ** len(decimal[2])}}})", text)
     text = _IMAGINARY.sub(" i", text)
@@ -132,7 +130,7 @@ def _as_box(text: str) -> str:
 
 
 def _parse(library: ModuleType, text: str) -> list[Any]:
-    # Without its fallback it cannot pick a formula out of other text, and with units kept "5m" stays algebra.
+    # Without the fallback it does not extract a formula from other text; with units kept, "5m" stays algebra.
     default = library.LatexExtractionConfig()
     config = [
         replace(
@@ -146,7 +144,7 @@ def _parse(library: ModuleType, text: str) -> list[Any]:
 
 
 def verify_whole(completion: str, gold: str) -> tuple[bool | None, str]:
-    """math-verify with its own extraction from the whole text: (equal, or None if nothing was found; what it read)."""
+    """Apply math-verify with its own extraction. Returns (equal or None if it found no answer, the parsed answer)."""
     library = _library()
     gold_parsed = library.parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
     answer_parsed = library.parse(completion, parsing_timeout=None)
@@ -162,12 +160,15 @@ TOLERANCE = 1e-12  # relative
 
 
 def differ(first: Any, second: Any) -> bool:
-    """Whether two sympy expressions have different values at a point."""
+    """Return whether two sympy expressions have different values at a sample point."""
     return any(not _close(one, other) for one, other in _values(first, second))
 
 
 def proportional(first: Any, second: Any) -> bool | None:
-    """Whether two sympy relations say the same: same kind, and sides whose difference is a constant multiple."""
+    """Return whether two sympy relations are equivalent: same kind, and differences of sides that are proportional.
+
+    None: unknown.
+    """
     one, other = _normal(first), _normal(second)
     if one is None or other is None:
         return None
@@ -181,7 +182,7 @@ def proportional(first: Any, second: Any) -> bool | None:
 
 
 def _normal(relation: Any) -> tuple[str, Any] | None:
-    """The kind of a relation, turned to "less than", and the difference of its sides."""
+    """Return the kind of a relation, with "greater" turned into "less", and the difference of its sides."""
     kind = type(relation).__name__
     if kind in ("StrictGreaterThan", "GreaterThan"):
         return kind.replace("Greater", "Less"), relation.rhs - relation.lhs
@@ -191,10 +192,10 @@ def _normal(relation: Any) -> tuple[str, Any] | None:
 
 
 def _values(first: Any, second: Any) -> Iterator[tuple[complex, complex]]:
-    """The values of both at each point where both have one. The same points in every process."""
+    """Yield both values at each sample point where both are defined. The points are the same in every process."""
     symbols = sorted(first.free_symbols | second.free_symbols, key=str)
     for point in range(POINTS if symbols else 1):
-        # Fractions without a pattern, between 0.4 and 2.7, so that roots and logarithms are defined.
+        # Irregular values between 0.4 and 2.7, so that roots and logarithms are defined.
         where = {symbol: 0.4 + (0.7548776662 * (7 * point + index + 1)) % 2.3 for index, symbol in enumerate(symbols)}
         pair = [value_at(expression, where) for expression in (first, second)]
         if pair[0] is not None and pair[1] is not None:
@@ -202,12 +203,12 @@ def _values(first: Any, second: Any) -> Iterator[tuple[complex, complex]]:
 
 
 def value_at(expression: Any, where: dict[Any, float]) -> complex | None:
-    """The value of a sympy expression where its symbols have these values."""
+    """Evaluate a sympy expression for these values of its symbols; None if it is undefined."""
     try:
         value = complex(expression.evalf(DIGITS, subs=where))
     except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError):
-        return None  # a symbol is left, or it is not defined there
-    return value if abs(value) < 1e300 else None  # not for infinities and nan either
+        return None  # undefined, or a symbol has no value
+    return value if abs(value) < 1e300 else None  # also excludes infinities and NaN
 
 
 def _close(one: complex, other: complex) -> bool:

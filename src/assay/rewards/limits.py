@@ -1,4 +1,4 @@
-"""Sizes beyond which an answer is not read at all, so that hostile text is refused at once and always alike."""
+"""Size limits of answers, so that hostile text is rejected quickly and always with the same verdict."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MAX_POWER_DIGITS = 4  # of an integer exponent there
 MAX_FACTORIAL_DIGITS = 3
 MAX_BINOMIAL_DIGITS = 4
 MAX_RESULT_DIGITS = 1_000  # of a number raised to a power
-MAX_MIXED_DIGITS = 100  # the same beside roots, functions and symbols, where large numbers are tested for primes
-MAX_TERMS = 200  # that a bracket has when its power is multiplied out
+MAX_MIXED_DIGITS = 100  # the same beside roots, functions and symbols, where large numbers are factorized
+MAX_TERMS = 200  # of an expanded power of a bracket
 MAX_SYMBOL_POWER = 300
 MAX_FUNCTION_POWER = 20
-MAX_FUNCTIONS = 6  # sines, logarithms and the like in one expression
-MAX_ROUND_DEPTH = 5  # of nested round brackets and absolute values, on each of which the parser backtracks
+MAX_FUNCTIONS = 6  # such as sine and logarithm in one expression
+MAX_ROUND_DEPTH = 5  # of nested round brackets and absolute values: the parser backtracks on each
 MAX_PARTS = 24  # of a list, a set or a matrix
 
 _BRACKET = re.compile(r"\\[{}]|[{}()\[\]]")
@@ -41,19 +41,19 @@ _LONG_NUMBER = re.compile(rf"[0-9]{{{MAX_DIGITS + 1},}}")
 
 
 class Unreadable(Exception):
-    """The answer is there but cannot, or must not, be read. Says why in one line."""
+    """There is an answer, but it cannot be parsed or exceeds a limit. The message is one line."""
 
 
 class UnreadableGold(Exception):
-    """The same of the gold answer: then nothing can be said of the answer."""
+    """The gold answer cannot be read, so the answer cannot be judged."""
 
 
 class WrongForm(Exception):
-    """The answer can be read, but is of another kind than the gold answer, so it is wrong. Says why in one line."""
+    """The answer can be read, but its form differs from that of the gold answer, so it is wrong."""
 
 
 def clip(text: str, limit: int = 200) -> str:
-    """Enough of a long text to recognise it by."""
+    """Shorten a text."""
     return text if len(text) <= limit else text[:limit] + "..."
 
 
@@ -78,9 +78,10 @@ def check_expression(text: str) -> None:
 
 
 def check_work(text: str) -> None:
-    """Refuse short answers that a computer algebra system works on for seconds: the clock should not judge them."""
+    """Reject short answers on which a computer algebra system would work for seconds, so that verdicts do not depend on
+    time limits."""
     if _UNFINISHED.search(text):
-        raise Unreadable("an integral, sum, product or limit is not worked out")
+        raise Unreadable("an integral, sum, product or limit is not evaluated")
     if _LONG_BINOMIAL.search(text) or _BINOMIAL_OF_POWER.search(text):
         raise Unreadable("the binomial coefficient is too large")
     for factorial in _BRACKET_FACTORIAL.finditer(text):
@@ -104,11 +105,11 @@ def _round_depth(text: str) -> int:
 
 
 def _work(text: str, power: re.Match[str]) -> float:
-    """How much a power asks for, as a multiple of what it may."""
+    """Return the cost of a power as a multiple of its limit."""
     base, exponent = power[1], int(power[2])
     if base[0].isdigit():
-        most = MAX_MIXED_DIGITS if _SYMBOLIC.search(text) else MAX_RESULT_DIGITS
-        return exponent * math.log10(max(int(base.replace(".", "")), 1)) / most
+        limit = MAX_MIXED_DIGITS if _SYMBOLIC.search(text) else MAX_RESULT_DIGITS
+        return exponent * math.log10(max(int(base.replace(".", "")), 1)) / limit
     if base[0].isalpha():
         return exponent / MAX_SYMBOL_POWER
     if base[0] == "\\":
@@ -121,7 +122,7 @@ def _work(text: str, power: re.Match[str]) -> float:
 
 
 def _inside(text: str, end: int) -> str:
-    """What the bracket encloses that is closed at `end`; brackets of all kinds count alike."""
+    """Return the content of the bracket that is closed at `end`; kinds of brackets are not distinguished."""
     depth = 0
     for start in range(end, -1, -1):
         depth += (text[start] in ")]}") - (text[start] in "([{")

@@ -1,8 +1,7 @@
-r"""The words after a number: a unit leaves the number as it is, a scale multiplies it, anything else is refused.
+r"""Parse a number exactly: sign, separators, currency, percent, fractions, powers of ten, and the unit after it.
 
-Reading one number exactly: signs, separators, currency, percent, fractions, powers of ten, a unit after it.
-
-Values are fractions, so 0.1 + 0.2 style surprises do not exist and 0.33 is not 1/3.
+Values are fractions: 0.33 is not 1/3. In the words after a number, a unit leaves the value unchanged and a scale such
+as "million" multiplies it; other words are rejected.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _NUMBER_WORDS_TEXT = (
     "billion trillion hundreds thousands millions billions trillions tens zillion dozen dozens"
 )
 _NUMBER_WORDS = frozenset(_NUMBER_WORDS_TEXT.split())
-# As the first word after a number, these make it another number or the start of an expression.
+# As the first word after a number, these change its value or start an expression.
 _NOT_A_UNIT_TEXT = (
     "pi sqrt root sin cos tan log ln exp squared cubed times over and to by of point mod choose third thirds "
     "fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth "
@@ -46,7 +45,7 @@ _NOT_A_UNIT_TEXT = (
     "crore crores score scores gross"
 )
 _NOT_A_UNIT = frozenset(_NOT_A_UNIT_TEXT.split())
-# Anywhere after a number, these negate it, change its value or offer an alternative.
+# Anywhere after a number, these negate it, change its value or state an alternative.
 _ALTERS_TEXT = (
     "or nor if unless either neither than below under above negative minus plus times divided multiplied "
     "factorial is isn are aren was wasn were be not no none never nothing but except without maybe perhaps "
@@ -91,7 +90,7 @@ _SYNONYMS = {
 KNOWN_UNITS = {word: unit for unit, words in _SYNONYMS.items() for word in words.split()}
 _LONG_UNITS = sorted((word for word in KNOWN_UNITS if len(word) > 1 and word.isalpha()), key=len, reverse=True)
 _UNIT_WORD = "|".join([*_LONG_UNITS, "units?", *_DIMENSIONS, "per"])
-# Without a number before it, "m" or "s" may be a variable: only longer units are taken off an expression.
+# Without a number before it, "m" or "s" may be a variable: only longer units are removed from an expression.
 _EXPRESSION_UNIT = re.compile(
     rf"(?<=[0-9}})a-z])\s+(?:(?:{_UNIT_WORD})(?:\s?[ /]\s?|$|(?=\s?\^)))+(?:\s?\^\s?\{{?[23]\}}?)?$"
 )
@@ -99,7 +98,7 @@ _EXPRESSION_UNIT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What follows a number: a factor, the known units, their power (0: not stated), and whether it is a percentage."""
+    """The text after a number: a factor, known units, their power (0: not stated), and whether it is a percentage."""
 
     scale: int = 1
     known: str = ""
@@ -111,7 +110,7 @@ NO_UNIT = Unit()
 
 
 def read_unit(tail: str) -> Unit | None:
-    """The unit that the text after a number is; None if it changes the number or is something else."""
+    """Parse the text after a number; None if it is not a unit or changes the number."""
     if not tail.strip():
         return NO_UNIT
     matched = _TAIL.fullmatch(tail.strip())
@@ -149,7 +148,7 @@ def keeps_the_number(words: list[str]) -> bool:
 
 
 def _begins_a_unit(word: str, adjacent: bool) -> bool:
-    """Whether a word can be the first of a unit: "5x" and "5 y" are algebra, "42 K" is no count of anything."""
+    """Return whether a word can start a unit: "5x" and "5 y" are algebra, "42 K" is not a count."""
     if adjacent and word.lower() in _ORDINALS:
         return True
     if word.lower() in KNOWN_UNITS:
@@ -158,11 +157,11 @@ def _begins_a_unit(word: str, adjacent: bool) -> bool:
 
 
 def without_unit(expression: str) -> str:
-    r"""An expression such as "6\sqrt{2} cm" without the known unit at its end."""
+    r"""Remove a known unit from the end of an expression such as "6\sqrt{2} cm"."""
     return _EXPRESSION_UNIT.sub("", expression)
 
 
-REMEMBERED = 1024  # texts: all samples of a prompt have one gold answer, and few different answers
+CACHE_SIZE = 1024  # texts: all samples of a prompt share a gold answer and have few distinct answers
 _LOOKALIKES = str.maketrans(
     dict.fromkeys("\u2212\u2013\u2014\u2010\u2011\ufe63\uff0d", "-")
     | dict.fromkeys("\u00a0\u2007\u2009\u200a\u202f\u2002\u2003\u3000\t\n\r\f\v", " ")
@@ -207,32 +206,32 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number with its unit. `quotient` says how a division was written, if it is one: "whole" (3/4) or "decimal"."""
+    """A number with its unit. `quotient` is "whole" for a division such as 3/4, "decimal" for 1.5/2, else empty."""
 
     value: Fraction
     unit: Unit = NO_UNIT
     quotient: str = ""
 
     def same(self, gold: Quantity) -> bool:
-        """Equal values in compatible units."""
+        """Return whether the values are equal in compatible units."""
         return _compatible(self.unit, gold.unit) and self._read_as(gold) == gold.value
 
-    def worked_out(self, gold: Quantity) -> bool:
-        """Whether no division is left to do: 84/2 is not 42 yet, but 1/2 may stand for 0.5."""
+    def evaluated(self, gold: Quantity) -> bool:
+        """Return whether no division is left to do: 84/2 is not evaluated to 42, but 1/2 is accepted for 0.5."""
         return not self.quotient or (self.quotient == "whole" and gold.value.denominator != 1)
 
     def _read_as(self, gold: Quantity) -> Fraction:
-        """The value; whether a percent sign divides by 100 is decided by how the gold answer is written.
+        """Return the value; the gold answer decides whether a percent sign divides by 100.
 
-        "50%" is 1/2 where the gold answer is a fraction or below 1, and 50 where it is another number, as in the
-        answers of "what percentage ...?". Where the gold answer has the sign, the number of percent counts.
+        "50%" is 1/2 if the gold answer is a fraction or below 1, and 50 if it is another number, as in answers to "what
+        percentage ...?". If the gold answer has the percent sign too, the numbers are compared as written.
         """
         divides = self.unit.percent and not gold.unit.percent and (gold.quotient or abs(gold.value) < 1)
         return self.value / 100 if divides else self.value
 
 
 def _compatible(ours: Unit, theirs: Unit) -> bool:
-    """Units matter only if both sides have known ones: then one side's must be among the other's, with one power."""
+    """Return whether units agree: they are compared only if both sides have known ones."""
     mine, others = set(ours.known.split()), set(theirs.known.split())
     if not mine or not others:
         return True
@@ -240,9 +239,9 @@ def _compatible(ours: Unit, theirs: Unit) -> bool:
     return (mine <= others or others <= mine) and len(powers) < 2
 
 
-@lru_cache(REMEMBERED)
+@lru_cache(CACHE_SIZE)
 def tidy(text: str) -> str:
-    """The same answer without what only concerns its looks: delimiters, spacing commands, font wrappers, lookalikes."""
+    """Remove what only concerns typography: delimiters, spacing commands, font wrappers, lookalike characters."""
     text = text.translate(_LOOKALIKES)
     text = _NOISE.sub("", _TIGHT_COMMA.sub(",", text))
     text = _SPACE.sub(" ", text)
@@ -251,7 +250,7 @@ def tidy(text: str) -> str:
     text = _SLANTED.sub(r"\\\1", text)
     text = _REPEATING.sub(_repeating_decimal, text)
     text = _DEGREES.sub(" degrees ", text)
-    for _ in range(3):  # wrappers may wrap wrappers
+    for _ in range(3):  # wrappers may be nested
         text, replaced = _WRAPPER.subn(r" \1 ", text)
         if not replaced:
             break
@@ -260,15 +259,15 @@ def tidy(text: str) -> str:
     return _unwrap(text[lead_in.end() :]) if lead_in else text
 
 
-def _repeating_decimal(found: re.Match[str]) -> str:
-    r"""The fraction that "0.1\overline{6}" is."""
-    fixed, period = found[1] + found[2], found[3]
+def _repeating_decimal(decimal: re.Match[str]) -> str:
+    r"""Convert "0.1\overline{6}" to a fraction."""
+    fixed, period = decimal[1] + decimal[2], decimal[3]
     top = int(fixed + period) - int(fixed or "0")
-    return f"\\frac{{{top}}}{{{(10 ** len(period) - 1) * 10 ** len(found[2])}}}"
+    return f"\\frac{{{top}}}{{{(10 ** len(period) - 1) * 10 ** len(decimal[2])}}}"
 
 
 def _unwrap(text: str) -> str:
-    """Strip delimiters around the whole, and the full stop of a sentence."""
+    """Remove delimiters around the whole text, and the full stop of a sentence."""
     for _ in range(8):
         before = text
         text = text.strip().rstrip(".,;").strip()
@@ -284,7 +283,7 @@ def _unwrap(text: str) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the brace is closed whose content begins at `start`; -1 if it is not."""
+    """Return the position of the brace that closes the content at `start`; -1 if there is none."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
@@ -293,9 +292,9 @@ def _closing(text: str, start: int) -> int:
     return -1
 
 
-@lru_cache(REMEMBERED)
+@lru_cache(CACHE_SIZE)
 def read_quantity(text: str) -> Quantity | None:
-    """The number that a tidied text is, with its unit; None if it is something else; Unreadable if it is too much."""
+    """Parse a tidied text as a number with a unit; None if it is not one. Raises Unreadable if it is too large."""
     if len(text) > MAX_ANSWER_CHARS:
         raise Unreadable(f"the answer is longer than {MAX_ANSWER_CHARS} characters")
     number = _NUMBER.match(text)
@@ -317,7 +316,7 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 def _quotient(number: re.Match[str], unit: Unit) -> str:
-    """How a division is written. A mixed number, and a fraction of a million or of a percentage, are not divisions."""
+    """Return `Quantity.quotient`. A mixed number, and a fraction of a million or of a percentage, are not divisions."""
     terms = [number[name] for name in ("top", "top_digit", "bottom", "bottom_digit", "over", "under") if number[name]]
     if not terms or number["whole"] or number["mixed"] or unit.scale != 1 or unit.percent:
         return ""

@@ -1,9 +1,4 @@
-"""Judging a final answer against a gold one: GSM8K, MATH, and anything with one number or expression as its answer.
-
-Countdown: reach the target with the given numbers, each used exactly once. Parsed and computed, never `eval`ed.
-
-Problems of the package reasoning-gym, made again wherever they are judged, and scored by the package itself.
-"""
+"""Judges of this package: math answers, Countdown expressions, and problems of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -11,156 +6,173 @@ import ast
 import dataclasses
 import json
 import math
-import operator
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from assay.rewards.equality import compare
+from assay.rewards.expressions import compute, parse_arithmetic
 from assay.rewards.extract import check_extractor, extract
-from assay.rewards.judge import graded, one_line
+from assay.rewards.judge import binary_verdict
 from assay.rewards.latex import cache_bytecode, verify_whole
 from assay.rewards.limits import Unreadable, UnreadableGold, clip
 from assay.rewards.numeric import read_quantity, tidy
-from assay.types import Status, UserError, Verdict, unknown_name
+from assay.types import Status, UserError, Verdict, describe_error, unknown_name
 
-MAX_AUDIT_CHARS = 50_000  # math-verify's own extraction searches the whole text, and slowly
+MAX_AUDIT_CHARS = 50_000  # math-verify's own extraction searches the whole text, and is slow
 
 
 @dataclass(frozen=True)
-class MathJudge:
-    """1.0 if the extracted answer equals the gold one, else 0.0.
+class FinalAnswerJudge(ABC):
+    """Extracts the final answer in the form `extract` and scores it.
 
-    Not strict: the answer may stand in any of the known forms, and may be an expression where the gold one is a number.
-
-    `parts` has `accuracy`, and `format`: whether an answer stood in the asked form, right or wrong.
+    Not strict: an answer in any of the known forms counts. `parts` has `accuracy`, and `format`: whether there was an
+    answer in the requested form, correct or not.
     """
 
     extract: str = "boxed"
     strict: bool = True
+    any_number: ClassVar[bool] = True  # if not strict, the last number of the completion counts as answer too
 
     def __post_init__(self) -> None:
         check_extractor(self.extract)
 
+    @abstractmethod
+    def problem(self, answer: str, fields: Mapping[str, Any]) -> Any:
+        """Return what `score` needs to know of the problem. Raises UnreadableGold if it is invalid."""
+
+    @abstractmethod
+    def score(self, text: str, problem: Any) -> tuple[float, str]:
+        """Return the score of an extracted answer (1.0: correct), and a reason. Raises Unreadable, UnreadableGold."""
+
+    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
+        try:
+            problem = self.problem(answer, fields)
+        except UnreadableGold as error:
+            return Verdict(0.0, Status.ERROR, detail=str(error))
+        found = extract(completion, self.extract, self.strict, self.any_number)
+        in_form = float(found.found and found.form == self.extract)
+        if not found.found:
+            return binary_verdict(found.status, found.text or None, in_form, found.detail)
+        try:
+            score, detail = self.score(found.text, problem)
+        except Unreadable as error:
+            return binary_verdict(Status.UNPARSABLE, clip(found.text), in_form, str(error))
+        except UnreadableGold as error:
+            return Verdict(0.0, Status.ERROR, clip(found.text), detail=str(error))
+        status = Status.OK if score >= 1.0 else Status.WRONG
+        return Verdict(score, status, found.text, {"accuracy": score, "format": in_form}, detail)
+
+
+@dataclass(frozen=True)
+class MathJudge(FinalAnswerJudge):
+    """1.0 if the extracted answer equals the gold answer, else 0.0: for one number or expression as answer.
+
+    Not strict: the answer may also be an expression where the gold answer is a number.
+    """
+
     def prepare(self) -> None:
         cache_bytecode()
 
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
+    def problem(self, answer: str, fields: Mapping[str, Any]) -> str:
         if not answer.strip():
-            return Verdict(0.0, Status.ERROR, detail="the gold answer is empty")
-        found = extract(completion, self.extract, self.strict)
-        form = float(found.found and found.form == self.extract)
-        if not found.found:
-            return graded(found.status, found.text or None, form, found.detail)
+            raise UnreadableGold("the gold answer is empty")
+        return answer
+
+    def score(self, text: str, problem: str) -> tuple[float, str]:
         try:
-            right, detail = compare(found.text, answer, self.strict)
-        except Unreadable as error:
-            return graded(Status.UNPARSABLE, clip(found.text), form, str(error))
+            equal, detail = compare(text, problem, self.strict)
         except UnreadableGold as error:
-            return Verdict(0.0, Status.ERROR, clip(found.text), detail=f"the gold answer cannot be read: {error}")
-        return graded(Status.OK if right else Status.WRONG, found.text, form, detail)
+            raise UnreadableGold(f"the gold answer cannot be read: {error}") from None
+        return float(equal), detail
 
 
 @dataclass(frozen=True)
 class MathVerifyJudge:
-    """math-verify alone, with its own way of finding the answer: a second opinion for audits."""
+    """math-verify alone, including its own answer extraction: a second opinion for audits."""
 
     def prepare(self) -> None:
         cache_bytecode()
 
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
         if len(completion) > MAX_AUDIT_CHARS:
-            return graded(Status.UNPARSABLE, None, 0.0, f"longer than {MAX_AUDIT_CHARS} characters")
-        same, read = verify_whole(completion, answer)
-        if same is None:
-            return graded(Status.NO_ANSWER, None, 0.0, "math-verify found no answer")
-        return graded(Status.OK if same else Status.WRONG, clip(read), 1.0)
+            return binary_verdict(Status.UNPARSABLE, None, 0.0, f"longer than {MAX_AUDIT_CHARS} characters")
+        equal, parsed = verify_whole(completion, answer)
+        if equal is None:
+            return binary_verdict(Status.NO_ANSWER, None, 0.0, "math-verify found no answer")
+        return binary_verdict(Status.OK if equal else Status.WRONG, clip(parsed), 1.0)
 
 
 MAX_CHARS = 400
 MAX_DEPTH = 40
 MAX_INT_DIGITS = 12
 
-_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
 _SPELLINGS = (("\\times", "*"), ("\\cdot", "*"), ("\\div", "/"), ("\\left", ""), ("\\right", ""), ("∗", "*"))
 _ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 _FRACTION = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
-class _Wrong(Exception):
-    """A readable expression that does not solve the problem. Says why."""
-
-
 @dataclass(frozen=True)
-class CountdownJudge:
+class CountdownJudge(FinalAnswerJudge):
     """1.0 if the expression uses each of `nums` exactly once and equals `target`, else 0.0.
 
-    Integers, + - * / (also × ÷ \\times \\div \\frac) and parentheses. A sign in front of an operand is allowed: for a
-    positive target it adds nothing that could not be written without. "expression = number" is allowed if the number
+    Integers, + - * / (also × ÷ \\times \\div \\frac) and parentheses. A sign before an operand is allowed: for a
+    positive target it adds nothing that could not be written without it. "expression = number" is allowed if the number
     is the target. Arithmetic is exact.
     """
 
     extract: str = "answer-tag"
-    strict: bool = True
+    any_number = False
 
-    def __post_init__(self) -> None:
-        check_extractor(self.extract)
-
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
+    def problem(self, answer: str, fields: Mapping[str, Any]) -> tuple[Counter[int], Fraction]:
         try:
             numbers = Counter(_integer(number) for number in fields["nums"])
-            target = Fraction(_integer(fields.get("target", answer)))
+            return numbers, Fraction(_integer(fields.get("target", answer)))
         except (KeyError, TypeError, ValueError) as error:
-            detail = f"a Countdown problem needs 'nums' (a list of integers) and 'target' (an integer): {error!r}"
-            return Verdict(0.0, Status.ERROR, detail=detail)
-        found = extract(completion, self.extract, self.strict, numbers=False)
-        form = float(found.found and found.form == self.extract)
-        if not found.found:
-            return graded(found.status, found.text or None, form, found.detail)
-        try:
-            check_solution(found.text, numbers, target)
-        except Unreadable as error:
-            return graded(Status.UNPARSABLE, clip(found.text), form, str(error))
-        except _Wrong as error:
-            return graded(Status.WRONG, found.text, form, str(error))
-        return graded(Status.OK, found.text, form)
+            raise UnreadableGold(
+                f"a Countdown problem needs 'nums' (a list of integers) and 'target' (an integer): {error!r}"
+            ) from None
+
+    def score(self, text: str, problem: tuple[Counter[int], Fraction]) -> tuple[float, str]:
+        mistake = find_mistake(text, *problem)
+        return float(not mistake), mistake
 
 
-def check_solution(text: str, numbers: Counter[int], target: Fraction) -> None:
-    """Raise unless the expression solves the problem: Unreadable, or _Wrong with the reason."""
-    left, equals, right = _spell(text).partition("=")
+def find_mistake(text: str, numbers: Counter[int], target: Fraction) -> str:
+    """Return why an expression does not solve a Countdown problem; empty if it does. Raises Unreadable."""
+    left, equals, right = _normalize(text).partition("=")
     tree = _parse(left)
-    value = _compute(tree)
+    try:
+        value = compute(tree, left)
+    except ZeroDivisionError:
+        return "divides by zero"
     leaves = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
     used = Counter(leaf for leaf in leaves if isinstance(leaf, int))
     if used != numbers:
-        raise _Wrong(f"uses the numbers {sorted(used.elements())}, not {sorted(numbers.elements())}")
+        return f"uses the numbers {sorted(used.elements())}, not {sorted(numbers.elements())}"
     if value != target:
-        raise _Wrong(f"equals {value}, not {target}")
+        return f"equals {value}, not {target}"
     if equals:
         claimed = read_quantity(tidy(right))
         if claimed is None:
             raise Unreadable("what follows '=' is not a number")
         if claimed.value != target:
-            raise _Wrong(f"says it equals {clip(right.strip(), 40)}, not {target}")
+            return f"says it equals {clip(right.strip(), 40)}, not {target}"
+    return ""
 
 
-def _spell(text: str) -> str:
-    """The expression in plain characters."""
+def _normalize(text: str) -> str:
+    """Write an expression in plain characters."""
     if len(text) > MAX_CHARS:
         raise Unreadable(f"the expression is longer than {MAX_CHARS} characters")
     text = tidy(text)
-    for fancy, plain in _SPELLINGS:
-        text = text.replace(fancy, plain)
+    for spelling, plain in _SPELLINGS:
+        text = text.replace(spelling, plain)
     for _ in range(MAX_DEPTH):
         text, replaced = _FRACTION.subn(r"((\1)/(\2))", text)
         if not replaced:
@@ -179,24 +191,7 @@ def _parse(text: str) -> ast.expr:
             raise Unreadable(f"parentheses are nested more than {MAX_DEPTH} deep")
     if any(len(digits) > MAX_INT_DIGITS for digits in re.findall(r"[0-9]+", text)):
         raise Unreadable(f"a number has more than {MAX_INT_DIGITS} digits")
-    try:
-        return ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Unreadable("not an arithmetic expression") from None
-
-
-def _compute(node: ast.expr) -> Fraction:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        value = _compute(node.operand)
-        return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _compute(node.left), _compute(node.right)
-        if isinstance(node.op, ast.Div) and right == 0:
-            raise _Wrong("divides by zero")
-        return _OPERATORS[type(node.op)](left, right)
-    raise Unreadable("only integers, + - * / and parentheses are allowed")
+    return parse_arithmetic(text)
 
 
 def _integer(value: Any) -> int:
@@ -205,12 +200,12 @@ def _integer(value: Any) -> int:
     return int(value)
 
 
-SEED, INDEX, SIZE = "dataset_seed", "dataset_index", "dataset_size"  # fields that say which problem it is
+SEED, INDEX, SIZE = "dataset_seed", "dataset_index", "dataset_size"  # prompt fields that identify a problem
 
 
 @lru_cache(maxsize=64)
 def dataset(name: str, options: str, seed: int, size: int) -> Any:
-    """The package's own object; `options` of its config as JSON."""
+    """Return a dataset object of reasoning-gym; `options` is its config as JSON."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
@@ -226,49 +221,47 @@ def dataset(name: str, options: str, seed: int, size: int) -> Any:
             raise unknown_name("argument", key, takes, where=f"of reasoning_gym:{name}")
     try:
         return create_dataset(name, seed=seed, size=size, **given)
-    except (AssertionError, TypeError, ValueError) as error:  # how its configs say no
-        raise UserError(f"reasoning_gym:{name} does not take these arguments: {one_line(error)}") from None
+    except (AssertionError, TypeError, ValueError) as error:  # raised by the validation of its configs
+        raise UserError(f"reasoning_gym:{name} rejects these arguments: {describe_error(error)}") from None
 
 
 @lru_cache(maxsize=1024)
 def entry(name: str, options: str, seed: int, size: int, index: int) -> dict[str, Any]:
-    """A problem: question, answer (None where the package has none of its own) and what its judge needs to know."""
+    """Return a problem: question, answer (None where the package has none) and what its scorer needs to know."""
     return dataset(name, options, seed, size)[index]
 
 
 @dataclass(frozen=True)
-class ReasoningGymJudge:
-    """The score that the data set gives, partial ones too; only a full one is right."""
+class ReasoningGymJudge(FinalAnswerJudge):
+    """The score that reasoning-gym gives, including partial scores; only a full score is correct.
 
-    name: str
-    options: str = "{}"
+    The problem is generated again in the process that judges it.
+    """
+
     extract: str = "answer-tag"
     strict: bool = True
-
-    def __post_init__(self) -> None:
-        check_extractor(self.extract)
+    name: str = ""
+    options: str = "{}"
 
     def prepare(self) -> None:
-        """The package takes seconds to import, which should not count as judging."""
+        """Import the package, which takes seconds that should not count as judging."""
         dataset(self.name, self.options, 0, 1)
 
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
+    def problem(self, answer: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
         try:
-            place = [int(fields[key]) for key in (SEED, SIZE, INDEX)]
+            return int(fields[SEED]), int(fields[SIZE]), int(fields[INDEX])
         except (KeyError, TypeError, ValueError) as error:
-            detail = f"a problem of reasoning-gym needs the fields {SEED}, {SIZE} and {INDEX}: {error!r}"
-            return Verdict(0.0, Status.ERROR, detail=detail)
-        found = extract(completion, self.extract, self.strict)
-        form = float(found.found and found.form == self.extract)
-        if not found.found:
-            return graded(found.status, found.text or None, form, found.detail)
-        source, problem = dataset(self.name, self.options, *place[:2]), entry(self.name, self.options, *place)
+            names = f"{SEED}, {SIZE} and {INDEX}"
+            raise UnreadableGold(f"a reasoning-gym problem needs the fields {names}: {error!r}") from None
+
+    def score(self, text: str, problem: tuple[int, int, int]) -> tuple[float, str]:
+        source = dataset(self.name, self.options, *problem[:2])
+        problem_entry = entry(self.name, self.options, *problem)
         try:
-            score = float(source.score_answer(found.text, problem))
+            score = float(source.score_answer(text, problem_entry))
         except Exception as error:
-            source.score_answer(problem["answer"], problem)  # if this fails too, it is not the answer's fault
-            return graded(Status.UNPARSABLE, found.text, form, one_line(error))
+            source.score_answer(problem_entry["answer"], problem_entry)  # raises if the problem is broken
+            raise Unreadable(describe_error(error)) from None
         if not math.isfinite(score):
-            return Verdict(0.0, Status.ERROR, found.text, detail=f"the data set gave the score {score}")
-        status = Status.OK if score >= 1.0 else Status.WRONG
-        return Verdict(score, status, found.text, {"accuracy": score, "format": form})
+            raise UnreadableGold(f"the dataset gave the score {score}")
+        return score, ""

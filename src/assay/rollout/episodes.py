@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from assay.engine.base import Engine, Event, Failed, Finished, Request, RequestError, SamplingParams
-from assay.envs.base import Env, Observation, Step, as_messages, failed_step, is_masked, reported_after, within
+from assay.envs.base import Env, Observation, Step, as_messages, error_step, is_masked, run_with_timeout, warn_after
 from assay.text import Renderer
 from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
@@ -94,7 +94,7 @@ class Stepper(Generic[E]):
         if not self.seconds:
             what = "a step" if len(envs) == 1 else f"a step of {len(envs)} episodes"
             running = f"{self.env.name}: {what} has been running for {REPORT_S:g} s"
-            with reported_after(REPORT_S, f"{running}; set env.max_seconds to abandon such steps"):
+            with warn_after(REPORT_S, f"{running}; set env.max_seconds to abandon such steps"):
                 return self.env.step_all(envs, actions)
         if self.env.slow and len(envs) > 1:
             with ThreadPoolExecutor(LIMITED_STEPS, "assay-env") as pool:
@@ -103,9 +103,9 @@ class Stepper(Generic[E]):
 
     def _limited(self, env: Env, action: str) -> Step:
         try:
-            return within(self.seconds, lambda: self.env.step_all([env], [action])[0])
+            return run_with_timeout(self.seconds, lambda: self.env.step_all([env], [action])[0])
         except TimeoutError as error:
-            return failed_step(error)
+            return error_step(error)
 
     def close(self) -> None:
         """Cancel pending steps. Running steps finish in the background, and their results are ignored."""
@@ -181,7 +181,7 @@ class EpisodeRunner:
         """Start an episode for each sample of a prompt; return the episodes and the request of their first turn."""
         episodes = []
         for sample in range(first.params.n):
-            env = self.env.fresh()
+            env = self.env.copy()
             env.start(prompt)
             episodes.append(Episode(prompt, first, sample, env, next_context_ids=list(first.prompt_ids)))
         return episodes, replace(first, params=self._params(first, 0, first.params.n), keep=self._keep(1))
@@ -208,7 +208,7 @@ class EpisodeRunner:
             episode.answer, episode.verdict = info.get("answer"), info.get("verdict")
             if episode.answer is None and episode.verdict is None:
                 total = sum(turn.reward for turn in episode.turns)
-                correct = terminated and total >= self.env.full - 1e-9
+                correct = terminated and total >= self.env.max_return - 1e-9
                 episode.verdict = Verdict(total, Status.OK if correct else Status.WRONG)
             if truncated:
                 episode.cut_off = "the environment cut it off"

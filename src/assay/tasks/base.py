@@ -15,8 +15,7 @@ from typing import Any, overload
 
 from assay.rewards import CountdownJudge, Judge, MathJudge
 from assay.rewards.extract import check_extractor
-from assay.rewards.judge import one_line
-from assay.types import Prompt, UserError, Verdict
+from assay.types import Prompt, UserError, Verdict, describe_error
 
 SPLITS = ("train", "validation", "test")
 ALL = "all"  # a split of its own: every row of a single file or list
@@ -39,7 +38,7 @@ def _told_in_one_line(prompts: Callable[[Any, str], Sequence[Prompt]]) -> Callab
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f'prompts("{split}") of the task {task.name} failed: {one_line(error)}') from error
+            raise UserError(f'prompts("{split}") of the task {task.name} failed: {describe_error(error)}') from error
 
     return guarded
 

@@ -66,7 +66,7 @@ class ReasoningGym(Task):
         )
 
     def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
-        return ReasoningGymJudge(self.dataset_name, self.options, extract or self.default_extract, strict)
+        return ReasoningGymJudge(extract or self.default_extract, strict, self.dataset_name, self.options)
 
 
 def split_by_words(question: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from assay.rewards import load_object
-from assay.rewards.judge import one_line
 from assay.tasks.abacus import Abacus
 from assay.tasks.base import Task
 from assay.tasks.countdown import Countdown
@@ -17,7 +16,7 @@ from assay.tasks.gsm8k import GSM8K
 from assay.tasks.jsonl import Jsonl, RowsTask
 from assay.tasks.math import Math
 from assay.tasks.reasoning_gym import PREFIX, ReasoningGym
-from assay.types import UserError, unknown_name
+from assay.types import UserError, describe_error, unknown_name
 
 TASKS: dict[str, Callable[..., Task]] = {
     "abacus": Abacus,
@@ -49,12 +48,12 @@ def _from_object(thing: Any, name: str, args: dict[str, Any]) -> Task:
     if isinstance(thing, type):
         if not issubclass(thing, Task):
             raise UserError(f"{name} is a class, but not a Task: derive it from assay.tasks.Task")
-        return call_own(thing, name, args)
+        return call_user(thing, name, args)
     rows_args = args
     if callable(thing) and not isinstance(thing, Task):
         own = {key: value for key, value in args.items() if key in parameters(thing)}
         rows_args = {key: value for key, value in args.items() if key not in own}
-        thing = call_own(thing, name, own)
+        thing = call_user(thing, name, own)
     if isinstance(thing, Task):
         if rows_args:
             raise unknown_name("argument", next(iter(rows_args)), (), where=f"of {name}")
@@ -63,7 +62,7 @@ def _from_object(thing: Any, name: str, args: dict[str, Any]) -> Task:
         raise UserError(
             f"{name} must be a Task, or rows (dicts or Prompts), or a function giving one; it is {thing!r:.80}"
         )
-    return call_own(RowsTask, name, rows_args, rows=thing, name=name)  # rows may be made as they are read
+    return call_user(RowsTask, name, rows_args, rows=thing, name=name)  # rows may be made as they are read
 
 
 def call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:
@@ -83,7 +82,7 @@ def call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **fi
     return function(**{key: _typed(value, hints.get(key), key, owner) for key, value in args.items()}, **fixed)
 
 
-def call_own(make: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:
+def call_user(make: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:
     """The same with what a user has written: what it lacks or raises is told in one line, with where it stands."""
     if missing := getattr(make, "__abstractmethods__", None):
         page = "environments" if hasattr(make, "step") else "tasks"
@@ -93,7 +92,7 @@ def call_own(make: Callable[..., Any], owner: str, args: Mapping[str, Any], **fi
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{owner} could not be made: {one_line(error)}") from error
+        raise UserError(f"{owner} could not be made: {describe_error(error)}") from error
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, bool]:

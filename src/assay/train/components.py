@@ -29,7 +29,6 @@ from assay.models import Decoder, PolicyModel, build_preset, load_model, pick_de
 from assay.models.device import uses_triton
 from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix
 from assay.rewards.importing import load_object, normalized
-from assay.rewards.judge import one_line
 from assay.rollout import Collector, Limits
 from assay.runs.resolve import load_resolved, resolve_model
 from assay.tasks import Task, make_task
@@ -37,7 +36,7 @@ from assay.tasks.base import UNLIMITED
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
 from assay.train.stopping import Stopping
-from assay.types import Prompt, UserError
+from assay.types import Prompt, UserError, describe_error
 
 PRESET = "preset:"
 PRESET_LENGTH = 512
@@ -58,7 +57,7 @@ def build_problems(task: TaskConfig, env: EnvConfig) -> Task:
         return build_task(task)
     made = make_env(env.name, env.path or None, build_task(task) if task.name else None, **env.args)
     if isinstance(made, TaskEnv):
-        made.deferred = True
+        made.defer_judging = True
     return made
 
 
@@ -230,7 +229,7 @@ def own_backend(path: str) -> Callable[..., Engine]:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"{path} failed to make an engine: {one_line(error)}") from error
+            raise UserError(f"{path} failed to make an engine: {describe_error(error)}") from error
         missing = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
         if missing:
             raise UserError(f"{path} returned no engine: it lacks {', '.join(missing)}; see docs/extending.md")

@@ -15,7 +15,6 @@ import mmap
 import os
 import pickle
 import signal
-import subprocess
 import tempfile
 import warnings
 import weakref
@@ -31,11 +30,9 @@ from assay.algos import Algorithm, Sums
 from assay.config import TrainConfig
 from assay.mesh import Mesh
 from assay.models import PolicyModel
-from assay.process.messages import receive, send
-from assay.process.spawn import command, ending
+from assay.process.spawn import ChildProcess, exit_reason
 from assay.train.learner.pack import Row
 from assay.train.learner.update import Scorer, Updater
-from assay.train.stopping import SIGNALS
 from assay.types import UserError
 
 ALIGNED = 64  # bytes, as torch's own memory is
@@ -183,7 +180,7 @@ class SubprocessUpdater(Updater):
 
     def _process(self) -> TrainingProcess:
         """The one that was started ahead, if it is still there."""
-        if self.spares and self.spares[-1].process.poll() is None:
+        if self.spares and self.spares[-1].running:
             return self.spares.pop()
         close_all(self.spares)
         try:
@@ -224,29 +221,17 @@ class SubprocessUpdater(Updater):
             self.optimizer.state[weights[name]][kind] = view
 
 
-class TrainingProcess:
-    """A fresh interpreter that runs `assay.train.learner.update_worker` and is handed some files."""
+class TrainingProcess(ChildProcess):
+    """A fresh interpreter that runs `assay.train.learner.update_worker`, with some of our files open."""
 
     def __init__(self, files: Sequence[int]) -> None:
-        # Ctrl-C and a scheduler's SIGTERM are for us. It is born with both blocked, until it can let them go by.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            self.process = subprocess.Popen(
-                command("assay.train.learner.update_worker"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,
-                pass_fds=tuple(files),
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        super().__init__("assay.train.learner.update_worker", pass_fds=files)
 
     def ask(self, what: str, *details: Any) -> Any:
         """What it answers. What it warns of is warned of here, and what it raises is raised here."""
-        assert self.process.stdin is not None and self.process.stdout is not None
         try:
-            send(self.process.stdin.fileno(), (what, details))
-            answer, error, warned = receive(self.process.stdout.fileno())
+            self.send((what, details))
+            answer, error, warned = self.receive()
         except (EOFError, BrokenPipeError):
             raise died(self.process.wait()) from None
         for category, text in warned:
@@ -254,14 +239,6 @@ class TrainingProcess:
         if error is not None:
             raise error
         return answer
-
-    def close(self) -> None:
-        """All that was worth keeping has been put back: nothing is gained by an end in good order."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 def close_all(processes: list[TrainingProcess]) -> None:
@@ -274,7 +251,7 @@ def died(code: int) -> UserError:
     if code in (-signal.SIGKILL, -signal.SIGBUS):
         why = "main memory may have run out, which has to hold weights, moments and a reference: use less of it"
     return UserError(
-        f"the training process is gone ({ending(code)}): {why}, or set train.process = 'same', and resume the run"
+        f"the training process is gone ({exit_reason(code)}): {why}, or set train.process = 'same', and resume the run"
     )
 
 

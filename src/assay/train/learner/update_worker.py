@@ -9,7 +9,6 @@ import io
 import os
 import pickle
 import queue
-import signal
 import threading
 import traceback
 import warnings
@@ -22,12 +21,11 @@ from torch import Tensor, nn
 
 from assay.algos import Sums
 from assay.process.messages import receive, send
-from assay.process.spawn import take_pipes
+from assay.process.spawn import ignore_stop_signals, take_pipes
 from assay.train.faults import Fault
 from assay.train.learner.pack import Row, out_of_memory
 from assay.train.learner.subprocess_updater import MOMENTS, WEIGHTS, SharedTensors, TensorSlot, moments
 from assay.train.learner.update import Scorer
-from assay.train.stopping import SIGNALS
 from assay.types import UserError
 
 Result = tuple[tuple[Sums, float, bool], Sequence[Fault], int]
@@ -35,10 +33,7 @@ Result = tuple[tuple[Sums, float, bool], Sequence[Fault], int]
 
 def main() -> None:
     incoming, outgoing = take_pipes()
-    # Whether to stop is decided by who started us. (A handler, unlike SIG_IGN, is not passed on to what we start.)
-    for asked in SIGNALS:
-        signal.signal(asked, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    ignore_stop_signals()
     questions: queue.SimpleQueue[tuple[str, Sequence[Any]]] = queue.SimpleQueue()
     threading.Thread(target=listen, args=(incoming, questions), daemon=True).start()
     work = Work()

@@ -1,4 +1,4 @@
-"""Attacks on judging processes: by code that a reward function runs, and by what comes over the pipe."""
+"""Attacks on sandboxed workers: by code that a reward function runs, and by messages that it forges."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 from process_tree import alive, descendants, gone, started, zombies
 
-from assay.envs.python_tool import Evaluator
-from assay.process.isolation import import_folders
+from assay.process.sandbox import environment
 from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
-from assay.rewards.pool import environment, is_user_code, level_for
+from assay.rewards.pool import is_user_code, level_for
 from assay.types import Status, UserError, Verdict
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux isolates processes; other systems kill groups")
@@ -48,7 +47,7 @@ def judge_one(judge: Any, completion: str = "", **settings: Any) -> Verdict:
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """A word for the command line of processes that a test starts; whatever is left of them in the end is killed."""
+    """A word for the command lines of processes that a test starts; those that are left afterwards are killed."""
     word = f"sandboxtest{os.getpid()}x{time.monotonic_ns()}"
     yield word
     for pid in alive(word):
@@ -59,7 +58,7 @@ SLEEPERS = """
 sleeper = [sys.executable, "-c", "import time; time.sleep(300)", {mark!r}]
 subprocess.Popen(sleeper)
 subprocess.Popen(sleeper, start_new_session=True)
-if os.fork() == 0:  # a daemon: in a session of its own, adopted by another process
+if os.fork() == 0:  # a daemon: in its own session, adopted by another process
     os.setsid()
     if os.fork() == 0:
         os.execv(sleeper[0], sleeper)
@@ -70,8 +69,9 @@ open(fields["ready"], "w").close()
 
 
 @linux
+@pytest.mark.slow
 @pytest.mark.parametrize("sandbox", ["auto", "off"])
-def test_timeout_kills_daemonised_grandchildren(reward: Reward, mark: str, sandbox: Any, tmp_path: Path) -> None:
+def test_timeout_kills_daemonized_grandchildren(reward: Reward, mark: str, sandbox: Any, tmp_path: Path) -> None:
     judge = reward(SLEEPERS.format(mark=mark) + "time.sleep(300)")
     with JudgePool(judge, workers=1, timeout_s=3.0, sandbox=sandbox) as pool:
         verdict = pool.judge([("", "", {"ready": str(tmp_path / "ready")})])[0]
@@ -81,7 +81,7 @@ def test_timeout_kills_daemonised_grandchildren(reward: Reward, mark: str, sandb
 
 @linux
 @pytest.mark.parametrize("sandbox", ["auto", "off"])
-def test_closing_the_pool_kills_what_rewards_left_running(
+def test_closing_the_pool_kills_processes_that_rewards_started(
     reward: Reward, mark: str, sandbox: Any, tmp_path: Path
 ) -> None:
     judge = reward(SLEEPERS.format(mark=mark) + "return 1")
@@ -103,9 +103,16 @@ if sys.argv[4] == "wait":
 
 
 @linux
-@pytest.mark.parametrize("how", ["killed", "exits"])
-@pytest.mark.parametrize("sandbox", ["auto", "off"])
-def test_end_of_the_parent_kills_all_that_rewards_started(
+@pytest.mark.parametrize(
+    ("sandbox", "how"),
+    [
+        ("auto", "killed"),
+        ("off", "exits"),
+        pytest.param("off", "killed", marks=pytest.mark.slow),
+        pytest.param("auto", "exits", marks=pytest.mark.slow),
+    ],
+)
+def test_end_of_the_parent_kills_processes_that_rewards_started(
     reward: Reward, mark: str, tmp_path: Path, sandbox: str, how: str
 ) -> None:
     judge = reward(SLEEPERS.format(mark=mark) + "return 1")
@@ -123,7 +130,7 @@ def test_end_of_the_parent_kills_all_that_rewards_started(
     script.stdout.close()
 
 
-def test_worker_killed_from_outside_does_not_cost_the_answer(reward: Reward, tmp_path: Path) -> None:
+def test_item_of_a_worker_that_was_killed_is_judged_again(reward: Reward, tmp_path: Path) -> None:
     """As the kernel's out-of-memory killer does."""
     flag = tmp_path / "flag"
     judge = reward(f"""
@@ -133,18 +140,18 @@ def test_worker_killed_from_outside_does_not_cost_the_answer(reward: Reward, tmp
         return 1
     """)
     with JudgePool(judge, workers=1, timeout_s=40.0) as pool:
-        found: list[Verdict] = []
+        verdicts: list[Verdict] = []
         items: list[Any] = [(text, "", {}) for text in ("a", "victim", "b", "c")]
-        thread = threading.Thread(target=lambda: found.extend(pool.judge(items)))
+        thread = threading.Thread(target=lambda: verdicts.extend(pool.judge(items)))
         thread.start()
         while not flag.exists():
             time.sleep(0.02)
         os.kill(descendants(os.getpid())[-1], signal.SIGKILL)
         thread.join(60)
-    assert [v.status for v in found] == [Status.OK] * 4
+    assert [v.status for v in verdicts] == [Status.OK] * 4
 
 
-def test_answer_that_kills_its_worker_twice_is_an_error_and_costs_no_other(reward: Reward, tmp_path: Path) -> None:
+def test_item_that_kills_two_workers_is_an_error_and_affects_no_other(reward: Reward, tmp_path: Path) -> None:
     judge = reward(f"""
         if completion == "kill":
             with open({str(tmp_path / "tries")!r}, "a") as file: file.write("x")
@@ -167,8 +174,8 @@ FORGED = {
     "deep": "frame(b'[' * 200_000)",
     "huge number": "frame(b'{\"kind\": ' + b'9' * 10_000 + b'}')",
     "not UTF-8": "frame(bytes(range(128, 256)))",
-    "other index": "verdict(index=7)",
-    "index as truth": "verdict(index=False)",
+    "other index": "result(7, 'x')",
+    "index as truth": "result(True, 'x')",
     "NaN reward": "verdict(reward=float('nan'))",
     "reward as text": "verdict(reward='1')",
     "unknown status": "verdict(status='splendid')",
@@ -176,18 +183,21 @@ FORGED = {
     "parts as list": "verdict(parts=[1.0])",
     "parts as text": "verdict(parts={'a': 'b'})",
     "detail as number": "verdict(detail=1)",
-    "missing fields": "frame(json.dumps({'kind': 'verdict', 'index': index}).encode())",
+    "missing fields": "result(index, {})",
     "unknown kind": 'frame(b\'{"kind": "shutdown"}\')',
     "second start": 'frame(b\'{"kind": "ready", "missing": []}\')',
-    "loaded first": 'frame(b\'{"kind": "loaded"}\')',
-    "clock stopped twice": 'frame(b\'{"kind": "loading"}\') * 2',
+    "resumed first": 'frame(b\'{"kind": "resumed"}\')',
+    "clock stopped twice": 'frame(b\'{"kind": "paused"}\') * 2',
     "many verdicts": "b''.join(verdict() for _ in range(50))",
 }
+QUICK_FORGED = ("framed pickle", "NaN reward")
 
 
-@pytest.mark.parametrize("forged", FORGED)
-def test_forged_messages_never_run_code_or_reach_other_answers(reward: Reward, tmp_path: Path, forged: str) -> None:
-    """Model code in the worker's own process writes to every descriptor. The parent trusts none of it."""
+@pytest.mark.parametrize(
+    "forged", [name if name in QUICK_FORGED else pytest.param(name, marks=pytest.mark.slow) for name in FORGED]
+)
+def test_forged_messages_never_run_code_or_affect_other_items(reward: Reward, tmp_path: Path, forged: str) -> None:
+    """Code in the worker writes to every descriptor; the parent must not trust it."""
     proof = tmp_path / "proof"
     judge = reward(f"""
         import json, pickle, struct
@@ -195,8 +205,10 @@ def test_forged_messages_never_run_code_or_reach_other_answers(reward: Reward, t
             def __reduce__(self): return os.system, ("touch {proof}",)
         def frame(payload): return struct.pack("<Q", len(payload)) + payload
         def verdict(**changed):
-            given = dict(kind="verdict", index=index, reward=1.0, status="ok", parsed=None, parts={{}}, detail="forged")
-            return frame(json.dumps(given | changed).encode())
+            value = dict(reward=1.0, status="ok", parsed=None, parts={{}}, detail="forged") | changed
+            return result(index, value)
+        def result(index, value):
+            return frame(json.dumps(dict(kind="result", index=index, value=value)).encode())
         index = fields["index"]
         if completion == "attack":
             for descriptor in range(3, 64):
@@ -210,11 +222,11 @@ def test_forged_messages_never_run_code_or_reach_other_answers(reward: Reward, t
     assert not proof.exists()
     others = [verdict for text, verdict in zip(texts, verdicts, strict=True) if text != "attack"]
     assert [(v.reward, v.detail) for v in others] == [(0.5, "honest")] * 3
-    if forged != "many verdicts":  # the first of those cannot be told from a true one
-        assert verdicts[1].status is Status.ERROR and "makes no sense" in verdicts[1].detail
+    if forged != "many verdicts":  # the first one cannot be distinguished from a true one
+        assert verdicts[1].status is Status.ERROR and "invalid message" in verdicts[1].detail
 
 
-def test_half_a_message_ends_at_the_time_limit(reward: Reward) -> None:
+def test_incomplete_message_ends_at_the_time_limit(reward: Reward) -> None:
     judge = reward("""
         for descriptor in range(3, 64):
             try: os.write(descriptor, b"\\x10")
@@ -233,7 +245,7 @@ def test_programs_that_rewards_start_do_not_inherit_the_result_pipe(reward: Rewa
         pytest.skip("reads /proc")
     listing = judge_one(judge, timeout_s=30.0).parsed or ""
     pipes = [line.split("->")[0].split()[-1] for line in listing.splitlines() if "pipe:" in line]
-    assert pipes and set(pipes) <= {"1", "2"}, listing  # what `run` reads its output from, and stderr
+    assert pipes and set(pipes) <= {"1", "2"}, listing  # stdout of `run`, and stderr
 
 
 READ_TOKEN = """
@@ -246,7 +258,7 @@ READ_TOKEN = """
 
 
 @linux
-def test_reward_code_sees_no_tokens_of_the_parent(reward: Reward, tmp_path: Path) -> None:
+def test_rewards_cannot_read_tokens_of_the_parent(reward: Reward, tmp_path: Path) -> None:
     judge = reward(READ_TOKEN)
     script = textwrap.dedent("""
         import sys
@@ -264,9 +276,7 @@ def test_reward_code_sees_no_tokens_of_the_parent(reward: Reward, tmp_path: Path
     assert "MY_OTHER" in run.stdout and "HF_TOKEN" not in run.stdout
 
 
-def test_missing_variable_is_named_with_the_setting_that_passes_it(
-    reward: Reward, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_for_a_missing_variable_names_pass_env(reward: Reward, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "s3cret")
     judge = reward("return float(os.environ['MY_API_KEY'] == 's3cret')")
     verdict = judge_one(judge)
@@ -281,18 +291,14 @@ def test_pass_env_of_an_unset_variable_is_an_error(monkeypatch: pytest.MonkeyPat
         JudgePool(MathJudge(), pass_env=["NOT_SET_ANYWHERE"])
 
 
-def test_results_of_the_python_tool_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_sets_is_the_same_in_every_worker(reward: Reward, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    expressions = ["{'a', 'b', 'c', 'd', 'e', 'f'}", "(i for i in [1])", "reversed([1])"]
-    results = []
-    for _ in range(3):
-        with JudgePool(Evaluator(), workers=1) as pool:
-            results.append([verdict.parsed for verdict in pool.judge([(text, "", {}) for text in expressions])])
-    assert results[0] == results[1] == results[2]
-    assert results[0][1] == "<generator object <genexpr>>"
+    judge = reward("return {'reward': 1, 'parsed': str({'a', 'b', 'c', 'd', 'e', 'f'})}")
+    first, second = (judge_one(judge).parsed for _ in range(2))
+    assert first == second
 
 
-def test_environments_hold_what_python_needs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_workers_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HTTPS_PROXY", "SSH_AUTH_SOCK"):
         monkeypatch.setenv(name, "s3cret")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
@@ -349,37 +355,63 @@ ATTACKS = {
 }
 
 
-@linux
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_strict_sandbox_refuses(
-    reward: Reward, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, attack: str
-) -> None:
-    folder = tmp_path_factory.mktemp("private")
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if not folder.is_relative_to(place or os.getcwd())])
+@dataclass(frozen=True)
+class Attacked:
+    """What the attacks of one strictly sandboxed worker led to."""
+
+    verdicts: dict[str, Verdict]
+    connected: bool  # to a server of this process
+    files_before: dict[str, tuple[float, str]]
+    files_after: dict[str, tuple[float, str]]
+
+
+def files_in(folder: Path) -> dict[str, tuple[float, str]]:
+    return {path.name: (path.stat().st_mtime, path.read_text() if path.is_file() else "") for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
+    """Runs all attacks in one worker: a refused attack leaves it running."""
+    folder, code = tmp_path_factory.mktemp("private"), tmp_path_factory.mktemp("code") / "attacks.py"
     (folder / "there").write_text("secret")
     os.utime(folder / "there", (1000, 1000))
-    judge = reward(textwrap.dedent(ATTACKS[attack]) + "\nreturn 1")
-    with socket.socket() as server, socket.socket(socket.AF_UNIX) as local:
+    functions = [textwrap.indent(textwrap.dedent(attack), "        ") for attack in ATTACKS.values()]
+    cases = "".join(f"    if completion == {name!r}:\n{body}\n" for name, body in zip(ATTACKS, functions, strict=True))
+    code.write_text(f"import os, subprocess\ndef reward(completion, answer):\n{cases}    return 1")
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as server, socket.socket(socket.AF_UNIX) as local:
+        patch.setattr(sys, "path", [path for path in sys.path if not folder.is_relative_to(path or os.getcwd())])
         server.bind(("127.0.0.1", 0))
         server.listen()
         local.bind(str(folder / "socket"))
         local.listen()
-        target = {"network": str(server.getsockname()[1]), "unix socket": str(folder / "socket")}
-        before = sorted(path.name for path in folder.iterdir())
-        answer = target.get(attack, str(folder))
-        with warnings.catch_warnings(record=True), JudgePool(judge, workers=1, sandbox="strict") as pool:
-            verdict = pool.judge([("", answer, {})])[0]
+        answers = {"network": str(server.getsockname()[1]), "unix socket": str(folder / "socket")}
+        before = files_in(folder)
+        judge = FunctionJudge(f"{code}:reward")
+        with warnings.catch_warnings(record=True), JudgePool(judge, 1, timeout_s=30.0, sandbox="strict") as pool:
+            verdicts = pool.judge([(name, answers.get(name, str(folder)), {}) for name in ATTACKS])
         server.settimeout(0.0)
-        with pytest.raises(BlockingIOError):
+        try:
             server.accept()
+            connected = True
+        except BlockingIOError:
+            connected = False
+    return Attacked(dict(zip(ATTACKS, verdicts, strict=True)), connected, before, files_in(folder))
+
+
+@linux
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_strict_sandbox_refuses(attacked: Attacked, attack: str) -> None:
+    verdict = attacked.verdicts[attack]
     assert verdict.status is Status.ERROR and "PermissionError" in verdict.detail, verdict
     assert "reward.sandbox" in verdict.detail
-    assert sorted(path.name for path in folder.iterdir()) == before
-    assert (folder / "there").read_text() == "secret" and (folder / "there").stat().st_mtime == 1000
 
 
-def test_rewards_of_users_may_use_files_network_and_programs(reward: Reward, tmp_path: Path) -> None:
-    """What worked before must not break unless `reward.sandbox = "strict"` is set."""
+@linux
+def test_refused_attacks_change_nothing(attacked: Attacked) -> None:
+    assert attacked.files_after == attacked.files_before and not attacked.connected
+
+
+def test_basic_sandbox_allows_files_network_and_programs(reward: Reward, tmp_path: Path) -> None:
     judge = reward("""
         import socket, threading
         socket.create_connection(("127.0.0.1", int(answer)), 5).close()
@@ -397,7 +429,7 @@ def test_rewards_of_users_may_use_files_network_and_programs(reward: Reward, tmp
 
 
 @linux
-def test_code_in_a_namespace_cannot_signal_the_parent(reward: Reward) -> None:
+def test_rewards_in_a_namespace_cannot_signal_the_parent(reward: Reward) -> None:
     judge = reward("os.kill(fields['parent'], 0)\nreturn 1")
     with warnings.catch_warnings(record=True) as caught, JudgePool(judge, workers=1) as pool:
         verdict = pool.judge([("", "", {"parent": os.getpid()})])[0]
@@ -420,38 +452,26 @@ class OwnJudge:
         return Verdict(float("nan") if completion == "nan" else 1.0, Status.OK, parsed=completion)
 
 
-def test_folders_of_installed_packages_stay_readable_in_the_strict_sandbox(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed, project = tmp_path / "target", tmp_path / "project"
-    (installed / "some_package-1.0.dist-info").mkdir(parents=True)  # as by pip install --target
-    project.mkdir()
-    monkeypatch.setattr(sys, "path", [*sys.path, str(installed), str(project)])
-    assert str(installed) in import_folders(user_code=False)
-    assert str(project) not in import_folders(user_code=False)
-    assert str(project) in import_folders(user_code=True)
-
-
-def test_levels(reward: Reward) -> None:
+def test_level_is_strict_for_our_judges_and_basic_for_user_code(reward: Reward) -> None:
     own = [OwnJudge(), reward("return 1"), RewardMix(reward("return 1")), RewardMix(OwnJudge())]
     assert all(is_user_code(judge) and level_for(judge, "auto") == "basic" for judge in own)
     assert not is_user_code(RewardMix(MathJudge()))
     assert level_for(OwnJudge(), "strict") == "strict" and level_for(MathJudge(), "off") == "off"
 
 
-def test_verdicts_that_cannot_be_sent_are_errors() -> None:
+def test_verdicts_that_cannot_be_encoded_are_errors() -> None:
     with JudgePool(OwnJudge(), workers=1, timeout_s=30.0) as pool:
         verdicts = pool.judge([("nan", "", {}), ("x" * (17 << 20), "", {}), ("fine", "", {})])
     assert [v.status for v in verdicts] == [Status.ERROR, Status.ERROR, Status.OK]
     assert "nan" in verdicts[0].detail and "16 MiB" in verdicts[1].detail
 
 
-def test_values_that_are_not_finite_survive_in_parts(reward: Reward) -> None:
+def test_non_finite_parts_are_preserved(reward: Reward) -> None:
     verdict = judge_one(reward("return {'reward': 1, 'parts': {'a': float('nan'), 'b': float('-inf')}}"))
     assert str(verdict.parts) == "{'a': nan, 'b': -inf}"
 
 
-def test_files_written_by_rewards_are_limited_in_size(reward: Reward, tmp_path: Path) -> None:
+def test_size_of_written_files_is_limited(reward: Reward, tmp_path: Path) -> None:
     judge = reward(f"""
         with open({str(tmp_path / "big")!r}, "wb") as file:
             file.seek(5 << 30)
@@ -463,7 +483,7 @@ def test_files_written_by_rewards_are_limited_in_size(reward: Reward, tmp_path: 
     (tmp_path / "big").unlink(missing_ok=True)
 
 
-def test_limits_of_cpu_time_and_core_files_are_set(reward: Reward) -> None:
+def test_resource_limits_are_set(reward: Reward) -> None:
     judge = reward("""
         import resource
         kinds = ("CPU", "CORE", "NPROC")
@@ -474,7 +494,7 @@ def test_limits_of_cpu_time_and_core_files_are_set(reward: Reward) -> None:
     assert 0 < parts["CPU"] < 10_000 and parts["CORE"] == 0 and 0 < parts["NPROC"] < 1_000_000
 
 
-def test_what_rewards_print_reaches_stderr_but_stderr_itself_is_out_of_reach(reward: Reward, tmp_path: Path) -> None:
+def test_output_of_rewards_reaches_stderr_which_they_cannot_truncate(reward: Reward, tmp_path: Path) -> None:
     judge = reward("""
         print("from stdout"); print("from stderr", file=sys.stderr, flush=True); sys.stdout.flush()
         try: os.ftruncate(2, 0)
@@ -496,32 +516,29 @@ def test_what_rewards_print_reaches_stderr_but_stderr_itself_is_out_of_reach(rew
 
 REFUSED = """
 import sys
-from assay.rewards import seccomp
-seccomp.refuse("unshare")  # as container runtimes do
+from assay.process import isolation
+isolation.refuse("unshare")  # as container runtimes do it
 from assay.rewards import FunctionJudge, JudgePool, MathJudge
 for judge in (FunctionJudge(sys.argv[1]), MathJudge("hash")):
-    for _ in range(2):
-        with JudgePool(judge, workers=2, timeout_s=3.0) as pool:
-            print([str(v.status) for v in pool.judge([("#### 1", "1", {"ready": sys.argv[2]})] * 2)])
+    with JudgePool(judge, workers=2, timeout_s=10.0) as pool:
+        print([str(v.status) for v in pool.judge([("#### 1", "1", {"ready": sys.argv[2]})] * 2)])
 """
 
 
 @linux
-def test_refused_namespaces_are_reported_in_one_line_and_processes_still_die(
-    reward: Reward, mark: str, tmp_path: Path
-) -> None:
+def test_refused_namespaces_give_one_warning_and_processes_still_end(reward: Reward, mark: str, tmp_path: Path) -> None:
     judge = reward(SLEEPERS.format(mark=mark) + "if completion: return 1")
     command = [sys.executable, "-c", REFUSED, judge.path, str(tmp_path / "ready")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.stdout.splitlines() == ["['ok', 'ok']"] * 4, run.stdout + run.stderr
-    said = [line for line in run.stderr.splitlines() if "process namespace" in line]
-    assert len(said) == 2 and "basic" in said[0] and "strict" in said[1], run.stderr
+    assert run.stdout.splitlines() == ["['ok', 'ok']"] * 2, run.stdout + run.stderr
+    warned = [line for line in run.stderr.splitlines() if "process namespace" in line]
+    assert len(warned) == 2 and "basic" in warned[0] and "strict" in warned[1], run.stderr
     assert gone(mark)
 
 
 @linux
-@pytest.mark.skipif(os.geteuid() == 0, reason="RLIMIT_NPROC does not bind root")
-def test_fork_bomb_ends_at_the_limit(reward: Reward) -> None:
+@pytest.mark.skipif(os.geteuid() == 0, reason="RLIMIT_NPROC does not apply to root")
+def test_fork_bomb_hits_the_process_limit(reward: Reward) -> None:
     judge = reward("""
         import resource
         resource.setrlimit(resource.RLIMIT_NPROC, (100, 100))
@@ -534,10 +551,10 @@ def test_fork_bomb_ends_at_the_limit(reward: Reward) -> None:
 
 
 @linux
-def test_number_of_processes_is_limited_in_the_namespace_where_the_kernel_can(reward: Reward) -> None:
-    """Root's too, which RLIMIT_NPROC does not bind."""
+def test_number_of_processes_per_namespace_is_limited(reward: Reward) -> None:
+    """Also for root, to whom RLIMIT_NPROC does not apply."""
     if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 14):
-        pytest.skip("the kernel counts processes for the whole machine only")
+        pytest.skip("this kernel has only a limit for the whole machine")
     machine = Path("/proc/sys/kernel/pid_max").read_text()
     with warnings.catch_warnings(record=True) as caught:
         verdict = judge_one(reward("return {'reward': 1, 'parsed': open('/proc/sys/kernel/pid_max').read()}"))

@@ -87,7 +87,7 @@ class _Executed:
     ran = False
 
     def __reduce__(self) -> Any:
-        return exec, ("from test_frames import _Executed; _Executed.ran = True",)
+        return exec, ("from test_messages import _Executed; _Executed.ran = True",)
 
 
 BAD = [

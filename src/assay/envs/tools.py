@@ -1,0 +1,230 @@
+"""Environments that add a tool to a task, or split its reply into steps: calculator, Python, line by line."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from assay.envs.base import Env, Info, Observation, Step, TaskEnv
+from assay.process.messages import BadMessage
+from assay.process.pool import ItemFailure, WorkerPool
+from assay.process.sandbox import WorkerSettings, environment
+from assay.rewards import Unreadable, extract
+from assay.rewards.expressions import calculate, format_number, run_python
+from assay.tasks import Task
+from assay.types import Prompt, UserError
+
+
+class Calculator(TaskEnv):
+    """Completes `<<expression=` with the exact result and `>>`, as tokens that are not trained on.
+
+    Decoding stops at every "="; outside of << >> it continues unchanged. If the token with "=" holds more text, the
+    policy states a result itself, which is left unchanged.
+    """
+
+    name = "calculator"
+    inline = True
+    stop = ("=",)
+    max_steps = 64
+
+    def __init__(self, task: Task, before: str = "<<", after: str = ">>", max_steps: int = 64) -> None:
+        super().__init__(task)
+        if not before or not after or max_steps < 1:
+            raise UserError("calculator: before and after must not be empty, and max_steps must be at least 1")
+        self.before, self.after, self.max_steps = before, after, max_steps
+        self.space = word_separator(task)
+
+    def extra_words(self) -> list[str]:
+        return [self.before, self.after, "=", "error"]
+
+    def gold_completion(self, prompt: Prompt) -> str:
+        return recompute_calls(self.task.gold_completion(prompt), self.before, self.after, self.space)
+
+    def step(self, action: str) -> Step:
+        self.reply += action
+        if self.stop[0] not in action:
+            return self.finish(self.reply)
+        result = complete_call(self.reply, self.before, self.after, self.space)
+        self.reply += result
+        return result, 0.0, False, False, {}
+
+
+def complete_call(reply: str, before: str, after: str, space: str = "") -> str:
+    """Return the continuation of a reply that ends in "<<48/2=": "24>>". Empty if there is no open call."""
+    call = reply.rpartition(before)[2] if before in reply else after
+    if after in call or not call.rstrip().endswith("=") or call.count("=") > 1:
+        return ""
+    try:
+        result = format_number(calculate(call.rstrip().removesuffix("=")))
+    except Unreadable:
+        result = "error"
+    return f"{space}{result}{space}{after}"
+
+
+def recompute_calls(solution: str, before: str, after: str, space: str = "") -> str:
+    """Replace the results of calls in a worked solution by the calculator's: GSM8K has <<8*18=144.00>>, or rounds."""
+    reply = ""
+    while "=" in solution:
+        written, _, solution = solution.partition("=")
+        reply += f"{written}="
+        if result := complete_call(reply, before, after, space):
+            reply += result
+            stated, closing, rest = solution.partition(after)
+            solution = rest if closing and before not in stated else solution
+    return reply + solution
+
+
+def word_separator(task: Task) -> str:
+    return " " if getattr(task, "style", "") == "tokens" else ""
+
+
+CALL = ("<<", "=", ">>")  # of the calculator: start of a call, request for the result, end of the call
+TURNS_PER_LINE = 8  # maximum on average for lines with calls: every "=" ends a turn
+_RIGHT_SIDE = re.compile(r"\s*(-?[0-9.]++)(?!\s*[-+*/x×÷·^%(]|\s[0-9]|,[0-9])")  # a complete number
+_OPERATOR = re.compile(r"[0-9)]\s*[-+*/]")
+_EQUATION_CHARACTERS = "0123456789.+-*/() "
+_CONTINUES = "x×÷·^%$="  # before the left side, these are operations that belong to it but are not parsed
+
+
+class Stepwise(TaskEnv):
+    """The policy continues its own reply, one line per step, until a line holds the final answer or the reply ends.
+
+    `line_reward` is added for a line with a correct equation ("4 + 5 = 9"), and subtracted for one with a wrong
+    equation. With `calculator`, `<<48/2=` is completed within a line as by `Calculator`.
+    """
+
+    name = "stepwise"
+    inline = True
+
+    def __init__(
+        self,
+        task: Task,
+        separator: str = "\n",
+        max_lines: int = 12,
+        line_reward: float = 0.0,
+        calculator: bool = False,
+    ) -> None:
+        super().__init__(task)
+        if not separator or max_lines < 1:
+            raise UserError("stepwise: separator must not be empty, and max_lines must be at least 1")
+        self.stop, self.max_lines, self.line_reward = (separator,), max_lines, line_reward
+        self.max_steps = max_lines
+        self.calculator, self.space = calculator, word_separator(task)
+        if calculator:
+            self.stop, self.max_steps = (separator, CALL[1]), TURNS_PER_LINE * max_lines
+
+    def extra_words(self) -> list[str]:
+        return [*CALL, "error"] if self.calculator else []
+
+    def gold_completion(self, prompt: Prompt) -> str:
+        solution = super().gold_completion(prompt)
+        return recompute_calls(solution, CALL[0], CALL[2], self.space) if self.calculator else solution
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        self.lines, self.line = 0, ""
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> Step:
+        self.reply += action
+        self.line += action
+        if self.calculator and self.stop[0] not in action and CALL[1] in action:
+            result = complete_call(self.reply, CALL[0], CALL[2], self.space)
+            self.reply += result
+            self.line += result
+            return result, 0.0, False, False, {}
+        line, self.line = self.line, ""
+        self.lines += 1
+        reward = self.line_reward * check_equations(line)
+        ended = self.stop[0] not in action or extract(line, self.default_extract).found
+        if ended or self.lines >= self.max_lines:
+            return self.finish(self.reply, reward)
+        return "", reward, False, False, {}
+
+
+def check_equations(line: str) -> int:
+    """Return 1 if all equations of a line are correct, -1 if one is wrong, 0 if there is none."""
+    pairs = equations(line)
+    try:
+        return 0 if not pairs else 1 if all(calculate(left) == calculate(right) for left, right in pairs) else -1
+    except Unreadable:
+        return 0
+
+
+def equations(line: str) -> list[tuple[str, str]]:
+    """Return both sides of each "4 + 5 = 9", in linear time; "9 = 9" and the end of "3 x 4 + 5 = 17" do not count."""
+    pairs, start = [], 0
+    for equals in re.finditer("=", line):
+        before = line[start : equals.start()].rstrip()
+        rest = before.rstrip(_EQUATION_CHARACTERS)
+        left = before[len(rest) :]
+        right = _RIGHT_SIDE.match(line, equals.end())
+        start = equals.end()
+        comma = rest.endswith(",") and left[:1].isdigit()  # "1,004 + 5", but not "first, 4 + 5"
+        cut_off = comma or rest[-1:] in (*_CONTINUES,) or (rest and left.lstrip()[:1] in ("+", "-", "*", "/"))
+        complete = (left[-1:].isdigit() or left.endswith(")")) and not cut_off
+        if right and complete and _OPERATOR.search(left):
+            pairs.append((left, right[1]))
+            start = right.end()
+    return pairs
+
+
+class PythonTool(TaskEnv):
+    """The policy writes <python>sum(range(10))</python>; <result>45</result> is appended and not trained on.
+
+    Expressions are evaluated in strictly sandboxed processes. The token that ends a call may hold more text: with "><"
+    the policy has begun the result, which is then completed.
+    """
+
+    name = "python"
+    inline = True
+    stop = ("</python>",)
+    _call = re.compile(r"<python>((?:(?!</?python>).)*)</python>(?:(?!</?python>).)*\Z", re.DOTALL)
+
+    def __init__(
+        self, task: Task, max_steps: int = 8, timeout_s: float = 2.0, memory_gb: float = 1.0, slow: bool = True
+    ) -> None:
+        super().__init__(task)
+        if max_steps < 1:
+            raise UserError("python: max_steps must be at least 1")
+        if not timeout_s > 0:
+            raise UserError(f"python: timeout_s must be above 0, not {timeout_s}")
+        self.max_steps, self.slow, self.timeout_s = max_steps, slow, timeout_s
+        function = pickle.dumps(run_python)
+        settings = WorkerSettings(function, timeout_s, memory_gb, "strict", False, environment("strict"))
+        self.pool = WorkerPool(settings, workers=2, parse=_result_text)
+
+    def step(self, action: str) -> Step:
+        return self.step_all([self], [action])[0]
+
+    def step_all(self, episodes: Sequence[Env], actions: Sequence[str]) -> list[Step]:
+        """Evaluate all expressions in parallel."""
+        calls = [self._call.search(action) for action in actions]
+        expressions = [(call[1],) for call in calls if call]
+        results = iter(self.pool.map(expressions) if expressions else ())
+        steps = []
+        for episode, action, call in zip(episodes, actions, calls, strict=True):
+            assert isinstance(episode, PythonTool)
+            steps.append(episode.apply(action, next(results) if call else "no expression"))
+        return steps
+
+    def apply(self, action: str, result: str | ItemFailure) -> Step:
+        """Continue the reply with the result of a call, or finish the episode if the action is no call."""
+        self.reply += action
+        if self.stop[0] not in action:
+            return self.finish(self.reply)
+        if isinstance(result, ItemFailure):
+            result = f"took longer than {self.timeout_s:g} s" if result.timed_out else result.detail
+        shown = f"<result>{result}</result>".removeprefix(action.rpartition(self.stop[0])[2])
+        self.reply += shown
+        return shown, 0.0, False, False, {"result": result}
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def _result_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadMessage("it is not a text")
+    return value
