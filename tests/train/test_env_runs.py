@@ -123,7 +123,7 @@ def test_lines_of_a_warm_started_policy_are_steps(tmp_path: Path) -> None:
         (("--env.name", "gess"), "did you mean 'guess'"),
         (("--env.args.high", 0), "low must be below high"),
         (("--sft.steps", 3), "no worked solutions"),
-        (("--task", "abacus"), "problems of its own"),
+        (("--task", "abacus"), "its own problems"),
         (("--env.max_step", 3), "max_step"),
     ],
 )
