@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from enum import StrEnum
@@ -121,8 +121,9 @@ class Completion:
     sampling_logprobs: list[float]  # after truncation: what the token was really drawn with
     finish: Finish
     version: int = 0  # version of the weights that sampled the first token
-    kept_mass: float = 1.0  # mean probability of what could be drawn; 1 without truncation and forbidden tokens
-    entropy: float = 0.0  # mean over its tokens, of the distribution that `engine_logprobs` belong to
+    # Means over the tokens; None if the engine does not report them.
+    kept_mass: float | None = None  # probability mass left by truncation and forbidden tokens
+    entropy: float | None = None  # of the distribution that `engine_logprobs` belong to
     handle: int | None = None  # for continuing the sequence in the engine, if requested
     version_spans: tuple[tuple[int, int], ...] = ()  # (version, number of tokens), if weights changed during sampling
 
@@ -167,6 +168,10 @@ class Rollout:
     masked: bool = False  # excluded from the loss by a filter (e.g. truncated answers)
     cut_off: bool = False  # ended by a limit of the environment (steps, tokens, time, context)
     bootstrap_ids: list[int] | None = field(default=None, compare=False)  # state after truncation; not saved
+    # Log-probabilities per trained token, as a list or array, if they were computed: by the trainer in the first
+    # update that used the rollout, and by the reference model.
+    trainer_logprobs: Collection[float] | None = field(default=None, compare=False)
+    ref_logprobs: Collection[float] | None = field(default=None, compare=False)
 
     @property
     def text(self) -> str:

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.runs.rollouts import (
+    SCHEMA,
     cut_back,
     keep_rollouts,
     read_arrays,
@@ -154,8 +156,8 @@ def test_version_spans_are_written_only_where_there_are_some(tmp_path: Path) -> 
 
 
 def test_arrays_are_flat_and_cut_by_offsets(tmp_path: Path) -> None:
-    own = [[0.0, 0.0, 0.0, -0.5, -0.25, 0.0, -1.0]] * 2
-    write_rollouts(tmp_path, 3, [_group()], trainer_logprobs=own)
+    own = [0.0, 0.0, 0.0, -0.5, -0.25, 0.0, -1.0]
+    write_rollouts(tmp_path, 3, [_group()])
     arrays = read_arrays(tmp_path, 3)
     assert {name: array.dtype.name for name, array in arrays.items()} == {
         "token_ids": "int32",
@@ -164,15 +166,65 @@ def test_arrays_are_flat_and_cut_by_offsets(tmp_path: Path) -> None:
         "sampling_logprobs": "float32",
         "offsets": "int64",
         "advantages": "float32",
-        "trainer_logprobs": "float32",
     }
     assert arrays["offsets"].tolist() == [0, 7, 14]
     assert arrays["token_ids"][7:].tolist() == [1, 2, 3, 5, 6, 8, 9]
     assert arrays["loss_mask"][7:].tolist() == [0, 0, 0, 1, 1, 0, 1]
-    assert arrays["engine_logprobs"][7:].tolist() == own[0]
+    assert arrays["engine_logprobs"][7:].tolist() == own
     assert arrays["sampling_logprobs"][7:].tolist() == [0, 0, 0, -0.125, 0, 0, -1]
     assert arrays["advantages"].tolist() == [0.75, -0.25]
-    np.testing.assert_array_equal(arrays["trainer_logprobs"], np.concatenate(own))
+
+
+def test_trainer_and_reference_logprobs_are_stored_if_they_were_computed(tmp_path: Path) -> None:
+    group = _group()
+    first, second = group.rollouts
+    second.turns[0].masked = True
+    first.trainer_logprobs, second.ref_logprobs = np.array([-0.5, -0.1, -1.0], np.float32), [-2.0]
+    write_rollouts(tmp_path, 3, [group])
+    arrays, nan = read_arrays(tmp_path, 3), math.nan
+    trainer = np.array([nan, nan, nan, -0.5, -0.1, nan, -1.0, *[nan] * 7], np.float32)
+    np.testing.assert_array_equal(arrays["trainer_logprobs"], trainer, strict=True)
+    np.testing.assert_array_equal(arrays["ref_logprobs"], np.array([*[nan] * 13, -2.0], np.float32), strict=True)
+    one, two = read_rollouts(tmp_path, 3)[0].rollouts
+    assert one.trainer_logprobs == trainer[[3, 4, 6]].tolist() and one.ref_logprobs is None
+    assert two.trainer_logprobs is None and two.ref_logprobs == [-2.0]
+
+
+def test_kept_mass_and_entropy_are_left_out_if_the_engine_does_not_report_them(tmp_path: Path) -> None:
+    group = _group(samples=1)
+    reported, unreported = (turn.completion for turn in group.rollouts[0].turns)
+    reported.entropy = 1.5
+    write_rollouts(tmp_path, 3, [group])
+    first, second = read_lines(tmp_path, 3)[0]["turns"]
+    assert (first["kept_mass"], first["entropy"]) == (0.9, 1.5)
+    assert "kept_mass" not in second and "entropy" not in second
+    assert read_rollouts(tmp_path, 3) == [group] and unreported.kept_mass is None
+
+
+def rewrite_arrays(path: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    with np.load(path) as file:
+        arrays = dict(file)
+    change(arrays)
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+
+
+def test_files_without_a_schema_version_are_read(tmp_path: Path) -> None:
+    lines = write_rollouts(tmp_path, 3, [_group()])
+    rewrite_arrays(lines.with_suffix(".npz"), lambda arrays: arrays.pop("schema"))
+    old = [{key: value for key, value in line.items() if key != "schema"} for line in read_lines(tmp_path, 3)]
+    lines.write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert read_rollouts(tmp_path, 3) == [_group()]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".npz"])
+def test_a_newer_schema_version_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = write_rollouts(tmp_path, 3, [_group()]).with_suffix(suffix)
+    if suffix == ".npz":
+        rewrite_arrays(path, lambda arrays: arrays.update(schema=np.array(SCHEMA + 1)))
+    else:
+        path.write_text(path.read_text().replace(f'"schema": {SCHEMA}', f'"schema": {SCHEMA + 1}'))
+    with pytest.raises(UserError, match=f"{path.name} has schema version {SCHEMA + 1}.*newer assay"):
+        read_rollouts(tmp_path, 3)
 
 
 def test_double_precision_is_kept_where_it_matters(tmp_path: Path) -> None:

@@ -303,21 +303,30 @@ def log_probabilities(probe: Probe) -> None:
             require(equal, f"engine_logprobs are not the policy's at temperature {temperature:g}")
 
 
+def reported(completion: Completion, name: str) -> float:
+    value: float | None = getattr(completion, name)
+    require(value is not None, f"capabilities include {name}, but a completion does not report it")
+    assert value is not None
+    return value
+
+
 def entropy_and_kept_mass(probe: Probe) -> None:
     capabilities = probe.engine.info.capabilities
     ((free,), (truncated,)) = probe.serve(probe.request(HOT), probe.request(replace(HOT, top_k=2)))
     for completion in (free, truncated) if capabilities.entropy else ():
-        require(completion.entropy > 0, "the entropy of a sampled completion is not positive")
+        entropy = reported(completion, "entropy")
+        require(entropy > 0, "the entropy of a sampled completion is not positive")
         if probe.policy is not None:
             logprobs = probe.distributions(completion, HOT.temperature)
             expected = -float((logprobs.exp() * logprobs).sum(-1).mean())
-            require(abs(completion.entropy - expected) <= probe.tolerance, "entropy is not that of the policy")
+            require(abs(entropy - expected) <= probe.tolerance, "entropy is not that of the policy")
     if capabilities.kept_mass:
-        require(abs(free.kept_mass - 1.0) <= probe.tolerance, "kept_mass is not 1 without truncation")
-        require(truncated.kept_mass < 1.0, "kept_mass is not below 1 with top_k = 2")
+        kept_mass = reported(truncated, "kept_mass")
+        require(abs(reported(free, "kept_mass") - 1.0) <= probe.tolerance, "kept_mass is not 1 without truncation")
+        require(kept_mass < 1.0, "kept_mass is not below 1 with top_k = 2")
         if probe.policy is not None:
             mass = float(probe.distributions(truncated, HOT.temperature).exp().topk(2, dim=-1).values.sum(-1).mean())
-            require(abs(truncated.kept_mass - mass) <= probe.tolerance, "kept_mass is not that of the policy")
+            require(abs(kept_mass - mass) <= probe.tolerance, "kept_mass is not that of the policy")
 
 
 def streaming(probe: Probe) -> None:

@@ -431,6 +431,7 @@ def prepend_earlier(completion: Completion, sample: Sample) -> None:
     completion.engine_logprobs = [*scores[0].tolist(), *completion.engine_logprobs]
     completion.sampling_logprobs = [*scores[1].tolist(), *completion.sampling_logprobs]
     mass, entropy = scores[2:].mean(-1, dtype=np.float64).tolist()
+    assert completion.kept_mass is not None and completion.entropy is not None
     completion.kept_mass = (mass * before + completion.kept_mass * new) / (before + new)
     completion.entropy = (entropy * before + completion.entropy * new) / (before + new)
 

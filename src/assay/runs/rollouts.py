@@ -1,8 +1,12 @@
-"""Rollouts on disk: text and verdicts as JSON lines, tokens and log-probabilities as arrays beside them.
+"""Rollout files: text and verdicts as JSON lines, tokens and log-probabilities as arrays.
 
-`rollouts/step-N.jsonl` has one line a rollout; `rollouts/step-N.npz` holds flat arrays in the same order, cut by
-`offsets`. The arrays are in place before the lines are: a step whose .jsonl exists is whole. Evaluations keep the lines
-only, in `evals/`; batches that could not be learnt from are in `skipped/`, with a .json that says why.
+`rollouts/step-N.jsonl` has one line per rollout. `rollouts/step-N.npz` holds flat arrays in the same order; rollout i
+has the tokens from `offsets[i]` to `offsets[i + 1]`. The .npz file is written first, so a step whose .jsonl file exists
+is complete. Evaluations have lines only, in `evals/`. Batches of skipped updates are in `skipped/`, with a .json file
+that gives the reason.
+
+Every line, and every .npz file, carries the version of this schema; files without one have version 1. Version 2 added
+`trainer_logprobs` and `ref_logprobs`, and leaves `kept_mass` and `entropy` out if the engine does not report them.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ from assay.runs.files import json_line, make_folder, number, remove_temporaries,
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 Kind = Literal["train", "eval", "skipped"]
+SCHEMA = 2  # version of the files that are written here, and the newest one that can be read
 _FOLDERS = {"train": "rollouts", "eval": "evals", "skipped": "skipped"}
+COMPUTED = ("trainer_logprobs", "ref_logprobs")  # arrays of a step that has computed them; NaN for other tokens
 _STEP_NAME = re.compile(r"step-(\d+)(?:-.+)?\.(?:jsonl?|npz)")
 
 
@@ -37,14 +43,13 @@ def write_rollouts(
     kind: Kind = "train",
     *,
     split: str = "",
-    trainer_logprobs: Sequence[Sequence[float]] | None = None,
 ) -> Path:
-    """Write a step's groups. `trainer_logprobs`: for each rollout in order, one for each of its tokens."""
+    """Write the groups of a step."""
     path = rollout_path(run_path, step, kind, split)
     make_folder(path.parent)
     if kind != "eval":
         with replacing(path.with_suffix(".npz")) as file:
-            np.savez(file, **_arrays(groups, trainer_logprobs))  # type: ignore[arg-type]  # its allow_pickle is a bool
+            np.savez(file, **_arrays(groups))  # type: ignore[arg-type]  # its allow_pickle is a bool
     with replacing(path) as file:
         for index, group in enumerate(groups):
             file.writelines(json_line(_line(index, rollout, kind)).encode() for rollout in group.rollouts)
@@ -57,7 +62,7 @@ def read_rollouts(run_path: Path, step: int, kind: Kind = "train") -> list[Group
     offsets = arrays["offsets"].tolist()
     if len(offsets) != len(lines) + 1:
         raise UserError(f"{rollout_path(run_path, step)} and the .npz beside it do not belong together: delete both")
-    names = ("token_ids", "engine_logprobs", "sampling_logprobs", "token_advantages")
+    names = ("token_ids", "engine_logprobs", "sampling_logprobs", "token_advantages", *COMPUTED)
     flat = {name: arrays[name].tolist() for name in names if name in arrays}
     groups: dict[int, Group] = {}
     for line, start in zip(lines, offsets, strict=False):
@@ -73,21 +78,30 @@ def read_lines(run_path: Path, step: int, kind: Kind = "train", split: str = "")
     path = rollout_path(run_path, step, kind, split)
     try:
         with path.open(encoding="ascii") as file:
-            return [json.loads(line) for line in file]
+            lines = [json.loads(line) for line in file]
     except FileNotFoundError as error:
         raise UserError(f"no rollouts at {path}: steps there are {rollout_steps(run_path, kind)}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): delete it") from error
+    _check_schema(path, max((line.get("schema", 1) for line in lines if isinstance(line, dict)), default=1))
+    return lines
 
 
 def read_arrays(run_path: Path, step: int, kind: Kind = "train") -> dict[str, np.ndarray]:
-    """token_ids, loss_mask, engine_logprobs, sampling_logprobs (flat), offsets, advantages, maybe more."""
+    """The arrays of a step by name: see docs/runs.md."""
     path = rollout_path(run_path, step, kind).with_suffix(".npz")
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            arrays = {name: file[name] for name in file.files}
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing: the tokens of step {step} were not kept") from error
+    _check_schema(path, int(arrays.pop("schema", 1)))
+    return arrays
+
+
+def _check_schema(path: Path, version: int) -> None:
+    if version > SCHEMA:
+        raise UserError(f"{path} has schema version {version}, newer than {SCHEMA}: read it with a newer assay")
 
 
 def rollout_steps(run_path: Path, kind: Kind = "train") -> list[int]:
@@ -127,6 +141,7 @@ def _line(index: int, rollout: Rollout, kind: Kind) -> dict[str, Any]:
     prompt, verdict = rollout.prompt, rollout.verdict
     last = rollout.turns[-1].completion if rollout.turns else None
     line: dict[str, Any] = {
+        "schema": SCHEMA,
         "group": index,
         "sample": rollout.sample,
         "prompt_id": prompt.id,
@@ -162,23 +177,23 @@ def _line(index: int, rollout: Rollout, kind: Kind) -> dict[str, Any]:
 
 def _turn_line(turn: Turn) -> dict[str, Any]:
     completion = turn.completion
-    line = {
+    line: dict[str, Any] = {
         "text": turn.text,
         "context_tokens": len(turn.context_ids),
         "tokens": len(completion.token_ids),
         "finish": completion.finish.value,
         "version": completion.version,
-        "kept_mass": completion.kept_mass,
-        "entropy": completion.entropy,
         "reward": turn.reward,
         "masked": turn.masked,
     }
+    reported = {"kept_mass": completion.kept_mass, "entropy": completion.entropy}
+    line |= {name: value for name, value in reported.items() if value is not None}
     if completion.version_spans:
         line["version_spans"] = completion.version_spans
     return line
 
 
-def _arrays(groups: Sequence[Group], trainer_logprobs: Sequence[Sequence[float]] | None) -> dict[str, np.ndarray]:
+def _arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     lengths = [sum(len(turn.context_ids) + len(turn.completion.token_ids) for turn in r.turns) for r in rollouts]
@@ -187,6 +202,7 @@ def _arrays(groups: Sequence[Group], trainer_logprobs: Sequence[Sequence[float]]
     written = np.tile(np.array([0, 1], dtype=np.uint8), len(turns)).repeat(sizes)
     mask = np.array([mark for turn in turns for mark in (0, not turn.masked)], dtype=np.uint8).repeat(sizes)
     arrays: dict[str, np.ndarray] = {
+        "schema": np.array(SCHEMA),
         "token_ids": np.fromiter(chain.from_iterable(parts), np.int32, len(mask)),
         "loss_mask": mask,
         "engine_logprobs": _aligned([turn.completion.engine_logprobs for turn in turns], written),
@@ -196,10 +212,21 @@ def _arrays(groups: Sequence[Group], trainer_logprobs: Sequence[Sequence[float]]
     }
     if any(rollout.token_advantages is not None for rollout in rollouts):
         arrays["token_advantages"] = _aligned([_token_advantages(rollout) for rollout in rollouts], mask)
-    if trainer_logprobs is not None:
-        assert [len(values) for values in trainer_logprobs] == lengths, "one log-probability for each token"
-        arrays["trainer_logprobs"] = _floats(chain.from_iterable(trainer_logprobs))
+    for name in COMPUTED:
+        values = [getattr(rollout, name) for rollout in rollouts]
+        if any(own is not None for own in values):
+            arrays[name] = _computed(values, rollouts, mask)
     return arrays
+
+
+def _computed(values: Sequence[Any], rollouts: Sequence[Rollout], mask: np.ndarray) -> np.ndarray:
+    """Values of the trained tokens, aligned with all token ids; NaN for tokens without one."""
+    nan = np.array(np.nan, np.float32)
+    parts = [nan.repeat(r.trained) if own is None else np.asarray(own) for own, r in zip(values, rollouts, strict=True)]
+    own = _shortened(np.concatenate(parts))
+    aligned = np.full(len(mask), np.nan, own.dtype)
+    aligned[mask == 1] = own
+    return aligned
 
 
 def _aligned(values: Sequence[Sequence[float]], mask: np.ndarray) -> np.ndarray:
@@ -211,8 +238,11 @@ def _aligned(values: Sequence[Sequence[float]], mask: np.ndarray) -> np.ndarray:
 
 
 def _floats(values: Iterable[float]) -> np.ndarray:
-    """float32 where that loses nothing, as with what an engine gives; float64 for the rest."""
-    exact = np.fromiter(values, np.float64)
+    return _shortened(np.fromiter(values, np.float64))
+
+
+def _shortened(exact: np.ndarray) -> np.ndarray:
+    """As float32 if that loses nothing, as with values of an engine in float32; else as it is."""
     with np.errstate(over="ignore"):
         short = exact.astype(np.float32)
     return short if np.array_equal(short, exact, equal_nan=True) else exact
@@ -235,7 +265,7 @@ def _read_prompt(line: dict[str, Any]) -> Prompt:
 
 def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any]], start: int) -> Rollout:
     turns: list[Turn] = []
-    own: list[float] = []
+    trained: dict[str, list[float]] = {name: [] for name in ("token_advantages", *COMPUTED) if name in flat}
     for turn in line["turns"]:
         written = start + turn["context_tokens"]
         end = written + turn["tokens"]
@@ -245,13 +275,14 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
             sampling_logprobs=flat["sampling_logprobs"][written:end],
             finish=Finish(turn["finish"]),
             version=turn["version"],
-            kept_mass=number(turn["kept_mass"]),
-            entropy=number(turn.get("entropy", 0.0)),
+            kept_mass=number(turn.get("kept_mass")),
+            entropy=number(turn.get("entropy")),
             version_spans=tuple((version, tokens) for version, tokens in turn.get("version_spans", ())),
         )
         reward, masked = number(turn.get("reward", 0.0)), turn.get("masked", False)
         turns.append(Turn(flat["token_ids"][start:written], completion, turn["text"], reward, masked))
-        own += [] if masked else flat.get("token_advantages", [])[written:end]
+        for name, values in trained.items():
+            values += [] if masked else flat[name][written:end]
         start = end
     return Rollout(
         prompt=prompt,
@@ -260,10 +291,17 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
         verdict=line["verdict"] and _read_verdict(line["verdict"]),
         reward=number(line["reward"]),
         advantage=number(line["advantage"]),
-        token_advantages=own if line.get("by_token") else None,
+        token_advantages=trained["token_advantages"] if line.get("by_token") else None,
         masked=line["masked"],
         cut_off=line.get("cut_off", False),
+        trainer_logprobs=_unless_missing(trained.get("trainer_logprobs")),
+        ref_logprobs=_unless_missing(trained.get("ref_logprobs")),
     )
+
+
+def _unless_missing(values: list[float] | None) -> list[float] | None:
+    """None for a rollout whose values were not computed."""
+    return values if values and not math.isnan(values[0]) else None
 
 
 def _read_verdict(saved: dict[str, Any]) -> Verdict:

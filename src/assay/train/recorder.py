@@ -105,9 +105,9 @@ def rollout_metrics(sampled: Sampled, algo: Algorithm, engine: Capabilities) -> 
     completions = [turn.completion for r in answers for turn in r.turns]
     lengths = [r.length for r in answers]
     masked = sum(turn.masked for r in answers for turn in r.turns)
-    kept_mass = sum(c.kept_mass for c in completions) / len(completions)
+    kept_mass = sum(c.kept_mass or 0.0 for c in completions) / len(completions)
     truncation_kl = sum(sum(c.sampling_logprobs) - sum(c.engine_logprobs) for c in completions) / sum(lengths)
-    entropy = sum(c.entropy * len(c.token_ids) for c in completions) / sum(lengths)
+    entropy = sum((c.entropy or 0.0) * len(c.token_ids) for c in completions) / sum(lengths)
     greedy = [group.baseline for group in sampled.groups if group.baseline is not None]
     return {
         "reward/mean": mean,

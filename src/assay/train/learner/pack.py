@@ -89,20 +89,22 @@ class MicroBatch:
 
 
 def rows_of(groups: Sequence[Group], algo: Algorithm) -> list[Row]:
-    """One row for each rollout that has a gradient, weighted over all of them.
+    """One row for each rollout that has a gradient: see `weighted_rollouts`."""
+    return [Row.of(rollout, weight, algo.inputs) for rollout, weight in weighted_rollouts(groups, algo)]
+
+
+def weighted_rollouts(groups: Sequence[Group], algo: Algorithm) -> list[tuple[Rollout, float]]:
+    """Rollouts that have a gradient, with the weight of each of their tokens in the loss of all of them.
 
     Masked rollouts, and those with nothing but masked turns, have none. Neither have those with advantage 0, unless the
     algorithm needs every rollout: leaving them out changes nothing but the time. In a step where half the groups are
     solved by all or by none, that is half of it.
     """
-    needs, inputs = algo.needs, algo.inputs
+    every_rollout = algo.needs.every_rollout
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([0 if rollout.masked else rollout.trained for rollout in rollouts])
-    rows = []
-    for rollout, length, weight in zip(rollouts, lengths.tolist(), algo.token_weights(lengths).tolist(), strict=True):
-        if length and (rollout.learns or needs.every_rollout):
-            rows.append(Row.of(rollout, weight, inputs))
-    return rows
+    weighted = zip(rollouts, lengths.tolist(), algo.token_weights(lengths).tolist(), strict=True)
+    return [(rollout, weight) for rollout, length, weight in weighted if length and (rollout.learns or every_rollout)]
 
 
 def with_step_inputs(rows: list[Row], algo: Algorithm) -> list[Row]:

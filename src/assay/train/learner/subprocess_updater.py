@@ -32,7 +32,7 @@ from assay.mesh import Mesh
 from assay.models import PolicyModel
 from assay.process.spawn import ChildProcess, exit_reason
 from assay.train.learner.pack import Row
-from assay.train.learner.update import Scorer, Updater
+from assay.train.learner.update import LogprobRecord, Scorer, Updater
 from assay.types import UserError
 
 ALIGNED = 64  # bytes, as torch's own memory is
@@ -154,9 +154,13 @@ class SubprocessUpdater(Updater):
                 self.trainer.close()
                 self.trainer = None
 
-    def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
+    def step(
+        self, rows: Sequence[Row], algo: Algorithm, lr: float, record: LogprobRecord | None = None
+    ) -> tuple[Sums, float, bool]:
         self.trainer = self.trainer or self._start(algo, algo.needs.ref_logprobs_in_loss)
-        result, self.faults, self.token_budget = self.trainer.ask("step", rows, lr)
+        result, self.faults, self.token_budget, logprobs = self.trainer.ask("step", rows, lr, record is not None)
+        if record is not None:
+            record.put(rows, logprobs)
         return result
 
     def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from assay.train.learner.pack import (
     pack,
     partition_rows,
     retry_on_oom,
-    rows_of,
+    weighted_rollouts,
     with_step_inputs,
 )
 from assay.train.learner.parallel import sum_gradients
@@ -41,6 +42,35 @@ def mini_batches(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
     """Split into `count` runs of consecutive groups whose sizes differ by at most one."""
     bounds = [len(groups) * part // count for part in range(count + 1)]
     return [groups[start:end] for start, end in pairwise(bounds)]
+
+
+RowLogprobs = tuple[np.ndarray, np.ndarray | None]  # of the trainer and the reference, per trained token of a row
+
+
+@dataclass
+class LogprobRecord:
+    """Log-probabilities that the forward passes of an optimizer step compute anyway. They stay on the device until the
+    step is done, so that recording them never waits for a GPU.
+    """
+
+    parts: list[tuple[Sequence[Row], Tensor, Tensor | None]] = field(default_factory=list)
+
+    def put(self, rows: Sequence[Row], values: Sequence[RowLogprobs]) -> None:
+        """Take over what `by_row` has returned in another process."""
+        tensors = [(torch.from_numpy(own), None if ref is None else torch.from_numpy(ref)) for own, ref in values]
+        self.parts = [([row], *pair) for row, pair in zip(rows, tensors, strict=True)]
+
+    def by_row(self, rows: Sequence[Row], mesh: Mesh) -> list[RowLogprobs]:
+        """The values of each row, from whichever rank has computed them."""
+        index = {id(row): position for position, row in enumerate(rows)}
+        own: dict[int, RowLogprobs] = {}
+        for part, trainer, ref in self.parts:
+            counts = [row.count for row in part]
+            columns = [values.cpu().split(counts) for values in (trainer, ref) if values is not None]
+            for row, *values in zip(part, *columns, strict=True):
+                own[index.get(id(row), -1)] = (values[0].numpy(), values[1].numpy() if ref is not None else None)
+        every = {position: values for share in mesh.all_gather_objects(own) for position, values in share.items()}
+        return [every[position] for position in range(len(rows))]
 
 
 @dataclass
@@ -63,12 +93,24 @@ class Updater:
     def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
         """`passes` times over the groups, each time one optimizer step per mini-batch."""
         self.faults = []
-        parts = [rows_of(part, algo) for part in mini_batches(groups, algo.update_count(len(groups)))]
+        batches = [weighted_rollouts(part, algo) for part in mini_batches(groups, algo.update_count(len(groups)))]
+        parts = [[Row.of(rollout, weight, algo.inputs) for rollout, weight in batch] for batch in batches]
+        records = [LogprobRecord() for _ in parts]
         with self.working(algo.needs.ref_logprobs_in_loss):
             if algo.needs.trainer_logprobs and len(parts) * passes > 1:
                 parts = [self.rescored(rows, algo) for rows in parts]
             parts = [with_step_inputs(rows, algo) for rows in parts]
-            steps = [self.step(rows, algo, lr) for _ in range(passes) for rows in parts if rows]
+            steps = [
+                self.step(rows, algo, lr, None if later else record)
+                for later in range(passes)
+                for rows, record in zip(parts, records, strict=True)
+                if rows
+            ]
+        for batch, rows, record in zip(batches, parts, records, strict=True):
+            for (rollout, _), values in zip(batch, record.by_row(rows, self.mesh), strict=True):
+                rollout.trainer_logprobs = values[0]
+                if values[1] is not None:
+                    rollout.ref_logprobs = values[1]
         if not steps:
             return {"optim/lr": lr, "optim/skipped": 1.0, "optim/non_finite": 0.0}
         sums, norms, skipped = zip(*steps, strict=True)
@@ -86,8 +128,12 @@ class Updater:
 
     def ref_logprobs(self, groups: Sequence[Group], algo: Algorithm) -> list[list[float]]:
         """What the reference says of each token of each rollout that is in the loss."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
         with self.working(reference=True):
-            return self.scores([Row.of(rollout) for group in groups for rollout in group.rollouts], algo, "reference")
+            scores = self.scores([Row.of(rollout) for rollout in rollouts], algo, "reference")
+        for rollout, values in zip(rollouts, scores, strict=True):
+            rollout.ref_logprobs = values
+        return scores
 
     def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:
         """Log-probabilities of the trained tokens of each row. Ranks share the work, and every one gets all of them."""
@@ -108,9 +154,14 @@ class Updater:
         every = {place: values for share in shares for place, values in share.items()}
         return [every[place] if row.count else [] for place, row in enumerate(rows)]
 
-    def step(self, rows: Sequence[Row], algo: Algorithm, lr: float) -> tuple[Sums, float, bool]:
-        """One optimizer step. The split into micro-batches, and over ranks, changes memory and time, not the result."""
-        sums = retry_on_oom(self, self.policy, rows, lambda: self._accumulate(rows, algo))
+    def step(
+        self, rows: Sequence[Row], algo: Algorithm, lr: float, record: LogprobRecord | None = None
+    ) -> tuple[Sums, float, bool]:
+        """One optimizer step. The split into micro-batches, and over ranks, changes memory and time, not the result.
+
+        `record`: gets the log-probabilities of the rows.
+        """
+        sums = retry_on_oom(self, self.policy, rows, lambda: self._accumulate(rows, algo, record))
         if self.mesh.dp_size > 1:
             sums = sums.all_reduce(self.mesh.dp_group)
             sum_gradients(self.policy.parameters(), self.mesh)
@@ -128,25 +179,29 @@ class Updater:
             self.critic.step(finite)
         return sums, norm, not (finite and norm)
 
-    def _accumulate(self, rows: Sequence[Row], algo: Algorithm) -> Sums:
+    def _accumulate(self, rows: Sequence[Row], algo: Algorithm, record: LogprobRecord | None = None) -> Sums:
         self._forget()
+        record = record or LogprobRecord()
+        record.parts.clear()
         shares = partition_rows(
             rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.supports_prefix_sharing
         )
         # One after the other: a GPU is busy with one part while the next is packed.
-        parts = (pack(part, self.policy.device, self._loss_dtype) for part in shares)
-        return sum(self._backward(part, algo) for part in parts)  # type: ignore[return-value]
+        parts = ((part, pack(part, self.policy.device, self._loss_dtype)) for part in shares)
+        return sum(self._backward(part, packed, algo, record) for part, packed in parts)  # type: ignore[return-value]
 
-    def _backward(self, part: MicroBatch, algo: Algorithm) -> Sums:
+    def _backward(self, rows: Sequence[Row], part: MicroBatch, algo: Algorithm, record: LogprobRecord) -> Sums:
         needs = algo.needs
         ref_logprobs = self._ref_logprobs(part) if needs.ref_logprobs_in_loss else None
         sums: list[Sums] = []
+        trainer_logprobs: list[Tensor] = []
         values: list[Tensor] = []
 
         def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
             sampled = part.behaviour_logprobs[at]
             inputs = {name: values[at] for name, values in part.inputs.items()}
             own = inputs.get(TRAINER_LOGPROBS, logprobs.detach())  # they are equal in the only step on a batch
+            trainer_logprobs.append(own)
             out = algo.loss(
                 LossBatch(
                     logprobs=logprobs,
@@ -181,6 +236,7 @@ class Updater:
                 also=value_loss if self.critic and RETURNS.name in part.inputs else None,
             )
         total.backward()
+        record.parts.append((rows, torch.cat(trainer_logprobs), ref_logprobs))
         found: Sums = sum(sums)  # type: ignore[assignment]
         return found.and_loss("loss/value", values[0]) if values else found
 

@@ -25,10 +25,10 @@ from assay.process.spawn import ignore_stop_signals, take_pipes
 from assay.train.faults import Fault
 from assay.train.learner.pack import Row, out_of_memory
 from assay.train.learner.subprocess_updater import MOMENTS, WEIGHTS, SharedTensors, TensorSlot, moments
-from assay.train.learner.update import Scorer
+from assay.train.learner.update import LogprobRecord, RowLogprobs, Scorer
 from assay.types import UserError
 
-Result = tuple[tuple[Sums, float, bool], Sequence[Fault], int]
+Result = tuple[tuple[Sums, float, bool], Sequence[Fault], int, Sequence[RowLogprobs]]
 
 
 def main() -> None:
@@ -103,9 +103,11 @@ class Work:
                 "set engine.sleep_while_training = true, or lower engine.memory"
             ) from error
 
-    def step(self, rows: Sequence[Row], lr: float) -> Result:
-        sums, norm, skipped = self.updater.step(rows, self.algo, lr)
-        return (on_cpu(sums), norm, skipped), self.updater.faults, self.updater.token_budget
+    def step(self, rows: Sequence[Row], lr: float, records: bool) -> Result:
+        record = LogprobRecord() if records else None
+        sums, norm, skipped = self.updater.step(rows, self.algo, lr, record)
+        logprobs = record.by_row(rows, self.updater.mesh) if record else []
+        return (on_cpu(sums), norm, skipped), self.updater.faults, self.updater.token_budget, logprobs
 
     def scores(self, rows: Sequence[Row], by: Scorer) -> list[list[float]]:
         return self.updater.scores(rows, self.algo, by)
