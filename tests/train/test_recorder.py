@@ -32,7 +32,7 @@ def expected_logprobs(model_folder: Path, arrays: dict[str, np.ndarray]) -> np.n
     "changes, reference",
     [
         (["--algo.kl_coef", 0.1], True),  # computed in the loss
-        (["--algo.reward_kl_coef", 0.1, "--algo.recompute_logprobs", "true", "--algo.updates", 2, "--train.passes", 2], True),
+        (["--algo.reward_kl_coef", 0.1, "--algo.recompute_logprobs", "true", "--algo.updates", 2], True),
         (["--train.token_budget", 30], False),  # several micro-batches
     ],
 )
