@@ -111,6 +111,7 @@ def test_what_is_refused(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> N
         Classic(small.config, settings)
 
 
+@pytest.mark.slow
 def test_the_example_learns_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)

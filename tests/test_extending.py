@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md work as they stand there, in as many files and lines as the page says."""
+"""The examples of docs/extending.md work as shown, with the numbers of files and lines that the page states."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent / "train"))
+from small_run import CONFIG, SmallRuns
+
 from assay.cli.main import main
 from assay.runs.directory import read_metrics
 from assay.runs.rollouts import read_rollouts
@@ -25,31 +28,8 @@ TERM, ADVANTAGE = "A loss term with its own per-token input", "An advantage"
 TASK, ENVIRONMENT, ENGINE, FAMILY = "A task", "An environment", "An engine backend", "A model family"
 PACKAGES = {TASK: "tasks", ENVIRONMENT: "envs", ENGINE: "engine"}  # to which the first file of the section moves
 
-RUN = """
-model = "preset:nano"
-device = "cpu"
-[task]
-name = "abacus"
-args = {{train_size = 24, eval_size = 10}}
-[sampling]
-max_new_tokens = 120
-[train]
-steps = 2
-prompts = 3
-samples = 3
-[optim]
-lr = 1e-3
-[eval]
-examples = 2
-final_examples = 2
-[reward]
-workers = 0
-function = "{folder}/reward.py:reward"
-"""
-REWARD = """
-def reward(completion, answer):
-    return {"reward": sum(map(ord, completion)) % 4 / 3, "parsed": completion}
-"""
+
+LONG = ("--sampling.max_new_tokens", "60")  # answers that are long enough to repeat n-grams
 
 
 def section(title: str) -> tuple[str, str]:
@@ -96,14 +76,14 @@ def code_lines(code: str) -> int:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "reward.py").write_text(REWARD)
+    SmallRuns(tmp_path)  # writes small.toml and its reward function
     return tmp_path
 
 
 def config(folder: Path, text: str) -> Path:
     """A small run with the settings of the section's TOML block."""
     (file,) = write_named(text, "toml", folder)
-    file.write_text(RUN.format(folder=folder) + file.read_text())
+    file.write_text(CONFIG.format(folder=folder) + file.read_text())
     return file
 
 
@@ -146,7 +126,7 @@ def repeated(rollout: Rollout, n: int) -> list[bool]:
 def test_a_loss_term_in_a_file_of_the_users_own(folder: Path) -> None:
     own, _ = section(TERM)
     write_named(own, "python", folder)
-    run = train(folder, config(folder, own))
+    run = train(folder, config(folder, own), *LONG)
     for step, (loss, fraction) in enumerate(losses(run), 1):
         marks = [mark for group in read_rollouts(run, step) for r in group.rollouts for mark in repeated(r, 2)]
         assert fraction == pytest.approx(sum(marks) / len(marks)) and 0 < fraction < 1
@@ -158,14 +138,12 @@ def test_a_loss_term_in_two_files_of_the_package_and_in_a_separate_update_proces
     own, package = section(TERM)
     write_named(own, "python", folder)
     file = config(folder, own)
-    expected = losses(train(folder, file))
-    apart = train(folder, file, "--name", "apart", "--train.process", "separate")
+    expected = losses(train(folder, file, *LONG))
+    apart = train(folder, file, *LONG, "--name", "apart", "--train.process", "separate")
     assert losses(apart) == expected and len(expected) == 2
     patched_package(folder, package)
-    plain = folder / "plain.toml"
-    plain.write_text(RUN.format(folder=folder))
-    settings = ("--algo.repetition_coef", "0.05", "--algo.repetition_ngram", "2", "--name", "built-in")
-    assert losses(train_with_package(folder, plain, *settings)) == expected
+    settings = (*LONG, "--algo.repetition_coef", "0.05", "--algo.repetition_ngram", "2", "--name", "built-in")
+    assert losses(train_with_package(folder, folder / "small.toml", *settings)) == expected
     changed = [path for path in (folder / "src").rglob("*.py") if differs(path, folder)]
     assert len(changed) == 2, changed
 
@@ -178,10 +156,8 @@ def test_an_advantage(where: str, folder: Path) -> None:
         run = train(folder, config(folder, own))
     else:
         patched_package(folder, package)
-        plain = folder / "plain.toml"
-        plain.write_text(RUN.format(folder=folder))
         settings = ("--algo.recipe", "dr_grpo", "--algo.advantage", "above_median", "--name", "built-in")
-        run = train_with_package(folder, plain, *settings)
+        run = train_with_package(folder, folder / "small.toml", *settings)
         assert [path.name for path in (folder / "src").rglob("*.py") if differs(path, folder)] == ["advantages.py"]
     for group in read_rollouts(run, 1):
         middle = sorted(group.rewards)[1]
@@ -220,12 +196,13 @@ def built_in(folder: Path, title: str, name: str) -> Path:
     assert path is not None
     file.write_text(file.read_text().replace(path[1], name))
     if title == ENGINE:
-        file.write_text(RUN.format(folder=folder) + file.read_text())
+        file.write_text(CONFIG.format(folder=folder) + file.read_text())
     changed = [path for path in (folder / "src").rglob("*.py") if differs(path, folder)]
     assert len(changed) == 1 + len(blocks(package, "diff"))
     return train_with_package(folder, file, "--name", "built-in")
 
 
+@pytest.mark.slow
 def test_a_task(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_commands(folder, TASK)
     assert '"ok": true' in capsys.readouterr().out  # of `assay data check`

@@ -125,6 +125,7 @@ def test_tapes_judges_strictly() -> None:
     assert found == [(1, "ok"), (0, "wrong"), (-1, "no_answer"), (-1, "unparsable")]
 
 
+@pytest.mark.slow
 def test_tapes_keeps_its_rollouts_and_trains_apart_against_a_larger_reference(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,6 +202,7 @@ def test_single_file_judges_numbers_as_they_are_given() -> None:
 SINGLE_FILE = {"sft.steps": 0, "sampling.max_new_tokens": 16, "model.max_length": 640, "optim.lr": 1e-3}
 
 
+@pytest.mark.slow
 def test_single_file_asks_in_plain_text_and_keeps_the_entropy_up(tmp_path: Path) -> None:
     seed = Seed("single_file", tmp_path, **SINGLE_FILE, **{"parallel.tp": 1, "train.samples": 2})
     assert seed() == 0
@@ -238,6 +240,7 @@ def test_dr_grpo_judges_right_whatever_the_form() -> None:
     assert found == [(1.4, "ok"), (1.0, "ok"), (-0.6, "wrong"), (0.5, "ok"), (0.9, "ok")]
 
 
+@pytest.mark.slow
 def test_dr_grpo_divides_neither_by_the_std_nor_by_lengths(tmp_path: Path, data: Path) -> None:
     words = {"task.path": data, "prompt.template": "{question}", "sampling.max_new_tokens": 24}
     seed = Seed("dr_grpo", tmp_path, **words, **{"sampling.temperature": 1.5, "optim.lr": 1e-3})

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,11 @@ class SmallRuns:
     def files(self) -> dict[str, bytes]:
         """Everything there is, to see whether anything was overwritten."""
         return {str(p.relative_to(self.folder)): p.read_bytes() for p in self.folder.rglob("*") if p.is_file()}
+
+
+def mostly_slow(cases: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Parameters of a test of whole runs: all of them are slow but the `quick` ones."""
+    return [pytest.param(case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
 def strike_at(monkeypatch: pytest.MonkeyPatch, target: str, call: int, strike: Callable[[], None]) -> None:

@@ -106,6 +106,7 @@ def test_a_guessing_run_learns_from_its_steps_and_resumes_exactly(
     assert "env.max_tokens" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_lines_of_a_warm_started_policy_are_steps(tmp_path: Path) -> None:
     small = runs(tmp_path, STEPWISE)
     assert small.train() == 0

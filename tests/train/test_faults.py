@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: skipped, counted, set aside, and in the end told."""
+"""Losses and gradients that are not finite: updates are skipped and counted, batches dumped, errors reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import SmallRuns
+from small_run import SmallRuns, mostly_slow
 
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
@@ -48,8 +48,8 @@ def train(small: SmallRuns, poison: str, *words: object) -> int:
     return small.train(*changes, *words)
 
 
-@pytest.mark.parametrize("poison", ["nan", "inf", "gradient"])
-def test_a_poisoned_step_is_skipped_counted_and_set_aside(
+@pytest.mark.parametrize("poison", mostly_slow(["nan", "inf", "gradient"], quick=["gradient"]))
+def test_a_nonfinite_update_is_skipped_counted_and_its_batch_dumped(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], poison: str
 ) -> None:
     assert train(small, f"{poison} 2 4 5", "--train.max_skipped", 3) == 0
@@ -69,7 +69,7 @@ def test_a_poisoned_step_is_skipped_counted_and_set_aside(
     assert state["skipped"] == 0
 
 
-def test_a_skipped_step_leaves_weights_and_moments_alone(small: SmallRuns) -> None:
+def test_a_skipped_step_changes_neither_weights_nor_moments(small: SmallRuns) -> None:
     from safetensors.torch import load_file
 
     assert train(small, "nan 3", "--save.every", 1, "--save.keep", 9) == 0
@@ -79,9 +79,7 @@ def test_a_skipped_step_leaves_weights_and_moments_alone(small: SmallRuns) -> No
         assert any(not torch.equal(after[key], later[key]) for key in after)
 
 
-def test_after_too_many_in_a_row_the_run_stops_with_a_diagnosis(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_consecutive_skipped_steps_end_the_run(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(small, "nan 4 5 6", "--train.max_skipped", 2) == 2
     said = capsys.readouterr().err.strip()
     assert said.count("\n") == 0 and "the loss was not finite for 2 steps in a row (loss nan" in said
@@ -92,7 +90,8 @@ def test_after_too_many_in_a_row_the_run_stops_with_a_diagnosis(
     assert small.summary()["steps"] == 6
 
 
-def test_resuming_cuts_the_batches_back_that_are_made_again(small: SmallRuns) -> None:
+@pytest.mark.slow
+def test_resuming_deletes_dumped_batches_of_later_steps(small: SmallRuns) -> None:
     assert train(small, "nan 3 4 5", "--train.max_skipped", 3, "--save.every", 4) == 2
     assert len(list((small.runs / "small" / "skipped").iterdir())) == 9
     (small.folder / "poison").write_text("nan 0")
@@ -101,6 +100,7 @@ def test_resuming_cuts_the_batches_back_that_are_made_again(small: SmallRuns) ->
     assert left == {f"step-00000{n}.{kind}" for n in (3, 4) for kind in ("json", "jsonl", "npz")}
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +124,7 @@ def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(
     ]
 
 
-@pytest.mark.parametrize("owner", ["policy", "critic"])
+@pytest.mark.parametrize("owner", mostly_slow(["policy", "critic"], quick=["policy"]))
 def test_nonfinite_weights_are_never_saved_and_the_last_finite_checkpoint_is_named(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, owner: str
 ) -> None:
@@ -174,7 +174,7 @@ def test_resuming_from_nonfinite_weights_is_refused_and_a_finite_checkpoint_name
     assert f"assay train {run}/config.toml --model run:{run}@1" in said
 
 
-def test_a_warm_start_gives_up_too(
+def test_too_many_consecutive_skipped_steps_end_a_warm_start(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from assay.train import sft

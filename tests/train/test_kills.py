@@ -1,4 +1,4 @@
-"""Killed at any moment and resumed, a run ends with the files of a run that was never killed.
+"""A run that is killed at any time and resumed ends with the same files as one that was never killed.
 
 `test_death_at_every_file_operation` kills at each operation that changes a file, once, and again during the resume.
 """
@@ -87,6 +87,7 @@ def kill_and_compare(small: SmallRuns, steps: int, moments: list[str], seed: int
     return victim
 
 
+@pytest.mark.slow
 def test_three_kills_change_nothing(tmp_path: Path) -> None:
     victim = kill_and_compare(SmallRuns(tmp_path), 14, ["loop", "saving", "loop"], SEED)
     assert len(victim.kills) == 3

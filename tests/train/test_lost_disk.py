@@ -1,4 +1,4 @@
-"""A disk that fills up, or bites: the run stops with one line, or passes over what is damaged; nothing else is lost."""
+"""Full disks and damaged files: the run stops with a one-line error, or skips the damaged checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from small_run import SmallRuns, strike_at
+from small_run import SmallRuns, mostly_slow, strike_at
 
 from assay.runs import checkpoints
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 STEPS = 5
 WORDS = ("--train.steps", STEPS, "--save.every", 2, "--eval.every", 2)
 SAVING = "assay.train.checkpoint"
-# What cannot be written any more, in which call, and the last checkpoint then.
+# What cannot be written: the function, which call of it fails, and the step of the last checkpoint then.
 FULL: dict[str, tuple[str, int, int | None]] = {
     "the first metrics": ("assay.runs.directory:Run.log", 1, None),
     "metrics": ("assay.runs.directory:Run.log", 4, 2),
@@ -39,7 +39,7 @@ FULL: dict[str, tuple[str, int, int | None]] = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
+def complete(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
     small = SmallRuns(tmp_path_factory.mktemp("disk"))
     assert small.train(*WORDS, "--save.keep", 9) == 0
     return small
@@ -49,39 +49,40 @@ def no_space() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("what", FULL)
+@pytest.mark.parametrize("what", mostly_slow(FULL, quick=["moments", "metrics"]))
 def test_a_full_disk_ends_the_run_with_one_line_and_the_earlier_checkpoint(
-    whole: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+    complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     name, (target, call, saved) = f"full-{what.replace(' ', '-')}", FULL[what]
     with monkeypatch.context() as patch:
         strike_at(patch, target, call, no_space)
-        assert whole.train(*WORDS, "--save.keep", 9, "--name", name) == 2
-    said = capsys.readouterr().err
-    assert "the disk is full" in said and said.count("\n") == 1 and "resume" in said
-    assert checkpoints.last_sound(whole.runs / name) == (saved, [])
-    assert whole.resume(name) == 0
-    whole.same_run("small", name, STEPS)
+        assert complete.train(*WORDS, "--save.keep", 9, "--name", name) == 2
+    shown = capsys.readouterr().err
+    assert "the disk is full" in shown and shown.count("\n") == 1 and "resume" in shown
+    assert checkpoints.last_sound(complete.runs / name) == (saved, [])
+    assert complete.resume(name) == 0
+    complete.same_run("small", name, STEPS)
 
 
-def test_a_disk_that_is_really_full(whole: SmallRuns) -> None:
+@pytest.mark.slow
+def test_a_full_file_system_ends_the_run(complete: SmallRuns) -> None:
     """On a file system of 6 MB: the second checkpoint with moments does not fit."""
     small = "mount -t tmpfs -o size=6m none runs"
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("a small file system cannot be mounted here")
-    folder = whole.folder / "tiny"
+    folder = complete.folder / "tiny"
     (folder / "runs").mkdir(parents=True)
-    train = f"{sys.executable} -m assay train {whole.config} {' '.join(map(str, WORDS))} --name full --save.keep 9"
+    train = f"{sys.executable} -m assay train {complete.config} {' '.join(map(str, WORDS))} --name full --save.keep 9"
     script = f"{small} && {train}; code=$?; cp -r runs/full saved; df runs; exit $code"
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", script], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2, done
     assert "assay: the disk is full" in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    shutil.move(folder / "saved", whole.runs / "full")
-    assert checkpoints.last_sound(whole.runs / "full") == (2, [])
-    assert whole.resume("full") == 0
-    whole.same_run("small", "full", STEPS)
+    shutil.move(folder / "saved", complete.runs / "full")
+    assert checkpoints.last_sound(complete.runs / "full") == (2, [])
+    assert complete.resume("full") == 0
+    complete.same_run("small", "full", STEPS)
 
 
 @contextmanager
@@ -95,27 +96,27 @@ def files_below(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
-@pytest.mark.parametrize("process", ["same", "separate"])
-def test_files_that_may_not_grow_that_large(whole: SmallRuns, capsys: pytest.CaptureFixture[str], process: str) -> None:
+@pytest.mark.parametrize("process", mostly_slow(["same", "separate"], quick=["same"]))
+def test_a_file_size_limit_ends_the_run(complete: SmallRuns, capsys: pytest.CaptureFixture[str], process: str) -> None:
     name = f"limited-{process}"
-    moments = (whole.checkpoint(STEPS) / "optimizer.safetensors").stat().st_size
+    moments = (complete.checkpoint(STEPS) / "optimizer.safetensors").stat().st_size
     with files_below(moments - 1):
-        assert whole.train(*WORDS, "--save.keep", 9, "--name", name, "--train.process", process) == 2
-    said = capsys.readouterr().err
-    assert "ulimit -f" in said and said.count("\n") == 1 and "resume" in said
-    assert checkpoints.last_sound(whole.runs / name) == (0, [])
-    assert whole.resume(name, "--train.process", "same") == 0
-    whole.same_run("small", name, STEPS)
+        assert complete.train(*WORDS, "--save.keep", 9, "--name", name, "--train.process", process) == 2
+    shown = capsys.readouterr().err
+    assert "ulimit -f" in shown and shown.count("\n") == 1 and "resume" in shown
+    assert checkpoints.last_sound(complete.runs / name) == (0, [])
+    assert complete.resume(name, "--train.process", "same") == 0
+    complete.same_run("small", name, STEPS)
 
 
-def test_a_model_that_cannot_be_exported_is_told_in_one_line(
-    whole: SmallRuns, capsys: pytest.CaptureFixture[str]
+def test_an_export_beyond_the_file_size_limit_fails_with_one_line(
+    complete: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with files_below(1000):
-        assert whole("export", "run:small@last", whole.folder / "exported") == 2
-    said = capsys.readouterr().err
-    assert "ulimit -f" in said and said.count("\n") == 1
-    assert not (whole.folder / "exported").exists()
+        assert complete("export", "run:small@last", complete.folder / "exported") == 2
+    shown = capsys.readouterr().err
+    assert "ulimit -f" in shown and shown.count("\n") == 1
+    assert not (complete.folder / "exported").exists()
 
 
 FILES = ("model/model.safetensors", "model/config.json", "optimizer.safetensors", "state.json", "complete.json")
@@ -133,9 +134,9 @@ def flip(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", [cut_short, flip, Path.unlink])
-def test_a_damaged_newest_checkpoint_is_passed_over(whole: SmallRuns, tmp_path: Path, damage, file: str) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped(complete: SmallRuns, tmp_path: Path, damage, file: str) -> None:
     run = tmp_path / "run"
-    shutil.copytree(whole.runs / "small", run)
+    shutil.copytree(complete.runs / "small", run)
     damage(checkpoints.folder(run, STEPS) / file)
     step, complaints = checkpoints.last_sound(run)
     assert step == 4 and complaints and "step-000005" in complaints[0]
@@ -143,49 +144,54 @@ def test_a_damaged_newest_checkpoint_is_passed_over(whole: SmallRuns, tmp_path: 
 
 @pytest.mark.parametrize(
     ("damage", "file"),
-    [(cut_short, "optimizer.safetensors"), (flip, "model/model.safetensors"), (Path.unlink, "state.json")],
+    [
+        (flip, "model/model.safetensors"),
+        pytest.param(cut_short, "optimizer.safetensors", marks=pytest.mark.slow),
+        pytest.param(Path.unlink, "state.json", marks=pytest.mark.slow),
+    ],
 )
-def test_and_the_run_goes_on_from_the_one_before(
-    whole: SmallRuns, capsys: pytest.CaptureFixture[str], damage, file: str
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
+    complete: SmallRuns, capsys: pytest.CaptureFixture[str], damage, file: str
 ) -> None:
     name = f"damaged-{damage.__name__}"
-    shutil.copytree(whole.runs / "small", whole.runs / name)
-    damage(checkpoints.folder(whole.runs / name, STEPS) / file)
-    assert whole.resume(name) == 0
-    said = capsys.readouterr().out
-    assert f"step-000005/{file} is" in said and "going on from an earlier checkpoint" in said and "from step 4" in said
-    whole.same_run("small", name, STEPS)
+    shutil.copytree(complete.runs / "small", complete.runs / name)
+    damage(checkpoints.folder(complete.runs / name, STEPS) / file)
+    assert complete.resume(name) == 0
+    shown = capsys.readouterr().out
+    assert f"step-000005/{file} is" in shown and "earlier checkpoint" in shown and "from step 4" in shown
+    complete.same_run("small", name, STEPS)
 
 
-def test_a_damaged_reference_is_refused_and_the_start_stands_in_for_it(
-    whole: SmallRuns, capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+def test_a_damaged_reference_is_refused_and_can_be_replaced_by_the_first_checkpoint(
+    complete: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert whole.train(*WORDS, "--algo.kl_coef", 0.1, "--name", "kl") == 0
-    run = whole.runs / "kl-damaged"
-    shutil.copytree(whole.runs / "kl", run)
+    assert complete.train(*WORDS, "--algo.kl_coef", 0.1, "--name", "kl") == 0
+    run = complete.runs / "kl-damaged"
+    shutil.copytree(complete.runs / "kl", run)
     shutil.rmtree(checkpoints.folder(run, STEPS))
     (run / "reference" / "complete.json").rename(run / "marker")  # without checksums it is not trusted either
-    assert whole.resume(run.name) == 2 and "complete.json is damaged" in capsys.readouterr().err
+    assert complete.resume(run.name) == 2 and "complete.json is damaged" in capsys.readouterr().err
     (run / "marker").rename(run / "reference" / "complete.json")
     flip(run / "reference" / "model.safetensors")
-    assert whole.resume(run.name) == 2
-    said, start = capsys.readouterr().err, f"run:{run}@0"
-    assert "reference/model.safetensors is damaged" in said and said.count("\n") == 1
-    assert f"--algo.reference {start}" in said and whole.resume(run.name, "--algo.reference", start) == 0
-    whole.same_run("kl", run.name, STEPS)
+    assert complete.resume(run.name) == 2
+    shown, start = capsys.readouterr().err, f"run:{run}@0"
+    assert "reference/model.safetensors is damaged" in shown and shown.count("\n") == 1
+    assert f"--algo.reference {start}" in shown and complete.resume(run.name, "--algo.reference", start) == 0
+    complete.same_run("kl", run.name, STEPS)
 
 
-def test_a_run_without_any_sound_checkpoint_is_not_begun_again_unasked(
-    whole: SmallRuns, capsys: pytest.CaptureFixture[str]
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_restarted(
+    complete: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(whole.runs / "small", whole.runs / "all-damaged")
-    for step in checkpoints.steps(whole.runs / "all-damaged"):
-        flip(checkpoints.folder(whole.runs / "all-damaged", step) / "model/model.safetensors")
-    metrics = whole.metrics("all-damaged")
-    assert whole.resume("all-damaged") == 2
-    said = capsys.readouterr().err
-    assert "no checkpoint of" in said and "to begin again" in said and said.count("\n") == 1
-    assert whole.metrics("all-damaged") == metrics
-    shutil.rmtree(whole.runs / "all-damaged" / "checkpoints")
-    assert whole.resume("all-damaged") == 0
-    whole.same_run("small", "all-damaged", STEPS)
+    shutil.copytree(complete.runs / "small", complete.runs / "all-damaged")
+    for step in checkpoints.steps(complete.runs / "all-damaged"):
+        flip(checkpoints.folder(complete.runs / "all-damaged", step) / "model/model.safetensors")
+    metrics = complete.metrics("all-damaged")
+    assert complete.resume("all-damaged") == 2
+    shown = capsys.readouterr().err
+    assert "no checkpoint of" in shown and "to begin again" in shown and shown.count("\n") == 1
+    assert complete.metrics("all-damaged") == metrics
+    shutil.rmtree(complete.runs / "all-damaged" / "checkpoints")
+    assert complete.resume("all-damaged") == 0
+    complete.same_run("small", "all-damaged", STEPS)

@@ -1,4 +1,4 @@
-"""Stopped and resumed, a run is the run that was never stopped."""
+"""A run that was stopped and resumed equals, to the last bit, one that was never stopped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from small_run import SmallRuns
+from small_run import SmallRuns, mostly_slow
 
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
@@ -82,10 +82,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(OnPolicySource, "next", stopped)
 
 
-SLOW = ("half precision",)  # on a CPU every new length of a batch makes a kernel
-
-
-@pytest.mark.parametrize("variant", [pytest.param(v, marks=[pytest.mark.slow] * (v in SLOW)) for v in VARIANTS])
+@pytest.mark.parametrize("variant", mostly_slow(VARIANTS, quick=["lora, muon, kl, warm start", "replay"]))
 def test_a_resumed_run_equals_one_that_was_never_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
@@ -93,7 +90,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(
     words = (*SETTINGS, *VARIANTS[variant])
     assert small.train(*words) == 0
     with monkeypatch.context() as patch:
-        stop_at(patch, 3)  # a step beyond the checkpoint, which is cut back and made again
+        stop_at(patch, 3)  # one step after the checkpoint: it is deleted and repeated
         with pytest.raises(Stop):
             small.train(*words, "--name", "stopped")
     assert checkpoints.last(small.runs / "stopped") == 2
@@ -103,9 +100,8 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(
     assert small.summary("stopped")["steps"] == STEPS
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_a_run_without_checkpoints_is_resumed_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = SmallRuns(tmp_path)
     words = (*SETTINGS, "--algo.kl_coef", 0.1)
     assert small.train(*words) == 0
@@ -113,13 +109,14 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(
     stopped = small.runs / "stopped"
     for part in ("checkpoints", "rollouts"):
         shutil.rmtree(stopped / part)
-    (stopped / "reference" / "model.safetensors").write_bytes(b"half")  # it died while setting it aside
+    (stopped / "reference" / "model.safetensors").write_bytes(b"half")  # as if the process died while writing it
     (stopped / "summary.json").unlink()
     assert small.resume("stopped") == 0
     small.same_run("small", "stopped", STEPS)
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_resume_skips_damaged_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = SmallRuns(tmp_path)
     assert small.train(*SETTINGS, "--save.keep", 9) == 0
     assert small.train(*SETTINGS, "--save.keep", 9, "--name", "stopped") == 0
@@ -128,12 +125,12 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.Capt
         file.write_bytes(file.read_bytes()[:-4] + b"oops")  # the same size
     capsys.readouterr()
     assert small.resume("stopped") == 0
-    said = capsys.readouterr().out
-    assert "is damaged" in said and "from step 2" in said
+    shown = capsys.readouterr().out
+    assert "is damaged" in shown and "from step 2" in shown
     small.same_run("small", "stopped", STEPS)
 
 
-def test_a_longer_run_goes_on_from_a_finished_one(tmp_path: Path) -> None:
+def test_a_finished_run_is_extended_by_more_steps(tmp_path: Path) -> None:
     small = SmallRuns(tmp_path)
     assert small.train(*SETTINGS) == 0
     assert small.train("--train.steps", 3, "--save.every", 2, "--eval.every", 2, "--name", "longer") == 0
@@ -143,7 +140,8 @@ def test_a_longer_run_goes_on_from_a_finished_one(tmp_path: Path) -> None:
     assert small.summary("longer")["steps"] == STEPS
 
 
-def test_resuming_a_finished_run_only_measures_it_again(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_resuming_a_finished_run_only_repeats_its_final_evaluation(tmp_path: Path) -> None:
     small = SmallRuns(tmp_path)
     assert small.train() == 0
     summary, metrics = small.summary(), small.timeless()
@@ -155,7 +153,8 @@ def test_resuming_a_finished_run_only_measures_it_again(tmp_path: Path) -> None:
     assert (small.checkpoint(2) / "model/model.safetensors").read_bytes() == weights
 
 
-def test_sampled_answers_carry_the_version_that_wrote_them(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_rollouts_carry_the_weights_version_that_sampled_them(tmp_path: Path) -> None:
     small = SmallRuns(tmp_path)
     assert small.train("--train.steps", 2) == 0
     assert small.resume("small", "--train.steps", 4) == 0
@@ -185,14 +184,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_changed_on_resuming_is_refused(
+def test_settings_that_are_fixed_cannot_be_changed_on_resume(
     finished: SmallRuns, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     before = finished.files()
     words, message = REFUSED[name]
     assert finished.resume("small", *words) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert message in shown and shown.count("\n") == 1
     unchanged = [file for file in before if not file.endswith(("environment.json", ".lock"))]
     now = finished.files()
     assert {file: now.get(file) for file in unchanged} == {file: before[file] for file in unchanged}
@@ -210,10 +209,10 @@ def test_resuming_with_a_config_of_another_model_or_other_settings_is_refused(
     other.write_text(small.config.read_text().replace("lr = 1e-3", "lr = 1e-4"))
     assert small.train("--resume", "small", config=other) == 2
     assert "optim.lr" in capsys.readouterr().err
-    assert small.train("--resume", "small") == 0  # its own config is fine
+    assert small.train("--resume", "small") == 0  # with its own config
 
 
-def test_an_unknown_run_is_named_with_its_neighbours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_run_name_is_refused_with_suggestions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = SmallRuns(tmp_path)
     assert small.resume("nothing") == 2
     assert "there are none yet" in capsys.readouterr().err
@@ -237,16 +236,17 @@ def test_changed_settings_are_reported_with_old_and_new_value(
     edit(small.runs / "small" / "config.toml", "lr = 0.001", "lr = 0.003")
     capsys.readouterr()
     assert small.resume("small", "--train.steps", 3) == 0
-    said = capsys.readouterr().out
-    assert "warning: optim.lr changed since step 2: 0.001 -> 0.003" in said
-    assert "warning: train.steps changed since step 2: 2 -> 3" in said
-    assert said.count("changed since") == 2
+    shown = capsys.readouterr().out
+    assert "warning: optim.lr changed since step 2: 0.001 -> 0.003" in shown
+    assert "warning: train.steps changed since step 2: 2 -> 3" in shown
+    assert shown.count("changed since") == 2
     assert small.metrics()[-1]["step"] == 3
     assert small.resume("small") == 0  # the new settings are those of the last checkpoint now
     assert "changed since" not in capsys.readouterr().out
 
 
-def test_an_edited_setting_that_is_fixed_is_refused_and_the_intact_copy_named(
+@pytest.mark.slow
+def test_an_edited_fixed_setting_is_refused_and_the_error_names_the_intact_copy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = SmallRuns(tmp_path)
@@ -254,19 +254,19 @@ def test_an_edited_setting_that_is_fixed_is_refused_and_the_intact_copy_named(
     config = small.runs / "small" / "config.toml"
     edit(config, "final_examples = 5", "final_examples = 4")
     assert small.resume("small") == 2
-    said = capsys.readouterr().err
+    shown = capsys.readouterr().err
     copy = small.checkpoint(2) / "config.toml"
-    assert "eval.final_examples (5 -> 4)" in said and f"restore it from {copy}" in said and said.count("\n") == 1
+    assert "eval.final_examples (5 -> 4)" in shown and f"restore it from {copy}" in shown and shown.count("\n") == 1
     config.write_bytes(b"\xff")
     assert small.resume("small") == 2
-    said = capsys.readouterr().err
-    assert f"copy {copy} over it" in said and said.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert f"copy {copy} over it" in shown and shown.count("\n") == 1
     shutil.copy(copy, config)
     assert small.resume("small") == 0
 
 
-@pytest.mark.parametrize("damage", ["cut", "lost", "line deleted", "changed"])
-def test_metrics_that_were_cut_or_changed_are_noticed_on_resume(
+@pytest.mark.parametrize("damage", mostly_slow(["cut", "lost", "line deleted", "changed"], quick=["line deleted"]))
+def test_resume_warns_of_truncated_or_changed_metrics(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
     small = SmallRuns(tmp_path)
@@ -291,11 +291,11 @@ def test_metrics_that_were_cut_or_changed_are_noticed_on_resume(
     after = load_file(small.checkpoint(2) / "model/model.safetensors")
     assert all(weights[key].equal(after[key]) for key in weights)
     assert metrics.read_text().startswith("".join(line for line in kept if "after/accuracy" not in line))
-    assert sum("after/accuracy" in row for row in small.metrics()) == 1  # measured again, not twice there
+    assert sum("after/accuracy" in row for row in small.metrics()) == 1  # repeated, and not there twice
 
 
-@pytest.mark.parametrize("damage", ["lost", "cut", "flipped"])
-def test_a_lost_or_damaged_first_evaluation_is_measured_again(
+@pytest.mark.parametrize("damage", mostly_slow(["lost", "cut", "flipped"], quick=["flipped"]))
+def test_a_lost_or_damaged_first_evaluation_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
     small = SmallRuns(tmp_path)
@@ -318,7 +318,7 @@ def test_a_lost_or_damaged_first_evaluation_is_measured_again(
     small.same_run("small", "stopped", STEPS)
 
 
-def test_without_the_first_evaluation_and_its_weights_a_run_still_finishes(
+def test_a_run_finishes_without_its_first_evaluation_and_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = SmallRuns(tmp_path)
@@ -328,13 +328,14 @@ def test_without_the_first_evaluation_and_its_weights_a_run_still_finishes(
     shutil.rmtree(small.checkpoint(0))
     capsys.readouterr()
     assert small.resume("small") == 0
-    said = capsys.readouterr().out
-    assert "is missing and cannot be measured again: finishing without the paired test" in said
+    shown = capsys.readouterr().out
+    assert "is missing and cannot be measured again: finishing without the paired test" in shown
     assert small.summary()["before"] is small.summary()["paired"] is None and small.summary()["after"] == whole["after"]
     assert small("runs") == 0
 
 
-def test_a_lost_evaluation_before_the_warm_start_does_not_stop_the_end(
+@pytest.mark.slow
+def test_a_run_finishes_without_its_evaluation_before_the_warm_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = SmallRuns(tmp_path)
@@ -353,7 +354,7 @@ def test_a_name_given_on_resume_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert small.train() == 0
     before = small.files()
     assert small.resume("small", "--name", "other") == 2
-    said = capsys.readouterr().err
-    assert "--name cannot rename a run that is resumed: rename the folder" in said and said.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert "--name cannot rename a run that is resumed: rename the folder" in shown and shown.count("\n") == 1
     assert small.files() == before
     assert small.resume("small", "--name", "small") == 0

@@ -1,4 +1,4 @@
-"""Asked to stop at any place, a run saves what is done, says how to go on, and goes on as if it had never stopped."""
+"""A run that is asked to stop, at any point, saves a checkpoint and can be resumed without any difference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from small_run import SmallRuns, strike_at
+from small_run import SmallRuns, mostly_slow, strike_at
 
 from assay.runs import checkpoints
 from assay.train.stopping import Stopped, Stopping
@@ -28,7 +28,7 @@ WORDS = (*WORDS, "--algo.kl_coef", 0.1)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
+def complete(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
     small = SmallRuns(tmp_path_factory.mktemp("stopping"))
     assert small.train(*WORDS) == 0
     return small
@@ -36,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
 
 COLLECT, UPDATE = "assay.rollout.collect:Collector.collect", "assay.train.learner.update:Updater.update"
 ANSWER = "assay.rollout.collect:Collector._answer"
-# Where the signal strikes, in which call, and the step whose checkpoint is the last afterwards.
+# During what the signal arrives: the function, which call of it, and the step of the last checkpoint afterwards.
 FINISHED: dict[str, tuple[str, int, int | None]] = {
     "the warm start": ("assay.train.learner.update:Updater.step", 1, None),
     "the first evaluation": (COLLECT, 1, 0),
@@ -46,8 +46,8 @@ FINISHED: dict[str, tuple[str, int, int | None]] = {
     "an evaluation": ("assay.train.evaluation.evaluate", 2, 3),
     "saving": ("assay.train.checkpoint.write_files", 2, 3),
 }
-# The same where the work takes longer than the grace time, and is left.
-LEFT = {
+# The same where the work takes longer than the grace time and is interrupted.
+INTERRUPTED = {
     "the first evaluation": (ANSWER, 1, 0),
     "sampling": (ANSWER, 3, 1),
     "an evaluation": (ANSWER, 5, 3),
@@ -56,9 +56,9 @@ LEFT = {
 
 
 def stopped_and_resumed(
-    small: SmallRuns, name: str, monkeypatch: pytest.MonkeyPatch, place: tuple[str, int, int | None], strike, *words
+    small: SmallRuns, name: str, monkeypatch: pytest.MonkeyPatch, moment: tuple[str, int, int | None], strike, *words
 ) -> None:
-    target, call, saved = place
+    target, call, saved = moment
     with monkeypatch.context() as patch:
         strike_at(patch, target, call, strike)
         assert small.train(*WORDS, *words, "--name", name) == 143
@@ -69,23 +69,23 @@ def stopped_and_resumed(
     small.same_run("small", name, STEPS)
 
 
-@pytest.mark.parametrize("place", FINISHED)
-def test_what_is_under_way_is_finished_and_saved(
-    whole: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str
+@pytest.mark.parametrize("moment", mostly_slow(FINISHED, quick=["sampling"]))
+def test_a_signal_lets_the_step_finish_and_saves_a_checkpoint(
+    complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], moment: str
 ) -> None:
     def strike() -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    name = f"finished-{place.replace(' ', '-')}"
-    stopped_and_resumed(whole, name, monkeypatch, FINISHED[place], strike)
-    said = capfd.readouterr()
-    assert f"go on with: assay train --resume {whole.runs / name}" in said.out
-    assert "finishing the step" in said.err and "Traceback" not in said.err
+    name = f"finished-{moment.replace(' ', '-')}"
+    stopped_and_resumed(complete, name, monkeypatch, FINISHED[moment], strike)
+    shown = capfd.readouterr()
+    assert f"assay train --resume {complete.runs / name}" in shown.out
+    assert "finishing the step" in shown.err and "Traceback" not in shown.err
 
 
-@pytest.mark.parametrize("place", LEFT)
-def test_what_takes_longer_than_the_grace_time_is_left(
-    whole: SmallRuns, monkeypatch: pytest.MonkeyPatch, place: str
+@pytest.mark.parametrize("moment", mostly_slow(INTERRUPTED, quick=["an evaluation"]))
+def test_sampling_and_evaluation_are_interrupted_after_the_grace_time(
+    complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     spent: list[float] = []
 
@@ -97,56 +97,58 @@ def test_what_takes_longer_than_the_grace_time_is_left(
         finally:
             spent.append(time.monotonic() - started)
 
-    name = f"left-{place.replace(' ', '-')}"
-    stopped_and_resumed(whole, name, monkeypatch, LEFT[place], strike, "--save.grace_s", 0.3)
+    name = f"interrupted-{moment.replace(' ', '-')}"
+    stopped_and_resumed(complete, name, monkeypatch, INTERRUPTED[moment], strike, "--save.grace_s", 0.3)
     assert 0.25 < spent[0] < 20
 
 
-def test_an_update_is_never_left(whole: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_an_update_is_never_interrupted(complete: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     def strike() -> None:
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.5)
 
-    place = (UPDATE, 3, 3)  # the evaluation that is due after it is left at once: its time is over
-    stopped_and_resumed(whole, "update", monkeypatch, place, strike, "--save.grace_s", 0.05)
+    moment = (UPDATE, 3, 3)  # the evaluation that is due afterwards is interrupted at once: the grace time is over
+    stopped_and_resumed(complete, "update", monkeypatch, moment, strike, "--save.grace_s", 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [UPDATE, "assay.train.checkpoint.write_files"])
 def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
-    whole: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], target: str
+    complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], target: str
 ) -> None:
     def strike() -> None:
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # as a launcher may pass it on: not a second wish
+        signal.raise_signal(signal.SIGINT)  # a launcher may forward the same signal: not a second request
         time.sleep(0.4)
         signal.raise_signal(signal.SIGINT)
-        pytest.fail("it went on")
+        pytest.fail("the run was not stopped")
 
     name = "at-once-" + target.rpartition(".")[2]
     with monkeypatch.context() as patch:
         strike_at(patch, target, 2, strike)
-        assert whole.train(*WORDS, "--name", name) == 130
-    assert checkpoints.last_sound(whole.runs / name) == (0, [])
+        assert complete.train(*WORDS, "--name", name) == 130
+    assert checkpoints.last_sound(complete.runs / name) == (0, [])
     assert "stopped with a checkpoint of step 0" in capfd.readouterr().out
-    assert whole.resume(name) == 0
-    whole.same_run("small", name, STEPS)
+    assert complete.resume(name) == 0
+    complete.same_run("small", name, STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [UPDATE, "assay.train.checkpoint.write_files"])
-def test_a_scheduler_that_repeats_itself_does_not_hurt(
-    whole: SmallRuns, monkeypatch: pytest.MonkeyPatch, target: str
-) -> None:
+def test_a_repeated_sigterm_changes_nothing(complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     def strike() -> None:
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.4)
         signal.raise_signal(signal.SIGTERM)
 
-    place = (target, 2, 2 if target == UPDATE else 3)
-    stopped_and_resumed(whole, "repeated-" + target.rpartition(".")[2], monkeypatch, place, strike)
+    moment = (target, 2, 2 if target == UPDATE else 3)
+    stopped_and_resumed(complete, "repeated-" + target.rpartition(".")[2], monkeypatch, moment, strike)
 
 
-def test_stopping_twice_in_the_same_evaluation_is_no_different(
-    whole: SmallRuns, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_a_run_can_be_stopped_twice_in_the_same_evaluation(
+    complete: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def strike() -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -156,25 +158,26 @@ def test_stopping_twice_in_the_same_evaluation_is_no_different(
         with monkeypatch.context() as patch:
             strike_at(patch, ANSWER, call, strike)
             words = (*WORDS, "--name", "twice", "--save.grace_s", 0.1)
-            assert (whole.train(*words) if start else whole.resume("twice")) == 143
-        assert checkpoints.last_sound(whole.runs / "twice") == (3, [])
-    assert whole.resume("twice") == 0
-    whole.same_run("small", "twice", STEPS)
+            assert (complete.train(*words) if start else complete.resume("twice")) == 143
+        assert checkpoints.last_sound(complete.runs / "twice") == (3, [])
+    assert complete.resume("twice") == 0
+    complete.same_run("small", "twice", STEPS)
 
 
-def test_a_real_process_ends_with_the_code_of_its_signal(whole: SmallRuns) -> None:
-    """And judging processes, which get the signal too where it goes to the whole group, do not answer for it."""
+@pytest.mark.slow
+def test_a_process_exits_with_the_code_of_its_signal(complete: SmallRuns) -> None:
+    """Judge processes, which also get a signal that goes to the complete process group, report no errors."""
     words = (*WORDS, "--name", "process", "--train.steps", 200, "--reward.workers", 1)
-    process = whole.process("train", whole.config, *words)
-    wait_for_metrics(whole, "process", process)
+    process = complete.process("train", complete.config, *words)
+    wait_for_metrics(complete, "process", process)
     for pid in children(process.pid):
         os.kill(pid, signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[0]
-    assert process.returncode == 143, said
-    assert f"assay train --resume {whole.runs / 'process'}" in said and "Traceback" not in said
-    rows = [row for row in whole.metrics("process") if "reward/mean" in row]
-    assert checkpoints.last_sound(whole.runs / "process") == (rows[-1]["step"], [])
+    shown = process.communicate(timeout=60)[0]
+    assert process.returncode == 143, shown
+    assert f"assay train --resume {complete.runs / 'process'}" in shown and "Traceback" not in shown
+    rows = [row for row in complete.metrics("process") if "reward/mean" in row]
+    assert checkpoints.last_sound(complete.runs / "process") == (rows[-1]["step"], [])
     assert not any("status/error" in row for row in rows)
 
 
@@ -194,13 +197,14 @@ def take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def test_a_closed_terminal_saves_a_checkpoint_and_stops(whole: SmallRuns) -> None:
-    """SIGHUP, after which nothing can be written to the terminal any more."""
+@pytest.mark.slow
+def test_a_closed_terminal_saves_a_checkpoint_and_stops(complete: SmallRuns) -> None:
+    """SIGHUP, after which nothing can be written to the terminal."""
     terminal, end = pty.openpty()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = (*WORDS, "--name", "terminal", "--train.steps", 500, "--runs_dir", whole.runs)
+    words = (*WORDS, "--name", "terminal", "--train.steps", 500, "--runs_dir", complete.runs)
     process = subprocess.Popen(
-        [sys.executable, "-m", "assay", "train", *map(str, (whole.config, *words))],
+        [sys.executable, "-m", "assay", "train", *map(str, (complete.config, *words))],
         **dict.fromkeys(("stdin", "stdout", "stderr"), end),
         env=environment,
         start_new_session=True,
@@ -213,11 +217,11 @@ def test_a_closed_terminal_saves_a_checkpoint_and_stops(whole: SmallRuns) -> Non
         with suppress(BlockingIOError):
             os.read(terminal, 1 << 16)
 
-    wait_for_metrics(whole, "terminal", process, read_terminal)
+    wait_for_metrics(complete, "terminal", process, read_terminal)
     os.close(terminal)
     assert process.wait(timeout=120) == 128 + signal.SIGHUP
-    rows = [row for row in whole.metrics("terminal") if "reward/mean" in row]
-    assert checkpoints.last_sound(whole.runs / "terminal") == (rows[-1]["step"], [])
+    rows = [row for row in complete.metrics("terminal") if "reward/mean" in row]
+    assert checkpoints.last_sound(complete.runs / "terminal") == (rows[-1]["step"], [])
 
 
 def test_under_nohup_sighup_stays_ignored() -> None:
@@ -230,7 +234,7 @@ def test_under_nohup_sighup_stays_ignored() -> None:
             signal.raise_signal(signal.SIGINT)
             time.sleep(0.4)
             with pytest.raises(Stopped, match="SIGINT"):
-                signal.raise_signal(signal.SIGINT)  # stops at once; SIGHUP must not become deadly for that
+                signal.raise_signal(signal.SIGINT)  # stops at once; SIGHUP must still be ignored afterwards
             signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
@@ -241,7 +245,7 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_handlers_are_put_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     watched = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)
     before = [signal.getsignal(s) for s in watched]
     stopping = Stopping(30.0)
@@ -254,9 +258,23 @@ def test_handlers_are_put_back() -> None:
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def test_outside_the_main_thread_a_run_goes_without(whole: SmallRuns) -> None:
+def test_outside_the_main_thread_signals_are_not_watched() -> None:
+    before, after = signal.getsignal(signal.SIGTERM), []
+
+    def watch() -> None:
+        with Stopping(30.0).watching():
+            after.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    assert after == [before]
+
+
+@pytest.mark.slow
+def test_a_run_can_be_started_outside_the_main_thread(complete: SmallRuns) -> None:
     codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(whole.train("--name", "thread", "--train.steps", 1)))
+    thread = threading.Thread(target=lambda: codes.append(complete.train("--name", "thread", "--train.steps", 1)))
     thread.start()
     thread.join()
     assert codes == [0]

@@ -65,6 +65,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(small: SmallR
     assert small.timeless("a") == small.timeless("b")
 
 
+@pytest.mark.slow
 def test_a_reference_holds_the_policy_back(small: SmallRuns) -> None:
     learning = ("--train.steps", 8, "--optim.lr", 3e-3, "--sft.steps", 2, "--sft.batch", 2)
     words = (*learning, "--save.every", 4, "--save.keep", 99)
@@ -250,6 +251,7 @@ def test_epochs_count_passes_over_the_train_split(small: SmallRuns, epochs: floa
         assert len(seen) == len(set(seen)) == 24
 
 
+@pytest.mark.slow
 def test_a_fallback_model_trains_is_measured_and_exported(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -424,6 +426,7 @@ def test_a_budget_counts_every_answer_and_schedules_by_them(small: SmallRuns) ->
     assert all(0 < row["optim/lr"] <= 1e-3 for row in steps) and "after/accuracy" in small.metrics("dapo")[-1]
 
 
+@pytest.mark.slow
 def test_a_model_that_knew_something_is_measured_before_its_warm_start_too(small: SmallRuns) -> None:
     warm = ("--sft.steps", 60, "--sft.batch", 8, "--sft.lr", 1e-2)
     warm = (*warm, "--reward.function", "", "--sampling.max_new_tokens", 30)
