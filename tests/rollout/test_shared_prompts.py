@@ -59,7 +59,7 @@ class Leaves:
     def __init__(self, leaves: bool) -> None:
         self.leaves = leaves
 
-    def leavable(self, work: Callable[[], T]) -> T | None:
+    def interruptible(self, work: Callable[[], T]) -> T | None:
         return None if self.leaves else work()
 
     def check(self) -> None:

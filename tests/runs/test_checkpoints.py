@@ -64,9 +64,9 @@ def test_nothing_saved_yet(tmp_path: Path) -> None:
     assert checkpoints.steps(tmp_path) == []
     assert checkpoints.last(tmp_path) is None
     assert checkpoints.read_best(tmp_path) is None
-    assert checkpoints.last_sound(tmp_path) == (None, [])
+    assert checkpoints.last_intact(tmp_path) == (None, [])
     assert checkpoints.prune(tmp_path, 1) == []
-    checkpoints.cut_back(tmp_path, 0)
+    checkpoints.truncate_after(tmp_path, 0)
 
 
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_an_incomplete_one_does_not_count(tmp_path: Path, damage: str) -> None:
     else:
         (folder / "model" / "model.safetensors").write_text("")
     assert checkpoints.steps(tmp_path) == [1]
-    step, complaints = checkpoints.last_sound(tmp_path)
+    step, complaints = checkpoints.last_intact(tmp_path)
     assert step == 1
     assert len(complaints) == 1
     assert "step-000002" in complaints[0]
@@ -122,7 +122,7 @@ def test_flipped_bits_are_found_by_checksum(tmp_path: Path) -> None:
     assert checkpoints.last(tmp_path) == 2  # sizes are right
     assert checkpoints.problems(checkpoints.folder(tmp_path, 2)) == [f"{file} is damaged"]
     assert checkpoints.problems(checkpoints.folder(tmp_path, 1)) == []
-    assert checkpoints.last_sound(tmp_path) == (1, [f"{file} is damaged"])
+    assert checkpoints.last_intact(tmp_path) == (1, [f"{file} is damaged"])
 
 
 @pytest.mark.parametrize("name", ["complete.json", "best.json"])
@@ -192,24 +192,25 @@ def test_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "keep_every", "best", "left"),
+    ("keep_last", "best", "left"),
     [
-        (2, 0, None, [50, 60]),
-        (2, 0, 20, [20, 50, 60]),
-        (1, 0, 60, [60]),
-        (0, 0, None, [60]),  # the last one always stays
-        (1, 30, 10, [10, 30, 60]),
-        (9, 0, None, [10, 20, 30, 40, 50, 60]),
+        (2, None, [50, 60]),
+        (2, 20, [20, 50, 60]),
+        (1, 60, [60]),
+        (0, None, [60]),  # the last one is always kept
+        (9, None, [10, 20, 30, 40, 50, 60]),
     ],
 )
-def test_prune(tmp_path: Path, keep_last: int, keep_every: int, best: int | None, left: list[int]) -> None:
+def test_prune_keeps_the_last_and_the_best_checkpoints(
+    tmp_path: Path, keep_last: int, best: int | None, left: list[int]
+) -> None:
     for step in range(10, 70, 10):
         save(tmp_path, step)
     if best:
         checkpoints.set_best(tmp_path, best, 1.0)
-    dropped = checkpoints.prune(tmp_path, keep_last, keep_every)
+    deleted = checkpoints.prune(tmp_path, keep_last)
     assert checkpoints.steps(tmp_path) == left
-    assert sorted(dropped + left) == [10, 20, 30, 40, 50, 60]
+    assert sorted(deleted + left) == [10, 20, 30, 40, 50, 60]
     assert names(tmp_path) - {"best.json"} == {f"step-0000{step}" for step in left}
 
 
@@ -225,7 +226,7 @@ def save(step, text):
         (folder / "model").write_text(text)
         if place == "body" and text == "new": die()
 save(1, "old")
-if place == "seal": checkpoints.write_json = die
+if place == "marker": checkpoints.write_json = die
 if place == "rename": checkpoints.rename = die
 if place == "between renames":
     rename = checkpoints.rename
@@ -237,24 +238,24 @@ save(second, "new")
 """
 
 
-@pytest.mark.parametrize("place", ["body", "seal", "rename"])
+@pytest.mark.parametrize("place", ["body", "marker", "rename"])
 def test_kill_while_saving(tmp_path: Path, place: str) -> None:
     done = subprocess.run([sys.executable, "-c", _DYING_SAVER, str(tmp_path), place, "2"], check=False)
     assert done.returncode == -9
-    assert checkpoints.last_sound(tmp_path) == (1, [])
+    assert checkpoints.last_intact(tmp_path) == (1, [])
     assert checkpoints.steps(tmp_path) == [1]
     assert names(tmp_path) == {"step-000001", ".saving-step-000002"}
     save(tmp_path, 3)
     whole = {"step-000002"} if place == "rename" else set()  # it was complete but for its name
     assert names(tmp_path) == {"step-000001", "step-000003"} | whole
-    assert checkpoints.last_sound(tmp_path) == (3, [])
+    assert checkpoints.last_intact(tmp_path) == (3, [])
 
 
 def test_kill_while_replacing_the_only_one(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _DYING_SAVER, str(tmp_path), "between renames", "1"], check=False)
     assert done.returncode == -9
     checkpoints.recover(tmp_path)
-    assert checkpoints.last_sound(tmp_path) == (1, [])
+    assert checkpoints.last_intact(tmp_path) == (1, [])
     assert (checkpoints.folder(tmp_path, 1) / "model").read_text() == "new"
     assert names(tmp_path) == {"step-000001"}
 
@@ -285,7 +286,7 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
         time.sleep(0.1 + 0.2 * chance.random())
         saver.kill()
         saver.wait()
-        step, complaints = checkpoints.last_sound(tmp_path)
+        step, complaints = checkpoints.last_intact(tmp_path)
         assert complaints == []
         if step is not None:
             assert step >= reached
@@ -315,5 +316,5 @@ def test_an_interrupt_between_the_two_renames_of_a_replacement_loses_neither(
         patch.setattr(checkpoints, "rename", interrupted)
         save(tmp_path, 1, "second")
     checkpoints.recover(tmp_path)
-    assert checkpoints.last_sound(tmp_path) == (1, [])
+    assert checkpoints.last_intact(tmp_path) == (1, [])
     assert (checkpoints.folder(tmp_path, 1) / "model" / "model.safetensors").read_text() == "second 1"

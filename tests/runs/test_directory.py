@@ -152,7 +152,7 @@ def test_cut_back_forgets_what_is_later(run: Run) -> None:
     run.write_summary({"steps": 6})
     before = (run.path / "metrics.jsonl").read_text().splitlines()
     for _ in range(2):  # it may be cut off itself, and is then done again
-        run.cut_back(4)
+        run.truncate_after(4)
         assert (run.path / "metrics.jsonl").read_text().splitlines() == before[:4]
         assert rollout_steps(run.path) == rollout_steps(run.path, "eval") == checkpoints.steps(run.path) == [1, 2, 3, 4]
     assert {path.name for path in (run.path / "rollouts").iterdir()} == {
@@ -173,7 +173,7 @@ def test_metrics_that_cannot_be_cut_back_leave_all_else_as_it_was(run: Run) -> N
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write("not a line of metrics\n")
     with pytest.raises(UserError, match="line 3"):
-        run.cut_back(1)
+        run.truncate_after(1)
     assert checkpoints.steps(run.path) == [1, 2] and run.read_summary() == {"steps": 2}
 
 
@@ -185,19 +185,19 @@ def test_cut_back_to_a_checkpoint_drops_what_its_step_logged_later(run: Run) -> 
     saved = (run.path / "metrics.jsonl").read_bytes()
     run.log(2, {"after/accuracy": 0.5})
     run.log(3, {"reward/mean": 0.5})
-    run.cut_back(2)
+    run.truncate_after(2)
     assert (run.path / "metrics.jsonl").read_bytes() == saved
 
 
 def test_cut_back_to_before_the_start(run: Run) -> None:
-    run.cut_back(-1)
+    run.truncate_after(-1)
     assert run.read_metrics() == []
     run.log(0, {"before/accuracy": 0.5})
     with checkpoints.saving(run.path, 0) as folder:
         (folder / "state.json").write_text("{}")
     checkpoints.set_best(run.path, 0, 0.5)
     run.write_summary({"steps": 0})
-    run.cut_back(-1)
+    run.truncate_after(-1)
     assert run.read_metrics() == checkpoints.steps(run.path) == []
     assert run.read_summary() == {}
     assert not (run.path / "checkpoints" / "best.json").exists()
@@ -205,7 +205,7 @@ def test_cut_back_to_before_the_start(run: Run) -> None:
 
 def test_summary_of_what_is_kept_stays(run: Run) -> None:
     run.write_summary({"steps": 6})
-    run.cut_back(6)
+    run.truncate_after(6)
     assert run.read_summary() == {"steps": 6}
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from assay.runs.files import (
+    atomic_write,
+    from_json,
     json_line,
     make_folder,
-    number,
-    plain,
     read_json,
     remove_temporaries,
     rename,
-    replacing,
+    to_json,
     write_json,
 )
 from assay.types import Status
@@ -26,16 +26,16 @@ def test_numbers_that_json_lacks_become_strings_that_read_back() -> None:
     line = json_line({"nan": math.nan, "up": math.inf, "down": -math.inf, "numpy": np.float32("nan")})
     saved = json.loads(line, parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
     assert saved == {"nan": "NaN", "up": "Infinity", "down": "-Infinity", "numpy": "NaN"}
-    assert math.isnan(number(saved["nan"]))
-    assert number(saved["up"]) == math.inf
-    assert number(saved["down"]) == -math.inf
-    assert number("ok") == "ok"
+    assert math.isnan(from_json(saved["nan"]))
+    assert from_json(saved["up"]) == math.inf
+    assert from_json(saved["down"]) == -math.inf
+    assert from_json("ok") == "ok"
 
 
-def test_plain_keeps_values_and_drops_foreign_types() -> None:
+def test_to_json_keeps_values_and_converts_other_types() -> None:
     value = {1: (Status.OK, np.int64(3), np.array([1.5, 2.0])), "set": {2, 1}, "bool": True, "path": Path("a")}
-    assert plain(value) == {"1": ["ok", 3, [1.5, 2.0]], "set": [1, 2], "bool": True, "path": "a"}
-    assert type(plain(Status.OK)) is str
+    assert to_json(value) == {"1": ["ok", 3, [1.5, 2.0]], "set": [1, 2], "bool": True, "path": "a"}
+    assert type(to_json(Status.OK)) is str
 
 
 def test_json_line_is_one_line_whatever_the_text() -> None:
@@ -48,7 +48,7 @@ def test_json_line_is_one_line_whatever_the_text() -> None:
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_json(path, {"old": 1})
-    with pytest.raises(RuntimeError), replacing(path) as file:
+    with pytest.raises(RuntimeError), atomic_write(path) as file:
         file.write(b'{"new"')
         raise RuntimeError
     assert read_json(path) == {"old": 1}

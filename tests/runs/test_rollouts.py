@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from assay.runs.rollouts import (
     SCHEMA,
-    cut_back,
-    keep_rollouts,
+    prune,
     read_arrays,
     read_lines,
     read_rollouts,
     rollout_path,
     rollout_steps,
+    truncate_after,
     write_rollouts,
 )
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
@@ -255,24 +255,24 @@ def test_evaluations_keep_text_and_verdicts_only(tmp_path: Path) -> None:
     assert rollout_steps(tmp_path, "eval") == [40]
 
 
-@pytest.mark.parametrize(("keep", "left"), [("all", [1, 2, 3]), (-1, [1, 2, 3]), (2, [2, 3]), (0, []), (9, [1, 2, 3])])
-def test_retention(tmp_path: Path, keep: int, left: list[int]) -> None:
+@pytest.mark.parametrize(("keep", "left"), [(2, [2, 3]), (0, []), (9, [1, 2, 3])])
+def test_prune_keeps_the_last_steps_and_all_evaluations(tmp_path: Path, keep: int, left: list[int]) -> None:
     for step in (1, 2, 3):
         write_rollouts(tmp_path, step, [_group()])
     write_rollouts(tmp_path, 1, [_group()], kind="eval")
-    keep_rollouts(tmp_path, keep)
+    prune(tmp_path, keep)
     assert rollout_steps(tmp_path) == left
     assert len(list((tmp_path / "rollouts").iterdir())) == 2 * len(left)
     assert rollout_steps(tmp_path, "eval") == [1]
 
 
-def test_retention_deletes_arrays_whose_lines_a_crash_has_deleted(tmp_path: Path) -> None:
+def test_prune_deletes_arrays_whose_lines_a_crash_has_deleted(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_rollouts(tmp_path, step, [_group()])
     (tmp_path / "rollouts" / "step-000001.jsonl").unlink()
-    keep_rollouts(tmp_path, 2)
+    prune(tmp_path, 2)
     assert len(list((tmp_path / "rollouts").iterdir())) == 4
-    keep_rollouts(tmp_path, 0)
+    prune(tmp_path, 0)
     assert not any((tmp_path / "rollouts").iterdir())
 
 
@@ -283,7 +283,7 @@ def test_missing_damaged_or_mixed_up_files_are_named(tmp_path: Path) -> None:
     write_rollouts(tmp_path, 2, [_group(3)])
     path = rollout_path(tmp_path, 2)
     path.write_text(rollout_path(tmp_path, 1).read_text())
-    with pytest.raises(UserError, match="do not belong together"):
+    with pytest.raises(UserError, match="do not match"):
         read_rollouts(tmp_path, 2)
     path.write_text("{")
     with pytest.raises(UserError, match="damaged"):
@@ -322,5 +322,5 @@ def test_kill_while_writing(tmp_path: Path, survived: int) -> None:
     assert rollout_steps(tmp_path) == [1]
     assert read_rollouts(tmp_path, 1)[0].rollouts[0].token_ids == [1, 2]
     assert len(list((tmp_path / "rollouts").glob(".*"))) == 1  # what it left behind
-    cut_back(tmp_path, 1)
+    truncate_after(tmp_path, 1)
     assert {path.name for path in (tmp_path / "rollouts").iterdir()} == {"step-000001.jsonl", "step-000001.npz"}

@@ -226,11 +226,11 @@ def live(request: Request, outgoing: int) -> None:
     """In the child: run to the end, or to the death that was asked for."""
     from assay.cli.main import main
     from assay.runs import environment
-    from assay.runs.files import replacing
+    from assay.runs.files import atomic_write
     from assay.train import run
 
     def draw_curves(run_path: Path) -> None:
-        with replacing(run_path / "curves.png") as file:
+        with atomic_write(run_path / "curves.png") as file:
             file.write(b"curves")
 
     log = os.open(Path(request.cwd) / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

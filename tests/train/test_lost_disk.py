@@ -59,7 +59,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_the_earlier_checkpoint(
         assert complete.train(*WORDS, "--save.keep", 9, "--name", name) == 2
     shown = capsys.readouterr().err
     assert "the disk is full" in shown and shown.count("\n") == 1 and "resume" in shown
-    assert checkpoints.last_sound(complete.runs / name) == (saved, [])
+    assert checkpoints.last_intact(complete.runs / name) == (saved, [])
     assert complete.resume(name) == 0
     complete.same_run("small", name, STEPS)
 
@@ -80,7 +80,7 @@ def test_a_full_file_system_ends_the_run(complete: SmallRuns) -> None:
     assert done.returncode == 2, done
     assert "assay: the disk is full" in done.stderr and done.stderr.count("\n") == 1, done.stderr
     shutil.move(folder / "saved", complete.runs / "full")
-    assert checkpoints.last_sound(complete.runs / "full") == (2, [])
+    assert checkpoints.last_intact(complete.runs / "full") == (2, [])
     assert complete.resume("full") == 0
     complete.same_run("small", "full", STEPS)
 
@@ -104,7 +104,7 @@ def test_a_file_size_limit_ends_the_run(complete: SmallRuns, capsys: pytest.Capt
         assert complete.train(*WORDS, "--save.keep", 9, "--name", name, "--train.process", process) == 2
     shown = capsys.readouterr().err
     assert "ulimit -f" in shown and shown.count("\n") == 1 and "resume" in shown
-    assert checkpoints.last_sound(complete.runs / name) == (0, [])
+    assert checkpoints.last_intact(complete.runs / name) == (0, [])
     assert complete.resume(name, "--train.process", "same") == 0
     complete.same_run("small", name, STEPS)
 
@@ -138,7 +138,7 @@ def test_a_damaged_newest_checkpoint_is_skipped(complete: SmallRuns, tmp_path: P
     run = tmp_path / "run"
     shutil.copytree(complete.runs / "small", run)
     damage(checkpoints.folder(run, STEPS) / file)
-    step, complaints = checkpoints.last_sound(run)
+    step, complaints = checkpoints.last_intact(run)
     assert step == 4 and complaints and "step-000005" in complaints[0]
 
 

@@ -228,7 +228,7 @@ def test_what_one_rank_is_asked_all_do(tmp_path: Path, signum: signal.Signals, c
     said = ended(process, code=1)
     assert f"go on with: assay train --resume {small.runs / 'small'}" in said
     assert f"exitcode  : {code}" in said and "Signal" not in said and "assay: stopped" in said
-    saved, complaints = checkpoints.last_sound(small.runs / "small")
+    saved, complaints = checkpoints.last_intact(small.runs / "small")
     assert saved == small.metrics()[-1]["step"] and not complaints  # the step that was under way was finished
 
 
@@ -240,7 +240,7 @@ def test_a_launcher_that_is_stopped_lets_the_ranks_save(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=100)[0]
     assert f"go on with: assay train --resume {small.runs / 'small'}" in said
-    assert checkpoints.last_sound(small.runs / "small") == (small.metrics()[-1]["step"], [])
+    assert checkpoints.last_intact(small.runs / "small") == (small.metrics()[-1]["step"], [])
 
 
 @pytest.mark.slow
@@ -352,4 +352,4 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> Non
     said = process.communicate()[0]
     assert "assay: the launcher of rank 0 has ended" in said
     assert f"go on with: assay train --resume {small.runs / 'small'}" in said
-    assert checkpoints.last_sound(small.runs / "small") == (small.metrics()[-1]["step"], [])
+    assert checkpoints.last_intact(small.runs / "small") == (small.metrics()[-1]["step"], [])

@@ -15,7 +15,7 @@ from assay.algos import make_algorithm
 from assay.config import OptimConfig
 from assay.mesh import Mesh, init_mesh
 from assay.runs import checkpoints
-from assay.runs.files import trouble
+from assay.runs.files import disk_error
 from assay.text import char_tokenizer
 from assay.train import checkpoint
 from assay.train.learner.optim import make_optimizer
@@ -81,7 +81,7 @@ def move(_: Mesh, folder: Path) -> None:
         saved = trained(*layout)
         checkpoint.save(folder, {"step": step}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
         assert (checkpoints.folder(folder, step) / "optimizer").is_dir() == is_sharded(saved.policy)
-        assert checkpoints.last_sound(folder) == (step, [])
+        assert checkpoints.last_intact(folder) == (step, [])
         expected = moments(saved)
         assert len(expected) > 20
         for other in LAYOUTS:
@@ -108,9 +108,9 @@ def fill_disk(mesh: Mesh, folder: Path) -> None:
     kind, said = (UserError, "the disk is full") if mesh.is_main else (RuntimeError, "No space left")
     with pytest.raises(kind, match=said) as caught:
         checkpoint.save(folder, {"step": 2}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
-    assert mesh.is_main or trouble(caught.value)
+    assert mesh.is_main or disk_error(caught.value)
     mesh.barrier()
-    assert checkpoints.last_sound(folder) == (1, []) and not checkpoints.unfinished(folder, 2).exists()
+    assert checkpoints.last_intact(folder) == (1, []) and not checkpoints.unfinished(folder, 2).exists()
 
 
 @pytest.mark.slow

@@ -49,15 +49,13 @@ def test_how_many_are_taken_at_a_time_does_not_matter(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("cursor", [0, 5, 11, 12, 13, 35, 1000])
-def test_a_cursor_is_all_it_takes_to_go_on(cursor: int) -> None:
-    whole = PromptStream(numbered(12), seed=3)
-    whole.next(cursor)
-    resumed = PromptStream(numbered(12), seed=3, cursor=cursor)
-    assert ids(whole.next(30)) == ids(resumed.next(30))
-    moved = PromptStream(numbered(12), seed=3)
-    moved.next(2)
-    moved.cursor = cursor  # as a resumed run sets it
-    assert ids(moved.next(30)) == ids(PromptStream(numbered(12), seed=3, cursor=cursor).next(30))
+def test_a_prompt_stream_is_resumed_by_its_cursor(cursor: int) -> None:
+    uninterrupted = PromptStream(numbered(12), seed=3)
+    uninterrupted.next(cursor)
+    resumed = PromptStream(numbered(12), seed=3)
+    resumed.next(2)
+    resumed.cursor = cursor
+    assert ids(uninterrupted.next(30)) == ids(resumed.next(30))
 
 
 def test_an_endless_split_is_walked_without_being_made() -> None:

@@ -63,7 +63,7 @@ def stopped_and_resumed(
         strike_at(patch, target, call, strike)
         assert small.train(*WORDS, *words, "--name", name) == 143
     path = small.runs / name
-    assert checkpoints.last_sound(path) == (saved, [])
+    assert checkpoints.last_intact(path) == (saved, [])
     assert not (path / "summary.json").exists()
     assert small.resume(name) == 0
     small.same_run("small", name, STEPS)
@@ -128,7 +128,7 @@ def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
     with monkeypatch.context() as patch:
         strike_at(patch, target, 2, strike)
         assert complete.train(*WORDS, "--name", name) == 130
-    assert checkpoints.last_sound(complete.runs / name) == (0, [])
+    assert checkpoints.last_intact(complete.runs / name) == (0, [])
     assert "stopped with a checkpoint of step 0" in capfd.readouterr().out
     assert complete.resume(name) == 0
     complete.same_run("small", name, STEPS)
@@ -159,7 +159,7 @@ def test_a_run_can_be_stopped_twice_in_the_same_evaluation(
             strike_at(patch, ANSWER, call, strike)
             words = (*WORDS, "--name", "twice", "--save.grace_s", 0.1)
             assert (complete.train(*words) if start else complete.resume("twice")) == 143
-        assert checkpoints.last_sound(complete.runs / "twice") == (3, [])
+        assert checkpoints.last_intact(complete.runs / "twice") == (3, [])
     assert complete.resume("twice") == 0
     complete.same_run("small", "twice", STEPS)
 
@@ -177,7 +177,7 @@ def test_a_process_exits_with_the_code_of_its_signal(complete: SmallRuns) -> Non
     assert process.returncode == 143, shown
     assert f"assay train --resume {complete.runs / 'process'}" in shown and "Traceback" not in shown
     rows = [row for row in complete.metrics("process") if "reward/mean" in row]
-    assert checkpoints.last_sound(complete.runs / "process") == (rows[-1]["step"], [])
+    assert checkpoints.last_intact(complete.runs / "process") == (rows[-1]["step"], [])
     assert not any("status/error" in row for row in rows)
 
 
@@ -221,7 +221,7 @@ def test_a_closed_terminal_saves_a_checkpoint_and_stops(complete: SmallRuns) -> 
     os.close(terminal)
     assert process.wait(timeout=120) == 128 + signal.SIGHUP
     rows = [row for row in complete.metrics("terminal") if "reward/mean" in row]
-    assert checkpoints.last_sound(complete.runs / "terminal") == (rows[-1]["step"], [])
+    assert checkpoints.last_intact(complete.runs / "terminal") == (rows[-1]["step"], [])
 
 
 def test_under_nohup_sighup_stays_ignored() -> None:

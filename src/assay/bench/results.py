@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 from assay import __version__
+from assay.runs.environment import cpu_model, memory_gib, usable_cores, version_of
 from assay.runs.files import write_text
 from assay.types import UserError
 
@@ -38,34 +37,6 @@ def describe_versions() -> dict[str, str | None]:
         "transformers": version_of("transformers"),
         "assay": __version__,
     }
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def usable_cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def memory_gib() -> int | None:
-    """Rounded, because the exact size changes from boot to boot."""
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 OURS = "assay"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from assay.config import TrainConfig
 from assay.runs import checkpoints
-from assay.runs.resolve import PREFIX, SETTINGS, describe, find_run, run_settings, saved_settings, split_tag
+from assay.runs.resolve import PREFIX, SETTINGS, describe_changes, find_run, run_settings, saved_settings, split_tag
 from assay.terminal import one_line
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ def is_main() -> bool:
 
 
 def make_console() -> Console:
-    from assay.runs.console import Console, nowhere
+    from assay.runs.console import Console, null_stream
 
-    return Console() if is_main() else Console(nowhere())
+    return Console() if is_main() else Console(null_stream())
 
 
 def may_tell() -> bool:
@@ -66,7 +66,7 @@ def inherited_settings(
 
     Code that they name is imported only with the user's consent: `trust`, or naming it in `overrides`.
     """
-    from assay.train.trust import guard_run, texts
+    from assay.train.trust import guard_run, strings
 
     for model in models:
         if model.startswith(PREFIX):
@@ -74,7 +74,7 @@ def inherited_settings(
             folder = find_run(name, runs_dir)
             cfg = run_settings(folder)
             warn_of_changes(cfg, folder)
-            guard_run(cfg, folder, typed=texts(dict(overrides)), trust=trust, ask=asker())
+            guard_run(cfg, folder, typed=strings(dict(overrides)), trust=trust, ask=asker())
             tree = cfg.model_dump()
             for key in ("max_new_tokens", "stop"):
                 tree["eval"][key] = tree["eval"][key] or tree["sampling"][key]
@@ -87,7 +87,7 @@ def warn_of_changes(cfg: TrainConfig, folder: Path) -> None:
     """Warn where the settings that are inherited are no longer those of the last checkpoint."""
     last = checkpoints.last(folder)
     saved = None if last is None else saved_settings(folder, last)
-    for key, change in describe(saved, cfg).items() if saved else ():
+    for key, change in describe_changes(saved, cfg).items() if saved else ():
         if key.partition(".")[0] in (*SECTIONS, "sampling", "seed"):
             warnings.warn(f"{folder / SETTINGS}: {key} changed since step {last}: {change}", stacklevel=2)
 

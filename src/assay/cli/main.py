@@ -140,11 +140,11 @@ def silence_closed_streams() -> None:
 
 def explained(error: Exception) -> str | None:
     """One line on what the machine refuses or has run out of; None for everything else."""
-    from assay.runs.files import trouble
+    from assay.runs.files import disk_error
 
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be imported yet
         return OUT_OF_MEMORY
-    if found := trouble(error):
+    if found := disk_error(error):
         what, remedy = found
         return f"{what} ({getattr(error, 'filename', None) or error}): {remedy} first"
     if isinstance(error, OSError):

@@ -12,7 +12,7 @@ from typing import Any
 
 from assay.runs.console import Console, duration
 from assay.runs.directory import Run, list_runs
-from assay.runs.files import plain, read_json
+from assay.runs.files import read_json, to_json
 from assay.runs.resolve import PREFIX, find_run, split_tag
 from assay.types import UserError
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     differences = config_differences(facts) if args.names else {}
     if args.json:
         shown = {"runs": facts, "differences": differences} if args.names else facts
-        print(json.dumps(plain(shown), indent=2))
+        print(json.dumps(to_json(shown), indent=2))
     elif not runs:
         print(f"No runs in {args.dir} yet: `assay train CONFIG` makes one.")
     elif args.names:

@@ -195,7 +195,7 @@ def check_output(out: Path, source: Path, force: bool) -> None:
 
 
 def write_rows(out: Path, rows: Sequence[DataRow], verdicts: Sequence[Verdict]) -> None:
-    from assay.runs.files import replacing
+    from assay.runs.files import atomic_write
 
     def write_to(file: IO[bytes]) -> None:
         for row, verdict in zip(rows, verdicts, strict=True):
@@ -206,7 +206,7 @@ def write_rows(out: Path, rows: Sequence[DataRow], verdicts: Sequence[Verdict]) 
             with out.open("wb") as device:
                 write_to(device)
         else:
-            with replacing(out.resolve()) as file:
+            with atomic_write(out.resolve()) as file:
                 write_to(file)
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror or error}") from None

@@ -61,7 +61,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
     from assay.runs.files import write_text
     from assay.runs.resolve import find_run
     from assay.train.build import resume_run
-    from assay.train.trust import code_settings, guard_run, texts
+    from assay.train.trust import code_settings, guard_run, strings
 
     runs_dir = Path(str(overrides.get("runs_dir", TrainConfig().runs_dir)))
     path = find_run(args.resume, runs_dir)
@@ -77,7 +77,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
             "resume without a config file, and change settings as options"
         )
     named = [overrides, *([code_settings(asked)] if args.config else [])]  # by the user, in this very command
-    foreign = guard_run(before, path, typed=texts(named), trust=args.trust, ask=asker())
+    foreign = guard_run(before, path, typed=strings(named), trust=args.trust, ask=asker())
     if foreign is not None:
         foreign.check_remote_code()
     with Run.open(path, write=is_main()) as opened:
@@ -89,7 +89,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
 
 def go(training: TrainingRun, console: Console) -> int:
     from assay.runs import checkpoints
-    from assay.runs.files import trouble
+    from assay.runs.files import disk_error
     from assay.train.loop import train
 
     path = training.directory.path
@@ -112,7 +112,7 @@ def go(training: TrainingRun, console: Console) -> int:
                 f"rank {os.environ['RANK']} lost another process, which has ended or hangs ({str(error)[:200]}): "
                 f"see what that one said; go on with: assay train --resume {path}"
             ) from error
-        found = trouble(error)
+        found = disk_error(error)
         if found is None and isinstance(error, OSError):
             found = f"reading or writing failed ({error})", "see to it"
         if isinstance(error, UserError) or found is None:

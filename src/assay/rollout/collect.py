@@ -43,7 +43,7 @@ def with_stops(params: SamplingParams, renderer: Renderer, env: Env | None = Non
 class Stopper(Protocol):
     """Can interrupt work that takes long; see `assay.train.stopping`."""
 
-    def leavable(self, work: Callable[[], T]) -> T | None: ...
+    def interruptible(self, work: Callable[[], T]) -> T | None: ...
 
     def check(self) -> None: ...
 
@@ -115,7 +115,7 @@ class Collector:
         try:
             work = partial(self._serve, own)
             alone = self.mesh.tp_size == 1  # ranks that serve one model must not be interrupted one by one
-            result = self.stopper.leavable(work) if self.stopper and alone else work()
+            result = self.stopper.interruptible(work) if self.stopper and alone else work()
         except UserError as error:
             if self.mesh.world == 1:
                 raise

@@ -1,7 +1,4 @@
-"""What the console and the curves call a metric, and the keys of metrics.jsonl where it may be found, best first.
-
-What a run says while it runs: a live line in a terminal, plain lines anywhere else.
-"""
+"""Console output of a run: a progress bar in a terminal, plain lines elsewhere. Short names of metrics."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from rich.table import Table
 
 from assay.terminal import one_line, printable, raw_stream
 
+# Short names of metrics for console and curves, with their keys in metrics.jsonl; the first key that exists is used.
 KEYS: dict[str, tuple[str, ...]] = {
     "reward": ("reward/mean",),
     "accuracy": ("eval/accuracy",),
@@ -47,7 +45,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 
 
 def find(metrics: Mapping[str, Any], name: str) -> float | None:
-    """A metric as a finite number, or None where it is missing or is not one."""
+    """The value of a metric; None if it is missing or not a finite number."""
     for key in KEYS[name]:
         value = metrics.get(key)
         if isinstance(value, (int, float)) and math.isfinite(value):
@@ -55,12 +53,12 @@ def find(metrics: Mapping[str, Any], name: str) -> float | None:
     return None
 
 
-_WINDOW = 20  # steps that the estimate of the remaining time looks back on
-_PAUSE = 0.5  # seconds between plain lines: the short steps of a warm start would flood a log
+_WINDOW = 20  # number of steps from which the remaining time is estimated
+_PAUSE = 0.5  # minimum seconds between plain lines, since the steps of a warm start are short
 
 
 class LenientStream:
-    """A text stream that goes silent when it fails: a closed terminal or a full disk for logs must not end a run."""
+    """A text stream that ignores errors: a closed terminal or a full disk for logs must not end a run."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -69,24 +67,24 @@ class LenientStream:
         try:
             return self._file.write(text)
         except OSError:
-            self._file = nowhere()
+            self._file = null_stream()
             return len(text)
 
     def flush(self) -> None:
         try:
             self._file.flush()
         except OSError:
-            self._file = nowhere()
+            self._file = null_stream()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
 
 class Console:
-    """Progress, notes and tables of one run. Plain lines go through the same calls when nobody watches a terminal."""
+    """Progress, messages and tables of a run, as a live display in a terminal and as plain lines elsewhere."""
 
     def __init__(self, file: IO[str] | None = None, *, quiet: bool = False) -> None:
-        self._file = LenientStream(raw_stream(file or sys.stdout or nowhere()))  # a daemon may have no output at all
+        self._file = LenientStream(raw_stream(file or sys.stdout or null_stream()))  # a daemon may have no stdout
         self._live = self._file.isatty() and not quiet
         self._quiet = quiet
         self._rich = RichConsole(file=cast(IO[str], self._file), highlight=False)
@@ -94,10 +92,10 @@ class Console:
         self._total = 0
         self._accuracy: float | None = None
         self._clock: list[tuple[int, float]] = []
-        self._said = -math.inf
+        self._last_line_at = -math.inf
 
     def start(self, total: int, name: str, done: int = 0) -> None:
-        """Begin to count: `total` steps, of which `done` were made before a resume."""
+        """Start a progress display of `total` steps, of which `done` are complete already."""
         name = one_line(name)
         self.stop()
         self._total = total
@@ -112,27 +110,27 @@ class Console:
             self._progress.add_task(escape(name), total=total, completed=done, facts=f"step {done}/{total}")
             self._progress.start()
         else:
-            self._say(f"{name}: {max(total - done, 0)} steps" + (f", from step {done}" if done else ""))
+            self._print(f"{name}: {max(total - done, 0)} steps" + (f", from step {done}" if done else ""))
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """Show the metrics of a completed step."""
         now, accuracy = time.monotonic(), find(metrics, "accuracy")
         self._accuracy = self._accuracy if accuracy is None else accuracy
-        if len(self._clock) == 1 and step > self._clock[0][0] + 1:  # a run went on from here; this was its first step
+        if len(self._clock) == 1 and step > self._clock[0][0] + 1:  # the first step after a resume
             self._clock = [(step - 1, self._clock[0][1])]
         self._clock = [*self._clock, (step, now)][-_WINDOW - 1 :]
         facts = "  ".join(self._facts(step, metrics))
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step, facts=escape(facts))
-        elif find(metrics, "any_accuracy") is not None or step == self._total or now - self._said >= _PAUSE:
-            self._said = now
-            self._say(facts)
+        elif find(metrics, "any_accuracy") is not None or step == self._total or now - self._last_line_at >= _PAUSE:
+            self._last_line_at = now
+            self._print(facts)
 
     def note(self, text: str) -> None:
-        self._say(text)
+        self._print(text)
 
     def warn(self, text: str) -> None:
-        """Something that the user should know of; said even when quiet."""
+        """Show a warning, even if quiet."""
         text = printable(text)
         if self._live:
             self._rich.print(f"[yellow]warning:[/yellow] {escape(text)}")
@@ -146,14 +144,14 @@ class Console:
         cells = [[one_line(str(cell)) for cell in row] for row in rows]
         lines = aligned([columns, *cells])
         if self._live and max(map(len, lines)) + 3 * len(columns) > self._rich.width:
-            self._say("\n".join([title, *(line for row in cells for line in listed(columns, row))]))
+            self._print("\n".join([title, *(line for row in cells for line in listed(columns, row))]))
         elif self._live:
             table = Table(*map(escape, columns), title=escape(one_line(title)), title_justify="left")
             for row in cells:
                 table.add_row(*map(escape, row))
             self._rich.print(table)
         else:
-            self._say("\n".join([title, *lines]))
+            self._print("\n".join([title, *lines]))
 
     def stop(self) -> None:
         self._total, self._clock = 0, []
@@ -167,7 +165,7 @@ class Console:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._quiet:
             return
         text = printable(text)
@@ -196,12 +194,12 @@ class Console:
         return facts
 
     def _seconds_left(self, step: int) -> float | None:
-        """By the pace of the last steps, evaluations and saves included."""
-        (first, begun), (latest, now) = self._clock[0], self._clock[-1]
-        return (now - begun) / (latest - first) * (self._total - step) if self._total and latest > first else None
+        """Estimate from the last steps, including evaluations and saves."""
+        (first, started), (latest, now) = self._clock[0], self._clock[-1]
+        return (now - started) / (latest - first) * (self._total - step) if self._total and latest > first else None
 
 
-def nowhere() -> IO[str]:
+def null_stream() -> IO[str]:
     return open(os.devnull, "w")
 
 
@@ -216,14 +214,14 @@ def duration(seconds: float) -> str:
 
 
 def listed(columns: Sequence[str], row: Sequence[object]) -> list[str]:
-    """A row of a table that is too wide for the terminal: its first cell whole, the others below it."""
+    """A row of a table that is too wide for the terminal: the first cell, and the others below it, one per line."""
     first, *rest = zip(columns, row, strict=True)
     width = max((len(column) for column, _ in rest), default=0)
     return [str(first[1]), *(f"    {column:<{width}}  {cell}" for column, cell in rest if str(cell))]
 
 
 def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Rows of a table as lines with columns under each other."""
+    """Format the rows of a table as lines with aligned columns."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

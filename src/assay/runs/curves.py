@@ -1,4 +1,4 @@
-"""curves.png: how the run went, at a glance."""
+"""curves.png: a plot of the metrics of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from assay.runs.console import find
 from assay.runs.directory import read_metrics
-from assay.runs.files import read_json, replacing
+from assay.runs.files import atomic_write, read_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,7 +50,7 @@ PANELS = (
 
 
 def draw_curves(run_path: Path) -> Path | None:
-    """Draw every known metric that was logged; None when there is nothing to draw."""
+    """Plot every known metric that was logged. None if there is nothing to plot."""
     rows = read_metrics(run_path)
     panels = [panel for panel in PANELS if _has_points(panel, rows)]
     if not panels:
@@ -74,7 +74,7 @@ def draw_curves(run_path: Path) -> Path | None:
         span = max(row["step"] for row in shown)
         axes.set_xlim(-0.02 * span, 1.02 * span) if span else None
     path = run_path / "curves.png"
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         figure.savefig(file, format="png")
     return path
 
@@ -97,7 +97,7 @@ def _title(run_path: Path) -> str:
 
 
 def _splits(run_path: Path) -> tuple[str, str]:
-    """Names, in brackets, of the problems that are measured now and then, and of those before and after."""
+    """Names, in brackets, of the split of periodic evaluations and of the split before and after training."""
     try:
         settings = tomllib.loads((run_path / "config.toml").read_text("utf-8")).get("eval", {})
     except (OSError, ValueError, RecursionError):
@@ -137,7 +137,7 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]], spl
 
 
 def _draw_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]], periodic: str, final: str) -> None:
-    """Periodic evaluations as a line with a band; before and after, on problems of their own, as bars beside it."""
+    """Plot periodic evaluations as a line with a band, and those before and after, on another split, as bars."""
     steps, values = _points(rows, "accuracy")
     if steps:
         axes.plot(steps, values, color=_ACCENT, linewidth=1.8, marker="o", markersize=4, label="periodic" + periodic)
@@ -155,13 +155,13 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]], periodic: str,
 
 
 def _bounds(rows: Sequence[Mapping[str, Any]], name: str) -> dict[float, tuple[float, float]]:
-    """Step -> interval, where both of its ends were logged."""
+    """Interval by step, if both of its bounds were logged."""
     low, high = (dict(zip(*_points(rows, f"{name}_{end}"), strict=True)) for end in ("low", "high"))
     return {step: (low[step], high[step]) for step in sorted(low.keys() & high.keys())}
 
 
 def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[float], list[float]]:
-    """Steps and values where the metric is a finite number; the last one counts where a step has several."""
+    """Steps and values of the metric, if it is finite. If a step has several values, the last one counts."""
     points = {row["step"]: value for row in rows if (value := find(row, metric)) is not None}
     ordered = sorted(points.items())
     return [step for step, _ in ordered], [value for _, value in ordered]

@@ -1,6 +1,6 @@
-"""One writer a run: a lock that the system drops when its process dies, however it dies.
+"""The run directory: created once, appended to, never overwritten. One process at a time may write to it.
 
-A run's folder: made once, appended to, never overwritten.
+The lock of a run is released by the operating system when its process ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from typing import IO, Any
 from assay.runs import checkpoints, rollouts
 from assay.runs.environment import describe_environment
 from assay.runs.files import (
+    atomic_write,
+    from_json,
     is_temporary,
     json_line,
     make_folder,
-    number,
     read_json,
     remove_temporaries,
-    replacing,
     sync,
     write_json,
     write_text,
 )
 from assay.types import UserError
 
-# Record locks belong to the process: closing any other handle on the file would drop ours, so never probe a held one.
-# (flock would be inherited by forked workers that may outlive the run.)
+# Record locks belong to the process: closing any other handle of the file would release the lock, so a lock that this
+# process holds is never probed. (flock would be inherited by forked workers, which may outlive the run.)
 _held: dict[Path, IO[str]] = {}
-_one_at_a_time = threading.Lock()
+_acquiring = threading.Lock()
 NAME = ".lock"
 
 
@@ -49,16 +49,16 @@ def _release_all() -> None:
 
 
 def acquire(run_path: Path) -> None:
-    """Become the run's writer, or say who is."""
+    """Become the writer of the run, or raise an error that names the process that is."""
     path = _lock_path(run_path)
     if path in _held:
         return
     file = path.open("a+")
-    if not any(_try_lock(file) for _ in _patience()):
+    if not any(_try_lock(file) for _ in _attempts()):
         file.seek(0)
         owner = file.read().strip() or "another process"
         file.close()
-        raise UserError(f"{run_path} is being written by {owner}: wait until that ends, or stop it")
+        raise UserError(f"{run_path} is being written by {owner}: wait until it ends, or stop it")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
@@ -66,8 +66,8 @@ def acquire(run_path: Path) -> None:
 
 
 def try_acquire(run_path: Path) -> bool:
-    """Become the run's writer, unless it has one already, in this process or another."""
-    with _one_at_a_time:
+    """Become the writer of the run, unless it has one already, in this process or another. Returns success."""
+    with _acquiring:
         if _lock_path(run_path) in _held:
             return False
         try:
@@ -83,21 +83,21 @@ def release(run_path: Path) -> None:
         file.close()
 
 
-def is_held(run_path: Path) -> bool:
-    """Whether a living process writes to this run."""
+def is_locked(run_path: Path) -> bool:
+    """Whether a process is the writer of this run."""
     path = _lock_path(run_path)
     if path in _held:
         return True
     try:
         file = path.open("r+")
     except OSError:
-        return False  # never locked, or not ours to look into
+        return False  # never locked, or not readable
     with file:
         return not _try_lock(file)
 
 
 def _try_lock(file: IO[str]) -> bool:
-    """False if another process holds it. A file system without locks gives everyone a free hand."""
+    """False if another process holds the lock. On a file system without locks, always True."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -105,8 +105,8 @@ def _try_lock(file: IO[str]) -> bool:
     return True
 
 
-def _patience() -> Iterator[int]:
-    """A few tries: somebody listing runs holds each lock for an instant."""
+def _attempts() -> Iterator[int]:
+    """Several attempts: a process that lists runs holds each lock for an instant."""
     for attempt in range(5):
         yield attempt
         time.sleep(0.05)
@@ -125,12 +125,12 @@ def check_name(name: str) -> None:
 
 
 def as_name(text: str) -> str:
-    """A text, such as a file's stem, as the name of a run."""
+    """Convert a text, such as the stem of a file, to a valid name of a run."""
     return re.sub(r"[^\w.+=-]", "-", text).lstrip("-.+=") or "run"
 
 
 class Run:
-    """The folder of one run. Whoever creates or resumes it holds its lock until `close` or death."""
+    """The directory of one run. The process that creates or resumes it holds the lock until `close` or its end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -142,7 +142,7 @@ class Run:
 
     @classmethod
     def create(cls, runs_dir: Path, name: str, config_toml: str) -> Run:
-        """Make runs_dir/name, or name-2, name-3, ... where that is taken, and write down how it was started."""
+        """Create runs_dir/name, or name-2, name-3, ... if that exists, with config.toml and environment.json."""
         check_name(name)
         try:
             make_folder(runs_dir)
@@ -151,13 +151,13 @@ class Run:
             run.write_environment()
         except OSError as error:
             raise UserError(
-                f"cannot make a run in {runs_dir} ({error.strerror or error}): choose another folder with runs_dir"
+                f"cannot create a run in {runs_dir} ({error.strerror or error}): choose another folder with runs_dir"
             ) from error
         return run
 
     @classmethod
     def open(cls, path: Path, *, write: bool = False) -> Run:
-        """An existing run; with `write`, to go on with it (one process at a time)."""
+        """Open an existing run. `write`: become its writer, to resume it."""
         if not (path / "config.toml").is_file():
             raise UserError(f"{path} is not a run directory: there is no config.toml in it")
         run = cls(path)
@@ -171,7 +171,7 @@ class Run:
         return run
 
     def write_environment(self) -> None:
-        """Versions, machine and command of this start; the first start stays, later ones go under `resumed`."""
+        """Write versions, machine and command of this session. Later sessions are appended under `resumed`."""
         path = self.path / "environment.json"
         first, now = read_json(path), describe_environment()
         write_json(path, {**first, "resumed": [*first.get("resumed", []), now]} if first else now)
@@ -188,40 +188,40 @@ class Run:
         self._metrics.flush()
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every line of metrics.jsonl; a last line that is still being written, or was torn by a crash, is left out."""
+        """All lines of metrics.jsonl, except an incomplete last line."""
         return read_metrics(self.path)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_json(self.path / "summary.json", summary)
 
     def read_summary(self) -> dict[str, Any]:
-        """summary.json, or nothing while there is none."""
+        """The content of summary.json; empty if there is none yet."""
         return read_json(self.path / "summary.json")
 
     @property
     def state(self) -> str:
         """running, finished or stopped."""
-        if is_held(self.path):
+        if is_locked(self.path):
             return "running"
         return "finished" if self.read_summary() else "stopped"
 
-    def cut_back(self, step: int) -> None:
-        """Forget everything later than the checkpoint of `step`, so that a resumed run writes it anew.
+    def truncate_after(self, step: int) -> None:
+        """Delete everything later than the checkpoint of `step`; the resumed run writes it again.
 
-        Safe to repeat after a crash. Without that checkpoint, whatever belongs to a later step goes.
+        Safe to repeat after a crash. Without that checkpoint, everything that belongs to a later step is deleted.
         """
         intact = checkpoints.metrics_intact(self.path, step)
         lines = [(line, row) for line, row in _metrics_lines(self.path) if row["step"] <= step]
-        if not intact:  # their length is another: then only the final evaluation is known to be later
+        if not intact:  # the stored size does not apply: only the final evaluation is known to be later
             lines = [(line, row) for line, row in lines if "after/accuracy" not in row]
         text = b"".join(line + b"\n" for line, _ in lines)
-        checkpoints.cut_back(self.path, step)  # first: a checkpoint must never be newer than the metrics
-        rollouts.cut_back(self.path, step)
+        checkpoints.truncate_after(self.path, step)  # first: a checkpoint must never be newer than the metrics
+        rollouts.truncate_after(self.path, step)
         if self.read_summary().get("steps", step) > step:
             (self.path / "summary.json").unlink()
         self._close_metrics()
-        with replacing(self.path / "metrics.jsonl") as file:
-            # What was logged of this very step after its checkpoint, such as a final evaluation, is made again.
+        with atomic_write(self.path / "metrics.jsonl") as file:
+            # Lines of this step that were logged after its checkpoint, such as a final evaluation, are written again.
             file.write(text[: checkpoints.metrics_bytes(self.path, step)] if intact else text)
 
     def close(self) -> None:
@@ -241,27 +241,27 @@ class Run:
 
 
 def read_metrics(run_path: Path) -> list[dict[str, Any]]:
-    """See Run.read_metrics."""
-    return [{key: number(value) for key, value in row.items()} for _, row in _metrics_lines(run_path)]
+    """See `Run.read_metrics`."""
+    return [{key: from_json(value) for key, value in row.items()} for _, row in _metrics_lines(run_path)]
 
 
 def list_runs(runs_dir: Path) -> list[Run]:
     """The runs of a folder, oldest first."""
-    found = [path for path in runs_dir.iterdir() if (path / "config.toml").is_file()] if runs_dir.is_dir() else []
-    return [Run(path) for path in sorted(found, key=lambda path: ((path / "config.toml").stat().st_mtime, path.name))]
+    paths = [path for path in runs_dir.iterdir() if (path / "config.toml").is_file()] if runs_dir.is_dir() else []
+    return [Run(path) for path in sorted(paths, key=lambda path: ((path / "config.toml").stat().st_mtime, path.name))]
 
 
 def _metrics_lines(run_path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The finished lines of metrics.jsonl, as they stand there and as they read."""
+    """The complete lines of metrics.jsonl, as bytes and parsed."""
     path = run_path / "metrics.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []  # no newline: not finished
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []  # no newline: incomplete
     for count, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise UserError(f"{path}, line {count}: not a line of metrics; mend or delete it")
+            raise UserError(f"{path}, line {count}: not a line of metrics; fix or delete it")
         yield line, row
 
 
@@ -274,15 +274,16 @@ def _candidates(runs_dir: Path, name: str) -> Iterator[Path]:
 
 
 def _claim(path: Path, config_toml: str) -> bool:
-    """Become the writer of a new or empty folder, and give it its config.toml; False where it belongs to another run.
+    """Become the writer of a new or empty folder, and write config.toml; False if it belongs to another run.
 
-    Of several racing processes one gets the lock. A crash before there is a config.toml leaves the folder free.
+    Of several processes that try this, one gets the lock. If a process crashes before it has written config.toml, the
+    folder can be used again.
     """
     with suppress(FileExistsError):
         make_folder(path)
     if not path.is_dir() or not _is_free(path) or not try_acquire(path):
         return False
-    if not _is_free(path):  # another process was quicker, and has ended already
+    if not _is_free(path):  # another process was faster, and has ended already
         release(path)
         return False
     remove_temporaries(path)
@@ -295,12 +296,12 @@ def _claim(path: Path, config_toml: str) -> bool:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether nothing is in the folder but traces of an attempt to start a run."""
+    """Whether the folder is empty, except for leftovers of an attempt to start a run."""
     return all(file.name == NAME or is_temporary(file) for file in path.iterdir())
 
 
 def _open_for_append(path: Path) -> IO[str]:
-    """metrics.jsonl, without the half line that a crash may have left at its end."""
+    """Open metrics.jsonl, without the incomplete line that a crash may have left at its end."""
     with path.open("ab+") as file:
         file.seek(0)
         text = file.read()

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, machine, command."""
+"""Description of the environment of a run: versions, machine, command."""
 
 from __future__ import annotations
 
@@ -26,27 +26,30 @@ def describe_environment() -> dict[str, Any]:
         "machine": {
             "host": platform.node(),
             "system": platform.platform(),
-            "cpu": _cpu_model(),
+            "cpu": cpu_model(),
             "cores": os.cpu_count(),
-            "usable_cores": _usable_cores(),
-            "memory_gib": _memory_gib(),
+            "usable_cores": usable_cores(),
+            "memory_gib": memory_gib(digits=1),
             "gpus": _gpu_names(),
         },
     }
 
 
 def _package_versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    versions = {name: version_of(name) for name in _PACKAGES}
+    return {name: version for name, version in versions.items() if version is not None}
+
+
+def version_of(package: str) -> str | None:
+    """Version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Commit of the folder we were started in, and whether files differ from it; None outside of a repository."""
+    """Commit of the working directory, and whether files differ from it; None outside of a repository."""
     commit = _git("rev-parse", "HEAD")
     return None if commit is None else {"commit": commit, "dirty": bool(_git("status", "--porcelain"))}
 
@@ -59,7 +62,7 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -69,19 +72,20 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _usable_cores() -> int | None:
+def usable_cores() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def _memory_gib() -> float | None:
+def memory_gib(digits: int | None = None) -> float | None:
+    """Main memory, rounded to `digits` decimals; without, to an integer, which does not change from boot to boot."""
     try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, digits)
     except (ValueError, OSError, AttributeError):
         return None
 
 
 def _gpu_names() -> list[str]:
-    """Only where torch is loaded already: reading a run must not cost seconds of import."""
+    """Empty unless torch is loaded already: importing it takes seconds."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []

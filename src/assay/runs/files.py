@@ -1,4 +1,4 @@
-"""Writing so that a crash never leaves half a file under its real name, and JSON that stays JSON."""
+"""Atomic and durable writes: after a crash, a file is complete or absent. JSON with non-finite numbers."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-# The spelling that both Python's float() and JavaScript's Number() read back.
+# Spelled so that both Python's float() and JavaScript's Number() can read them.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _ENCODER = json.JSONEncoder(allow_nan=False)
-_TEMPORARY = re.compile(r"\..+\.tmp-\d+")  # what `replacing` calls its files
-_TROUBLES = {  # why nothing more can be written, and what to do about it
+_TEMPORARY = re.compile(r"\..+\.tmp-\d+")  # names of the temporary files of `atomic_write`
+_DISK_ERRORS = {  # cause and remedy
     errno.ENOSPC: ("the disk is full", "free some space"),
     errno.EDQUOT: ("the disk is full", "free some space"),
     errno.EFBIG: ("a file would be larger than this shell or disk allows (see ulimit -f)", "raise that limit"),
-    errno.EIO: ("the disk or network drive fails (input/output error)", "check it"),
+    errno.EIO: ("the disk or network drive failed (input/output error)", "check it"),
     errno.ESTALE: ("the network drive has lost a file (stale file handle)", "mount it again"),
-    errno.EROFS: ("the disk can only be read", "make it writable"),
+    errno.EROFS: ("the disk is read-only", "make it writable"),
 }
 
 
-def plain(value: Any) -> Any:
-    """The value in JSON's own types. Non-finite numbers become strings; what JSON cannot hold becomes its text."""
+def to_json(value: Any) -> Any:
+    """Convert a value to types of JSON. Non-finite numbers become strings, and so do objects of other types."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # an enum's value, not its name
+        return str.__str__(value)  # for an enum, its value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else _name_of(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(item) for item in value), key=str)
+        return sorted((to_json(item) for item in value), key=str)
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays, without importing either
-        return plain(value.tolist())
+        return to_json(value.tolist())
     return str(value)
 
 
@@ -51,22 +51,22 @@ def _name_of(value: float) -> str:
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
-def number(value: Any) -> Any:
-    """Undo what `plain` did to a non-finite number; anything else as it is."""
+def from_json(value: Any) -> Any:
+    """Convert a string that stands for a non-finite number back; return other values unchanged."""
     return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def json_line(value: Any) -> str:
-    """One line. ASCII escapes let lone surrogates through and keep line separators out of the text."""
+    """One line of JSON. ASCII escapes allow lone surrogates and keep line separators out of the text."""
     try:
         return _ENCODER.encode(value) + "\n"
-    except (TypeError, ValueError):  # it needs `plain`, which would be slow for every rollout
-        return _ENCODER.encode(plain(value)) + "\n"
+    except (TypeError, ValueError):  # only then convert it, which would be slow for every rollout
+        return _ENCODER.encode(to_json(value)) + "\n"
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that takes the place of `path` at the end, whole and on disk, or not at all."""
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file that replaces `path` when the block ends. After an error, `path` is unchanged."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -79,16 +79,16 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(plain(value), allow_nan=False, indent=2) + "\n")
+    write_text(path, json.dumps(to_json(value), allow_nan=False, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when the file is missing, damaged or holds something else."""
+    """The object in a JSON file; empty if the file is missing, damaged or contains something else."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -96,17 +96,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def trouble(error: BaseException) -> tuple[str, str] | None:
-    """What keeps the disk from being written to, and the remedy; None for errors that have nothing to do with it."""
-    for code, found in _TROUBLES.items():
-        # Libraries that write by themselves wrap the system's error in their own.
+def disk_error(error: BaseException) -> tuple[str, str] | None:
+    """Cause and remedy of an error of the disk; None for other errors."""
+    for code, cause_and_remedy in _DISK_ERRORS.items():
+        # Libraries that write files wrap the system's error in their own.
         if getattr(error, "errno", None) == code or re.search(rf"(os error |\[Errno ){code}\b", str(error)):
-            return found
+            return cause_and_remedy
     return None
 
 
 def sync(path: Path) -> None:
-    """Put a file's content on disk, or a folder's own entries (names, renames)."""
+    """Flush the content of a file, or the entries of a folder (names, renames), to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,15 +115,15 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(top: Path) -> None:
-    """Put a folder and everything below it on disk."""
+    """Flush a folder and everything below it to disk."""
     for path in (*top.rglob("*"), top):
         sync(path)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a file or folder its name, replacing a file or empty folder of that name, and put the new name on disk.
+    """Rename a file or folder, replacing a file or empty folder of that name, and flush the new name to disk.
 
-    All renames go through here: without the second half, a power cut may undo them after the fact.
+    All renames use this function: without the flush, a power failure may undo them.
     """
     os.replace(source, target)
     for folder in {source.parent, target.parent}:
@@ -131,7 +131,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder with its parents, where missing, and put their names on disk."""
+    """Create a folder and its missing parents, and flush their names to disk."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -139,12 +139,12 @@ def make_folder(path: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether `replacing` writes, or wrote, this file."""
+    """Whether this is a temporary file of `atomic_write`."""
     return _TEMPORARY.fullmatch(path.name) is not None and path.is_file()
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Delete the temporary files of dead writers, and nothing else."""
+    """Delete the temporary files that processes left when they died."""
     for path in folder.glob(".*.tmp-*"):
         if is_temporary(path):
             path.unlink(missing_ok=True)

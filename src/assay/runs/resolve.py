@@ -1,6 +1,6 @@
-"""`run:NAME`, `run:NAME@STEP`, `run:NAME@last`, `run:NAME@best`: a run's checkpoint, wherever a model is named.
+"""Names of checkpoints (`run:NAME`, `run:NAME@STEP`, `run:NAME@last`, `run:NAME@best`), and settings of runs.
 
-Settings that differ between two starts of a run: which ones, from what to what, and which of them are refused.
+A resumed run may change most settings: `check_fixed` refuses the others, `changes_since_checkpoint` reports the rest.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from assay.types import UserError, unknown_name
 
 PREFIX = "run:"
 MODEL = "model"  # in a checkpoint
-ATTEMPTS = 10  # to load a checkpoint before a run in progress deletes it
+ATTEMPTS = 10  # to load a checkpoint of a run in progress, which deletes older checkpoints
 T = TypeVar("T")
 
 
 def resolve_model(source: str, runs_dir: Path) -> str:
-    """The model folder behind a `run:` name (without a tag: the last checkpoint); any other source as it is.
+    """The model folder of a `run:` name (without a tag: of the last checkpoint); other sources are returned unchanged.
 
-    A folder of a run is verified by checksum: every byte that will be loaded is read once.
+    Folders of a run are verified by checksum.
     """
     if not source.startswith(PREFIX):
         checkpoints.verify(Path(source).expanduser())
@@ -36,22 +36,22 @@ def resolve_model(source: str, runs_dir: Path) -> str:
     while True:
         step = _step_of(run_path, source, tag or "last")
         model = checkpoints.folder(run_path, step) / MODEL
-        found, has_model = checkpoints.problems(model.parent, MODEL), model.is_dir()
-        if model.parent.exists():  # else a run in progress has deleted it just now, and there is a newer one
+        damage, has_model = checkpoints.problems(model.parent, MODEL), model.is_dir()
+        if model.parent.exists():  # else a run in progress has just deleted it, and there is a newer one
             break
-    if found:
+    if damage:
         intact = _nearest_intact(run_path, step)
         remedy = "restore it from a backup" if intact is None else f"use {PREFIX}{name}@{intact}, which is intact"
-        raise UserError(f"{source}: {found[0]}; {remedy}")
+        raise UserError(f"{source}: {damage[0]}; {remedy}")
     if not has_model:
-        raise UserError(f"{source}: the checkpoint {model.parent} holds no model folder; choose another step")
+        raise UserError(f"{source}: the checkpoint {model.parent} has no model folder; choose another step")
     return str(model)
 
 
 def load_resolved(source: str, runs_dir: Path, load: Callable[[str], T]) -> T:
-    """What `load` makes of the model folder behind `source`, from one checkpoint as it was saved.
+    """Return `load(folder)` for the model folder of `source`, loaded from a single complete checkpoint.
 
-    A run in progress deletes older checkpoints: where that happens while one of them is loaded, the newer one is taken.
+    A run in progress deletes older checkpoints. If that happens while one of them is loaded, the newer one is loaded.
     """
     if not source.startswith(PREFIX):
         return load(resolve_model(source, runs_dir))
@@ -65,19 +65,19 @@ def load_resolved(source: str, runs_dir: Path, load: Callable[[str], T]) -> T:
                 raise
         else:
             if _identity(path) == before:
-                return loaded  # a checkpoint is renamed before anything in it is deleted: nothing was missing
+                return loaded  # a checkpoint is renamed before its files are deleted: nothing was missing
     raise UserError(f"{source} was deleted while it was read, {ATTEMPTS} times: name a step that is kept, or @best")
 
 
 def _identity(source: str) -> int | None:
-    """Tells a folder from another one of the same name; None where there is none."""
+    """Inode of a folder, which distinguishes it from a later one of the same name; None if there is none."""
     with suppress(OSError):
         return Path(source).stat().st_ino
     return None
 
 
 def split_tag(text: str) -> tuple[str, str]:
-    """NAME and what follows the last @, if anything does."""
+    """Split NAME@TAG at the last @; the tag is empty without one."""
     name, at, tag = text.rpartition("@")
     return (name, tag) if at else (text, "")
 
@@ -85,7 +85,7 @@ def split_tag(text: str) -> tuple[str, str]:
 def find_run(name: str, runs_dir: Path) -> Path:
     """A run by its name in `runs_dir`, or by its path."""
     for path in (runs_dir / name, Path(name)):
-        with suppress(OSError):  # a name that is too long is no run's
+        with suppress(OSError):  # the name is too long for a path
             if name and (path / "config.toml").is_file():
                 return path
     names = [run.name for run in list_runs(runs_dir)]
@@ -95,14 +95,14 @@ def find_run(name: str, runs_dir: Path) -> Path:
 
 
 def _step_of(run_path: Path, source: str, tag: str) -> int:
-    there = checkpoints.all_steps(run_path)  # a damaged one is refused, never silently replaced by another
-    if not there:
-        raise UserError(f"{source}: run {run_path} has no checkpoint yet; let it run on, or set save.every lower")
-    listed = ", ".join(map(str, there))
+    available = checkpoints.all_steps(run_path)  # including damaged ones, which are refused and not silently replaced
+    if not available:
+        raise UserError(f"{source}: run {run_path} has no checkpoint yet; wait for one, or lower save.every")
+    listed = ", ".join(map(str, available))
     if tag == "last":
-        return there[-1]
+        return available[-1]
     if tag == "best":
-        # Twice: between its two looks, at the note and at the checkpoint, a run in progress may change both.
+        # Twice: a run in progress may change both while best.json and the checkpoint are read.
         best = checkpoints.read_best(run_path) or checkpoints.read_best(run_path)
         if best is None:
             raise UserError(
@@ -111,9 +111,9 @@ def _step_of(run_path: Path, source: str, tag: str) -> int:
             )
         return int(best["step"])
     if not tag.isdecimal():
-        raise UserError(f"{source}: after @ comes a step, last or best, not '{tag}'; steps there: {listed}")
-    if int(tag) not in there:
-        raise UserError(f"{source}: there is no checkpoint of step {tag}; steps there: {listed}")
+        raise UserError(f"{source}: after @ comes a step, last or best, not '{tag}'; available steps: {listed}")
+    if int(tag) not in available:
+        raise UserError(f"{source}: there is no checkpoint of step {tag}; available steps: {listed}")
     return int(tag)
 
 
@@ -124,7 +124,7 @@ def _nearest_intact(run_path: Path, step: int) -> int | None:
 
 
 SETTINGS = "config.toml"  # in a run, and a copy in each of its checkpoints
-SECTIONS = ("task.", "env.", "lora.")  # fixed for as long as a run lasts, like the model
+SECTIONS = ("task.", "env.", "lora.")  # cannot be changed on resume, like the model
 FIXED = (
     *("eval.final_split", "eval.final_examples", "optim.name"),
     *("algo.refresh_reference", "algo.reference_ema", "algo.critic", "critic.trunk"),
@@ -132,31 +132,31 @@ FIXED = (
 
 
 def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
-    """The settings in which two configs differ, except for the run's name and folder."""
+    """The settings in which two configs differ, except for name and folder of the run."""
     trees = one.model_dump(), other.model_dump()
     pairs = [(key, *(_value(tree, key) for tree in trees)) for key, _ in keys(TrainConfig)]
     return [key for key, left, right in pairs if left != right and key not in ("name", "runs_dir")]
 
 
-def describe(before: TrainConfig, after: TrainConfig) -> dict[str, str]:
+def describe_changes(before: TrainConfig, after: TrainConfig) -> dict[str, str]:
     """`old -> new` for each setting that differs."""
     return {key: f"{_text(before, key)} -> {_text(after, key)}" for key in differences(before, after)}
 
 
 def check_fixed(before: TrainConfig, after: TrainConfig, name: str) -> None:
-    """Refuse changes that make another experiment of a run."""
+    """Raise if settings have changed that cannot be changed on resume."""
     if after.model != before.model:
         raise UserError(
             f"run {name} trains {before.model.source or 'another model'}, not {after.model.source or 'this one'}: "
             "resume without changing the model, or start a new run"
         )
-    for key, change in describe(before, after).items():
+    for key, change in describe_changes(before, after).items():
         if key.startswith(SECTIONS) or key in FIXED:
-            raise UserError(f"run {name} was begun with another {key} ({change}): start a new run to change it")
+            raise UserError(f"run {name} was started with another {key} ({change}): start a new run to change it")
 
 
 def run_settings(run_path: Path) -> TrainConfig:
-    """The settings in a run's folder; where they cannot be read, the error names the copy in the last checkpoint."""
+    """The settings of a run. If they cannot be read, the error names the copy in the last checkpoint."""
     try:
         return load_settings(TrainConfig, run_path / SETTINGS, {})
     except UserError as error:
@@ -168,7 +168,7 @@ def run_settings(run_path: Path) -> TrainConfig:
 
 
 def saved_settings(run_path: Path, step: int) -> TrainConfig | None:
-    """The settings that a checkpoint was saved with; None where they are damaged or the checkpoint has none."""
+    """The settings that a checkpoint was saved with; None if they are damaged or missing."""
     folder = checkpoints.folder(run_path, step)
     if not (folder / SETTINGS).is_file() or checkpoints.problems(folder, SETTINGS):
         return None
@@ -178,8 +178,8 @@ def saved_settings(run_path: Path, step: int) -> TrainConfig | None:
         return None
 
 
-def since_checkpoint(cfg: TrainConfig, run_path: Path, step: int) -> list[str]:
-    """One line for each setting that differs from those of the checkpoint; fixed ones are refused."""
+def changes_since_checkpoint(cfg: TrainConfig, run_path: Path, step: int) -> list[str]:
+    """One line for each setting that differs from the checkpoint. Raises if it cannot be changed on resume."""
     saved = saved_settings(run_path, step)
     if saved is None:
         return []
@@ -188,11 +188,11 @@ def since_checkpoint(cfg: TrainConfig, run_path: Path, step: int) -> list[str]:
     except UserError as error:
         copy = checkpoints.folder(run_path, step) / SETTINGS
         raise UserError(f"{error}; if {SETTINGS} was changed by accident, restore it from {copy}") from error
-    return [f"{key} changed since step {step}: {change}" for key, change in describe(saved, cfg).items()]
+    return [f"{key} changed since step {step}: {change}" for key, change in describe_changes(saved, cfg).items()]
 
 
 def _value(tree: dict[str, Any], key: str) -> Any:
-    """The value of a dotted key; None where it is unset and left to something else, such as the recipe."""
+    """The value of a dotted key; None if it is unset and determined by something else, such as the recipe."""
     *sections, name = key.split(".")
     return reduce(dict.__getitem__, sections, tree).get(name)
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from assay.runs.files import json_line, make_folder, number, remove_temporaries, replacing
+from assay.runs.files import atomic_write, from_json, json_line, make_folder, remove_temporaries
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 Kind = Literal["train", "eval", "skipped"]
@@ -32,7 +32,7 @@ _STEP_NAME = re.compile(r"step-(\d+)(?:-.+)?\.(?:jsonl?|npz)")
 
 
 def rollout_path(run_path: Path, step: int, kind: Kind = "train", split: str = "") -> Path:
-    """Where a step's lines are; `split` tells evaluations of one step apart (`evals/step-000012-test.jsonl`)."""
+    """Path of the lines of a step. `split` distinguishes evaluations of one step (`evals/step-000012-test.jsonl`)."""
     return run_path / _FOLDERS[kind] / f"step-{step:06d}{'-' + split if split else ''}.jsonl"
 
 
@@ -48,20 +48,20 @@ def write_rollouts(
     path = rollout_path(run_path, step, kind, split)
     make_folder(path.parent)
     if kind != "eval":
-        with replacing(path.with_suffix(".npz")) as file:
+        with atomic_write(path.with_suffix(".npz")) as file:
             np.savez(file, **_arrays(groups))  # type: ignore[arg-type]  # its allow_pickle is a bool
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         for index, group in enumerate(groups):
             file.writelines(json_line(_line(index, rollout, kind)).encode() for rollout in group.rollouts)
     return path
 
 
 def read_rollouts(run_path: Path, step: int, kind: Kind = "train") -> list[Group]:
-    """The groups of a training step as they were written (groups without rollouts leave no trace)."""
+    """The groups of a training step as they were written, without empty groups."""
     lines, arrays = read_lines(run_path, step, kind), read_arrays(run_path, step, kind)
     offsets = arrays["offsets"].tolist()
     if len(offsets) != len(lines) + 1:
-        raise UserError(f"{rollout_path(run_path, step)} and the .npz beside it do not belong together: delete both")
+        raise UserError(f"{rollout_path(run_path, step)} and its .npz file do not match: delete both")
     names = ("token_ids", "engine_logprobs", "sampling_logprobs", "token_advantages", *COMPUTED)
     flat = {name: arrays[name].tolist() for name in names if name in arrays}
     groups: dict[int, Group] = {}
@@ -74,13 +74,13 @@ def read_rollouts(run_path: Path, step: int, kind: Kind = "train") -> list[Group
 
 
 def read_lines(run_path: Path, step: int, kind: Kind = "train", split: str = "") -> list[dict[str, Any]]:
-    """The JSON lines of a step, as plain dictionaries: all that a viewer needs, and all there is of an evaluation."""
+    """The JSON lines of a step or evaluation, as dictionaries."""
     path = rollout_path(run_path, step, kind, split)
     try:
         with path.open(encoding="ascii") as file:
             lines = [json.loads(line) for line in file]
     except FileNotFoundError as error:
-        raise UserError(f"no rollouts at {path}: steps there are {rollout_steps(run_path, kind)}") from error
+        raise UserError(f"no rollouts at {path}: there are steps {rollout_steps(run_path, kind)}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): delete it") from error
     _check_schema(path, max((line.get("schema", 1) for line in lines if isinstance(line, dict)), default=1))
@@ -105,22 +105,20 @@ def _check_schema(path: Path, version: int) -> None:
 
 
 def rollout_steps(run_path: Path, kind: Kind = "train") -> list[int]:
-    """Steps with whole files."""
+    """Steps with complete files."""
     return sorted({step for step, path in _step_files(run_path, kind) if path.suffix == ".jsonl"})
 
 
-def keep_rollouts(run_path: Path, keep: Literal["all"] | int) -> None:
-    """Delete all but the last `keep` steps of training rollouts ("all" or -1: delete none). Evaluations stay."""
-    if keep == "all" or keep < 0:
-        return
+def prune(run_path: Path, keep: int) -> None:
+    """Delete all but the last `keep` steps of training rollouts. Evaluations are kept."""
     kept = rollout_steps(run_path)[-keep:] if keep else []
     oldest = min(kept, default=math.inf)
-    # By number, since a crash may have deleted the lines of a step and left its arrays.
+    # By number, since a crash may have deleted the lines of a step and not its arrays.
     _delete(path for step, path in _step_files(run_path, "train") if step < oldest)
 
 
-def cut_back(run_path: Path, step: int) -> None:
-    """Delete rollouts and evaluations later than `step`, and what dead writers left."""
+def truncate_after(run_path: Path, step: int) -> None:
+    """Delete rollouts and evaluations later than `step`, and temporary files."""
     for kind in _FOLDERS:
         remove_temporaries(run_path / _FOLDERS[kind])
         _delete(path for later, path in _step_files(run_path, kind) if later > step)
@@ -132,7 +130,7 @@ def _step_files(run_path: Path, kind: str) -> list[tuple[int, Path]]:
 
 
 def _delete(paths: Iterator[Path]) -> None:
-    """Lines before arrays, so that what is left of a step cut in two does not count as whole."""
+    """Delete lines before arrays, so that a partly deleted step does not count as complete."""
     for path in sorted(paths, key=lambda path: path.suffix):
         path.unlink(missing_ok=True)
 
@@ -275,11 +273,11 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
             sampling_logprobs=flat["sampling_logprobs"][written:end],
             finish=Finish(turn["finish"]),
             version=turn["version"],
-            kept_mass=number(turn.get("kept_mass")),
-            entropy=number(turn.get("entropy")),
+            kept_mass=from_json(turn.get("kept_mass")),
+            entropy=from_json(turn.get("entropy")),
             version_spans=tuple((version, tokens) for version, tokens in turn.get("version_spans", ())),
         )
-        reward, masked = number(turn.get("reward", 0.0)), turn.get("masked", False)
+        reward, masked = from_json(turn.get("reward", 0.0)), turn.get("masked", False)
         turns.append(Turn(flat["token_ids"][start:written], completion, turn["text"], reward, masked))
         for name, values in trained.items():
             values += [] if masked else flat[name][written:end]
@@ -289,8 +287,8 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
         sample=line["sample"],
         turns=turns,
         verdict=line["verdict"] and _read_verdict(line["verdict"]),
-        reward=number(line["reward"]),
-        advantage=number(line["advantage"]),
+        reward=from_json(line["reward"]),
+        advantage=from_json(line["advantage"]),
         token_advantages=trained["token_advantages"] if line.get("by_token") else None,
         masked=line["masked"],
         cut_off=line.get("cut_off", False),
@@ -306,9 +304,9 @@ def _unless_missing(values: list[float] | None) -> list[float] | None:
 
 def _read_verdict(saved: dict[str, Any]) -> Verdict:
     return Verdict(
-        reward=number(saved["reward"]),
+        reward=from_json(saved["reward"]),
         status=Status(saved["status"]),
         parsed=saved["parsed"],
-        parts={name: number(value) for name, value in saved["parts"].items()},
+        parts={name: from_json(value) for name, value in saved["parts"].items()},
         detail=saved["detail"],
     )

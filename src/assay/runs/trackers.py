@@ -1,4 +1,4 @@
-"""Weights & Biases and TensorBoard, for those who want them; imported only when asked for."""
+"""Logging to Weights & Biases and TensorBoard, which are imported only if they are enabled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WandbTracker:
         except ImportError as error:
             raise _missing("Weights & Biases", "wandb") from error
         settings = tomllib.loads(run.config_toml)
-        # The same id on every start lets a resumed run go on in its own curves.
+        # With the same id, a resumed run continues its curves.
         try:
             self._run = wandb.init(
                 project=project, name=run.name, id=run.name, dir=str(run.path), config=settings, resume="allow"
@@ -35,7 +35,7 @@ class WandbTracker:
         except wandb.Error as error:
             raise UserError(f"Weights & Biases did not start: {error}; log in, or unset log.wandb") from error
 
-        # Steps are an axis of our own: W&B's must never go back, and a warm start counts for itself.
+        # A separate step axis: the step of W&B must never decrease, and a warm start has its own step numbers.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -55,7 +55,7 @@ class TensorBoardTracker:
         except ImportError as error:
             raise _missing("TensorBoard", "tensorboard") from error
         steps = [row["step"] for row in run.read_metrics()]
-        # After a resume, points of steps that are made again are hidden rather than drawn twice.
+        # After a resume, old points of repeated steps are hidden.
         purge = max(steps) + 1 if steps else None
         self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=purge)
 
@@ -69,7 +69,7 @@ class TensorBoardTracker:
 
 
 def make_trackers(wandb_project: str | None, tensorboard: bool, run: Run) -> list[Tracker]:
-    """Those that were asked for; a missing package is the user's to install."""
+    """The trackers that are enabled."""
     trackers: list[Tracker] = []
     if wandb_project:
         trackers.append(WandbTracker(wandb_project, run))
@@ -79,7 +79,7 @@ def make_trackers(wandb_project: str | None, tensorboard: bool, run: Run) -> lis
 
 
 def check_trackers(wandb_project: str | None, tensorboard: bool) -> None:
-    """Say that a package is missing before there is a run that would need it."""
+    """Raise if a package is missing, before the run directory is created."""
     for title, package, wanted in (
         ("Weights & Biases", "wandb", wandb_project),
         ("TensorBoard", "tensorboard", tensorboard),
@@ -89,7 +89,7 @@ def check_trackers(wandb_project: str | None, tensorboard: bool) -> None:
 
 
 def _missing(title: str, extra: str) -> UserError:
-    return UserError(f"{title} is not installed: pip install 'assay[{extra}]', or switch it off in log.{extra}")
+    return UserError(f"{title} is not installed: pip install 'assay[{extra}]', or disable it in log.{extra}")
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""A checkpoint: the model as a Hugging Face folder, the optimizer's moments, and where the loop stood. No pickle.
+"""Write and read checkpoints: the model as a Hugging Face folder, optimizer state and progress. No pickle.
 
-With LoRA the model is the merged one, and the adapters lie beside it. Whatever the layout over processes that saved it,
-a checkpoint can be resumed on any other.
+With LoRA, `model` is the merged model, and the adapters are saved next to it. A checkpoint can be resumed on any number
+of processes, whatever number has saved it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from assay.models.export import shard_name, split, write_files
 from assay.runs import checkpoints
 from assay.runs.resolve import SETTINGS
 from assay.text import Tokenizer
-from assay.train.checks import check_replicas
 from assay.train.learner.critic import Critic
 from assay.train.learner.parallel import is_sharded, load_sharded, save_sharded, saved_shapes
 from assay.train.learner.replay import ReplayBuffer
+from assay.train.rank_checks import check_replicas
 from assay.types import UserError
 
-STATE = "state.json"  # in a checkpoint: counters and whatever else is neither tensors nor rollouts
-WHOLE = "optimizer"  # in a checkpoint: the stem of the file, or files, with the optimizer's moments
-FILE_BYTES = 10**9  # of a file in a checkpoint, about: several are written, and added up, side by side
-PARTS = "optimizer"  # the same as a folder of parts, where the model was split over ranks
-ADAPTER = "adapter"  # in a checkpoint: what PEFT loads, and a resumed run with LoRA
-REFERENCE = "reference"  # in a checkpoint where the reference of a KL term moves, else in the run's folder
-REPLAY = "replay"  # in a checkpoint: groups that may be learnt from again
-BASE = "base"  # in the folder of a run with LoRA: what the adapters belong to
+STATE = "state.json"  # in a checkpoint: counters and everything else that is neither tensors nor rollouts
+WHOLE = "optimizer"  # in a checkpoint: the stem of the file, or files, with optimizer state
+FILE_BYTES = 10**9  # approximate size of a file: several files are written, and hashed, in parallel
+PARTS = "optimizer"  # in a checkpoint: the folder of optimizer state if the model is sharded over ranks
+ADAPTER = "adapter"  # in a checkpoint: LoRA adapters, in the format of PEFT
+REFERENCE = "reference"  # in a checkpoint if the reference is dynamic, else in the run directory
+REPLAY = "replay"  # in a checkpoint: the replay buffer
+BASE = "base"  # in the directory of a run with LoRA: the model that the adapters were added to
 COUNTERS = ("step", "cursor", "tokens", "answers", "skipped")  # entries of the state that are equal on all ranks
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum")
 
@@ -54,10 +54,10 @@ def save(
     critic: Critic | None = None,
     settings: str = "",
 ) -> None:
-    """Write a checkpoint; all ranks call this together. The model is gathered, moments are written as they are sharded.
+    """Write a checkpoint; all ranks call this together. The model is gathered, optimizer state is written in shards.
 
-    `state`: the content of state.json (`TrainingRun.state_dict`). `reference`: given if it moves; a fixed one is stored
-    once, in the run directory. `settings`: as TOML.
+    `state`: the content of state.json (`TrainingRun.state_dict`). `reference`: given if it is dynamic; a fixed one is
+    stored once, in the run directory. `settings`: as TOML.
     """
     mesh, step = mesh or Mesh(), state["step"]
     tensors = optimizer_tensors(policy, optimizer)
@@ -88,32 +88,32 @@ def save(
 def replicated(
     policy: PolicyModel, moments: dict[str, Tensor], reference: PolicyModel | None, critic: Critic | None
 ) -> dict[str, Tensor]:
-    """Every tensor of which several ranks may hold the same part."""
-    found = dict(policy.named_parameters()) | moments
+    """Every tensor of which several ranks may hold the same shard."""
+    tensors = dict(policy.named_parameters()) | moments
     if reference is not None:
         reshard(reference)
-        found |= {f"reference {name}": weight for name, weight in reference.named_parameters()}
+        tensors |= {f"reference {name}": weight for name, weight in reference.named_parameters()}
     if critic is not None:
-        found |= {f"critic {name}": value for name, value in critic.tensors()}
-    return {name: value.detach() for name, value in found.items()}
+        tensors |= {f"critic {name}": value for name, value in critic.tensors()}
+    return {name: value.detach() for name, value in tensors.items()}
 
 
 @contextmanager
 def saving_together(run_path: Path, step: int, mesh: Mesh) -> Iterator[Path]:
-    """`checkpoints.saving` by the main rank; the others fill the same folder and wait until it has its name."""
+    """`checkpoints.saving` on all ranks: the main rank creates and renames the folder, and all of them write to it."""
     writing: AbstractContextManager[Path] = nullcontext(checkpoints.unfinished(run_path, step))
     with checkpoints.saving(run_path, step) if mesh.is_main else writing as folder:
-        mesh.barrier()  # it is there
+        mesh.barrier()  # the folder exists
         yield folder
-        mesh.barrier()  # everybody is done
+        mesh.barrier()  # all ranks have written
     mesh.barrier()
 
 
 def save_base(run_path: Path, policy: PolicyModel, tokenizer: Tokenizer, writes: bool = True) -> None:
-    """Set aside what adapters are trained on: from merged weights it could not be told to the last bit."""
+    """Save the model that adapters are trained on, which cannot be recovered exactly from merged weights."""
     write = partial(save_model, shard_bytes=FILE_BYTES, writes=writes)
-    target = run_path / BASE  # on disk before there is a checkpoint; adapters know its fingerprint
-    with checkpoints.filling(target) if writes else nullcontext(target) as folder:
+    target = run_path / BASE  # written before the first checkpoint; adapters store its fingerprint
+    with checkpoints.atomic_folder(target) if writes else nullcontext(target) as folder:
         with policy.adapters_off():
             write(policy, folder, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
         if writes:
@@ -125,7 +125,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(run_path: Path, step: int, known: Collection[str]) -> dict[str, Any]:
-    """The content of state.json, whose entries must be `known` ones."""
+    """Read state.json, whose entries must be `known` ones."""
     file = checkpoints.folder(run_path, step) / STATE
     try:
         state = with_algorithm_state(dict(json.loads(file.read_text())))
@@ -137,7 +137,7 @@ def read_state(run_path: Path, step: int, known: Collection[str]) -> dict[str, A
 
 
 def with_algorithm_state(saved: dict[str, Any]) -> dict[str, Any]:
-    """Convert a state that was saved before the algorithm had a state of its own."""
+    """Convert a state that was saved before the algorithm had its own state."""
     rest = {name: value for name, value in saved.items() if name not in ("entropy_control", "pass_rates")}
     if rest.keys() == saved.keys():
         return saved
@@ -147,20 +147,20 @@ def with_algorithm_state(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_replay(run_path: Path, step: int, replay: ReplayBuffer) -> None:
-    """Fill it as it was; it stays empty where the run had none until now."""
+    """Restore the replay buffer; it stays empty if the checkpoint has none."""
     folder = checkpoints.folder(run_path, step) / REPLAY
     if folder.exists():
         replay.add(list(ReplayBuffer.load(folder)))
 
 
 def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-    """Put the saved moments back, by parameter name; those of parts that this rank has not got stay on disk."""
+    """Restore the optimizer state by parameter name. Each rank reads the shards that it needs."""
     reshard(policy)
     folder = checkpoints.folder(run_path, step)
     in_parts = (folder / PARTS).is_dir()
-    place = folder / PARTS if in_parts else folder
+    source = folder / PARTS if in_parts else folder
     plain = None if in_parts or is_sharded(policy) else load_whole(folder)
-    shapes = saved_shapes(place) if plain is None else {name: tensor.shape for name, tensor in plain.items()}
+    shapes = saved_shapes(source) if plain is None else {name: tensor.shape for name, tensor in plain.items()}
     wanted: dict[str, Tensor] = {}
     for name, parameter in policy.named_parameters():
         saved = [kind for kind in MOMENTS if f"{name}|{kind}" in shapes]
@@ -178,7 +178,7 @@ def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: to
             optimizer.state[parameter] = state
             wanted |= {f"{name}|{kind}": value.detach() for kind, value in state.items()}
     if plain is None and wanted:
-        load_sharded(place, wanted)
+        load_sharded(source, wanted)
     elif plain is not None:
         for name, tensor in wanted.items():
             tensor.copy_(plain[name])

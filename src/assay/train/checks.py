@@ -1,48 +1,36 @@
-"""Settings that a run accepts but that the user should know about: without effect, or likely to do harm.
-
-What ranks must have in common: settings, code, data and weights before a run; replicas of weights when it saves.
-
-Without these checks another learning rate on one rank would only show in its results, and another number of steps would
-leave the others waiting.
-"""
+"""Checks before a run starts: settings without effect or with risks, engine capabilities, judge, prompts and splits."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
-from pathlib import Path
 
-import numpy
-import torch
-from torch import Tensor, nn
-
-import assay
 from assay.algos import Algorithm, RunFacts, complete_settings
 from assay.config import EnvConfig, RewardConfig, TrainConfig
 from assay.config.settings import keys
+from assay.engine.base import Engine
 from assay.envs import Env
-from assay.mesh import Mesh, init_mesh, local_tensor
-from assay.models import PolicyModel, pick_device
-from assay.models.fingerprint import digests, fingerprint
+from assay.models import PolicyModel
+from assay.rewards import JudgePool, check_verdicts
+from assay.rollout import Collector
+from assay.rollout.episodes import check_history
+from assay.runs.console import Console
 from assay.tasks import Task
-from assay.tasks.base import LazyPrompts
-from assay.text import Renderer
-from assay.types import Prompt
+from assay.tasks.base import LazyPrompts, overlap
+from assay.types import Prompt, UserError, Verdict
+
+MAX_GENERATED, MAX_READ = 64, 20_000  # prompts per split whose length is checked: generated ones, ones from a file
 
 
 def unused_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None) -> Iterator[str]:
-    """A line for each setting that differs from its default without any effect. `task`: the run's, or its environment.
+    """A line for each setting that differs from its default and has no effect. `task`: of the run, or its environment.
 
-    A setting of the algorithm has the default of the recipe.
+    The default of an algorithm setting is that of the recipe.
     """
     defaults = {key: field.get_default(call_default_factory=True) for key, field in keys(TrainConfig)}
     defaults |= {f"algo.{name}": value for name, value in complete_settings(cfg.algo.recipe)}
     own = {f"algo.{name}" for name in cfg.algo.model_fields_set}
-    for reason, names in (*_without_environment(cfg), *algo.unused(run_facts(cfg, algo)), *_without_judge(task)):
+    for reason, names in (*_unused_without_env(cfg), *algo.unused(run_facts(cfg, algo)), *_unused_without_judge(task)):
         for name in names:
             is_set = name in own or not name.startswith("algo.")
             if is_set and attrgetter(name)(cfg) != defaults[name]:
@@ -65,118 +53,104 @@ def run_facts(cfg: TrainConfig, algo: Algorithm) -> RunFacts:
     return RunFacts(episodes=bool(cfg.env.name), updates=updates, replay=cfg.replay.groups > 0)
 
 
-def _without_environment(cfg: TrainConfig) -> Iterator[tuple[str, Sequence[str]]]:
+def _unused_without_env(cfg: TrainConfig) -> Iterator[tuple[str, Sequence[str]]]:
     if not cfg.env.name:
         yield "no environment is set (env.name)", [f"env.{name}" for name in EnvConfig.model_fields if name != "name"]
 
 
-def _without_judge(task: Task | None) -> Iterator[tuple[str, Sequence[str]]]:
-    """Settings of rewards, for an environment that gives all rewards itself."""
+def _unused_without_judge(task: Task | None) -> Iterator[tuple[str, Sequence[str]]]:
+    """Reward settings, for an environment that computes all rewards itself."""
     if isinstance(task, Env) and not task.judged:
         of_pool = ("workers", "timeout_s")
         yield (
-            f"all rewards come from {task.name} (one that leaves answers to the judge says so: judged = True)",
+            f"all rewards come from {task.name} (an environment whose answers are judged sets judged = True)",
             [f"reward.{name}" for name in RewardConfig.model_fields if name not in of_pool],
         )
 
 
-# Rank 0 alone reads the first; contents of the files below may be copies on each host, and are compared as data.
-MAY_DIFFER = ("name", "runs_dir", "reward.workers", "log.wandb", "log.tensorboard")
-PATHS = ("model.tokenizer", "task.path", "env.path", "prompt.system_file", "prompt.few_shot_file")
-PACKAGES = ("transformers", "tokenizers", "safetensors", "math-verify")
-GENERATED = 16  # prompts that are looked at where each has to be made
-SAME_INPUTS = "give all ranks the same files"
+def check_capabilities(cfg: TrainConfig, engine: Engine, trains: bool, console: Console) -> None:
+    """Refuse an engine that cannot serve this run, and warn of everything that degrades. `trains`: not only SFT."""
+    has, name = engine.info.capabilities, cfg.engine.name
+    if trains and not has.temperature_logprobs:
+        raise UserError(
+            f"engine {name} does not report log-probabilities at the sampling temperature (temperature_logprobs), "
+            "which training needs: set engine.name to auto, or to an engine that does"
+        )
+    if not has.exact_seeds:
+        console.warn(
+            f"engine {name} has no exact seeds (exact_seeds): the same seed may give different tokens, and a resumed "
+            "run does not repeat what it had sampled"
+        )
+    if not has.fingerprint:
+        console.warn(
+            f"engine {name} has no fingerprint of its weights (fingerprint): weights are not verified after a sync"
+        )
+    for metric in ("entropy", "kept_mass"):
+        if trains and not getattr(has, metric):
+            console.warn(f"engine {name} does not report {metric}: the metric sampling/{metric} is left out")
 
 
-def start_mesh(cfg: TrainConfig) -> Mesh:
-    """The grid of processes, after all of them have shown the same settings and the same code."""
-    timeout_s = cfg.parallel.heartbeat_timeout_s
-    return init_mesh(cfg.parallel.tp, pick_device(cfg.device), code() | settings(cfg), timeout_s)
+def check_collector(
+    cfg: TrainConfig,
+    collector: Collector,
+    train: Sequence[Prompt],
+    evaluations: Mapping[str, Sequence[Prompt]],
+    policy: PolicyModel,
+    console: Console,
+) -> None:
+    """Check the judge, the environment and the lengths of prompts."""
+    check_judge(collector.judge, train[0])
+    if collector.env and (warning := check_history(collector.renderer, collector.env, train[0])):
+        console.warn(warning)
+    context = min(cfg.model.max_length or policy.max_length, policy.max_length)
+    splits = (train, *evaluations.values())
+    new_tokens = cfg.sampling.max_new_tokens
+    if longest := max(check_prompt_lengths(collector, prompts, new_tokens, context) for prompts in splits):
+        console.warn(
+            f"engine.memory holds keys and values of {collector.engine.info.max_length - 1} tokens, and prompts have "
+            f"up to {longest}: longer answers are cut off; raise engine.memory, or lower sampling.max_new_tokens"
+        )
 
 
-def settings(cfg: TrainConfig) -> dict[str, str]:
-    compared = [key for key, _ in keys(TrainConfig) if key not in (*MAY_DIFFER, *PATHS)]
-    return {key: repr(value) + own_code(value) for key in compared for value in [attrgetter(key)(cfg)]}
+def check_judge(judge: JudgePool, prompt: Prompt) -> Verdict:
+    """Raise if the judge fails on every answer. Returns the verdict on an empty answer."""
+    texts = ("", prompt.answer, prompt.solution or prompt.answer)
+    verdicts = judge.judge([(text, prompt.answer, prompt.fields) for text in texts])
+    check_verdicts(verdicts)
+    return verdicts[0]
 
 
-def own_code(value: object) -> str:
-    """A hash of the file behind a setting such as `my_file.py:reward`."""
-    file = Path(value.rpartition(":")[0]).expanduser() if isinstance(value, str) and ".py:" in value else None
-    return f" (hash {digest([file.read_bytes()])})" if file and file.is_file() else ""
+def check_prompt_lengths(collector: Collector, prompts: Sequence[Prompt], new_tokens: int, context: int) -> int:
+    """Raise if a prompt fills the context; of a generated split, the first few are checked.
 
-
-def code() -> dict[str, str]:
-    """Versions of what computes, and a hash of our own source files."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "missing"
-    root = Path(assay.__file__).parent
-    files = sorted(file for file in root.rglob("*") if file.suffix in (".py", ".c"))
-    parts = (part for file in files for part in (file.relative_to(root).as_posix().encode(), file.read_bytes()))
-    return {"assay": assay.__version__} | found | {"hash of assay's source files": digest(parts)}
-
-
-def check_inputs(mesh: Mesh, prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer, policy: PolicyModel) -> None:
-    """The problems of each split, how they become tokens, and the weights: `policy` must still be whole."""
-    if mesh.world == 1:
-        return
-    found = {f"{split} prompts": describe(rows) for split, rows in prompts.items()}
-    ids = renderer.all_prompt_ids(next(iter(prompts.values()))[:GENERATED])
-    found["hash of the first prompts' tokens"] = digest(json.dumps(list(one)).encode() for one in ids)
-    mesh.require_equal(found, SAME_INPUTS)
-    check_weights(mesh, "model", policy)
-
-
-def check_weights(mesh: Mesh, name: str, model: nn.Module) -> None:
-    """All ranks have loaded the same weights, which are not yet split between them."""
-    if mesh.world > 1:
-        found = fingerprint(model.named_parameters())[:12]
-        mesh.require_equal({f"fingerprint of the {name}": found}, SAME_INPUTS)
-
-
-def describe(prompts: Sequence[Prompt]) -> str:
-    looked_at = prompts[:GENERATED] if isinstance(prompts, LazyPrompts) else prompts
-    return f"{len(prompts)} (hash {digest(map(canonical, looked_at))})"
-
-
-def canonical(prompt: Prompt) -> bytes:
-    """The same bytes for the same problem in any process: objects without a form of their own count by their kind."""
-    fields = dict(prompt.fields)
-    whole = [prompt.id, [dict(message) for message in prompt.messages], prompt.answer, prompt.solution, fields]
-    return json.dumps(whole, skipkeys=True, default=lambda value: type(value).__name__).encode()
-
-
-def digest(parts: Iterable[bytes]) -> str:
-    found = hashlib.blake2b(digest_size=6)
-    for part in parts:
-        found.update(len(part).to_bytes(8, "big") + part)
-    return found.hexdigest()
-
-
-def check_replicas(tensors: Mapping[str, Tensor], counts: Mapping[str, object], step: int, mesh: Mesh) -> None:
-    """Refuse to go on unless ranks that hold the same part of a weight, or moment, hold the same bits.
-
-    `counts`: where the loop stands on this rank.
+    Returns the length of the longest prompt if answers are limited by the engine's memory, not by the context; else 0.
     """
-    if mesh.world == 1:
-        return
-    found = {key: repr(value) for key, value in counts.items()}
-    parts = ((f"{name} {shard(tensor)}".strip(), local_tensor(tensor)) for name, tensor in tensors.items())
-    found |= {key: text.rpartition(":")[2] for key, text in digests(parts).items()}
-    mesh.require_equal(
-        found,
-        f"the checkpoint of step {step} is not written, because ranks no longer train the same model: resume from the "
-        "last one, and test the memory and devices of that host if it happens again",
-    )
+    checked = prompts[: MAX_GENERATED if isinstance(prompts, LazyPrompts) else MAX_READ]
+    ids = collector.renderer.all_prompt_ids(checked)
+    collector.check_lengths(checked, ids)
+    longest, limit = max(map(len, ids)), collector.engine.info.max_length
+    return longest if limit < context and longest + new_tokens > limit else 0
 
 
-def shard(tensor: Tensor) -> str:
-    """Which part of a whole this rank holds; ranks that hold the same one say the same."""
-    grid = getattr(tensor, "device_mesh", None)
-    if grid is None:
-        return ""
-    placed = zip(grid.mesh_dim_names, tensor.placements, strict=True)  # type: ignore[attr-defined]
-    return " ".join(f"{name}={grid.get_local_rank(name)}" for name, place in placed if not place.is_replicate())
+def check_overlap(train: Sequence[Prompt], evaluations: Mapping[str, Sequence[Prompt]], console: Console) -> None:
+    """Report problems that are both in the train split and in an evaluation; refuse if all of them are."""
+    for label, prompts in evaluations.items():
+        if label.startswith(("start:", "after:")):
+            continue  # the same problems as "before"
+        shared = overlap(train, prompts)
+        name = label.partition(":")[2]
+        if shared.n_shared == shared.n_eval:
+            raise UserError(
+                f"every one of the {name} problems is in the train split: give task.path a folder with train.jsonl and "
+                "test.jsonl, or set eval.final_split = 'validation', which is carved from the train split"
+            )
+        if shared.n_shared:
+            console.warn(
+                f"{shared.n_shared} of the {shared.n_eval} {name} problems are also in the train split "
+                f"(e.g. {shared.examples[0]}): accuracies on them are too high"
+            )
+        else:
+            sample = " (a sample: the split is endless)" if shared.sampled else ""
+            console.note(
+                f"no overlap between {shared.n_train_checked:,} train{sample} and {shared.n_eval:,} {name} problems"
+            )

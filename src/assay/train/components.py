@@ -40,7 +40,7 @@ from assay.types import Prompt, UserError, describe_error
 
 PRESET = "preset:"
 PRESET_LENGTH = 512
-COMPILED = 100_000_000  # parameters from which compiling pays for itself within some steps
+COMPILED = 100_000_000  # number of parameters from which compilation pays off within a few steps
 
 
 def build_task(cfg: TaskConfig, **changes: object) -> Task:
@@ -52,7 +52,7 @@ def build_task(cfg: TaskConfig, **changes: object) -> Task:
 
 
 def build_problems(task: TaskConfig, env: EnvConfig) -> Task:
-    """The task; or, where there is one, the environment: a source of prompts as a task is."""
+    """The task, or the environment if there is one. Both provide prompts."""
     if not env.name:
         return build_task(task)
     made = make_env(env.name, env.path or None, build_task(task) if task.name else None, **env.args)
@@ -62,11 +62,11 @@ def build_problems(task: TaskConfig, env: EnvConfig) -> Task:
 
 
 def build_demonstrations(cfg: TrainConfig) -> Sequence[Prompt]:
-    """Problems whose worked solutions the warm start is made of."""
+    """Problems with the worked solutions that the warm start trains on."""
     if not cfg.sft.steps:
         return ()
     if cfg.env.name and not cfg.task.name:
-        raise UserError(f"the environment {cfg.env.name} has no worked solutions to imitate: set sft.steps = 0")
+        raise UserError(f"the environment {cfg.env.name} has no worked solutions to train on: set sft.steps = 0")
     return build_task(cfg.task, **cfg.sft.args).prompts("train")
 
 
@@ -78,23 +78,23 @@ def build_collector(
     mesh: Mesh | None = None,
     stopper: Stopping | None = None,
 ) -> Collector:
-    """The engine with a judge, and the environment if there is one."""
+    """The collector of rollouts: the engine, the judge and, if there is one, the environment."""
     judge = build_judge_pool(cfg.reward, task)
     env = task if isinstance(task, Env) else None
     if cfg.env.max_seconds and mesh and mesh.tp_size > 1:
-        raise UserError("env.max_seconds and parallel.tp do not go together: ranks of one model would disagree")
+        raise UserError("env.max_seconds cannot be combined with parallel.tp: ranks of one model would time out apart")
     limits = Limits(cfg.env.max_steps, cfg.env.max_tokens, cfg.env.max_seconds)
     return Collector(engine, renderer, judge, mesh or Mesh(), stopper, env, limits)
 
 
 def take(prompts: Sequence[Prompt], count: int, split: str, endless: bool = False) -> Sequence[Prompt]:
-    """The first `count` prompts (0: all, which must not be endless unless that is fine)."""
+    """The first `count` prompts (0: all). `endless`: whether a split without an end is allowed."""
     if not len(prompts):
         raise UserError(f"the {split} split is empty: check task.path")
     if not count and not endless and len(prompts) >= UNLIMITED:
         raise UserError(
             f"the {split} split is generated and endless: "
-            "say how many problems to use (eval.examples, eval.final_examples)"
+            "set the number of problems to use (eval.examples, eval.final_examples)"
         )
     return prompts[:count] if count else prompts
 
@@ -140,7 +140,7 @@ def build_policy(
     seed: int,
     dtype: torch.dtype = torch.float32,
 ) -> PolicyModel:
-    """The policy in float32 at least: master weights are never anything less, whatever the computation's `dtype`."""
+    """The policy. Master weights are at least float32, whatever the `dtype` of the computation."""
     dtype = torch.promote_types(dtype, torch.float32)
     if source.startswith(PRESET):
         name = source.removeprefix(PRESET)
@@ -149,10 +149,10 @@ def build_policy(
 
 
 def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> None:
-    """How the policy is computed in training: what of it is compiled, and what is kept for the backward pass."""
+    """Set up compilation and activation recomputation for training."""
     if not isinstance(policy, Decoder):
         if cfg.recompute or cfg.compile == "on":
-            raise UserError("train.recompute and train.compile are for the Llama and Qwen families: leave them out")
+            raise UserError("train.recompute and train.compile are for the Llama and Qwen families: remove them")
         return
     policy.recompute = cfg.recompute
     large = sum(weight.numel() for weight in policy.parameters()) >= COMPILED
@@ -168,7 +168,7 @@ def model_source(cfg: ModelConfig, runs_dir: str) -> str:
 
 def build_renderer(cfg: PromptConfig, tokenizer: Tokenizer, task: Task | None) -> Renderer:
     if cfg.system and cfg.system_file:
-        raise UserError("prompt.system and prompt.system_file are both set: keep one of them")
+        raise UserError("prompt.system and prompt.system_file are both set: remove one of them")
     examples: Sequence[tuple[str, str]] = ()
     if cfg.few_shot_file:
         examples = load_few_shot(cfg.few_shot_file, cfg.few_shot or None)
@@ -191,12 +191,12 @@ def build_engine(
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> Engine:
-    """`group`: the ranks that serve the policy together, `mesh.tp_group`. `device`: the policy's own unless given."""
+    """`group`: ranks that serve the policy together, `mesh.tp_group`. `device`: that of the policy unless given."""
     from assay.engine import make_engine
 
     device = device or policy.device
     return make_engine(
-        own_backend(cfg.name) if names_own_backend(cfg) else cfg.name,
+        custom_backend(cfg.name) if is_custom_backend(cfg) else cfg.name,
         policy,
         device=device,
         dtype=pick_dtype(cfg.dtype, device),
@@ -211,13 +211,14 @@ def build_engine(
     )
 
 
-def names_own_backend(cfg: EngineConfig) -> bool:
+def is_custom_backend(cfg: EngineConfig) -> bool:
+    """Whether the settings name a function of the user that makes an engine, as file.py:function."""
     return ":" in cfg.name
 
 
-def own_backend(path: str) -> Callable[..., Engine]:
-    """The user's own function that makes an engine. Errors in it, and results without the methods of `Engine`, are
-    reported in one line.
+def custom_backend(path: str) -> Callable[..., Engine]:
+    """The user's function that makes an engine. Its errors, and results that lack methods of `Engine`, are reported
+    in one line.
     """
     make = load_object(path)
     if not callable(make):
@@ -239,7 +240,7 @@ def own_backend(path: str) -> Callable[..., Engine]:
 
 
 def build_algorithm(cfg: TrainConfig) -> Algorithm:
-    """The recipe with the user's changes. Code that they name by path is imported."""
+    """The recipe with the user's changes. Code that settings name by path is imported."""
     own = cfg.algo.model_fields_set - {"recipe"}
     changes = {name: with_absolute_paths(getattr(cfg.algo, name)) for name in own}
     algo = make_algorithm(
@@ -256,21 +257,21 @@ def build_algorithm(cfg: TrainConfig) -> Algorithm:
 
 
 def with_absolute_paths(value: Any) -> Any:
-    """A setting whose paths of code are valid in other working directories too."""
+    """The setting, with paths of code that are valid in every working directory."""
     if isinstance(value, list):
         return [with_absolute_paths(one) for one in value]
     return normalized(value) if isinstance(value, str) else value
 
 
-def moves(cfg: AlgoConfig) -> bool:
-    """Whether the reference changes as a run goes on."""
+def reference_is_dynamic(cfg: AlgoConfig) -> bool:
+    """Whether the reference model changes during a run."""
     return cfg.refresh_reference > 0 or cfg.reference_ema > 0
 
 
 def build_server(model: str, cfg: MeasureConfig, task: Task | None) -> tuple[Renderer, Engine]:
-    """A finished model, ready to answer: in the engine's dtype, with nothing kept for training."""
+    """Renderer and engine for a trained model, in the dtype of the engine and without training state."""
     if model.startswith(PRESET):
-        raise UserError(f"{model} is untrained: name a checkpoint (run:NAME@last), a folder, a hub id or a GGUF file")
+        raise UserError(f"{model} is untrained: give a checkpoint (run:NAME@last), a folder, a hub id or a GGUF file")
     settings = cfg.model.model_copy(update={"source": model})
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.engine.dtype, device)

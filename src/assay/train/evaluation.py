@@ -1,9 +1,7 @@
-"""The trainer's weights, copied to the engine, with proof.
+"""Evaluations of a run: periodic ones, those before and after training, and their comparison. Verified weight sync.
 
-Evaluations of a run: periodic ones, those before and after training, and their comparison.
-
-Files of the first evaluations can be lost or damaged while a run trains for days. The run still finishes: such an
-evaluation is repeated with the weights of step 0, or left out of the summary with a warning.
+If the file of a first evaluation is lost or damaged, the run still finishes: the evaluation is repeated with the
+weights of step 0, or left out of the summary with a warning.
 """
 
 from __future__ import annotations
@@ -27,24 +25,24 @@ from assay.types import Prompt, UserError
 
 
 def sync_weights(policy: PolicyModel, engine: Engine, version: int) -> None:
-    """Copy, then compare fingerprints: an engine that serves anything else must stop the run, not bend its curves."""
+    """Copy the weights of the policy to the engine, and compare fingerprints if the engine can compute one."""
     engine.update_weights(policy, version)
     served = engine.fingerprint()
-    if served is None:  # this backend cannot tell
+    if served is None:  # not supported by this backend
         return
     expected = fingerprint(policy.weights(), engine.info.dtype)
     if expected != served:
         raise RuntimeError(
-            f"after the weight sync of version {version} the engine serves other weights than the trainer holds "
+            f"after the weight sync of version {version} the weights of the engine differ from those of the trainer "
             f"(fingerprints {served[:12]} and {expected[:12]})"
         )
 
 
 @dataclass
 class RunEvaluator:
-    """Evaluates the weights that the engine serves, and keeps the answers in the run directory.
+    """Evaluates the weights that the engine serves, and writes the answers to the run directory.
 
-    The label of an evaluation says when it is made: `eval` during training, on `eval.split`; `start` before a warm
+    The label of an evaluation says when it takes place: `eval` during training, on `eval.split`; `start` before a warm
     start, `before` and `after` training, on `eval.final_split`.
     """
 
@@ -90,7 +88,7 @@ class RunEvaluator:
         lines = self.collector.mesh.on_main(lambda: rollouts.read_lines(path, step, "eval", f"after-{split}"))
         after = Report.read(lines)
         before = self._first_report(after.ids, policy, step, repeatable)
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             "before": before.summary() if before else None,
             "after": after.summary(),
             "paired": asdict(compare(before, after)) if before else None,
@@ -100,20 +98,20 @@ class RunEvaluator:
             if problem:
                 self.console.warn(f"{problem}: finishing without the comparison with the model before its warm start")
             if start:
-                found["warm_start"] = {"before": start.summary(), "paired": asdict(compare(start, before))}
-        return found
+                results["warm_start"] = {"before": start.summary(), "paired": asdict(compare(start, before))}
+        return results
 
     def _first_report(self, ids: list[str], policy: PolicyModel, step: int, repeatable: bool) -> Report | None:
-        """The evaluation "before", on the problems `ids`; repeated if its file is lost. None if that is impossible."""
+        """The evaluation "before" on the problems `ids`, repeated if its file is lost. None if that is impossible."""
         path, name = self.directory.path, f"before-{self.split('before')}"
         report, problem = self.collector.mesh.on_main(lambda: read_report(path, name, ids))
         if not problem:
             return report
         start = checkpoints.folder(path, 0)
         if not repeatable or self.collector.mesh.on_main(lambda: checkpoints.problems(start, MODEL)):
-            self.console.warn(f"{problem} and cannot be measured again: finishing without the paired test")
+            self.console.warn(f"{problem} and cannot be repeated: finishing without the paired test")
             return None
-        self.console.warn(f"{problem}: measuring it again with the weights of step 0")
+        self.console.warn(f"{problem}: repeating the evaluation with the weights of step 0")
         trust = self.cfg.model.trust_remote_code
         first = load_model(str(start / MODEL), device="cpu", trust_remote_code=trust)
         sync_weights(first, self.collector.engine, version=0)
@@ -133,7 +131,7 @@ def read_report(run_path: Path, split: str, ids: list[str]) -> tuple[Report | No
         report = Report.read(rollouts.read_lines(run_path, 0, "eval", split))
     except (UserError, ValueError, KeyError, TypeError):
         return None, f"{path} is damaged"
-    return (report, "") if report.ids == ids else (None, f"{path} is of other problems")
+    return (report, "") if report.ids == ids else (None, f"{path} has other problems")
 
 
 def was_measured(run_path: Path, split: str) -> bool:

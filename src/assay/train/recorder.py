@@ -1,4 +1,4 @@
-"""What a run records: metrics, rollout files, batches of skipped updates, console output and trackers."""
+"""Output of a run: metrics, rollout files, batches of skipped updates, console and trackers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from assay.types import Group
 
 @dataclass
 class Recorder:
-    """Writes the files of a run directory. On several ranks the main one writes, and all call the methods."""
+    """Writes the files of a run directory. With several ranks, all call the methods, and the main rank writes."""
 
     cfg: TrainConfig
     directory: Run
     console: Console
     mesh: Mesh
     judge_warning: str  # shown once, when a judge or environment fails for the first time
-    started: float  # of the run, on `time.perf_counter`, minus the seconds of earlier sessions
+    started: float  # `time.perf_counter` at the start of the run, minus the seconds of earlier sessions
     trackers: list[Tracker] = field(default_factory=list)
     step_started: float = field(default_factory=time.perf_counter)
 
@@ -44,7 +44,7 @@ class Recorder:
             self.trackers = make_trackers(self.cfg.log.wandb or None, self.cfg.log.tensorboard, self.directory)
 
     def log(self, state: RunState, metrics: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl; the same to console and trackers."""
+        """Write one line of metrics.jsonl, and the same metrics to console and trackers."""
         state.wall_s = time.perf_counter() - self.started
         metrics = {**metrics, "time/wall": state.wall_s, "sampling/answers": float(state.answers)}
         if self.mesh.is_main:
@@ -61,40 +61,43 @@ class Recorder:
             self.directory.log(0, {"sft/step": step, **metrics})
         self.console.step(step, metrics)
         for tracker in self.trackers:
-            tracker.log(step, metrics)  # under names of their own: they do not collide with those of training steps
+            tracker.log(
+                step, metrics
+            )  # metrics of the warm start have their own names, so its step numbers do not collide
 
     def write_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         count = self.cfg.save.rollouts
         if count and self.mesh.is_main:
             rollouts.write_rollouts(self.path, step, groups)
-            rollouts.keep_rollouts(self.path, "all" if count < 0 else count)
+            if count > 0:
+                rollouts.prune(self.path, count)
 
-    def write_faults(self, state: RunState, batch: Sequence[Group], found: Sequence[faults.Fault]) -> None:
+    def dump_faults(self, state: RunState, batch: Sequence[Group], step_faults: Sequence[faults.Fault]) -> None:
         """Count consecutive steps with an update that was not finite, and keep their batches for inspection."""
-        state.skipped = state.skipped + 1 if found else 0
-        if found and self.mesh.is_main:
-            faults.set_aside(self.path, state.step, batch, found)
+        state.skipped = state.skipped + 1 if step_faults else 0
+        if step_faults and self.mesh.is_main:
+            faults.dump_batch(self.path, state.step, batch, step_faults)
 
-    def check_faults(self, state: RunState, found: Sequence[faults.Fault]) -> None:
-        """End the run where further steps cannot help."""
-        if faults.hopeless(found, state.skipped, self.cfg.train.max_skipped):
-            raise faults.diagnosis(found[-1], state.skipped, self.path, self.cfg.optim.lr)
+    def check_faults(self, state: RunState, step_faults: Sequence[faults.Fault]) -> None:
+        """End the run if further steps cannot help."""
+        if faults.should_abort(step_faults, state.skipped, self.cfg.train.max_skipped):
+            raise faults.nonfinite_error(step_faults[-1], state.skipped, self.path, self.cfg.optim.lr)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a periodic evaluation was just made and is the best so far. The test split never decides."""
+        """Whether `metrics` contain a periodic evaluation that is the best so far. The test split is never used."""
         if "eval/accuracy" not in metrics or self.cfg.eval.split == "test":
             return False
         best = self.mesh.broadcast_object(checkpoints.read_best(self.path))
         return best is None or metrics["eval/accuracy"] > best["value"]
 
     def training_seconds(self) -> float:
-        """Seconds of all steps, without their evaluations."""
+        """Seconds of all steps, excluding evaluations."""
         rows = [row for row in read_metrics(self.path) if "time/step" in row]
         return sum(row["time/step"] - row.get("time/eval", 0.0) for row in rows)
 
 
 def rollout_metrics(sampled: Sampled, algo: Algorithm, engine: Capabilities) -> dict[str, float]:
-    """Metrics of the rollouts of a step: rewards, lengths, verdicts, sampling. Those that the engine does not report
+    """Metrics of the rollouts of a step: rewards, lengths, verdicts, sampling. Metrics that the engine does not report
     are left out.
     """
     groups = sampled.all_groups

@@ -1,4 +1,4 @@
-"""A training run: its settings, its progress, and the components that do the work. `assay.train.build` makes it."""
+"""A training run: its settings, its state, and its components. `assay.train.build` creates it."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from assay.runs import Run, checkpoints
 from assay.runs.curves import draw_curves
 from assay.text import Tokenizer
 from assay.train import checkpoint, faults
-from assay.train.components import moves
+from assay.train.components import reference_is_dynamic
 from assay.train.evaluation import RunEvaluator, sync_weights
 from assay.train.learner.learner import Learner
 from assay.train.learner.reference import freeze_reference
 from assay.train.learner.replay import Replay
 from assay.train.recorder import Recorder, rollout_metrics
 from assay.train.sft import warm_start
-from assay.train.sources import OnPolicySource, Sampled
+from assay.train.sources import GroupSource, Sampled
 from assay.train.state import RunState, Schedule
 from assay.train.stopping import Stopped, Stopping
 from assay.types import Group, Prompt
 
-# Python's own 700 would mean dozens of collections per step, each of which visits the rollouts of the step: tens of
-# thousands of objects without reference cycles, which are freed without any collection.
+# With Python's default of 700 there would be dozens of collections per step, each of which visits the rollouts of the
+# step: tens of thousands of objects without reference cycles, which are freed without any collection.
 GC_THRESHOLD = 50_000
 
 
 @dataclass
 class TrainingRun:
-    """Everything between the first evaluation and the summary is a loop over `source`, `learner`, `sync` and `record`.
+    """The state and the components that the training loop works with.
 
-    On several ranks all of them call every method; the main one writes.
+    With several ranks, all of them call every method, and the main rank writes files.
     """
 
     cfg: TrainConfig
     directory: Run
     schedule: Schedule
     collector: Collector
-    source: OnPolicySource
+    source: GroupSource
     learner: Learner
     replay: Replay
     evaluator: RunEvaluator
@@ -53,7 +53,7 @@ class TrainingRun:
     stopping: Stopping
     demonstrations: Sequence[Prompt] = ()  # for the warm start
     state: RunState = field(default_factory=RunState)
-    resumed: bool = False  # from a checkpoint that was saved after `begin`
+    resumed: bool = False  # whether the warm start and the first evaluation are done already
 
     @property
     def mesh(self) -> Mesh:
@@ -65,7 +65,7 @@ class TrainingRun:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Hold the run directory, judge and environment; a stop request ends the run with a checkpoint."""
+        """Hold the run directory, judge and environment. A stop request saves a checkpoint and ends the run."""
         with self.directory, self.collector, gc_threshold(GC_THRESHOLD), self.stopping.watching():
             try:
                 yield
@@ -75,7 +75,7 @@ class TrainingRun:
                 raise
 
     def begin(self) -> None:
-        """Everything before the first step, or what a resumed run had left to do of its last one."""
+        """Do what comes before the first step, or finish the last step of a resumed run."""
         if not self.resumed:
             self._start()
         self.recorder.step_started = time.perf_counter()
@@ -93,19 +93,19 @@ class TrainingRun:
         return {"time/sync": time.perf_counter() - started}
 
     def record(self, sampled: Sampled, batch: Sequence[Group], metrics: Mapping[str, float]) -> None:
-        """End a step that has sampled `sampled` and trained on `batch`: write files; evaluate and save when due."""
+        """End a step that sampled `sampled` and trained on `batch`: write files; evaluate and save when due."""
         groups, step = sampled.all_groups, self.state.step
         metrics = {**metrics, **rollout_metrics(sampled, self.learner.algo, self.collector.engine.info.capabilities)}
         metrics |= self.learner.algo.end_step(step, groups, metrics)
         self.recorder.write_rollouts(step, groups)
-        self.recorder.write_faults(self.state, batch, self.learner.updater.faults)
+        self.recorder.dump_faults(self.state, batch, self.learner.updater.faults)
         self._end_step(metrics)
 
     def finish(self) -> dict[str, Any]:
-        """Evaluate once more, compare, and write the summary and the curves. Other ranks than the main return {}."""
+        """Run the final evaluation, write the summary and the curves. Ranks other than the main one return {}."""
         cfg, state, recorder = self.cfg, self.state, self.recorder
         recorder.console.stop()
-        self._save_unsaved()  # a user's own loop may end before the last step
+        self._save_unsaved()  # a custom loop may end before the last step
         self._measure_and_log("after")
         results = self.evaluator.results(self.learner.policy, state.step, repeatable=self.schedule.total_steps > 0)
         if not self.mesh.is_main:
@@ -133,7 +133,7 @@ class TrainingRun:
         return summary
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Write a checkpoint; with the metrics of an evaluation that is the best so far, mark it as the best."""
+        """Write a checkpoint. If `metrics` contain the best evaluation so far, it is marked as the best."""
         path, state, learner = self.directory.path, self.state, self.learner
         best = self.recorder.is_best(metrics or {})
         state.wall_s = time.perf_counter() - self.recorder.started
@@ -147,7 +147,7 @@ class TrainingRun:
             learner.updater.optimizer,
             self.tokenizer,
             self.mesh,
-            learner.updater.reference if moves(self.cfg.algo) else None,
+            learner.updater.reference if reference_is_dynamic(self.cfg.algo) else None,
             self.replay.buffer,
             learner.critic,
             to_toml(self.cfg),
@@ -158,7 +158,7 @@ class TrainingRun:
             checkpoints.prune(path, self.cfg.save.keep)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a checkpoint stores besides tensors and the replay buffer: `state.json`."""
+        """The content of `state.json`: everything in a checkpoint except tensors and the replay buffer."""
         return asdict(self.state) | self.source.state_dict() | self.learner.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -169,22 +169,22 @@ class TrainingRun:
         self.learner.load_state_dict(saved)
 
     def _start(self) -> None:
-        """The warm start, if there is one, and the evaluation that training starts from.
+        """Do the warm start, if there is one, and the evaluation "before".
 
-        A model that was pretrained is evaluated before its warm start too. A run that consists of a warm start only is
-        evaluated before it and at the end.
+        A pretrained model is also evaluated before its warm start ("start"). A run that consists of a warm start only
+        is evaluated before it and at the end.
         """
         state, learner, trains = self.state, self.learner, self.schedule.total_steps > 0
-        if learner.policy.lora is not None and state.unmeasured is None:  # else a checkpoint relies on it already
+        if learner.policy.lora is not None and state.unmeasured is None:  # else a checkpoint uses it already
             checkpoint.save_base(self.directory.path, learner.policy, self.tokenizer, self.mesh.is_main)
-        if trains and self.cfg.sft.steps and "sft" not in state.facts:  # it is there if the evaluation was interrupted
+        if trains and self.cfg.sft.steps and "sft" not in state.facts:  # present if the evaluation was interrupted
             if self.evaluator.includes("start"):
                 self._measure_and_log("start")
-            self._warm_start()
+            self._sft_warm_start()
         state.unmeasured = {} if trains else None
         self._measure_and_log("before")
         if not trains:
-            self._warm_start()
+            self._sft_warm_start()
         elif learner.algo.needs.reference:
             freeze_reference(learner.updater, self.cfg, self.directory.path)
         if learner.critic is not None:
@@ -192,8 +192,8 @@ class TrainingRun:
         state.unmeasured = None
         self.save()
 
-    def _warm_start(self) -> None:
-        """Supervised training on the worked solutions of the demonstrations."""
+    def _sft_warm_start(self) -> None:
+        """Supervised fine-tuning on the worked solutions of the demonstrations."""
         cfg, started = self.cfg, time.perf_counter()
         metrics: dict[str, float] = {}
         console, updater, renderer = self.recorder.console, self.learner.updater, self.collector.renderer
@@ -208,7 +208,7 @@ class TrainingRun:
         self.state.facts["sft"] = {"steps": cfg.sft.steps, "loss": metrics.get("sft/loss"), "wall_s": wall_s}
 
     def _end_step(self, metrics: dict[str, float]) -> None:
-        """Evaluate when due, log, save when due. A stop request during the evaluation leaves it to the resumed run."""
+        """Evaluate when due, log, save when due. An interrupted evaluation is repeated by the resumed run."""
         state, recorder = self.state, self.recorder
         state.unmeasured = metrics
         if self.schedule.due(self.cfg.eval.every, state):
@@ -224,7 +224,7 @@ class TrainingRun:
         self.recorder.log(self.state, self.evaluator.measure(label, self.state.step))
 
     def _save_unsaved(self) -> None:
-        """Save the last step, unless that was done. Before the first evaluation there is nothing to save."""
+        """Save the last step if that is not done yet. Before the first evaluation there is nothing to save."""
         saved = self.mesh.broadcast_object(checkpoints.last(self.directory.path))
         begun = saved is not None or self.state.unmeasured is not None
         if begun and saved != self.state.step:
@@ -233,7 +233,7 @@ class TrainingRun:
 
 @contextmanager
 def gc_threshold(objects: int) -> Iterator[None]:
-    """Raise the number of new objects after which Python collects garbage; collection that is disabled stays so."""
+    """Raise the threshold of Python's garbage collection; collection that is disabled stays disabled."""
     before = gc.get_threshold()
     gc.set_threshold(max(objects, before[0]) if before[0] else 0, *before[1:])
     try:

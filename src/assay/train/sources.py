@@ -1,4 +1,4 @@
-"""Sources of training data: which prompts come next, and the groups of rollouts that a step learns from."""
+"""Sources of training data: the order of prompts, and the groups of rollouts that a step trains on."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from assay.train.state import RunState, Schedule
 from assay.train.stopping import Stopping
 from assay.types import Group, Prompt
 
-MAX_SHUFFLED = 1 << 24  # longer splits are generated: their prompts are independent already, and are read in order
+MAX_SHUFFLED = 1 << 24  # longer splits are generated: their prompts are independent, and are used in order
 
 
 class PromptStream:
-    """Endless epochs over a split, each in its own seeded order. `cursor` is the whole state."""
+    """Endless epochs over a split, each in a seeded random order. The state is `cursor`."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, cursor: int = 0, shuffle: bool = True) -> None:
-        self.prompts, self.seed, self.cursor = prompts, seed, cursor
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
+        self.prompts, self.seed, self.cursor = prompts, seed, 0
         self._shuffles = shuffle and len(prompts) <= MAX_SHUFFLED
         self._epoch = -1
         self._order: Sequence[int] = ()
@@ -50,7 +50,7 @@ class PromptStream:
 class Sampled:
     """Groups sampled for one step."""
 
-    groups: list[Group]  # to learn from
+    groups: list[Group]  # to train on
     dropped: list[Group] = field(default_factory=list)  # removed by the algorithm's filter
     seconds: dict[str, float] = field(default_factory=dict)  # time spent, by part: generate, judge
 
@@ -60,12 +60,17 @@ class Sampled:
 
 
 class GroupSource(Protocol):
-    """Where the groups of a step come from. A checkpoint stores `state_dict`, so that a resumed run continues exactly.
+    """Provides the groups of a step. A checkpoint stores `state_dict`, so that a resumed run continues exactly.
 
-    `next` is called once per step and adds the tokens and answers that it hands out to the run's state.
+    `next` is called once per step and adds the sampled tokens and answers to the state of the run. `next_prompts` is
+    for loops that sample by themselves.
     """
 
+    prompts: PromptStream
+
     def next(self, state: RunState) -> Sampled: ...
+
+    def next_prompts(self, count: int) -> list[Prompt]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -73,7 +78,7 @@ class GroupSource(Protocol):
 
 
 class OnPolicySource:
-    """Samples every group when it is asked for, with the current weights."""
+    """Samples every group when it is needed, with the current weights."""
 
     def __init__(
         self,
@@ -88,7 +93,7 @@ class OnPolicySource:
         self.seed, self.prompts_per_step = cfg.seed, cfg.train.prompts
         self.params = sampling_params(cfg.sampling, cfg.train.samples)
         self.stopping = stopping
-        self.cursor = prompts.cursor  # after the last complete step: an interrupted one is sampled again
+        self.cursor = prompts.cursor  # after the last complete step: an interrupted step is sampled again
 
     def next(self, state: RunState) -> Sampled:
         """Sample `train.prompts` groups. Dropped groups are replaced, for as many rounds as the algorithm allows."""
@@ -99,7 +104,7 @@ class OnPolicySource:
         sampled, baselines = Sampled([]), list[Group]()
         seen: Counter[str] = Counter()
         for _ in range(self.algo.sampling_rounds):
-            prompts = self._draw(self.prompts_per_step - len(sampled.groups), state.step)
+            prompts = self._next_accepted(self.prompts_per_step - len(sampled.groups), state.step)
             judged = self.collector.collect(prompts, self.params, (self.seed, state.step), seen=seen)
             kept, dropped = self.algo.keep(judged)
             if self.algo.needs.greedy_rollouts and kept:
@@ -117,22 +122,22 @@ class OnPolicySource:
         return sampled
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """The next prompts of the train split, in the run's order, whether the algorithm accepts them or not."""
+        """The next prompts of the train split, in the order of the run, whether the algorithm accepts them or not."""
         prompts = self.prompts.next(count)
         self.cursor = self.prompts.cursor
         return prompts
 
-    def _draw(self, count: int, step: int) -> list[Prompt]:
-        """The next prompts that the algorithm accepts; after skipping a whole epoch, any."""
-        drawn: list[Prompt] = []
-        skipped = 0
-        while len(drawn) < count:
+    def _next_accepted(self, count: int, step: int) -> list[Prompt]:
+        """The next prompts that the algorithm accepts. After a whole epoch of rejected prompts, any prompt is used."""
+        accepted: list[Prompt] = []
+        rejected = 0
+        while len(accepted) < count:
             (prompt,) = self.prompts.next(1)
-            if skipped >= len(self.prompts.prompts) or self.algo.accepts_prompt(prompt.id, step):
-                drawn.append(prompt)
+            if rejected >= len(self.prompts.prompts) or self.algo.accepts_prompt(prompt.id, step):
+                accepted.append(prompt)
             else:
-                skipped += 1
-        return drawn
+                rejected += 1
+        return accepted
 
     def _sample_greedy_baselines(self, groups: Sequence[Group], step: int) -> list[Group]:
         """Sample one greedy answer per prompt; only its reward is used, as the baseline of the group."""

@@ -1,4 +1,4 @@
-"""Progress of a run, as a checkpoint stores it, and the length of the run."""
+"""Progress of a run, as a checkpoint stores it, and the length of a run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class RunState:
     """Counters and facts of a run. Random draws are keyed by seed and step, so there is no generator state to save."""
 
     step: int = 0  # completed training steps
-    tokens: int = 0  # generated in training so far
-    answers: int = 0  # sampled in training so far, including those of dropped groups
+    tokens: int = 0  # sampled in training
+    answers: int = 0  # sampled in training, including those of dropped groups
     wall_s: float = 0.0  # seconds since the start, summed over all sessions
     skipped: int = 0  # consecutive steps with a loss or gradient that was not finite
     best: dict[str, Any] | None = None  # step and value of the best checkpoint so far

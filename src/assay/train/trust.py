@@ -1,9 +1,9 @@
-"""Code that a run folder names is imported only with the user's consent.
+"""Code that a run directory names is imported only with the user's consent.
 
-A run's config.toml can name Python code (tasks, environments, rewards, losses, engines), and a run folder may come from
-anybody. Consent is remembered in the user's state directory, never in the run folder: one file for each combination of
-the settings that reach code, the paths of the files that they name, and the content of these files. Runs that the user
-began are remembered by settings and paths alone, so that users can edit their own files.
+The config.toml of a run can name Python code (tasks, environments, rewards, losses, engines), and a run directory may
+come from anyone. Consent is stored in the user's state directory, never in the run directory: one file for each
+combination of the settings that reach code, the paths of the files that they name, and the content of these files. Runs
+that the user started are stored by settings and paths alone, so that users can edit their own files.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from assay.rewards import importing
 from assay.tasks.reasoning_gym import PREFIX as REASONING_GYM
 from assay.types import UserError
 
-Ask = Callable[[str], bool]  # puts a question to the person at the terminal
+Ask = Callable[[str], bool]  # asks the user a yes-or-no question
 
 _unconfirmed: list[RunCode] = []  # runs whose code may not be imported yet
 
 
 class RunCode:
-    """The code that one run folder names."""
+    """The code that the settings of one run directory name."""
 
     def __init__(self, cfg: TrainConfig, folder: Path, typed: Iterable[str], ask: Ask | None, allow: str) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class RunCode:
         self._named = named - {importing.normalized(text) for text in typed}
 
     def check(self, path: str) -> None:
-        """Raise unless the user agrees that this object is imported."""
+        """Raise unless the user consents to the import of this object."""
         if importing.normalized(path) in self._named:
             self._confirm(f"imports Python code, {describe(path)}")
 
@@ -49,8 +49,8 @@ class RunCode:
     def _confirm(self, what: str) -> None:
         if self._ask is None or not self._ask(f"{self.folder} {what}. Trust it?"):
             raise UserError(f"{self.folder} {what}: read it, and allow it with {self._allow} if you trust it")
-        remember(self._cfg)
-        forget_question(self.folder)
+        remember_trust(self._cfg)
+        remove_guard(self.folder)
 
 
 def guard_run(
@@ -62,14 +62,14 @@ def guard_run(
     ask: Ask | None = None,
     allow: str = "--trust",
 ) -> RunCode | None:
-    """From now on, import code that this run's settings name only with consent. None: the user has given it already.
+    """From now on, ask before importing code that the settings of this run name. None: the user has consented already.
 
-    `typed`: what the user named in this very command, which is consent. `allow`: how to say that a run is trusted.
+    `typed`: settings of the current command, which imply consent. `allow`: the option that the error message suggests.
     """
-    forget_question(folder)
+    remove_guard(folder)
     if trust:
-        remember(cfg)
-    if trust or is_remembered(cfg):
+        remember_trust(cfg)
+    if trust or is_trusted(cfg):
         return None
     run = RunCode(cfg, folder, typed, ask, allow)
     _unconfirmed.append(run)
@@ -77,7 +77,7 @@ def guard_run(
     return run
 
 
-def forget_question(folder: Path) -> None:
+def remove_guard(folder: Path) -> None:
     _unconfirmed[:] = [run for run in _unconfirmed if run.folder != folder]
 
 
@@ -86,32 +86,32 @@ def check_import(path: str) -> None:
         run.check(path)
 
 
-def remember(cfg: TrainConfig, begun: bool = False) -> None:
-    """The user trusts a run with these settings, or has `begun` it: its code may be imported without a question."""
+def remember_trust(cfg: TrainConfig, started: bool = False) -> None:
+    """Store that the user trusts a run with these settings, or has `started` it."""
     names = list(code_names(cfg))
     if not names and not cfg.model.trust_remote_code:
         return
-    with suppress(OSError, RuntimeError):  # without a home directory the question is asked again, that is all
-        file = record_of(cfg, contents=not begun)
+    with suppress(OSError, RuntimeError):  # without a home directory, the user is asked again
+        file = trust_file(cfg, contents=not started)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.write_text("".join(f"{describe(name)}\n" for name in names), encoding="utf-8", errors="backslashreplace")
 
 
-def is_remembered(cfg: TrainConfig) -> bool:
+def is_trusted(cfg: TrainConfig) -> bool:
     try:
-        return any(record_of(cfg, contents).is_file() for contents in (True, False))
+        return any(trust_file(cfg, contents).is_file() for contents in (True, False))
     except (OSError, RuntimeError):
         return False
 
 
-def record_of(cfg: TrainConfig, contents: bool) -> Path:
+def trust_file(cfg: TrainConfig, contents: bool) -> Path:
     given = Path(os.environ.get("XDG_STATE_HOME", ""))
     state = given if given.is_absolute() else Path.home() / ".local" / "state"
     return state / "assay" / "trusted" / digest(cfg, contents)
 
 
 def digest(cfg: TrainConfig, contents: bool) -> str:
-    """Of all settings that reach code, arguments included, and of the paths, or `contents`, of the files they name."""
+    """A hash of all settings that reach code, and of the paths, or `contents`, of the files that they name."""
     files = {
         name: [str(file := code_file(name)), content_hash(file) if contents else "any"] for name in code_names(cfg)
     }
@@ -135,22 +135,22 @@ def code_settings(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def code_names(cfg: TrainConfig) -> Iterator[str]:
-    """Every text in those settings that has the form of a path to an object: file.py:name or package.module:name."""
+    """Every string in these settings that has the form of a path to an object: file.py:name or package.module:name."""
     model = code_settings(cfg) | {"model": None}
-    return (text for text in texts(model) if ":" in text.strip(":") and not names_data_set(text))
+    return (text for text in strings(model) if ":" in text.strip(":") and not is_data_set(text))
 
 
-def names_data_set(text: str) -> bool:
-    """Whether this is one of reasoning-gym's data sets, and not a path that only begins like one."""
+def is_data_set(text: str) -> bool:
+    """Whether this names a data set of reasoning-gym, and is not a path that only begins like one."""
     return text.startswith(REASONING_GYM) and text.removeprefix(REASONING_GYM).isidentifier()
 
 
-def texts(tree: Any) -> Iterator[str]:
+def strings(tree: Any) -> Iterator[str]:
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, dict | list | tuple):
         for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from texts(value)
+            yield from strings(value)
 
 
 def describe(path: str) -> str:
@@ -159,16 +159,16 @@ def describe(path: str) -> str:
 
 
 def code_file(path: str) -> Path | None:
-    """The file that importing this object would run; found without importing anything."""
-    place = path.rpartition(":")[0]
-    if place.endswith(".py"):
+    """The file that importing this object would execute; found without importing anything."""
+    module = path.rpartition(":")[0]
+    if module.endswith(".py"):
         try:
-            return Path(place).expanduser().resolve()
-        except (OSError, ValueError, RuntimeError):  # no path at all: a null byte, a loop of links
+            return Path(module).expanduser().resolve()
+        except (OSError, ValueError, RuntimeError):  # not a valid path: a null byte, a loop of links
             return None
     search: Any = None
     origin = None
-    for name in accumulate(place.split("."), "{}.{}".format):
+    for name in accumulate(module.split("."), "{}.{}".format):
         try:
             spec = PathFinder.find_spec(name, search)
         except (ImportError, ValueError):

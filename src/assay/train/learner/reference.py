@@ -20,10 +20,10 @@ from assay.runs.resolve import resolve_model
 from assay.text import Tokenizer, load_tokenizer
 from assay.train.checkpoint import FILE_BYTES
 from assay.train.checkpoint import REFERENCE as KEPT
-from assay.train.checks import check_weights
-from assay.train.components import PRESET, moves
+from assay.train.components import PRESET, reference_is_dynamic
 from assay.train.learner.parallel import parallelise
 from assay.train.learner.update import Updater
+from assay.train.rank_checks import check_weights
 from assay.types import UserError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -38,7 +38,7 @@ def load_reference(
     Adapters without a warm start began with their base, which is at hand.
     """
     saved = None if run_path is None else checkpoints.folder(run_path, step) / KEPT
-    if saved is not None and moves(cfg.algo):
+    if saved is not None and reference_is_dynamic(cfg.algo):
         place(updater, cfg, str(saved))
     elif cfg.algo.reference.startswith(PRESET):
         raise UserError(f"algo.reference = {cfg.algo.reference!r} would be untrained: name a folder, or run:NAME@last")
@@ -68,11 +68,11 @@ def freeze_reference(updater: Updater, cfg: TrainConfig, run_path: Path) -> None
     It comes back from disk, as it does when the run is resumed: both ways it is the same to the last bit.
     Adapters that are still untrained need no copy: their base is what the policy is now, and stays so.
     """
-    if updater.reference is None and updater.policy.adapters_are_zero() and not moves(cfg.algo):
+    if updater.reference is None and updater.policy.adapters_are_zero() and not reference_is_dynamic(cfg.algo):
         updater.reference = updater.policy
     elif updater.reference is None:
         target, is_main = run_path / KEPT, updater.mesh.is_main
-        with checkpoints.filling(target) if is_main else nullcontext(target) as folder:
+        with checkpoints.atomic_folder(target) if is_main else nullcontext(target) as folder:
             save_model(updater.policy, folder, shard_bytes=FILE_BYTES, writes=is_main)
         updater.mesh.barrier()
         place(updater, cfg, str(run_path / KEPT))
@@ -115,7 +115,7 @@ def place(updater: Updater, cfg: TrainConfig, folder: str, same_tokens: bool = F
         )
     check_weights(updater.mesh, "reference", reference)
     reference = parallelise(reference.requires_grad_(False), updater.mesh, cfg.parallel.mode, updater.dtype)
-    if moves(cfg.algo) and shapes(reference) != shapes(updater.policy):
+    if reference_is_dynamic(cfg.algo) and shapes(reference) != shapes(updater.policy):
         raise UserError("a reference that is to follow the policy must have its shape: choose another algo.reference")
     updater.reference = reference.eval()
 

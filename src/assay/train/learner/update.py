@@ -19,7 +19,7 @@ from assay.algos.credit import RETURNS
 from assay.mesh import Mesh
 from assay.models import PolicyModel
 from assay.models.logprobs import token_logprobs, token_loss
-from assay.train.faults import Fault, examine
+from assay.train.faults import Fault, diagnose_nonfinite
 from assay.train.learner.critic import Critic
 from assay.train.learner.optim import clip_gradients, set_lr
 from assay.train.learner.pack import (
@@ -172,7 +172,7 @@ class Updater:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
         elif not finite:
-            self.faults = [*self.faults, examine(self.policy, loss, norm)]
+            self.faults = [*self.faults, diagnose_nonfinite(self.policy, loss, norm)]
             warnings.warn(f"{self.faults[-1].what} is not finite: this update is skipped", stacklevel=2)
         self.optimizer.zero_grad(set_to_none=True)
         if self.critic:

@@ -18,8 +18,8 @@ from assay.tasks import make_task
 from assay.tasks.base import LazyPrompts
 from assay.text import Renderer, char_tokenizer
 from assay.train import checkpoint
-from assay.train.checks import check_inputs, check_weights, code, describe, settings
 from assay.train.learner.update import Updater
+from assay.train.rank_checks import check_inputs, check_weights, code_versions, describe, settings
 from assay.types import Prompt, UserError
 
 
@@ -56,7 +56,7 @@ def test_settings_of_one_host_may_differ_and_all_others_may_not(tmp_path: Path) 
 
 
 def test_code_and_prompts_are_described_alike_in_every_process(tmp_path: Path) -> None:
-    assert code() == code() and len(code()) == 9
+    assert code_versions() == code_versions() and len(code_versions()) == 9
     one = Prompt("a/1", ({"role": "user", "content": "1 + 1"},), "2", fields={"odd": object(), (1, 2): 3, "n": {4}})
     same = Prompt("a/1", ({"role": "user", "content": "1 + 1"},), "2", fields={"odd": object(), (1, 2): 3, "n": {5}})
     assert describe([one]) == describe([same]) != describe([Prompt("a/1", one.messages, "3")])

@@ -11,7 +11,7 @@ from assay.models.spec import spec_to_hf
 from assay.text import Renderer, word_tokenizer
 from assay.train.learner.optim import make_adamw
 from assay.train.learner.update import Updater
-from assay.train.sft import IMITATION, solution_rows, warm_start
+from assay.train.sft import SFT, solution_rows, warm_start
 from assay.types import Prompt, UserError
 
 WORDS = [str(number) for number in range(15)]
@@ -34,7 +34,7 @@ def test_the_loss_is_that_of_transformers_over_the_solutions_tokens() -> None:
     policy = tiny_decoder(dtype=torch.float32)
     updater = Updater(policy, make_adamw(policy, 1e-3), token_budget=9)
     rows = solution_rows(PROMPTS, renderer(), 64)
-    ours = float(updater._accumulate(rows, IMITATION).losses["loss/policy"])
+    ours = float(updater._accumulate(rows, SFT).losses["loss/policy"])
     values = spec_to_hf(SPEC)
     hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     hf.load_state_dict(policy.state_dict(), strict=False)
