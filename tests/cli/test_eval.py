@@ -170,7 +170,7 @@ def test_bad_input_is_one_line(small: SmallRuns, tmp_path: Path, capsys: pytest.
     empty.write_text("")
     bare = gpt2_folder(tmp_path / "bare", chat=False)
     cases: list[tuple[tuple[object, ...], str]] = [
-        (("run:small@77",), "there is no checkpoint of step 77; steps there: 0, "),
+        (("run:small@77",), "there is no checkpoint of step 77; available steps: 0, "),
         (("run:small@first",), "after @ comes a step, last or best"),
         (("run:smal@last",), "did you mean 'small'?"),
         (("preset:nano", "--task", "abacus"), "is untrained"),

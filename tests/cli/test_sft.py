@@ -86,5 +86,5 @@ def test_what_it_cannot_do_is_one_line(small: SmallRuns, capsys: pytest.CaptureF
 def test_a_dry_run_trains_nothing(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert small("sft", small.config, "--sft.steps", 7, "--dry-run") == 0
     said = capsys.readouterr().out
-    assert "everything is in order" in said and "warm start: 7 steps" in said and not small.runs.exists()
+    assert "all checks passed" in said and "warm start: 7 steps" in said and not small.runs.exists()
     assert main(["sft", "--help"]) == 0

@@ -175,7 +175,7 @@ def test_overlap_between_train_and_test_is_reported(small: SmallRuns, capsys: py
     words = ("--task", "jsonl", "--task.path", data, "--task.args", "{}", "--model.tokenizer", "characters")
     assert small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--train.steps", 1) == 0
     said = capsys.readouterr().out
-    assert re.search(r"warning: [34] of the 10 test problems are in the train split too", said)  # validation is carved
+    assert re.search(r"warning: [34] of the 10 test problems are also in the train split", said)  # validation is carved
     assert re.search(r"no overlap between 18 train and 2 validation problems", said)
 
 
@@ -232,8 +232,8 @@ def test_a_dry_run_checks_everything_and_writes_nothing(small: SmallRuns, capsys
     before = small.files()
     assert small.train("--dry-run", "--algo.kl_coef", 0.1) == 0
     said = capsys.readouterr().out
-    assert "everything is in order" in said and "24 train problems; 2 steps" in said
-    assert re.search(r"memory in all, about +\d+\.\d\d GiB on cpu", said)
+    assert "all checks passed" in said and "24 train problems; 2 steps" in said
+    assert re.search(r"estimated total +\d+\.\d\d GiB on cpu", said)
     for part in ("weights, gradients, AdamW", "engine's copy", "reference", "KV cache", "activations", "logits"):
         assert part in said
     assert {k: v for k, v in small.files().items() if "__pycache__" not in k} == before and not small.runs.exists()
@@ -256,7 +256,7 @@ def test_a_dry_run_finds_what_a_run_would_stumble_over(small: SmallRuns, capsys:
 
 def test_fallback_models_are_estimated_too(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert small.train("--dry-run", "--model", gpt2_folder(small.folder / "gpt2")) == 0
-    assert "memory in all" in capsys.readouterr().out
+    assert "estimated total" in capsys.readouterr().out
 
 
 def test_settings_may_come_first(small: SmallRuns) -> None:
@@ -333,7 +333,7 @@ BAD: dict[str, tuple[Words, str]] = {
     "damaged weights": (lambda s: ["--model", truncated_weights(s)], "is damaged or incomplete"),
     "a tokenizer of another model": (
         lambda s: ["--model", gpt2_folder(s.folder / "g"), "--model.tokenizer", other_vocabulary(s)],
-        "do not belong together",
+        "they do not match",
     ),
     "a model without a chat template": (
         lambda s: ["--model", gpt2_folder(s.folder / "g", chat=False)],

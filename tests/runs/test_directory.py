@@ -77,7 +77,7 @@ def test_bad_names(tmp_path: Path, name: str) -> None:
 
 def test_unwritable_place(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot make a run in"):
+    with pytest.raises(UserError, match="cannot create a run in"):
         Run.create(tmp_path / "file" / "runs", "demo", "")
 
 
@@ -85,7 +85,7 @@ def test_a_full_disk_takes_no_name(tmp_path: Path) -> None:
     before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5, most))
     try:
-        with pytest.raises(UserError, match="cannot make a run in"):
+        with pytest.raises(UserError, match="cannot create a run in"):
             Run.create(tmp_path, "demo", "seed = 1\n")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
@@ -95,7 +95,7 @@ def test_a_full_disk_takes_no_name(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
 def test_read_only_file_system() -> None:
-    with pytest.raises(UserError, match="cannot make a run in /proc"):
+    with pytest.raises(UserError, match="cannot create a run in /proc"):
         Run.create(Path("/proc"), "demo", "")
 
 

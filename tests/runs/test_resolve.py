@@ -46,7 +46,7 @@ def test_other_sources_pass_through(runs_dir: Path, source: str) -> None:
         ("run:dmeo", "unknown run 'dmeo' in .*did you mean 'demo'"),
         ("run:", "unknown run ''"),
         ("run:@last", "unknown run ''"),
-        ("run:demo@15", "no checkpoint of step 15; steps there: 10, 20, 30"),
+        ("run:demo@15", "no checkpoint of step 15; available steps: 10, 20, 30"),
         ("run:demo@newest", "a step, last or best, not 'newest'"),
         ("run:demo@-1", "not '-1'"),
         ("run:young", "no checkpoint yet"),
@@ -72,7 +72,7 @@ def test_no_runs_at_all(tmp_path: Path) -> None:
 def test_a_checkpoint_without_model(runs_dir: Path) -> None:
     with checkpoints.saving(runs_dir / "demo", 40) as folder:
         (folder / "state.json").write_text("{}")
-    with pytest.raises(UserError, match="holds no model folder"):
+    with pytest.raises(UserError, match="has no model folder"):
         resolve_model("run:demo@40", runs_dir)
 
 
@@ -190,7 +190,7 @@ def test_a_step_that_is_deleted_while_it_is_loaded_is_named_with_those_left(runs
     def load(path: str) -> None:
         save_and_prune(runs_dir / "demo", 40)
 
-    with pytest.raises(UserError, match="there is no checkpoint of step 30; steps there: 20, 40"):
+    with pytest.raises(UserError, match="there is no checkpoint of step 30; available steps: 20, 40"):
         load_resolved("run:demo@30", runs_dir, load)
 
 

@@ -83,7 +83,7 @@ def test_too_many_consecutive_skipped_steps_end_the_run(small: SmallRuns, capsys
     assert train(small, "nan 4 5 6", "--train.max_skipped", 2) == 2
     said = capsys.readouterr().err.strip()
     assert said.count("\n") == 0 and "the loss was not finite for 2 steps in a row (loss nan" in said
-    assert f"the batches lie in {small.runs / 'small' / 'skipped'}" in said and "optim.lr" in said
+    assert f"saved in {small.runs / 'small' / 'skipped'}" in said and "optim.lr" in said
     assert [row["step"] for row in small.metrics() if "optim/lr" in row] == [1, 2, 3, 4, 5]  # the last one is logged
     assert small.resume("small") == 2  # from step 4, which was skipped: one more and it stops again
     assert small.resume("small", "--train.max_skipped", 0, "--optim.lr", 1e-4) == 0

@@ -105,7 +105,7 @@ def test_a_damaged_base_is_written_again_from_the_models_source(
     (base / file).write_bytes(content)
     assert small.resume("other") == 0
     said = capsys.readouterr().out
-    assert f"{file} is damaged" in said and "writing it again from preset:nano" in said
+    assert f"{file} is damaged" in said and "replacing it with preset:nano" in said
     assert checkpoints.problems(base) == []
     small.same_run("small", "other", 2)
 

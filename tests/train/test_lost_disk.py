@@ -190,7 +190,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_restarted(
     metrics = complete.metrics("all-damaged")
     assert complete.resume("all-damaged") == 2
     shown = capsys.readouterr().err
-    assert "no checkpoint of" in shown and "to begin again" in shown and shown.count("\n") == 1
+    assert "no checkpoint of" in shown and "to start from step 0" in shown and shown.count("\n") == 1
     assert complete.metrics("all-damaged") == metrics
     shutil.rmtree(complete.runs / "all-damaged" / "checkpoints")
     assert complete.resume("all-damaged") == 0

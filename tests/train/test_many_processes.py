@@ -162,7 +162,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(rich: SmallRuns, kind
         spread = ("--parallel.tp", 1, *spread)
         resumed = ("train", "--resume", name, *spread)
         said = ended(rich.launch(count, *resumed) if count > 1 else rich.process(*resumed))
-        assert "is damaged: going on from an earlier checkpoint" in said and "from step 3" in said
+        assert "is damaged: resuming from an earlier checkpoint" in said and "from step 3" in said
         same_truth(rich, kind, name)
 
 

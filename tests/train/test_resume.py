@@ -287,7 +287,7 @@ def test_resume_warns_of_truncated_or_changed_metrics(
         metrics.unlink()
     capsys.readouterr()
     assert small.resume("small") == 0
-    assert "metrics.jsonl was cut or changed since step 2 was saved" in capsys.readouterr().out
+    assert "metrics.jsonl was truncated or changed" in capsys.readouterr().out
     after = load_file(small.checkpoint(2) / "model/model.safetensors")
     assert all(weights[key].equal(after[key]) for key in weights)
     assert metrics.read_text().startswith("".join(line for line in kept if "after/accuracy" not in line))
@@ -313,7 +313,7 @@ def test_a_lost_or_damaged_first_evaluation_is_repeated(
         file.unlink()
     capsys.readouterr()
     assert small.resume("stopped") == 0
-    assert "measuring it again with the weights of step 0" in capsys.readouterr().out
+    assert "repeating the evaluation with the weights of step 0" in capsys.readouterr().out
     assert file.read_bytes() == content
     small.same_run("small", "stopped", STEPS)
 
@@ -329,7 +329,7 @@ def test_a_run_finishes_without_its_first_evaluation_and_checkpoint(
     capsys.readouterr()
     assert small.resume("small") == 0
     shown = capsys.readouterr().out
-    assert "is missing and cannot be measured again: finishing without the paired test" in shown
+    assert "is missing and cannot be repeated" in shown
     assert small.summary()["before"] is small.summary()["paired"] is None and small.summary()["after"] == whole["after"]
     assert small("runs") == 0
 

@@ -78,7 +78,7 @@ def test_the_learning_rate_rises_and_then_falls_to_nothing() -> None:
 def test_solutions_that_are_missing_or_have_no_room_are_named() -> None:
     with pytest.raises(UserError, match=r"p/1 .* no worked solution"):
         solution_rows([problem("1", None)], renderer(), 64)
-    with pytest.raises(UserError, match=r"p/1 2 3 leaves no room .* 5 tokens"):
+    with pytest.raises(UserError, match=r"p/1 2 3 fills the context of 5 tokens"):
         solution_rows(PROMPTS, renderer(), 5)
     cut = solution_rows([PROMPTS[1]], renderer(), 6)[0]
     assert len(cut.ids) == 6 and sum(cut.trained) == 3  # what fits of a long solution is learnt

@@ -73,7 +73,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
     check_fixed(before, cfg.model_copy(update={"model": asked.model}), path.name)
     if args.config and (others := differences(cfg, asked)):
         raise UserError(
-            f"{args.config} differs from what run {path.name} was begun with in {', '.join(others[:5])}: "
+            f"{args.config} differs from what run {path.name} was started with in {', '.join(others[:5])}: "
             "resume without a config file, and change settings as options"
         )
     named = [overrides, *([code_settings(asked)] if args.config else [])]  # by the user, in this very command

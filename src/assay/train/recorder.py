@@ -61,9 +61,7 @@ class Recorder:
             self.directory.log(0, {"sft/step": step, **metrics})
         self.console.step(step, metrics)
         for tracker in self.trackers:
-            tracker.log(
-                step, metrics
-            )  # metrics of the warm start have their own names, so its step numbers do not collide
+            tracker.log(step, metrics)  # metrics of the warm start have names of their own: steps do not collide
 
     def write_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         count = self.cfg.save.rollouts

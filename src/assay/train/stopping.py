@@ -86,9 +86,8 @@ class Stopping:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is None:
             self.signum, self._requested_at = signum, time.monotonic()
-            signal.setitimer(
-                signal.ITIMER_REAL, max(self.grace_s, 1e-6), 1.0
-            )  # repeated, in case an exception handler swallows the first
+            # The timer repeats, in case an exception handler catches the first `Stopped`.
+            signal.setitimer(signal.ITIMER_REAL, max(self.grace_s, 1e-6), 1.0)
             # Not through the console: the signal may have arrived while its lock was held.
             with suppress(OSError):
                 if self.mesh.is_main:
