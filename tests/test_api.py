@@ -1,4 +1,4 @@
-"""A loop of one's own is a face of the trainer: the same loop written with it is the same run, to the last bit."""
+"""Custom loops: the standard loop, written with the API, gives the same run to the last bit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Classic(Trainer):
             self.record(groups, self.learn(batch))
 
 
-def test_the_same_loop_is_the_same_run(small: SmallRuns) -> None:
+def test_a_custom_loop_equals_the_command_line_and_resumes_exactly(small: SmallRuns) -> None:
     settings = {**REPLAY, "runs_dir": str(small.runs)}
     words = [str(word) for key, value in REPLAY.items() for word in (f"--{key}", value)]
     assert small.train(*words, "--replay.groups", 2) == 0
@@ -66,7 +66,7 @@ def test_the_same_loop_is_the_same_run(small: SmallRuns) -> None:
 
 
 class Single(Trainer):
-    """Answers are asked for one by one, as in a gym."""
+    """Answers are sampled one by one."""
 
     def train(self) -> None:
         for _ in range(2):
@@ -79,7 +79,7 @@ class Single(Trainer):
             self.record(groups, self.learn(groups))
 
 
-def test_actions_one_by_one(small: SmallRuns) -> None:
+def test_actions_are_sampled_one_by_one(small: SmallRuns) -> None:
     trainer = Single(small.config, {"runs_dir": str(small.runs), "train.steps": 9}, quiet=True)
     summary = trainer.run()
     assert summary["steps"] == 2 and small.checkpoint(2).exists()  # it ended before `steps`
@@ -97,7 +97,9 @@ def test_actions_one_by_one(small: SmallRuns) -> None:
     assert greedy == {spoken.text} and policy.version == 2
 
 
-def test_what_is_refused(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_without_ratio_changed_settings_and_several_processes_are_refused(
+    small: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {"runs_dir": str(small.runs)}
     stale = Classic(small.config, {**settings, "algo.recipe": "reinforce"}, quiet=True)
     with pytest.raises(UserError, match="cannot be replayed"):
@@ -107,12 +109,12 @@ def test_what_is_refused(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(TypeError, match="abstract"):
         Trainer(small.config, settings)  # type: ignore[abstract]
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="for one process"):
+    with pytest.raises(UserError, match="one process"):
         Classic(small.config, settings)
 
 
 @pytest.mark.slow
-def test_the_example_learns_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_own_loop_trains_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
     example = runpy.run_path("examples/own_loop.py")
@@ -124,7 +126,7 @@ def test_the_example_learns_and_replays(tmp_path: Path, monkeypatch: pytest.Monk
     assert len((ROOT / "examples" / "own_loop.py").read_text().splitlines()) <= 40
 
 
-def test_the_classic_loop_plays_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_classic_loop_steps_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
     example = runpy.run_path(str(ROOT / "examples" / "classic_loop.py"))
     short = {"train.steps": 2, "eval.final_examples": 20, "eval.examples": 5, "runs_dir": str(tmp_path)}
@@ -144,7 +146,7 @@ class Lines(Trainer):
         pass
 
 
-def test_an_action_ends_where_the_environment_says(small: SmallRuns) -> None:
+def test_an_action_ends_at_the_limits_of_the_environment(small: SmallRuns) -> None:
     words = {"runs_dir": str(small.runs), "sampling.max_new_tokens": 60, "env.max_tokens": 9}
     trainer = Lines(small.config, {**words, "env": "stepwise", "env.args.separator": ";"}, quiet=True)
     state = trainer.states(1)[0]
@@ -152,7 +154,7 @@ def test_an_action_ends_where_the_environment_says(small: SmallRuns) -> None:
     assert max(action.length for action in texts) == 9
     assert any(";" in action.text for action in texts)
     assert all(";" not in action.text[:-1] for action in texts)
-    with pytest.raises(UserError, match="goes on within a reply"):
+    with pytest.raises(UserError, match="within a reply"):
         trainer.env()
     single = Lines(small.config, {**words, "env": "single", "name": "one"}, quiet=True).env()
     single.start(state)
@@ -161,10 +163,10 @@ def test_an_action_ends_where_the_environment_says(small: SmallRuns) -> None:
         Lines(small.config, {"runs_dir": str(small.runs), "name": "two"}, quiet=True).env()
 
 
-def test_states_of_other_kinds_and_steps_without_answers_are_told(small: SmallRuns) -> None:
+def test_invalid_states_and_empty_steps_are_refused(small: SmallRuns) -> None:
     trainer = Lines(small.config, {"runs_dir": str(small.runs)}, quiet=True)
     for state in (5, [], [{"role": "user"}], {"role": "user", "content": "2 + 2 ="}):
-        with pytest.raises(UserError, match="a state is a question"):
+        with pytest.raises(UserError, match="a state must be a question"):
             trainer.policy.get_action(state)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no room in a context") as error:
         trainer.policy.get_action("has " * 900)
@@ -173,7 +175,7 @@ def test_states_of_other_kinds_and_steps_without_answers_are_told(small: SmallRu
         trainer.record([], {})
 
 
-def test_an_answer_without_a_verdict_gets_no_credit(small: SmallRuns) -> None:
+def test_credit_requires_a_verdict(small: SmallRuns) -> None:
     trainer = Lines(small.config, {"runs_dir": str(small.runs), "algo.recipe": "reinforce"}, quiet=True)
     state = trainer.states(1)[0]
     groups = [Group(state, [trainer.policy.get_action(state)]) for _ in range(2)]

@@ -1,7 +1,7 @@
-"""Training loops written by users, from the components of `assay train`.
+"""Python API for custom training loops, built from the components of `assay train`.
 
-Subclass `Trainer`, write `train` as the loop that you have in mind, and call `run`. Sampling, judging, advantages, the
-update, evaluation, logging, checkpoints and exact resume are those of the command line.
+Subclass `Trainer`, write the loop as its method `train`, and call `run`. Sampling, judging, advantages, the update,
+evaluation, logging, checkpoints and exact resume are those of the command line.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from assay.types import Group, Message, Prompt, Rollout, Status, Turn, UserError
 
 __all__ = ["Policy", "ReplayBuffer", "Trainer"]
 
-ID_CHARS = 200  # of a question that becomes the id of a prompt
+ID_CHARS = 200  # length of the question in the id of a prompt
 PromptLike = str | Prompt | Sequence[Message]  # a text, a problem of a task, or a conversation
 
 
 class Policy:
-    """The model that is trained, for sampling one action at a time."""
+    """The policy, for sampling one action at a time."""
 
     def __init__(self, training: TrainingRun) -> None:
         self._training = training
         self._version = self.version
-        self._asked: Counter[str] = Counter()  # number of actions by prompt, with this version
+        self._actions: Counter[str] = Counter()  # sampled with this version, by prompt id
 
     @property
     def version(self) -> int:
-        """Training steps made so far."""
+        """Number of completed training steps."""
         return self._training.state.step
 
     def get_action(self, state: PromptLike, greedy: bool = False) -> Rollout:
-        """Sample one answer, without a verdict; its text is `text`. Repeated calls within a step give other samples.
+        """Sample one answer, without a verdict; its text is `text`. Repeated calls in a step give different samples.
 
-        In an environment it ends where an action ends: at `env.max_tokens`, or a stop string of the environment.
+        In an environment, it ends like any action: at `env.max_tokens`, or at a stop string of the environment.
         """
         cfg, collector, prompt = self._training.cfg, self._training.collector, as_prompt(state)
         renderer, env = collector.renderer, collector.env
         if self._version != self.version:
-            self._version, self._asked = self.version, Counter()
-        key = f"{prompt.id}#action-{self._asked[prompt.id]}"
-        self._asked[prompt.id] += 1
+            self._version, self._actions = self.version, Counter()
+        key = f"{prompt.id}#action-{self._actions[prompt.id]}"
+        self._actions[prompt.id] += 1
         params = sampling_params(cfg.sampling, 1)
         params = replace(
             with_stops(params, renderer, env),
@@ -79,7 +79,7 @@ class Policy:
 
 
 class Trainer(ABC):
-    """A training run whose loop you write. `settings` are those of `assay train`, dotted: {"optim.lr": 1e-4}."""
+    """A training run with a custom loop. `settings` are those of `assay train`, dotted: {"optim.lr": 1e-4}."""
 
     def __init__(
         self,
@@ -90,12 +90,12 @@ class Trainer(ABC):
         trust: bool = False,
         quiet: bool = False,
     ) -> None:
-        """`resume`: name or folder of a run to resume from its last checkpoint, with the settings of that run.
+        """`resume`: name or directory of a run to resume from its last checkpoint, with the settings of that run.
 
-        `trust`: import code that the settings of a resumed run name, even if nobody here has begun or trusted it.
+        `trust`: import code that the settings of a resumed run name, even if the user has not started or trusted it.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UserError("a loop of one's own is for one process: start it without torchrun, or use assay train")
+            raise UserError("a custom loop runs in one process: start it without torchrun, or use assay train")
         console = Console(quiet=quiet)
         if resume is None:
             cfg = load_settings(TrainConfig, config, settings or {})
@@ -110,7 +110,7 @@ class Trainer(ABC):
         self._metrics: dict[str, float] = {}
 
     def _buffer(self) -> ReplayBuffer:
-        """The run's replay buffer, which checkpoints contain; made here if the settings ask for none."""
+        """The replay buffer of the run, which checkpoints contain. It is created even if the settings do not use it."""
         training, path = self.training, self.training.directory.path
         if training.replay.buffer is None:
             checkpoint.load_replay(path, self.step, training.replay.make_buffer())
@@ -120,10 +120,10 @@ class Trainer(ABC):
 
     @abstractmethod
     def train(self) -> None:
-        """The loop, to be written by subclasses; its condition is `self.step < self.steps`."""
+        """The training loop, implemented by subclasses: `while self.step < self.steps: ...`."""
 
     def run(self) -> dict[str, Any]:
-        """Evaluate, train, evaluate again. Returns the summary, which is also in the run directory."""
+        """Evaluate, train, evaluate again. Returns the content of summary.json."""
         with self.training.active():
             self.training.begin()
             self.train()
@@ -131,12 +131,12 @@ class Trainer(ABC):
 
     @property
     def step(self) -> int:
-        """Training steps made so far."""
+        """Number of completed training steps."""
         return self.training.state.step
 
     @property
     def steps(self) -> int:
-        """Training steps to make, by the settings."""
+        """Total number of training steps in the settings."""
         return self.training.schedule.total_steps
 
     @property
@@ -144,11 +144,11 @@ class Trainer(ABC):
         return self.training.cfg.seed
 
     def states(self, count: int) -> list[Prompt]:
-        """The next problems of the train split, in the run's order."""
+        """The next problems of the train split, in the order of the run."""
         return self.training.source.next_prompts(count)
 
     def sample(self) -> list[Group]:
-        """`train.prompts` groups of `train.samples` judged answers, sampled with the current weights."""
+        """Sample `train.prompts` groups of `train.samples` judged answers with the current weights."""
         started = self.training.recorder.step_started = time.perf_counter()
         sampled = self.training.source.next(self.training.state)
         self._dropped = sampled.dropped
@@ -157,21 +157,21 @@ class Trainer(ABC):
         return sampled.groups
 
     def env(self) -> Env:
-        """A copy of the run's environment, to step by hand: `start` with one of `states` (or `reset`), then `step`."""
+        """A copy of the environment for the loop to step: `start` with one of `states` (or `reset`), then `step`."""
         env = self.training.collector.env
         if env is None:
             raise UserError("the run has no environment: set env.name, e.g. guess")
         if env.inline:
-            raise UserError(f"what {env.name} says goes on within a reply, which get_action cannot: use sample()")
+            raise UserError(f"{env.name} continues within a reply, which get_action does not support: use sample()")
         return env.standalone()
 
     def reward(self, action: Rollout, value: float) -> None:
-        """Set the reward of an action, in place of a judge's verdict. From 1.0 up it counts as correct."""
+        """Set the reward of an action without the judge. A reward of at least 1.0 counts as correct."""
         action.verdict = Verdict(float(value), Status.OK if value >= 1.0 else Status.WRONG)
         action.reward = action.verdict.reward
 
     def judge(self, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """Judge with the task's judge, or that of `reward.function`; sets the verdict and reward of each rollout."""
+        """Judge rollouts with the judge of the task, or `reward.function`; sets their verdicts and rewards."""
         items = [(r.text, r.prompt.answer, r.prompt.fields) for r in rollouts]
         verdicts = self.training.collector.judge.judge(items)
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
@@ -179,45 +179,45 @@ class Trainer(ABC):
         return verdicts
 
     def credit(self, groups: list[Group]) -> None:
-        """Set rewards and advantages from the verdicts, as the recipe says."""
+        """Set rewards and advantages from the verdicts, according to the recipe."""
         if any(rollout.verdict is None for group in groups for rollout in group.rollouts):
             raise UserError("an answer has no verdict: call judge(answers), or reward(answer, value), before credit")
         self._metrics |= self.training.learner.credit(groups)
 
     def learn(self, groups: list[Group]) -> dict[str, float]:
-        """Train one step on groups with advantages, new or replayed, and give the engine the new weights."""
+        """Train one step on groups with advantages, new or replayed, and copy the new weights to the engine."""
         if any(version_of(group) != self.step for group in groups):  # or of another run, whatever its number
             self.training.learner.algo.check_replay()
         self._batch = groups
         return self.training.learner.update(groups, self.training.state) | self.training.sync()
 
     def record(self, groups: list[Group], metrics: Mapping[str, float]) -> None:
-        """End a step that has sampled these groups: write files and metrics; evaluate and save when due."""
+        """End a step that sampled these groups: write files and metrics; evaluate and save when due."""
         sampled, self._dropped = Sampled(groups, self._dropped), []
         if not sampled.all_groups:
-            raise UserError("record was given no groups: hand it those that this step has sampled")
+            raise UserError("record was given no groups: pass the groups that this step has sampled")
         metrics, self._metrics = {**metrics, **self._metrics}, {}
         self.training.record(sampled, self._batch, metrics)
 
 
 def resumed(run: str | Path, settings: Mapping[str, Any], console: Console, trust: bool = False) -> TrainingRun:
     if others := [key for key in settings if key not in ("runs_dir", "train.steps")]:
-        raise UserError(f"{others[0]} cannot be changed here: a resumed run keeps its settings, but for train.steps")
+        raise UserError(f"{others[0]} cannot be changed here: a resumed run keeps its settings, except train.steps")
     path = find_run(str(run), Path(str(settings.get("runs_dir", TrainConfig().runs_dir))))
     cfg = load_settings(TrainConfig, path / "config.toml", settings)
-    foreign = guard_run(cfg, path, trust=trust, allow="trust=True")
-    if foreign is not None:
-        foreign.check_remote_code()
+    untrusted = guard_run(cfg, path, trust=trust, allow="trust=True")
+    if untrusted is not None:
+        untrusted.check_remote_code()
     return resume_run(cfg, Run.open(path, write=True), console)
 
 
 def as_prompt(state: PromptLike) -> Prompt:
-    """A prompt whose id depends on the question alone and is short enough to be read."""
+    """Convert a state to a prompt, with a readable id that depends on the question only."""
     if isinstance(state, Prompt):
         return state
     messages = (Message(role="user", content=state),) if isinstance(state, str) else state
     if not isinstance(messages, Sequence) or not messages or not all(map(is_message, messages)):
-        raise UserError(f"a state is a question, a Prompt, or messages with role and content, not {state!r:.80}")
+        raise UserError(f"a state must be a question, a Prompt, or messages with role and content, not {state!r:.80}")
     text = "\n".join(message["content"] for message in messages)
     short = text if len(text) <= ID_CHARS else f"{text[:ID_CHARS]}... {digest(text)}"
     return Prompt(id=short, messages=tuple(messages))

@@ -1,4 +1,4 @@
-"""Runs so small that they take a second: a nano model, a handful of problems, a reward that never bores."""
+"""Helpers for whole runs that take about a second: a nano model, a few problems, and a reward that varies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from assay.models import fingerprint, load_model
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
 
-# Random models solve nothing: a reward that looks at the letters gives every group winners and losers.
+# Random models solve nothing. This reward depends on the letters, so that rewards differ within every group.
 REWARD = """
 def reward(completion, answer):
     return {"reward": sum(map(ord, completion)) % 4 / 3, "parsed": completion}
@@ -55,7 +54,7 @@ function = "{folder}/reward.py:reward"
 
 
 class SmallRuns:
-    """`assay` in this process, with a folder for its runs."""
+    """Runs `assay` in this process, in a folder for its runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder, folder / "runs"
@@ -80,14 +79,14 @@ class SmallRuns:
         return [json.loads(line) for line in lines]
 
     def timeless(self, name: str = "small") -> list[dict[str, Any]]:
-        """Metrics without clocks: what a run with the same seed must repeat."""
+        """Metrics without times, which are equal for runs with the same seed."""
         return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in self.metrics(name)]
 
     def checkpoint(self, step: int, name: str = "small") -> Path:
         return self.runs / name / "checkpoints" / f"step-{step:06d}"
 
     def same_run(self, one: str, other: str, steps: int) -> None:
-        """Weights, moments, metrics, answers and results of two runs are equal to the last bit, but for clocks."""
+        """Assert that weights, optimizer state, metrics, rollouts and results of two runs are equal."""
         first, second = (self.checkpoint(steps, name) for name in (one, other))
         for part in ("model/model.safetensors", "optimizer.safetensors"):
             left, right = load_file(first / part), load_file(second / part)
@@ -95,7 +94,7 @@ class SmallRuns:
         left_model, right_model = (load_model(str(folder / "model")) for folder in (first, second))
         assert fingerprint(left_model.weights()) == fingerprint(right_model.weights())
         assert self.timeless(one) == self.timeless(other)
-        assert sum(row.get("optim/grad_norm", 0) > 0 for row in self.metrics(one)) > 1  # or there was nothing to repeat
+        assert sum(row.get("optim/grad_norm", 0) > 0 for row in self.metrics(one)) > 1  # both runs have trained
         for step in range(1, steps + 1):
             assert read_rollouts(self.runs / one, step) == read_rollouts(self.runs / other, step)
         for folder in ("rollouts", "evals"):
@@ -110,7 +109,7 @@ class SmallRuns:
         assert checkpoints.steps(self.runs / one) == checkpoints.steps(self.runs / other)
 
     def process(self, *words: object) -> subprocess.Popen[str]:
-        """The real command line, in a process that can be killed."""
+        """Start the command line in another process."""
         command = [sys.executable, "-m", "assay", *map(str, words), "--runs_dir", str(self.runs)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
@@ -118,7 +117,7 @@ class SmallRuns:
         )
 
     def launch(self, count: int, *words: object) -> subprocess.Popen[str]:
-        """The same on many processes, under torchrun."""
+        """Start the command line on several processes with torchrun."""
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         command = [sys.executable, *run, "-m", "assay", *map(str, words), "--runs_dir", str(self.runs)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}
@@ -127,7 +126,7 @@ class SmallRuns:
         )
 
     def files(self) -> dict[str, bytes]:
-        """Everything there is, to see whether anything was overwritten."""
+        """The content of all files, by path."""
         return {str(p.relative_to(self.folder)): p.read_bytes() for p in self.folder.rglob("*") if p.is_file()}
 
 
@@ -136,20 +135,17 @@ def mostly_slow(cases: Iterable[str], quick: Collection[str]) -> list[Any]:
     return [pytest.param(case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
-def strike_at(monkeypatch: pytest.MonkeyPatch, target: str, call: int, strike: Callable[[], None]) -> None:
-    """Strike within the `call`th call of `target` (from 1), then let it go on."""
-    place, _, name = target.rpartition(".")
-    module, _, owner = place.partition(":")
-    holder: Any = getattr(import_module(module), owner) if owner else import_module(module)
-    original, calls = getattr(holder, name), []
+def inject(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, action: Callable[[], None]) -> None:
+    """Run `action` at the beginning of the `call`th call (from 1) of the function `name` of a module or class."""
+    original, calls = getattr(owner, name), []
 
-    def struck(*args: Any, **kwargs: Any) -> Any:
+    def injected(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == call:
-            strike()
+            action()
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(holder, name, struck)
+    monkeypatch.setattr(owner, name, injected)
 
 
 def gpt2_folder(folder: Path, chat: bool = True) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import SmallRuns, gpt2_folder, strike_at
+from small_run import SmallRuns, gpt2_folder, inject
 from train_parts import make_groups, tiny_decoder, weights_of
 
 from assay.algos import Algorithm, make_algorithm
@@ -23,6 +23,7 @@ from assay.train.learner.optim import make_adamw
 from assay.train.learner.subprocess_updater import SubprocessUpdater, TrainingProcess, moments, policy_device
 from assay.train.learner.update import Updater
 from assay.train.learner.update_worker import answered
+from assay.train.sources import OnPolicySource
 from assay.train.stopping import ECHO_S
 from assay.types import Group, UserError
 
@@ -118,7 +119,7 @@ def test_a_run_that_goes_on_in_a_process_of_its_own_is_the_same(
     words = (*WORDS, "--algo.policy_loss", own_loss(small))
     assert small.train(*words) == 0
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        strike_at(patch, "assay.train.sources:OnPolicySource.next", 2, stop)
+        inject(patch, OnPolicySource, "next", 2, stop)
         small.train(*words, "--name", "then-apart")
     assert small.resume("then-apart", *SEPARATE) == 0
     small.same_run("small", "then-apart", 2)
@@ -157,7 +158,7 @@ def test_whole_runs_stopped_and_resumed_are_the_same_in_either_process(
         words = (*words, "--model", gpt2_folder(small.folder / "gpt2"))
     assert small.train(*words) == 0
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        strike_at(patch, "assay.train.sources:OnPolicySource.next", 4, stop)
+        inject(patch, OnPolicySource, "next", 4, stop)
         small.train(*words, *SEPARATE, "--name", "apart")
     assert checkpoints.last(small.runs / "apart") == 2
     assert small.resume("apart") == 0

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import SmallRuns, gpt2_folder, strike_at
+from small_run import SmallRuns, gpt2_folder, inject
 from train_parts import make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
 from assay.models import Lora, PolicyModel, fingerprint, load_adapter, load_model
 from assay.runs import checkpoints
+from assay.train.evaluation import RunEvaluator
 from assay.train.learner.optim import make_adamw
 from assay.train.learner.pack import rows_of
 from assay.train.learner.update import Updater
@@ -79,7 +80,7 @@ def test_a_base_that_a_checkpoint_counts_on_is_not_written_again(
     """A run that was stopped while it was measured goes on from a checkpoint: killed in rewriting, that were lost."""
     small = SmallRuns(tmp_path)
     with monkeypatch.context() as patch:
-        strike_at(patch, "assay.train.evaluation:RunEvaluator.measure", 1, stop)
+        inject(patch, RunEvaluator, "measure", 1, stop)
         assert small.train(*LORA) == 130
     weights = small.runs / "small" / "base" / "model.safetensors"
     before = weights.stat()

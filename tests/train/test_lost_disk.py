@@ -10,31 +10,34 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from small_run import SmallRuns, mostly_slow, strike_at
+from small_run import SmallRuns, inject, mostly_slow
 
-from assay.runs import checkpoints
+from assay.runs import Run, checkpoints, rollouts
+from assay.text import Tokenizer
+from assay.train import checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 STEPS = 5
 WORDS = ("--train.steps", STEPS, "--save.every", 2, "--eval.every", 2)
-SAVING = "assay.train.checkpoint"
 # What cannot be written: the function, which call of it fails, and the step of the last checkpoint then.
-FULL: dict[str, tuple[str, int, int | None]] = {
-    "the first metrics": ("assay.runs.directory:Run.log", 1, None),
-    "metrics": ("assay.runs.directory:Run.log", 4, 2),
-    "an evaluation": ("assay.train.evaluation:rollouts.write_rollouts", 7, 2),
-    "the token arrays": ("assay.runs.rollouts:np.savez", 3, 2),
-    "the first model": (f"{SAVING}.save_model", 1, None),
-    "a model": (f"{SAVING}.save_model", 3, 2),
-    "the tokenizer": ("assay.text:Tokenizer.save", 3, 2),
-    "moments": (f"{SAVING}.write_files", 3, 2),
-    "the state": (f"{SAVING}.write_state", 3, 2),
-    "the list of files": ("assay.runs.checkpoints.write_json", 2, 0),
-    "the note of the best": ("assay.runs.checkpoints.write_json", 3, 2),
-    "the rename": ("assay.runs.checkpoints.rename", 3, 2),
-    "the summary": ("assay.runs.directory:Run.write_summary", 1, STEPS),
+FULL: dict[str, tuple[Any, str, int, int | None]] = {
+    "the first metrics": (Run, "log", 1, None),
+    "metrics": (Run, "log", 4, 2),
+    "an evaluation": (rollouts, "write_rollouts", 7, 2),
+    "the token arrays": (np, "savez", 3, 2),
+    "the first model": (checkpoint, "save_model", 1, None),
+    "a model": (checkpoint, "save_model", 3, 2),
+    "the tokenizer": (Tokenizer, "save", 3, 2),
+    "moments": (checkpoint, "write_files", 3, 2),
+    "the state": (checkpoint, "write_state", 3, 2),
+    "the list of files": (checkpoints, "write_json", 2, 0),
+    "the note of the best": (checkpoints, "write_json", 3, 2),
+    "the rename": (checkpoints, "rename", 3, 2),
+    "the summary": (Run, "write_summary", 1, STEPS),
 }
 
 
@@ -53,9 +56,9 @@ def no_space() -> None:
 def test_a_full_disk_ends_the_run_with_one_line_and_the_earlier_checkpoint(
     complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
-    name, (target, call, saved) = f"full-{what.replace(' ', '-')}", FULL[what]
+    name, (owner, function, call, saved) = f"full-{what.replace(' ', '-')}", FULL[what]
     with monkeypatch.context() as patch:
-        strike_at(patch, target, call, no_space)
+        inject(patch, owner, function, call, no_space)
         assert complete.train(*WORDS, "--save.keep", 9, "--name", name) == 2
     shown = capsys.readouterr().err
     assert "the disk is full" in shown and shown.count("\n") == 1 and "resume" in shown

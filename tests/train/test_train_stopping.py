@@ -14,11 +14,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-from small_run import SmallRuns, mostly_slow, strike_at
+from small_run import SmallRuns, inject, mostly_slow
 
+from assay.rollout import Collector
 from assay.runs import checkpoints
+from assay.train import checkpoint, evaluation, run
+from assay.train.learner.update import Updater
 from assay.train.stopping import Stopped, Stopping
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
@@ -34,33 +38,39 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
     return small
 
 
-COLLECT, UPDATE = "assay.rollout.collect:Collector.collect", "assay.train.learner.update:Updater.update"
-ANSWER = "assay.rollout.collect:Collector._answer"
+COLLECT, SERVE, UPDATE = (Collector, "collect"), (Collector, "_serve"), (Updater, "update")
+WRITE_FILES = (checkpoint, "write_files")
+Moment = tuple[tuple[Any, str], int, int | None]
 # During what the signal arrives: the function, which call of it, and the step of the last checkpoint afterwards.
-FINISHED: dict[str, tuple[str, int, int | None]] = {
-    "the warm start": ("assay.train.learner.update:Updater.step", 1, None),
+FINISHED: dict[str, Moment] = {
+    "the warm start": ((Updater, "step"), 1, None),
     "the first evaluation": (COLLECT, 1, 0),
     "sampling": (COLLECT, 3, 2),
     "the update": (UPDATE, 2, 2),
-    "the weight sync": ("assay.train.run.sync_weights", 3, 2),
-    "an evaluation": ("assay.train.evaluation.evaluate", 2, 3),
-    "saving": ("assay.train.checkpoint.write_files", 2, 3),
+    "the weight sync": ((run, "sync_weights"), 3, 2),
+    "an evaluation": ((evaluation, "evaluate"), 2, 3),
+    "saving": (WRITE_FILES, 2, 3),
 }
 # The same where the work takes longer than the grace time and is interrupted.
 INTERRUPTED = {
-    "the first evaluation": (ANSWER, 1, 0),
-    "sampling": (ANSWER, 3, 1),
-    "an evaluation": (ANSWER, 5, 3),
-    "the last evaluation": (ANSWER, 9, 5),
+    "the first evaluation": (SERVE, 1, 0),
+    "sampling": (SERVE, 3, 1),
+    "an evaluation": (SERVE, 5, 3),
+    "the last evaluation": (SERVE, 9, 5),
 }
 
 
 def stopped_and_resumed(
-    small: SmallRuns, name: str, monkeypatch: pytest.MonkeyPatch, moment: tuple[str, int, int | None], strike, *words
+    small: SmallRuns,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: Moment,
+    action: Callable[[], None],
+    *words: object,
 ) -> None:
     target, call, saved = moment
     with monkeypatch.context() as patch:
-        strike_at(patch, target, call, strike)
+        inject(patch, *target, call, action)
         assert small.train(*WORDS, *words, "--name", name) == 143
     path = small.runs / name
     assert checkpoints.last_intact(path) == (saved, [])
@@ -113,9 +123,9 @@ def test_an_update_is_never_interrupted(complete: SmallRuns, monkeypatch: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [UPDATE, "assay.train.checkpoint.write_files"])
+@pytest.mark.parametrize("target", [UPDATE, WRITE_FILES])
 def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
-    complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], target: str
+    complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], target: tuple[Any, str]
 ) -> None:
     def strike() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -124,9 +134,9 @@ def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
         signal.raise_signal(signal.SIGINT)
         pytest.fail("the run was not stopped")
 
-    name = "at-once-" + target.rpartition(".")[2]
+    name = "at-once-" + target[1]
     with monkeypatch.context() as patch:
-        strike_at(patch, target, 2, strike)
+        inject(patch, *target, 2, strike)
         assert complete.train(*WORDS, "--name", name) == 130
     assert checkpoints.last_intact(complete.runs / name) == (0, [])
     assert "stopped with a checkpoint of step 0" in capfd.readouterr().out
@@ -135,15 +145,17 @@ def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [UPDATE, "assay.train.checkpoint.write_files"])
-def test_a_repeated_sigterm_changes_nothing(complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+@pytest.mark.parametrize("target", [UPDATE, WRITE_FILES])
+def test_a_repeated_sigterm_changes_nothing(
+    complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, target: tuple[Any, str]
+) -> None:
     def strike() -> None:
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.4)
         signal.raise_signal(signal.SIGTERM)
 
     moment = (target, 2, 2 if target == UPDATE else 3)
-    stopped_and_resumed(complete, "repeated-" + target.rpartition(".")[2], monkeypatch, moment, strike)
+    stopped_and_resumed(complete, "repeated-" + target[1], monkeypatch, moment, strike)
 
 
 @pytest.mark.slow
@@ -156,7 +168,7 @@ def test_a_run_can_be_stopped_twice_in_the_same_evaluation(
 
     for call, start in ((5, True), (1, False)):
         with monkeypatch.context() as patch:
-            strike_at(patch, ANSWER, call, strike)
+            inject(patch, *SERVE, call, strike)
             words = (*WORDS, "--name", "twice", "--save.grace_s", 0.1)
             assert (complete.train(*words) if start else complete.resume("twice")) == 143
         assert checkpoints.last_intact(complete.runs / "twice") == (3, [])

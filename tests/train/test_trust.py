@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from small_run import SmallRuns
 
-from assay.api import Algorithm
+from assay.api import Trainer
 from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, to_toml
@@ -220,7 +220,7 @@ def test_modules_are_located_without_importing_them(tmp_path: Path, monkeypatch:
 def test_the_python_interface_asks_for_trust_too(make_gift) -> None:
     gift = make_gift(SETTINGS["task"])
 
-    class Own(Algorithm):
+    class Own(Trainer):
         def train(self) -> None: ...
 
     with pytest.raises(UserError, match="trust=True"):
