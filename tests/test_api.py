@@ -168,7 +168,7 @@ def test_invalid_states_and_empty_steps_are_refused(small: SmallRuns) -> None:
     for state in (5, [], [{"role": "user"}], {"role": "user", "content": "2 + 2 ="}):
         with pytest.raises(UserError, match="a state must be a question"):
             trainer.policy.get_action(state)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="no room in a context") as error:
+    with pytest.raises(UserError, match="no space in a context") as error:
         trainer.policy.get_action("has " * 900)
     assert len(str(error.value)) < 500
     with pytest.raises(UserError, match="given no groups"):

@@ -21,14 +21,14 @@ def settings(file: Path | None = None, **changes: Any) -> TrainConfig:
     return load_settings(TrainConfig, file, {key.replace("__", "."): value for key, value in changes.items()})
 
 
-def idle(file: Path | None = None, task: Task | None = None, **changes: Any) -> list[str]:
+def unused(file: Path | None = None, task: Task | None = None, **changes: Any) -> list[str]:
     cfg = settings(file, **changes)
     return list(unused_settings(cfg, build_algorithm(cfg), task))
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda file: file.stem)
 def test_shipped_settings_have_an_effect(file: Path) -> None:
-    assert idle(file) == []
+    assert unused(file) == []
 
 
 @pytest.mark.parametrize(
@@ -37,40 +37,46 @@ def test_shipped_settings_have_an_effect(file: Path) -> None:
         ({"algo__reference": "big"}, "algo.kl_coef and algo.reward_kl_coef are 0", {"algo__kl_coef": 0.1}),
         ({"algo__correction_high": 3.0}, "algo.correction is not set", {"algo__correction": "token_mask"}),
         ({"algo__cov_fraction": 0.1}, "algo.cov is not set", {"algo__cov": "clip_cov"}),
-        ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"algo__updates": 2}),
-        ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"train__passes": 2}),
-        ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"algo__minibatch_size": 4}),
-        ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"replay__groups": 2}),
-        ({"algo__cov": "kl_cov"}, "each batch is learnt from in one update", {"algo__cov": "clip_cov"}),
+        ({"algo__cov": "kl_cov"}, "one update per batch", {"algo__updates": 2}),
+        ({"algo__cov": "kl_cov"}, "one update per batch", {"train__passes": 2}),
+        ({"algo__cov": "kl_cov"}, "one update per batch", {"algo__minibatch_size": 4}),
+        ({"algo__cov": "kl_cov"}, "one update per batch", {"replay__groups": 2}),
+        ({"algo__cov": "kl_cov"}, "one update per batch", {"algo__cov": "clip_cov"}),
         ({"algo__entropy_delta": 0.1}, "algo.entropy_target is not set", {"algo__entropy_target": 0.5}),
         ({"algo__pass_rate_retry": 5}, "neither algo.pass_rate_low", {"algo__pass_rate_low": 0.1}),
         ({"algo__recipe": "simple", "algo__dual_clip": 3.0}, "algo.policy_loss is not", {"algo__recipe": "grpo"}),
         ({"critic__gae_lambda": 0.9}, "algo.critic is off", {"algo__recipe": "ppo"}),
         ({"env__max_tokens": 5}, "no environment is set", {"env__name": "guess"}),
         ({"algo__step_credit": True}, "no environment is set", {"env__name": "guess"}),
-        ({"algo__critic": True, "algo__advantage": "none"}, "the critic gives credit", {"algo__critic": False}),
+        (
+            {"algo__critic": True, "algo__advantage": "none"},
+            "the critic determines advantages",
+            {"algo__critic": False},
+        ),
     ],
 )
-def test_what_waits_for_another_setting_is_named(changes: Any, missing: str, then: Any, tmp_path: Path) -> None:
-    (found,) = idle(**changes)
+def test_a_setting_without_effect_is_reported_with_the_setting_that_it_needs(
+    changes: Any, missing: str, then: Any, tmp_path: Path
+) -> None:
+    (found,) = unused(**changes)
     name = list(changes)[-1].replace("__", ".")
-    assert found.startswith(f"{name} has no effect: {missing}")
-    assert idle(**changes | then) == []
+    assert found.startswith(f"{name} has no effect: ") and missing in found
+    assert unused(**changes | then) == []
     resolved = tmp_path / "config.toml"  # as a resumed run reads it, with every setting in it
     resolved.write_text(to_toml(settings(**changes)))
-    assert idle(resolved) == [found]
+    assert unused(resolved) == [found]
 
 
 @pytest.mark.parametrize("name", ["guess", "countdown_tries", "single"])
-def test_settings_of_rewards_have_a_say_where_a_judge_is_asked(name: str) -> None:
+def test_reward_settings_have_an_effect_only_with_a_judge(name: str) -> None:
     changes = {"reward__correct": 2.0, "reward__extract": "hash", "reward__function": "f.py:f", "reward__workers": 0}
     env = make_env(name, task=make_task("abacus") if name == "single" else None)
-    found = idle(task=env, env__name=name, **changes)
+    found = unused(task=env, env__name=name, **changes)
     assert [line.split()[0] for line in found] == (
         [] if name == "single" else ["reward.extract", "reward.correct", "reward.function"]
     )
     assert all(f"has no effect: all rewards come from {name} " in line for line in found)
-    assert idle(task=make_task("abacus"), **changes) == [] == idle(task=env, env__name=name)
+    assert unused(task=make_task("abacus"), **changes) == [] == unused(task=env, env__name=name)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +93,7 @@ def test_settings_of_rewards_have_a_say_where_a_judge_is_asked(name: str) -> Non
         ({"sampling__top_k": 5}, "sampling is truncated"),
     ],
 )
-def test_updates_without_a_ratio_and_truncated_sampling_are_warned_of(changes: Any, warned: str) -> None:
+def test_warnings_of_updates_without_a_ratio_and_of_truncated_sampling(changes: Any, warned: str) -> None:
     cfg = settings(**changes)
     found = list(risky_settings(cfg, build_algorithm(cfg)))
     assert len(found) == bool(warned) and all(warned in line and "\n" not in line for line in found)

@@ -1,4 +1,4 @@
-"""Every recipe, from settings to summary, on a nano model."""
+"""Whole runs of the training loop on a nano model: recipes, filters, schedules, checkpoints, rollout files."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def changed(small: SmallRuns, name: str = "small", steps: int = 2) -> bool:
     return any(not first[key].equal(last[key]) for key in first)
 
 
-def test_answers_that_outgrow_the_engines_memory_are_cut_off(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_longer_than_the_kv_cache_are_truncated(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert small.train("--engine.memory", 3e-5, "--sampling.max_new_tokens", 60) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("engine.memory holds keys and values of") == 1
@@ -45,7 +43,7 @@ def test_answers_that_outgrow_the_engines_memory_are_cut_off(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_runs_and_learns_something(small: SmallRuns, recipe: str) -> None:
+def test_every_recipe_trains(small: SmallRuns, recipe: str) -> None:
     assert small.train("--algo.recipe", recipe) == 0
     assert small.summary()["algorithm"] == recipe and small.summary()["steps"] == 2
     assert changed(small)
@@ -66,13 +64,13 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(small: SmallR
 
 
 @pytest.mark.slow
-def test_a_reference_holds_the_policy_back(small: SmallRuns) -> None:
+def test_a_kl_term_limits_the_distance_to_the_reference(small: SmallRuns) -> None:
     learning = ("--train.steps", 8, "--optim.lr", 3e-3, "--sft.steps", 2, "--sft.batch", 2)
     words = (*learning, "--save.every", 4, "--save.keep", 99)
     assert small.train(*words, "--name", "free") == 0
     assert small.train(*words, "--name", "held", "--algo.kl_coef", 20) == 0
     held = [row for row in small.metrics("held") if "policy/kl" in row]
-    assert held[0]["policy/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is the reference as yet
+    assert held[0]["policy/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the reference
     assert held[-1]["policy/kl"] > 0 and held[-1]["loss/kl"] == pytest.approx(20 * held[-1]["policy/kl"], rel=0.5)
     reference = load_file(small.runs / "held" / "reference" / "model.safetensors")
     start = load_file(small.checkpoint(0, "held") / "model/model.safetensors")
@@ -108,7 +106,7 @@ def test_dropped_groups_are_replaced_by_new_prompts(small: SmallRuns) -> None:
             assert learns == (group in kept)
 
 
-def test_a_step_in_which_every_group_is_dropped_goes_by(small: SmallRuns) -> None:
+def test_a_step_in_which_every_group_is_dropped_is_skipped(small: SmallRuns) -> None:
     (small.folder / "flat.py").write_text("def reward(completion, answer):\n    return 0.5\n")
     words = ("--algo.recipe", "dapo", "--reward.function", f"{small.folder}/flat.py:reward", "--algo.resample", 1)
     assert small.train(*words) == 0
@@ -117,7 +115,7 @@ def test_a_step_in_which_every_group_is_dropped_goes_by(small: SmallRuns) -> Non
     assert [row["groups/dropped"] for row in rows] == [6.0, 6.0] and all(row["optim/skipped"] for row in rows)
 
 
-def test_remax_asks_for_one_greedy_answer_more(small: SmallRuns) -> None:
+def test_remax_samples_a_greedy_baseline_per_prompt(small: SmallRuns) -> None:
     assert small.train("--algo.recipe", "remax", "--train.samples", 2) == 0
     tokens = 0
     for step, row in enumerate([row for row in small.metrics() if "reward/greedy" in row], 1):
@@ -130,7 +128,7 @@ def test_remax_asks_for_one_greedy_answer_more(small: SmallRuns) -> None:
     assert small.summary()["tokens"] > tokens > 0
 
 
-def test_prompts_that_are_too_easy_are_passed_over(small: SmallRuns) -> None:
+def test_prompts_with_a_high_pass_rate_are_skipped(small: SmallRuns) -> None:
     (small.folder / "picky.py").write_text(
         "def reward(completion, answer):\n    return 1.0 if int(answer) % 2 else sum(map(ord, completion)) % 2 / 2\n"
     )
@@ -147,7 +145,7 @@ def test_prompts_that_are_too_easy_are_passed_over(small: SmallRuns) -> None:
     assert (last["prompts/known"], last["prompts/within_reach"]) == (6, pytest.approx(1 - len(solved) / 6))
 
 
-def test_where_every_prompt_is_too_easy_training_goes_on(small: SmallRuns) -> None:
+def test_training_continues_if_every_prompt_is_too_easy(small: SmallRuns) -> None:
     (small.folder / "easy.py").write_text("def reward(completion, answer):\n    return 1.0\n")
     words = ("--reward.function", f"{small.folder}/easy.py:reward", "--algo.pass_rate_high", 0.5)
     assert small.train(*words, "--train.max_train_prompts", 4, "--train.steps", 3) == 0
@@ -177,7 +175,7 @@ def test_mean_log_probabilities_of_sampled_and_of_trained_tokens_are_logged(smal
         assert row["policy/logprob"] == pytest.approx(row["sampling/logprob"], abs=1e-4)
 
 
-def test_entropy_control_starts_where_no_group_has_a_winner(small: SmallRuns) -> None:
+def test_entropy_control_works_without_any_advantage(small: SmallRuns) -> None:
     """A collapsed policy: every answer to a prompt gets the same reward, and the coefficient begins with 0."""
     (small.folder / "same.py").write_text("def reward(completion, answer):\n    return 0.7\n")
     words = ("--reward.function", f"{small.folder}/same.py:reward", "--algo.entropy_target", 99)
@@ -205,7 +203,7 @@ def test_zero_variance_counts_the_groups_that_the_filter_drops(small: SmallRuns)
     ]
 
 
-def test_the_soft_punishment_counts_from_the_end_of_the_context(small: SmallRuns) -> None:
+def test_the_soft_overlong_penalty_uses_the_context_limit(small: SmallRuns) -> None:
     """Where the context leaves less room than sampling.max_new_tokens, that is the limit of an answer."""
     words = ("--algo.soft_overlong_buffer", 0.9, "--sampling.max_new_tokens", 200, "--model.max_length", 40)
     assert small.train("--train.steps", 1, *words) == 0
@@ -221,7 +219,7 @@ def test_the_soft_punishment_counts_from_the_end_of_the_context(small: SmallRuns
 
 
 @pytest.mark.parametrize("settings", [("--algo.soft_overlong_buffer", 0.2), ("--algo.reward_kl_coef", 0.1)])
-def test_bnpo_refuses_what_is_added_to_rewards_before_the_run_starts(
+def test_bnpo_refuses_reward_shaping_before_the_run_starts(
     small: SmallRuns, settings: tuple[object, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert small.train("--algo.recipe", "bnpo", *settings) == 2
@@ -229,13 +227,13 @@ def test_bnpo_refuses_what_is_added_to_rewards_before_the_run_starts(
     assert not (small.runs / "small").exists()
 
 
-def test_bnpo_takes_rewards_below_0_and_above_1(small: SmallRuns) -> None:
+def test_bnpo_accepts_rewards_outside_of_0_to_1(small: SmallRuns) -> None:
     (small.folder / "wide.py").write_text("def reward(completion, answer):\n    return len(completion) % 5 - 2\n")
     assert small.train("--algo.recipe", "bnpo", "--reward.function", f"{small.folder}/wide.py:reward") == 0
     assert changed(small)
 
 
-def test_several_updates_and_passes_make_the_ratio_leave_one(small: SmallRuns) -> None:
+def test_several_updates_and_passes_change_the_importance_ratio(small: SmallRuns) -> None:
     assert small.train("--algo.updates", 3, "--train.passes", 2, "--optim.lr", 1e-2) == 0
     rows = [row for row in small.metrics() if "policy/ratio_max" in row]
     assert max(row["policy/ratio_max"] for row in rows) > 1.01
@@ -252,7 +250,7 @@ def test_epochs_count_passes_over_the_train_split(small: SmallRuns, epochs: floa
 
 
 @pytest.mark.slow
-def test_a_fallback_model_trains_is_measured_and_exported(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fallback_model_is_trained_and_exported(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from assay.cli.main import main
@@ -281,7 +279,7 @@ def test_a_fallback_model_trains_is_measured_and_exported(small: SmallRuns, caps
         (-np.inf, 0.6, ("--algo.recipe", "gspo", "--algo.reward_kl_coef", 0.1, "--sampling.top_p", 0.9)),
     ],
 )
-def test_a_model_with_a_blocked_token_learns(
+def test_a_model_with_a_blocked_token_is_trained(
     small: SmallRuns, block: float, temperature: float, settings: tuple[object, ...]
 ) -> None:
     """Its head has a bias, which is -inf (or the least number there is) for one token."""
@@ -306,7 +304,7 @@ def test_a_model_with_a_blocked_token_learns(
     assert not any(blocked in turn.completion.token_ids for turn in written)
 
 
-def test_a_model_without_a_chat_template_is_asked_in_plain_text(small: SmallRuns) -> None:
+def test_a_model_without_a_chat_template_gets_raw_prompts(small: SmallRuns) -> None:
     folder = gpt2_folder(small.folder / "gpt2", chat=False)
     words = ("--model", folder, "--prompt.style", "raw", "--prompt.template", "{question} :")
     assert small.train(*words) == 0
@@ -315,7 +313,7 @@ def test_a_model_without_a_chat_template_is_asked_in_plain_text(small: SmallRuns
     assert len(first.turns[0].context_ids) == len(context.split()) + 1
 
 
-def test_checkpoints_are_kept_as_asked_and_the_best_is_the_best(small: SmallRuns) -> None:
+def test_the_last_and_the_best_checkpoints_are_kept(small: SmallRuns) -> None:
     assert small.train("--train.steps", 5, "--save.every", 1, "--save.keep", 2, "--eval.every", 1) == 0
     path = small.runs / "small"
     best = checkpoints.read_best(path)
@@ -325,9 +323,7 @@ def test_checkpoints_are_kept_as_asked_and_the_best_is_the_best(small: SmallRuns
     assert checkpoints.steps(path) == sorted({0, 4, 5, best["step"]})
 
 
-def test_a_new_best_is_saved_at_once_and_outlives_later_checkpoints(
-    small: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_best_checkpoint_is_saved_at_once_and_kept(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     measured, path = RunEvaluator.measure, small.runs / "small"
     accuracies = {1: 0.2, 2: 0.2, 3: 0.6, 4: 0.5, 5: 0.6, 6: 0.1}
 
@@ -337,7 +333,7 @@ def test_a_new_best_is_saved_at_once_and_outlives_later_checkpoints(
 
     monkeypatch.setattr(RunEvaluator, "measure", scripted)
     assert small.train("--train.steps", 6, "--save.every", 4, "--save.keep", 1, "--eval.every", 1) == 0
-    assert checkpoints.read_best(path) == {"step": 3, "value": 0.6}  # an equal one later is no better
+    assert checkpoints.read_best(path) == {"step": 3, "value": 0.6}  # a later one with the same value is not better
     assert checkpoints.steps(path) == [0, 3, 6]
     assert small.train("--model", "run:small@best", "--name", "from-best", "--train.steps", 1) == 0
     start, best = (
@@ -357,7 +353,7 @@ def test_the_test_split_never_chooses_the_best_checkpoint(small: SmallRuns) -> N
     assert checkpoints.read_best(small.runs / "small") is None
 
 
-def test_old_rollouts_make_room(small: SmallRuns) -> None:
+def test_old_rollouts_are_deleted(small: SmallRuns) -> None:
     assert small.train("--train.steps", 3, "--save.rollouts", 1) == 0
     assert small.train("--train.steps", 1, "--save.rollouts", 0, "--name", "none") == 0
     files = sorted(file.name for file in (small.runs / "small" / "rollouts").iterdir())
@@ -382,35 +378,15 @@ def test_rollout_files_hold_what_training_saw(small: SmallRuns) -> None:
     assert small.summary()["tokens"] == tokens
 
 
-def test_the_answers_of_every_evaluation_are_kept(small: SmallRuns) -> None:
-    assert small.train("--eval.every", 1) == 0
-    path = small.runs / "small"
-    assert len(read_lines(path, 0, "eval", "before-test")) == 5
-    assert len(read_lines(path, 1, "eval", "eval-validation")) == 4
-    after = read_lines(path, 2, "eval", "after-test")
-    right = sum(line["verdict"]["status"] == "ok" for line in after)
-    assert small.summary()["after"]["accuracy"] == right / 5
-    assert json.loads((path / "environment.json").read_text())["versions"]["torch"]
-
-
-def test_several_answers_a_problem_give_pass_at_k(small: SmallRuns) -> None:
-    assert small.train("--eval.samples", 3, "--eval.temperature", 1) == 0
-    after = small.summary()["after"]
-    assert after["samples"] == 3 and set(after["pass_at_k"]) == {"1", "2", "3"} == set(after["majority_at_k"])
-    assert after["pass_at_k"]["1"] == pytest.approx(after["accuracy"])
-    assert after["pass_at_k"]["1"] <= after["pass_at_k"]["2"] <= after["pass_at_k"]["3"]
-    assert any("eval/pass@3" in row for row in small.metrics())
-
-
-def test_the_schedule_is_the_one_that_was_asked_for(small: SmallRuns) -> None:
+def test_learning_rate_follows_its_schedule(small: SmallRuns) -> None:
     words = ("--train.steps", 4, "--optim.schedule", "linear", "--optim.warmup", 2, "--optim.final", 0.5)
     assert small.train(*words, "--optim.lr", 1e-3) == 0
     rates = [row["optim/lr"] for row in small.metrics() if "optim/lr" in row]
     assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.75e-3])
 
 
-def test_a_budget_counts_every_answer_and_schedules_by_them(small: SmallRuns) -> None:
-    words = ("--train.budget", 36, "--optim.schedule", "linear")  # 9 answers a step, unless groups are replaced
+def test_a_budget_counts_every_answer_and_drives_the_schedule(small: SmallRuns) -> None:
+    words = ("--train.budget", 36, "--optim.schedule", "linear")  # 9 answers per step, unless groups are replaced
     assert small.train(*words, "--name", "plain", "--algo.recipe", "grpo") == 0
     steps = [row for row in small.metrics("plain") if "reward/mean" in row]
     assert [row["sampling/answers"] for row in steps] == [9, 18, 27, 36]
@@ -422,23 +398,5 @@ def test_a_budget_counts_every_answer_and_schedules_by_them(small: SmallRuns) ->
     assert small.train(*words, *picky, "--name", "dapo", "--algo.recipe", "dapo") == 0
     steps = [row for row in small.metrics("dapo") if "reward/mean" in row]
     assert sum(row["groups/dropped"] for row in steps) > 0 and len(steps) < 4
-    assert 36 <= small.summary("dapo")["answers"] < 36 + 9  # whoever is drawn anew is paid for
+    assert 36 <= small.summary("dapo")["answers"] < 36 + 9  # replaced groups count as well
     assert all(0 < row["optim/lr"] <= 1e-3 for row in steps) and "after/accuracy" in small.metrics("dapo")[-1]
-
-
-@pytest.mark.slow
-def test_a_model_that_knew_something_is_measured_before_its_warm_start_too(small: SmallRuns) -> None:
-    warm = ("--sft.steps", 60, "--sft.batch", 8, "--sft.lr", 1e-2)
-    warm = (*warm, "--reward.function", "", "--sampling.max_new_tokens", 30)
-    assert small.train(*warm, "--name", "fresh") == 0
-    assert "before" not in small.summary("fresh")["sft"]  # of a fresh model there is nothing to know
-    folder = gpt2_folder(small.folder / "gpt2")
-    assert small.train(*warm, "--model", folder) == 0
-    summary, rows = small.summary(), small.metrics()
-    start, before = (next(row for row in rows if f"{label}/accuracy" in row) for label in ("start", "before"))
-    assert rows.index(start) < next(i for i, row in enumerate(rows) if "sft/loss" in row) < rows.index(before)
-    assert summary["sft"]["before"]["n"] == summary["before"]["n"] == 5
-    assert summary["sft"]["before"]["accuracy"] == start["start/accuracy"] and start["start/format"] == 0
-    assert before["before/format"] > 0  # the warm start taught the form
-    assert summary["sft"]["paired"]["gained"] - summary["sft"]["paired"]["lost"] == round(5 * before["before/accuracy"])
-    assert len(read_lines(small.runs / "small", 0, "eval", "start-test")) == 5
