@@ -26,7 +26,7 @@ from native_parts import (
 )
 
 from assay.engine import Engine, NativeEngine, Request, SamplingParams, generate, make_engine
-from assay.engine.native.scheduler import PATIENCE
+from assay.engine.native.scheduler import MAX_WAIT
 from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel
 from assay.types import Completion
@@ -200,7 +200,7 @@ def test_who_fails_to_say_what_comes_next_breaks_off_the_call_and_nothing_else(k
     assert_same_draws(model(), whole, ours, generate(engine_for(model()), [whole])[0])
 
 
-@pytest.mark.parametrize(("running", "first"), [(40, PATIENCE), (4, 8)])  # 1 + 2 + ... + 8 is more than 4 x PASS
+@pytest.mark.parametrize(("running", "first"), [(40, MAX_WAIT), (4, 8)])  # 1 + ... + 8 > 4 x ADMISSION_COST
 def test_newcomers_are_collected_while_others_run(running: int, first: int) -> None:
     """One comes after each step: they enter together, since each entry costs a pass."""
     engine = engine_for(model(), Mode(max_batch=64))
@@ -212,7 +212,7 @@ def test_newcomers_are_collected_while_others_run(running: int, first: int) -> N
         enter(samples)
 
     engine.rows.enter = note  # type: ignore[method-assign]
-    long = SamplingParams(n=running, max_new_tokens=2 * PATIENCE)
+    long = SamplingParams(n=running, max_new_tokens=2 * MAX_WAIT)
     short = SamplingParams(max_new_tokens=2)
     waves = [[Request([1], long, seed=0)], *([Request([i], short, i)] for i in range(first + 3))]
     Consumer(engine, more=lambda nothing_else: waves.pop(0) if waves else []).run()

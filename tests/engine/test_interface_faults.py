@@ -226,7 +226,7 @@ def sizes(engine: NativeEngine) -> dict[str, int]:
         "queued": len(engine.incoming) + len(engine.boundary.queue),
         "in flight": len(engine.in_flight),
         "blocks": engine.blocks.in_use,
-        "prefixes": max(len(engine.blocks.known) - engine.blocks.total, 0),
+        "prefixes": max(len(engine.blocks.prefix_index) - engine.blocks.total, 0),
     }
 
 

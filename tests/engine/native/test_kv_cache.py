@@ -19,7 +19,7 @@ def free(monkeypatch: pytest.MonkeyPatch, amount: int | None) -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 100_000])
-def test_a_budget_is_used_up_and_not_exceeded(blocks: int) -> None:
+def test_cache_blocks_use_the_budget_and_do_not_exceed_it(blocks: int) -> None:
     for dtype, bytes_each in ((torch.float32, BLOCK), (torch.bfloat16, BLOCK // 2)):
         assert cache_blocks(SPEC, 4, 96, CPU, dtype, blocks * bytes_each / GIB) == blocks
         assert cache_blocks(SPEC, 4, 96, CPU, dtype, (blocks * bytes_each + bytes_each - 1) / GIB) == blocks
@@ -27,12 +27,14 @@ def test_a_budget_is_used_up_and_not_exceeded(blocks: int) -> None:
         assert new_cache(SPEC, blocks, CPU, torch.float32)[0].nbytes == blocks * BLOCK
 
 
-def test_a_budget_for_less_than_one_block_is_refused() -> None:
+def test_a_budget_below_one_block_is_an_error() -> None:
     with pytest.raises(UserError, match=rf"engine.memory = .* GiB holds less than one block .*{BLOCK} bytes"):
         cache_blocks(SPEC, 4, 96, CPU, torch.float32, (BLOCK - 1) / GIB)
 
 
-def test_without_a_budget_it_is_what_is_useful_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_budget_the_cache_is_limited_by_use_and_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     free(monkeypatch, 100 * GIB)
     assert cache_blocks(SPEC, 4, 96, CPU, torch.float32, 0.0) == 4 * 96 // BLOCK_SIZE
     assert cache_blocks(SPEC, 4, 97, CPU, torch.float32, 0.0) == 4 * (96 // BLOCK_SIZE + 1)
@@ -48,15 +50,15 @@ def test_without_a_budget_it_is_what_is_useful_and_free(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_cache_is_zeros_of_the_right_kind(dtype: torch.dtype) -> None:
-    cache, lent = new_cache(SPEC, 5, CPU, dtype, lend=True)
-    assert lent is None  # a CPU has nothing to lend
+def test_a_new_cache_is_zeros_of_the_given_dtype(dtype: torch.dtype) -> None:
+    cache, mapped_memory = new_cache(SPEC, 5, CPU, dtype, lend=True)
+    assert mapped_memory is None  # only on CUDA
     assert cache.shape == (3, 2, 2, 5, BLOCK_SIZE, 8) and cache.dtype == dtype and cache.is_contiguous()
     assert not cache.any()
     cache[1, 0, 1, 4] = 2.5
     assert float(cache.float().sum()) == 2.5 * BLOCK_SIZE * 8
 
 
-def test_a_cache_that_no_machine_can_hold_is_an_error_of_one_line() -> None:
+def test_a_cache_larger_than_memory_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"cache of .* GiB does not fit on cpu: lower engine\.memory"):
         new_cache(SPEC, 1 << 50, CPU, torch.float32)

@@ -279,7 +279,7 @@ def test_decoding_writes_only_to_blocks_of_its_own(mode: str, monkeypatch: pytes
         step(size, span)
         changed = (cache != before).any(-1).any(-1).flatten(0, 2).any(0)[:-1]  # the last is nobody's
         blocks = changed.nonzero()[:, 0].tolist()
-        assert all(engine.blocks.users[block] <= 1 and block not in engine.blocks.keys for block in blocks)
+        assert all(engine.blocks.ref_counts[block] <= 1 and block not in engine.blocks.keys for block in blocks)
         written.append(len(blocks))
 
     monkeypatch.setattr(engine.runner, "_step", note)

@@ -15,7 +15,7 @@ KEYS = st.lists(st.integers(ALONE, 6), max_size=60)
 
 
 @given(KEYS, st.integers(1, 9), st.integers(1, 6), st.integers(0, 9))
-def test_plan(listed: list[int], height: int, least: int, spare: int) -> None:
+def test_plan_groups_rows_of_equal_keys_into_tiles(listed: list[int], height: int, least: int, spare: int) -> None:
     keys = np.array(listed, dtype=np.int64)
     tokens = np.maximum(keys + 1, 0) * BLOCK_SIZE  # by key, so that those of a tile can be told
     members, lengths, skip = plan_sharing(keys, tokens, height, least, len(listed) + spare)
@@ -46,7 +46,7 @@ def most_tiles(rows: int, height: int, least: int) -> int:
 
 @pytest.mark.parametrize("height", [1, 2, 5, 8, 16])
 @pytest.mark.parametrize("least", [1, 2, 4, 8])
-def test_room_for_any_grouping(height: int, least: int) -> None:
+def test_max_tiles_is_enough_for_any_grouping(height: int, least: int) -> None:
     for rows in (0, 1, 7, 33, 64):
         assert most_tiles(rows, height, least) <= max_tiles(rows, height, least)
     if 2 * least <= height:
@@ -64,28 +64,28 @@ def shared_rows(tables: list[list[int]], counts: list[int], least: int = 4) -> l
     return [(group.tolist(), int(tokens[group[0]])) for group in groups if len(group) >= least]
 
 
-def test_samples_of_prompts() -> None:
+def test_samples_of_one_prompt_form_a_group() -> None:
     tables = [[7, 8, 9, 30 + row] if row % 2 else [4, 5, 60 + row] for row in range(8)]
     assert shared_rows(tables, [2, 3] * 4) == [([0, 2, 4, 6], 2 * BLOCK_SIZE), ([1, 3, 5, 7], 3 * BLOCK_SIZE)]
 
 
-def test_the_same_tokens_in_other_blocks_are_not_shared() -> None:
+def test_equal_tokens_in_different_blocks_are_not_shared() -> None:
     tables = [[1, 2], [1, 2], [1, 2], [1, 2], [5, 6], [5, 6]]
     assert shared_rows(tables, [2] * 6) == [([0, 1, 2, 3], 2 * BLOCK_SIZE)]
 
 
-def test_the_same_last_block_behind_another() -> None:
+def test_rows_with_the_same_last_block_but_different_parents_share_less() -> None:
     """Whoever finds the second block again may have another first one."""
     assert shared_rows([[1, 2], [1, 2], [1, 2], [1, 2], [5, 2]], [2] * 5) == [([0, 1, 2, 3], 2 * BLOCK_SIZE)]
     blocks = Blocks(8, BLOCK_SIZE)
     tokens = list(range(2 * BLOCK_SIZE))
-    early, late = blocks.take(2), blocks.take(2)
-    blocks.remember(tokens[:BLOCK_SIZE], early, BLOCK_SIZE)
-    blocks.remember(tokens, late, 2 * BLOCK_SIZE)
-    assert blocks.find(tokens) == [early[0], late[1]]  # so it does happen
+    early, late = blocks.allocate(2), blocks.allocate(2)
+    blocks.register_prefix(tokens[:BLOCK_SIZE], early, BLOCK_SIZE)
+    blocks.register_prefix(tokens, late, 2 * BLOCK_SIZE)
+    assert blocks.find_prefix(tokens) == [early[0], late[1]]  # so it does happen
 
 
-def test_prompts_that_begin_alike() -> None:
+def test_prompts_with_a_common_prefix_form_a_group() -> None:
     tables = [[1, 2, 3, 10 + row, 20 + row] for row in range(4)]
     assert shared_rows(tables, [5] * 4) == [([0, 1, 2, 3], 3 * BLOCK_SIZE)]
     assert shared_rows(tables, [5, 5, 5, 2]) == [([0, 1, 2, 3], 2 * BLOCK_SIZE)]
@@ -97,7 +97,7 @@ def test_prompts_that_begin_alike() -> None:
     ]
 
 
-def test_nobody_shares() -> None:
+def test_rows_without_common_blocks_form_no_group() -> None:
     assert shared_rows([[1], [2], [3]], [0, 0, 0], 1) == []
     keys, tokens = find_shared(np.zeros((0, 4), dtype=np.int32), np.zeros(0, dtype=np.int64))
     assert len(keys) == len(tokens) == 0
@@ -106,7 +106,7 @@ def test_nobody_shares() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.integers(0, 3)), max_size=30))
-def test_whoever_shares_has_the_same_blocks(rows: list[tuple[int, int, int, int]]) -> None:
+def test_rows_of_a_group_have_the_same_shared_blocks(rows: list[tuple[int, int, int, int]]) -> None:
     tables = np.array([row[:3] for row in rows], dtype=np.int32).reshape(-1, 3)
     counts = np.array([row[3] for row in rows], dtype=np.int64)
     keys, tokens = find_shared(tables, counts, 2)

@@ -30,8 +30,8 @@ from assay.models.parallel import TPShard
 from assay.models.spec import ModelSpec
 from assay.types import UserError
 
-COUNT_EVERY = 7  # windows, for what takes time to count; odd, or it would always be at the same place in a block
-PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed between two stretches of decoding, unless told otherwise
+MEASURE_EVERY = 7  # windows between two measurements of KV waste; odd, so that it varies where blocks are filled to
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed between two windows of decoding steps, by default
 KvOnUpdate = Literal["recompute", "keep"]
 
 
@@ -51,12 +51,12 @@ class NativeEngine(LocalEngine):
         lend: bool = False,
         kv_on_update: KvOnUpdate = "recompute",
     ) -> None:
-        """`memory`: GiB for the KV cache; 0: as much as is useful and free. `decode`: tokens to text.
+        """`memory`: GiB for the KV cache; 0: as much as is useful and free. `decode`: token ids to text.
 
         `lend`: `sleep` releases the memory of the KV cache (CUDA).
         `group`: the ranks that serve this model together. All of them must make the same calls (see `lockstep`).
-        `kv_on_update`: what becomes of the KV cache of running sequences when weights are updated. "recompute": it is
-        computed again with the new weights; "keep": it stays, and only new tokens use the new weights.
+        `kv_on_update`: the KV cache of running sequences after a weight update. "recompute": it is computed again with
+        the new weights; "keep": it is kept, and only new tokens use the new weights.
         """
         if max_batch < 1:
             raise UserError(f"max_batch must be at least 1, not {max_batch}")
@@ -79,8 +79,8 @@ class NativeEngine(LocalEngine):
         chunk = prefill_tokens or PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         self.scheduler = Scheduler(self.blocks, max_batch, chunk)
         self.rows = Rows(max_batch, -(-max_length // BLOCK_SIZE), self.device, dtype)
-        # The last block takes what is to be stored nowhere.
-        kv, self.lent = new_cache(spec, total + 1, self.device, dtype, lend)
+        # One more block for writes of rows that do not store their token.
+        kv, self.mapped_memory = new_cache(spec, total + 1, self.device, dtype, lend)
         self.runner = make_runner(self.network, self.rows, kv)
         stopping = StopStrings(decode) if decode else None
         self.outputs = OutputProcessor(
@@ -98,14 +98,14 @@ class NativeEngine(LocalEngine):
 
     @property
     def has_work(self) -> bool:
-        """Whether there are requests or events for the next step. To be asked between two steps."""
+        """Whether there are requests or events for the next step. Only valid between two steps."""
         return bool(self.incoming or self.outputs.events) or self.scheduler.unfinished
 
     def add(self, request: Request) -> int:
         if self.lockstep is not None:
             self.lockstep.add(request)
         # Requests that arrive one by one are collected for some steps before they are admitted.
-        self.scheduler.open = self.scheduler.open or self.scheduler.unfinished
+        self.scheduler.expects_arrivals = self.scheduler.expects_arrivals or self.scheduler.unfinished
         return super().add(request)
 
     def reset_stats(self) -> None:
@@ -119,7 +119,7 @@ class NativeEngine(LocalEngine):
         for _ in range(len(self.incoming)):  # in place: another thread may be adding requests
             request_id, request = self.incoming.popleft()
             if request_id in in_part or (request_id in requests and request.continues is not None):
-                self._accept(request_id, request)  # what it continues is freed with it
+                self._accept(request_id, request)  # so that the sequence it continues is freed
             elif request_id not in requests:
                 self.incoming.append((request_id, request))
         super()._abort(ids)
@@ -128,13 +128,13 @@ class NativeEngine(LocalEngine):
         running = [sample for sample in samples if sample.row >= 0]
         waiting = [sample for sample in samples if sample.row < 0]
         if running:
-            self._leave(running)
+            self._free_rows(running)
         if waiting:
             self.scheduler.remove_waiting(waiting)
 
     def _release(self, handles: Iterable[int]) -> None:
         for handle in handles:
-            self.scheduler.drop(handle)
+            self.scheduler.release_kept(handle)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.network.weights()
@@ -153,7 +153,7 @@ class NativeEngine(LocalEngine):
         self.info = replace(self.info, version=version)
 
     def _preempt_all(self) -> None:
-        """Store what all running samples have written and put them back into the queue, in their order."""
+        """Store the tokens of all running samples and put them back into the queue, in order."""
         while self.in_flight:
             self._collect()
         for sample in sorted(self.scheduler.running, key=lambda sample: (sample.job.id, sample.index), reverse=True):
@@ -161,24 +161,24 @@ class NativeEngine(LocalEngine):
 
     def _sleep(self) -> None:
         super()._sleep()
-        if self.lent is not None:
+        if self.mapped_memory is not None:
             self._reset_prefix_cache()
-            self.lent.unmap()
+            self.mapped_memory.unmap()
 
     def _wake(self) -> None:
-        if self.lent is not None:
-            self.lent.map()
+        if self.mapped_memory is not None:
+            self.mapped_memory.map()
 
     def _reset_prefix_cache(self) -> None:
-        self.scheduler.drop_kept_blocks()
+        self.scheduler.evict_kept()
         self.scheduler.reset_prefix_cache()
 
     def _close(self) -> None:
         self.drop_requests()
         self.scheduler.kept.clear()
         self.runner.close()
-        if self.lent is not None:
-            self.lent.unmap()
+        if self.mapped_memory is not None:
+            self.mapped_memory.unmap()
 
     # -- one iteration
 
@@ -191,11 +191,11 @@ class NativeEngine(LocalEngine):
             self._become_idle()
 
     def _admit(self) -> bool:
-        # Checking requests takes time, in which those already accepted can run.
+        # Accept no more than one batch at a time: validation takes time in which accepted requests can run.
         while self.incoming and self.scheduler.pending < self.info.max_batch:
             self._accept(*self.incoming.popleft())
-        if self.scheduler.unfinished and self.lent is not None:
-            self.lent.map()
+        if self.scheduler.unfinished and self.mapped_memory is not None:
+            self.mapped_memory.map()
         return self.scheduler.unfinished
 
     def _accept(self, request_id: int, request: Request) -> None:
@@ -207,7 +207,7 @@ class NativeEngine(LocalEngine):
         kept = None
         if request.continues is not None:
             kept = self.scheduler.kept[request.continues]
-            self.scheduler.resume(request.continues)
+            self.scheduler.pop_kept(request.continues)
         self.busy = True
         self.scheduler.add(job.tokens, job.samples, kept)
 
@@ -218,9 +218,9 @@ class NativeEngine(LocalEngine):
     def _iterate(self) -> None:
         """Admit samples, take some decoding steps, and process the results of earlier ones."""
         window = self.runner.window
-        self._make_room(window)
+        self._ensure_blocks(window)
         plan = self.scheduler.plan(window)
-        self._carry_out(plan)
+        self._execute(plan)
         steps = self._steps(window)
         if steps:
             self._decode(steps)
@@ -230,27 +230,27 @@ class NativeEngine(LocalEngine):
             self._collect()
 
     def _steps(self, window: int) -> int:
-        """Number of steps that some sample can use, before the host reads results."""
+        """Number of steps to take before the host reads results; none that no sample could use."""
         scheduler = self.scheduler
-        # All running samples may be past their last step, not yet seen, when one that would have gone on has stopped.
+        # All running samples may already be past their last step if their results have not been read yet.
         useful = max([scheduler.step, *(sample.last_step for sample in scheduler.running)]) - scheduler.step
         return min(window, useful, LOG_STEPS - scheduler.step % LOG_STEPS)
 
-    def _make_room(self, window: int) -> None:
-        """Make sure that running samples have blocks for the next steps; preempt the newest ones if necessary."""
-        while self.scheduler.lack(window) > 0:
+    def _ensure_blocks(self, window: int) -> None:
+        """Ensure that running samples have blocks for the next steps; preempt the newest ones if necessary."""
+        while self.scheduler.blocks_short(window) > 0:
             if self.in_flight:
                 self._collect()
                 continue
-            self._preempt(self.scheduler.preempt())
+            self._preempt(self.scheduler.newest_running())
             self.stats.preemptions += 1
 
     def _preempt(self, sample: Sample) -> None:
         self.outputs.pause(sample, len(sample.drawn) + self.scheduler.step - sample.entered)
-        self._leave([sample])
-        self.scheduler.restart(sample)
+        self._free_rows([sample])
+        self.scheduler.requeue(sample)
 
-    def _carry_out(self, plan: Plan) -> None:
+    def _execute(self, plan: Plan) -> None:
         if plan.chunks:
             self.runner.compute(plan.chunks)
             self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in plan.chunks)
@@ -273,11 +273,11 @@ class NativeEngine(LocalEngine):
         scheduler.advance(steps)
         self.stats.decode_steps += steps
         self.stats.windows += 1
-        if self.stats.windows % COUNT_EVERY == 0:
-            self._count_waste(steps)
+        if self.stats.windows % MEASURE_EVERY == 0:
+            self._measure_waste(steps)
 
-    def _count_waste(self, steps: int) -> None:
-        """After the first and the last of some steps: blocks are taken for all of them at once, and fill up slowly."""
+    def _measure_waste(self, steps: int) -> None:
+        """Measure unused slots after the first and the last step: blocks are allocated for all steps at once."""
         stats, last, held = self.stats, self.scheduler.step, 2 * self.blocks.in_use * BLOCK_SIZE
         empty = 0
         for sample in self.scheduler.running:
@@ -290,23 +290,23 @@ class NativeEngine(LocalEngine):
             stats.peak_kv_slots, stats.kv_waste_peak = held, empty / held
 
     def _collect(self) -> None:
-        """Process the oldest results, and take out the samples that have ended."""
+        """Process the oldest results and remove the samples that have ended."""
         tokens = self.outputs.tokens
         ended = self.outputs.process(self.in_flight.popleft(), self.scheduler.running)
         self.stats.decoded_tokens += self.outputs.tokens - tokens
         failed: set[int] = set()
         for sample, state in ended:
             if state == RowState.BROKEN:
-                self.blocks.release(sample.blocks, forget=True)
+                self.blocks.release(sample.blocks, unregister=True)
                 sample.blocks = []
                 failed.add(sample.job.id)
         if ended:
-            self._leave([sample for sample, _ in ended])
+            self._free_rows([sample for sample, _ in ended])
         if failed:
             jobs = {id(sample.job): sample.job for sample, _ in ended if sample.job.id in failed}.values()
             self._drop([sample for job in jobs for sample in job.samples if not sample.done])
 
-    def _leave(self, samples: list[Sample]) -> None:
+    def _free_rows(self, samples: list[Sample]) -> None:
         before = len(self.scheduler.running)
         moves = self.scheduler.release(samples)
         self.rows.move(moves, len(self.scheduler.running), before)
@@ -318,9 +318,9 @@ class NativeEngine(LocalEngine):
         return handle
 
     def _become_idle(self) -> None:
-        """Nothing is unfinished: drop results of steps that were taken before the host saw that."""
+        """Drop the results of steps that were taken after the last sample had ended."""
         self.in_flight.clear()
-        self.scheduler.open = self.busy = False
+        self.scheduler.expects_arrivals = self.busy = False
         if self.lockstep is not None:
             self.lockstep.check_tokens(self.outputs.digest())
         self.outputs.start(self.scheduler.step)

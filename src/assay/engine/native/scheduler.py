@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from assay.engine.native.blocks import Blocks
 from assay.engine.sequence import NEVER, Kept, Prefix, Sample, assign_slot, close_gaps
 
-FEW, MORE = 64, 32  # the parts of the batch that are collected before anybody is let in
-PASS, PATIENCE = 8, 16  # what letting somebody in costs, in steps of those who run; the most steps that anybody waits
+# Admission interrupts decoding, so it waits until 1/64 of the rows are free, or 1/32 if a prompt has to be computed.
+CACHED_FRACTION, PROMPT_FRACTION = 64, 32
+# While further requests may arrive, it waits until idle rows have missed as many row-steps as an admission costs.
+ADMISSION_COST, MAX_WAIT = 8, 16  # steps of all running rows, steps
 
 
 @dataclass(slots=True)
@@ -31,25 +33,25 @@ class Chunk:
 
 @dataclass(slots=True)
 class Plan:
-    """What to do before the next steps, in this order."""
+    """Work to do before the next steps, in this order."""
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (from, to)
-    entering: list[Sample] = field(default_factory=list)  # in the last rows
-    grown: list[Sample] = field(default_factory=list)  # have more blocks than before
+    entering: list[Sample] = field(default_factory=list)  # samples that start, in the last rows
+    grown: list[Sample] = field(default_factory=list)  # samples that got more blocks
 
 
 class Scheduler:
-    """`running[i]` is the sample in row i: rows in use are always 0 .. len(running) - 1."""
+    """`running[i]` is the sample in row i: the rows in use are always 0 .. len(running) - 1."""
 
     def __init__(self, blocks: Blocks, max_batch: int, prefill_tokens: int) -> None:
         self.blocks, self.max_batch, self.prefill_tokens = blocks, max_batch, prefill_tokens
         self.waiting: deque[Prefix] = deque()
         self.running: list[Sample] = []
         self.kept: OrderedDict[int, Kept] = OrderedDict()
-        self.pending = 0  # samples that wait
-        self.open = False  # whether others may come while these run
-        self.waited = self.missed = 0  # steps since somebody could have entered; those of all such rows together
+        self.pending = 0  # number of waiting samples
+        self.expects_arrivals = False  # whether further requests may arrive while these run
+        self.waited = self.missed = 0  # steps since a waiting sample could have started; summed over such rows
         self.step = 0
         self.preemptions = 0
         self.next_handle = 1
@@ -66,45 +68,45 @@ class Scheduler:
         self.pending += len(prefix.samples)
         self.waiting.append(prefix)
 
-    # -- before some steps of decoding
+    # -- before decoding steps
 
-    def lack(self, steps: int) -> int:
-        """Blocks that those who run miss for so many steps, after giving up what is only kept in case."""
-        short = self._short(steps)
-        if len(short) * self.blocks.needed(steps) <= self.blocks.available:  # more than any of them can want
+    def blocks_short(self, steps: int) -> int:
+        """Number of blocks that running samples lack for the next steps, after cached and kept blocks are evicted."""
+        short = self._samples_short(steps)
+        if len(short) * self.blocks.needed(steps) <= self.blocks.available:  # an upper bound
             return 0
         wanted = sum(self._growth(sample, steps) for sample in short)
         if wanted > self.blocks.available:
-            self._give_up(wanted)
+            self._evict(wanted)
         return max(0, wanted - self.blocks.available)
 
-    def preempt(self) -> Sample:
-        """Return the newest running sample, which is preempted first.
+    def newest_running(self) -> Sample:
+        """The newest running sample, which is preempted first.
 
-        The caller stores what it has written, releases it and calls `restart`.
+        The caller stores its tokens, releases it and calls `requeue`.
         """
         self.preemptions += 1
         return max(self.running, key=lambda sample: (sample.job.id, sample.index))
 
-    def restart(self, sample: Sample) -> None:
-        """Put a sample that was released in front of those who wait."""
+    def requeue(self, sample: Sample) -> None:
+        """Put a preempted sample at the front of the queue."""
         self.waiting.appendleft(Prefix([*sample.job.tokens, *sample.drawn], deque([sample])))
         self.pending += 1
 
     def plan(self, steps: int) -> Plan:
-        """Blocks for those who run, then newcomers, for so many steps; `lack(steps)` has to be 0."""
-        plan = Plan(grown=self._short(steps))
+        """Allocate blocks for the next steps of running samples, then admit others; `blocks_short(steps)` must be 0."""
+        plan = Plan(grown=self._samples_short(steps))
         until, size = self.step + steps, self.blocks.size
         for sample in plan.grown:
             while sample.blocks_exhausted_at < until:
-                sample.blocks.append(self.blocks.take_one())
+                sample.blocks.append(self.blocks.allocate_one())
                 sample.blocks_exhausted_at += size
                 if sample.blocks_exhausted_at >= sample.last_step:
                     sample.blocks_exhausted_at = NEVER
-        if self._worth_it(steps):
+        if self._should_admit(steps):
             self._admit(plan, steps)
-            # Whose prompt was too long for one pass has waited enough.
-            self.waited = PATIENCE if self.pending and len(self.running) < self.max_batch else 0
+            # If the next prompt exceeded the budget, its next chunk is computed without waiting.
+            self.waited = MAX_WAIT if self.pending and len(self.running) < self.max_batch else 0
             self.missed = 0
         return plan
 
@@ -113,7 +115,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_batch:
             prefix = self.waiting[0]
             if not prefix.ready:
-                if budget <= 0 or not self._has_room(prefix, steps):
+                if budget <= 0 or not self._allocate_prefix(prefix, steps):
                     return
                 budget -= self._compute(prefix, plan, budget)
                 if not prefix.ready:
@@ -122,43 +124,44 @@ class Scheduler:
                 return
             self.waiting.popleft()
 
-    def _has_room(self, prefix: Prefix, steps: int) -> bool:
-        """Take the blocks that a prefix needs, if that leaves a little for those who run."""
+    def _allocate_prefix(self, prefix: Prefix, steps: int) -> bool:
+        """Allocate the blocks of a prefix, if enough are left for running samples; whether it succeeded."""
         searched = not prefix.blocks
         if searched:
-            prefix.blocks = self.blocks.find(prefix.tokens)
+            prefix.blocks = self.blocks.find_prefix(prefix.tokens)
             prefix.computed = len(prefix.blocks) * self.blocks.size
         missing = self.blocks.needed(len(prefix.tokens)) - len(prefix.blocks)
         growth = self._growth(prefix.samples[0], steps, have=missing + len(prefix.blocks))
         if not self._can_spare(missing + growth, prefix):
-            if searched:  # nothing but found blocks, which others may need before they are found again
+            if searched:  # only cached blocks so far: they stay evictable while the prefix waits
                 self.blocks.release(prefix.drop_blocks())
             return False
-        prefix.blocks = prefix.blocks + self.blocks.take(missing)
+        prefix.blocks = prefix.blocks + self.blocks.allocate(missing)
         return True
 
     def _compute(self, prefix: Prefix, plan: Plan, budget: int) -> int:
-        """Schedule the next chunk of a prefix. Its full blocks can be shared at once: what shares them runs later."""
+        """Schedule the next chunk of a prefix. Its full blocks can be shared at once: their users run later."""
         start, stop = prefix.computed, min(len(prefix.tokens), prefix.computed + budget)
         if start < stop:
             plan.chunks.append(Chunk(prefix.tokens, start, stop, prefix.blocks))
             prefix.computed = stop
             if not prefix.mixed:
-                self.blocks.remember(prefix.tokens, prefix.blocks, stop)
+                self.blocks.register_prefix(prefix.tokens, prefix.blocks, stop)
         return stop - start
 
     def _enter(self, prefix: Prefix, plan: Plan, steps: int) -> bool:
-        """Start samples of a computed prefix; whether all of them have started."""
+        """Start samples of a computed prefix; returns whether all of them have started."""
         while prefix.samples and len(self.running) < self.max_batch:
             sample = prefix.samples[0]
-            # The last to start takes the prefix over; others share it, with a copy of the block they will write to.
+            # The last sample takes over the blocks of the prefix. Others share them, with a copy of the last block if
+            # it is not full, because they will write to it.
             takes = len(prefix.samples) == 1
             copies = not takes and len(prefix.tokens) % self.blocks.size != 0
             growth = self._growth(sample, steps, have=len(prefix.blocks))
             if not self._can_spare(growth + copies, prefix):
                 if self.running or not self._can_spare(growth, prefix):
                     return False
-                takes = True  # a cache so small that one sequence fills it
+                takes = True  # the cache is so small that one sequence fills it
             prefix.samples.popleft()
             sample.mixed = prefix.mixed
             if takes:
@@ -166,8 +169,8 @@ class Scheduler:
             else:
                 self._share(prefix, sample, plan)
             if growth:
-                sample.blocks = sample.blocks + self.blocks.take(growth)
-            self._seat(sample, plan)
+                sample.blocks = sample.blocks + self.blocks.allocate(growth)
+            self._start(sample, plan)
             if takes:
                 break
         return not prefix.samples
@@ -177,55 +180,58 @@ class Scheduler:
         sample.blocks = prefix.blocks[:full]
         self.blocks.share(sample.blocks)
         if full < len(prefix.blocks):
-            (own,) = self.blocks.take(1)
+            (own,) = self.blocks.allocate(1)
             plan.copies.append((prefix.blocks[full], own))
             sample.blocks.append(own)
 
     def _can_spare(self, wanted: int, prefix: Prefix) -> bool:
-        """Whether a newcomer can have so many blocks; those who run soon need some and should not be thrown out."""
+        """Whether this number of blocks can be allocated and one is left per running sample, to avoid preemptions."""
         wanted += len(self.running)
-        return wanted <= self.blocks.available or self._give_up(wanted, sparing=prefix)
+        return wanted <= self.blocks.available or self._evict(wanted, sparing=prefix)
 
-    def _seat(self, sample: Sample, plan: Plan) -> None:
+    def _start(self, sample: Sample, plan: Plan) -> None:
         assign_slot(sample, self.running, self.step)
         sample.last_step, sample.blocks_exhausted_at = sample.end, sample.exhausts_blocks_at(self.blocks.size)
         self.pending -= 1
         plan.entering.append(sample)
 
-    def _worth_it(self, steps: int) -> bool:
-        # A newcomer costs a pass of its own, so that a few free rows are collected first: more of them where a prompt
-        # has to be computed. As many as wait are enough, unless others come as those who run end their turns: then
-        # they are collected for some steps, until what they miss is worth a pass.
-        room = self.max_batch - len(self.running)
-        if self.open and self.running:
-            idle = min(room, self.pending)
-            self.missed, self.waited = self.missed + idle * steps, self.waited + steps * bool(idle)
-            return self.missed >= PASS * len(self.running) or self.waited >= PATIENCE
-        few, more = (min(self.pending, max(1, self.max_batch // share)) for share in (FEW, MORE))
-        return room >= more or (room >= few and self._is_computed(self.waiting[0]))
+    def _should_admit(self, steps: int) -> bool:
+        """Whether enough rows are free, or have been idle for long enough, to interrupt decoding for an admission."""
+        free_rows = self.max_batch - len(self.running)
+        if self.expects_arrivals and self.running:
+            idle_rows = min(free_rows, self.pending)
+            self.missed, self.waited = self.missed + idle_rows * steps, self.waited + steps * bool(idle_rows)
+            return self.missed >= ADMISSION_COST * len(self.running) or self.waited >= MAX_WAIT
+        few, more = (
+            min(self.pending, max(1, self.max_batch // fraction)) for fraction in (CACHED_FRACTION, PROMPT_FRACTION)
+        )
+        return free_rows >= more or (free_rows >= few and self._is_computed(self.waiting[0]))
 
     def _is_computed(self, prefix: Prefix) -> bool:
-        return prefix.ready or self.blocks.holds(prefix.tokens)
+        return prefix.ready or self.blocks.has_prefix(prefix.tokens)
 
-    def _short(self, steps: int) -> list[Sample]:
-        """Those who run and need more blocks for so many steps."""
+    def _samples_short(self, steps: int) -> list[Sample]:
+        """Running samples that need more blocks for the next steps."""
         until = self.step + steps
         return [sample for sample in self.running if sample.blocks_exhausted_at < until]
 
     def _growth(self, sample: Sample, steps: int, have: int | None = None) -> int:
-        """Blocks that a sample misses for so many more steps."""
+        """Number of blocks that a sample lacks for the next steps."""
         done = 0 if sample.row < 0 else self.step - sample.entered
         needed = self.blocks.needed(sample.stored(done + steps))
         return max(0, needed - (len(sample.blocks) if have is None else have))
 
-    def _give_up(self, wanted: int, sparing: Prefix | None = None) -> bool:
-        """Free what can be computed again, until so many blocks are available; whether they are."""
+    def _evict(self, wanted: int, sparing: Prefix | None = None) -> bool:
+        """Free blocks that can be computed again until `wanted` are available; returns whether they are.
+
+        Kept sequences go first, then waiting prefixes from the back of the queue, except `sparing`.
+        """
         for kept in self.kept.values():
             if wanted <= self.blocks.available:
                 return True
             self.blocks.release(kept.blocks)
             kept.blocks, kept.mixed = [], False
-        if not (sparing is not None and self.running):  # who waits in front of the queue may go on waiting
+        if not (sparing is not None and self.running):  # while others run, the prefix can wait
             for prefix in reversed(self.waiting):
                 if wanted <= self.blocks.available:
                     return True
@@ -233,20 +239,20 @@ class Scheduler:
                     self.blocks.release(prefix.drop_blocks())
         return wanted <= self.blocks.available
 
-    # -- after some steps
+    # -- after decoding steps
 
     def advance(self, steps: int) -> None:
         self.step += steps
 
     def release(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
-        """Take samples out; returns the row moves (from, to) that close the gaps."""
+        """Remove running samples; returns the row moves (from, to) that close the gaps."""
         for sample in samples:
             self.blocks.release(sample.blocks)
             sample.blocks = []
         return close_gaps(self.running, samples, self.step)
 
     def remove_waiting(self, samples: Sequence[Sample]) -> None:
-        """Take samples that have not entered, or were preempted, out of the queue."""
+        """Remove samples that have not started, or were preempted, from the queue."""
         gone = {id(sample) for sample in samples}
         for prefix in self.waiting:
             left = deque(sample for sample in prefix.samples if id(sample) not in gone)
@@ -256,21 +262,21 @@ class Scheduler:
                 self.blocks.release(prefix.drop_blocks())
         self.waiting = deque(prefix for prefix in self.waiting if prefix.samples)
 
-    # -- sequences kept for later
+    # -- kept sequences
 
     def keep(self, tokens: list[int], blocks: list[int], mixed: bool = False) -> int:
-        """Keep a finished sequence; only the blocks that hold some of its tokens stay."""
+        """Keep a finished sequence and the blocks that contain its tokens; returns its handle."""
         needed = self.blocks.needed(len(tokens) - 1)
         self.blocks.release(blocks[needed:])
         handle, self.next_handle = self.next_handle, self.next_handle + 1
         self.kept[handle] = Kept(tokens, blocks[:needed], mixed)
         return handle
 
-    def resume(self, handle: int) -> Kept | None:
-        """A kept sequence, which is no longer kept."""
+    def pop_kept(self, handle: int) -> Kept | None:
+        """Remove and return a kept sequence."""
         return self.kept.pop(handle, None)
 
-    def drop(self, handle: int) -> None:
+    def release_kept(self, handle: int) -> None:
         """Free a kept sequence; an unknown handle is ignored."""
         if (kept := self.kept.pop(handle, None)) is not None:
             self.blocks.release(kept.blocks)
@@ -278,18 +284,19 @@ class Scheduler:
     # -- cached prefixes
 
     def reset_prefix_cache(self) -> None:
-        """No cached prefix is found again. Running and kept sequences keep their blocks."""
-        self.blocks.forget_all()
+        """Remove all cached prefixes. Running and kept sequences keep their blocks."""
+        self.blocks.clear_prefix_index()
 
-    def drop_kept_blocks(self) -> None:
-        """Kept sequences are computed again when they are continued."""
+    def evict_kept(self) -> None:
+        """Release the blocks of kept sequences, which are computed again when they are continued."""
         for kept in self.kept.values():
             self.blocks.release(kept.blocks)
             kept.blocks, kept.mixed = [], False
 
     def weights_changed(self, keep_kv: bool) -> None:
-        """Cached prefixes are void. With `keep_kv`, running and kept sequences continue from what earlier weights
-        computed; otherwise nothing may be running, and kept sequences are computed again. What waits always is.
+        """Invalidate what earlier weights computed: cached prefixes, blocks of waiting prefixes and of kept sequences.
+
+        With `keep_kv`, running and kept sequences keep their blocks; otherwise no sequence may be running.
         """
         assert keep_kv or not self.running
         for prefix in self.waiting:
@@ -300,5 +307,5 @@ class Scheduler:
             for kept in self.kept.values():
                 kept.mixed = bool(kept.blocks)
         else:
-            self.drop_kept_blocks()
-        self.blocks.forget_all()
+            self.evict_kept()
+        self.blocks.clear_prefix_index()
