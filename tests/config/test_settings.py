@@ -60,6 +60,11 @@ def test_short_forms_work_in_files_and_on_the_command_line(tmp_path: Path) -> No
     for words in ("--task jsonl --task.path new", "--task.path new --task jsonl"):  # in any order
         assert load(words, tasks).task.model_dump() == {"name": "jsonl", "path": "new", "args": {}}
     assert load("--task.path new", tasks).task.args == {"val_size": 3}
+    cfg = load("--algo dapo --optim muon --engine native --sampling.stop END", write(tmp_path, "[optim]\nlr = 0.5\n"))
+    assert (cfg.algo.recipe, cfg.optim.name, cfg.optim.lr, cfg.engine.name) == ("dapo", "muon", 0.5, "native")
+    assert cfg.sampling.stop == ["END"]
+    with pytest.raises(UserError, match="bad value for 'train'"):
+        load("--train fast")
     table = write(tmp_path, '[model]\nsource = "folder/a"\nmax_length = 99\n')
     assert load("--model folder/c", table).model.model_dump()["max_length"] == 99
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PlainValidator, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import Field, PlainValidator, SerializerFunctionWrapHandler, model_serializer
 
 from assay.config.settings import Below1, Count, Finite, Fraction, NonNegative, Positive, Section
 
@@ -157,11 +157,6 @@ class TermsConfig(Section):
     term_args: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """settings of your own loss terms, by class name, e.g. algo.term_args.MyTerm.coef = 0.1"""
 
-    @field_validator("terms", mode="before")
-    @classmethod
-    def one_or_many(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
 
 # Pydantic collects fields from the last base to the first.
 class AlgoConfig(
@@ -181,7 +176,9 @@ class AlgoConfig(
     CreditConfig,
     RecipeConfig,
 ):
-    """The algorithm: a recipe, and what you change about it. A recipe may have other defaults than those shown."""
+    """The algorithm: a recipe and changes to it. `algo = "NAME"` is short for `algo.recipe`. Defaults depend on it."""
+
+    short_form: ClassVar = "recipe"
 
     def code(self) -> list[Any]:
         """The settings that may name code by its path, None where they are left to the recipe."""

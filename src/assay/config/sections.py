@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from assay.config.algorithm import AlgoConfig
@@ -17,6 +17,8 @@ from assay.config.settings import Above0, Below1, Count, Finite, Fraction, NonNe
 class ModelConfig(Section):
     """The policy. `model = "SOURCE"` is short for `model.source`."""
 
+    short_form: ClassVar = "source"
+
     source: str = ""
     """Hugging Face folder, hub id, GGUF file, run:NAME@STEP (@last, @best), or preset:NAME for a fresh small model"""
     tokenizer: str = ""
@@ -25,11 +27,6 @@ class ModelConfig(Section):
     """longest prompt + completion in tokens; 0: the model's own maximum (presets: 512)"""
     trust_remote_code: bool = False
     """run Python code that comes with a hub model; only for models you trust"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return {"source": value} if isinstance(value, str) else value
 
 
 class LoraConfig(Section):
@@ -42,14 +39,11 @@ class LoraConfig(Section):
     targets: list[str] = Field(default_factory=lambda: ["all-linear"], min_length=1)
     """linear layers to adapt, by name suffix, e.g. ["q_proj", "v_proj"]; all-linear: all of the transformer layers"""
 
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _single(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
 
 class TaskConfig(Section):
     """The task. `task = "NAME"` is short for `task.name`; on the command line it resets the file's path and args."""
+
+    short_form: ClassVar = "name"
 
     name: str = ""
     """gsm8k, math, countdown, abacus, jsonl, reasoning_gym:NAME, or your own as package.module:Name or file.py:Name"""
@@ -58,14 +52,11 @@ class TaskConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """arguments of the task, e.g. task.args.max_steps = 3"""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
 
 class EnvConfig(Section):
     """The environment, single-step or multi-step. `env = "NAME"` is short for `env.name`."""
+
+    short_form: ClassVar = "name"
 
     name: str = ""
     """guess, countdown_tries; on top of a task: single, stepwise, calculator, python; or your own as file.py:Name"""
@@ -79,11 +70,6 @@ class EnvConfig(Section):
     """maximum tokens per step; 0: what remains of sampling.max_new_tokens, which limits the whole episode"""
     max_seconds: NonNegative = 0.0
     """truncate episodes after this many seconds; 0: never. Results then depend on the speed of the machine"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
 
 class PromptConfig(Section):
@@ -137,11 +123,6 @@ class RewardConfig(Section):
     pass_env: list[str] = Field(default_factory=list)
     """environment variables passed to judge processes, e.g. ["OPENAI_API_KEY"]; most others are hidden"""
 
-    @field_validator("pass_env", mode="before")
-    @classmethod
-    def _single(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
 
 class ReplayConfig(Section):
     """Replay of groups of earlier steps. Needs a loss with an importance ratio, or algo.correction."""
@@ -184,7 +165,9 @@ class CriticConfig(Section):
 
 
 class OptimConfig(Section):
-    """The optimizer and its schedule."""
+    """The optimizer and its schedule. `optim = "NAME"` is short for `optim.name`."""
+
+    short_form: ClassVar = "name"
 
     name: Literal["adamw", "muon"] = "adamw"
     """muon: orthogonalised momentum for the matrices of the layers, AdamW for everything else"""
@@ -360,8 +343,9 @@ def check_engine_name(name: str) -> str:
 
 
 class EngineConfig(Section):
-    """The generation engine."""
+    """The generation engine. `engine = "NAME"` is short for `engine.name`."""
 
+    short_form: ClassVar = "name"
     renamed: ClassVar = {"lend": "sleep_while_training"}
 
     name: Annotated[str, AfterValidator(check_engine_name)] = "auto"

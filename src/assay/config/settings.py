@@ -9,7 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -27,17 +27,28 @@ Split = Literal["train", "validation", "test"]
 
 
 class Section(BaseModel):
-    """A table of settings. Unknown keys are rejected; `renamed` maps former names of keys to the current ones."""
+    """A table of settings. Unknown keys are rejected. A string is accepted for a list with this one element.
+
+    `renamed` maps former names of keys to the current ones. `short_form` is the key that a plain string sets, as in
+    `model = "SOURCE"`.
+    """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
     renamed: ClassVar[dict[str, str]] = {}
+    short_form: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
-    def _current_names(cls, values: Any) -> Any:
+    def _normalize(cls, values: Any) -> Any:
+        if isinstance(values, str) and cls.short_form:
+            values = {cls.short_form: values}
         if not isinstance(values, dict):
             return values
-        return {cls.renamed.get(key, key): value for key, value in values.items()}
+        values = {cls.renamed.get(key, key): value for key, value in values.items()}
+        for key, field in cls.model_fields.items():
+            if isinstance(values.get(key), str) and get_origin(field.annotation) is list:
+                values[key] = [values[key]]
+        return values
 
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -118,7 +129,8 @@ def set_dotted(tree: dict[str, Any], key: str, value: Any, kind: type[BaseModel]
     table.update({new: table.pop(former) for former, new in renamed.items() if former in table})
     last = renamed.get(last, last)
     old = table.get(last)
-    if isinstance(old, dict) and isinstance(value, str) and last not in ("task", "env"):
+    short = getattr(section_at(kind, [*parents, last]), "short_form", "")
+    if isinstance(old, dict) and isinstance(value, str) and short and last not in ("task", "env"):
         old.update(short_form(kind, [*parents, last], value))  # --model PATH changes a [model] table's source only
     else:
         table[last] = value
@@ -126,9 +138,7 @@ def set_dotted(tree: dict[str, Any], key: str, value: Any, kind: type[BaseModel]
 
 def short_form(kind: type[BaseModel], path: Sequence[str], value: str) -> dict[str, Any]:
     """The table that a plain string stands for, e.g. {"source": value} for the model."""
-    section = section_at(kind, path)
-    first = next(iter(section.model_fields), "") if section else ""
-    return {first: value}
+    return {getattr(section_at(kind, path), "short_form", ""): value}
 
 
 def section_at(kind: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
