@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
+import pytest
 import torch
 from engine_parts import small_decoder
 from native_parts import SPECS, Mode, engine_for, transformers_model, words
@@ -29,7 +30,7 @@ from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel
 from assay.types import Completion
 
-BACKENDS = ("native", "native64", "hf")
+BACKENDS = ("native", pytest.param("native64", marks=pytest.mark.slow), "hf")
 GPU_LIKE = Mode(max_batch=8, window=4, ahead=1)  # results are read one window late
 
 

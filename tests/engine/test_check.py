@@ -1,4 +1,4 @@
-"""The checks for authors of engine backends: built-in engines pass, and each broken promise is found."""
+"""The checks for authors of engine backends: built-in engines pass, and each violation is reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from event_parts import GPU_LIKE, build, policy
 from native_parts import Mode, words
 
 from assay.engine import Engine, Event, Failed, Finished, Request, TokenChunk, WeightSource
-from assay.engine.check import check_engine
+from assay.engine.check import CHECKS, Probe, check_engine, problems
 from assay.types import UserError
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -24,11 +24,11 @@ SEEDS = count()
     ("backend", "mode"),
     [("native", GPU_LIKE), ("native", FEW_ROWS), pytest.param("hf", FEW_ROWS, marks=pytest.mark.slow)],
 )
-def test_built_in_engines_keep_all_promises(backend: str, mode: Mode) -> None:
+def test_built_in_engines_pass_all_checks(backend: str, mode: Mode) -> None:
     assert check_engine(build(backend, mode=mode), PROMPT, policy(backend), words) == []
 
 
-def test_a_policy_and_a_decode_function_are_optional() -> None:
+def test_check_engine_without_policy_and_decode_function() -> None:
     assert check_engine(build("native"), PROMPT) == []
 
 
@@ -209,8 +209,15 @@ FINDINGS: dict[Callable[[], Broken], str] = {
 
 
 @pytest.mark.parametrize(("make", "finding"), FINDINGS.items(), ids=[text[:60] for text in FINDINGS.values()])
-def test_a_broken_promise_is_named_in_one_line(make: Callable[[], Broken], finding: str) -> None:
+def test_check_engine_reports_each_violation_in_one_line(make: Callable[[], Broken], finding: str) -> None:
     engine: Engine = make()  # type: ignore[assignment]
-    problems = check_engine(engine, PROMPT, policy("native"), words)
-    assert any(problem.startswith(finding) for problem in problems), problems
-    assert all("\n" not in problem for problem in problems)
+    checks = [check for check in CHECKS if finding.startswith(check.__name__.replace("_", " "))]
+    assert len(checks) == 1
+    (problem,) = problems(Probe(engine, PROMPT, policy("native"), words), checks)
+    assert problem.startswith(finding) and "\n" not in problem
+
+
+def test_check_engine_continues_after_a_violation() -> None:
+    engine: Engine = IgnoresAborts()  # type: ignore[assignment]
+    titles = [problem.partition(":")[0] for problem in check_engine(engine, PROMPT, policy("native"), words)]
+    assert titles == ["abort", "calls from another thread"]

@@ -85,7 +85,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("mode", WAYS)
-def test_concurrent_consumers_get_their_own_results_equal_to_a_run_alone(mode: str) -> None:
+def test_concurrent_clients_get_the_same_results_as_alone(mode: str) -> None:
     with Dispatcher(engine_for(model(), WAYS[mode])) as dispatcher:
 
         def consume(consumer: int) -> list[list[Completion]]:
@@ -102,7 +102,7 @@ def test_concurrent_consumers_get_their_own_results_equal_to_a_run_alone(mode: s
         assert_same_groups(model(), requests, groups, generate(alone, requests))
 
 
-def test_clients_of_an_hf_engine() -> None:
+def test_concurrent_clients_of_the_hf_engine() -> None:
     hf: Any = transformers_model(SPECS["qwen3"], model())
     engine = make_engine("hf", HFModel(hf), device="cpu", dtype=torch.float32, max_batch=4, decode=words)
     with Dispatcher(engine) as dispatcher, dispatcher.connect() as one, dispatcher.connect() as other:
@@ -113,7 +113,7 @@ def test_clients_of_an_hf_engine() -> None:
         assert isinstance(event, Finished) and event.completion == group[0]
 
 
-def test_streaming_chunks_reach_only_their_client_and_add_up_to_its_completions() -> None:
+def test_streaming_chunks_reach_only_their_client() -> None:
     with (
         Dispatcher(engine_for(model())) as dispatcher,
         dispatcher.connect() as streaming,
@@ -135,7 +135,7 @@ def test_streaming_chunks_reach_only_their_client_and_add_up_to_its_completions(
         assert all(isinstance(event, Finished) for event in events_until_finished(other))
 
 
-def test_step_without_requests_returns_at_once_and_without_wait_returns_what_is_there(
+def test_client_step_returns_immediately_without_requests_or_without_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engine_for(model())
@@ -149,7 +149,7 @@ def test_step_without_requests_returns_at_once_and_without_wait_returns_what_is_
         assert len(events_until_finished(client)) == 2 and client.step() == []
 
 
-def test_a_client_that_polls_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_client_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model())
     gate = Gate(engine, monkeypatch)
     with Dispatcher(engine) as dispatcher, dispatcher.connect() as client:
@@ -172,7 +172,7 @@ class Mistake(Exception):
 
 
 @pytest.mark.parametrize("ending", ["exception", "close", "garbage collection"])
-def test_a_consumer_that_ends_early_has_its_requests_aborted_and_does_not_affect_others(ending: str) -> None:
+def test_requests_of_a_client_that_ends_early_are_aborted(ending: str) -> None:
     with Dispatcher(engine_for(model(), MODES["small cache"])) as dispatcher, dispatcher.connect() as other:
         requests = requests_of(1)
         ids = [other.add(request) for request in requests]
@@ -204,7 +204,7 @@ def test_a_consumer_that_ends_early_has_its_requests_aborted_and_does_not_affect
         eventually(lambda: nothing_left(dispatcher))
 
 
-def test_a_failed_request_reaches_its_client_alone() -> None:
+def test_failed_event_reaches_only_its_client() -> None:
     with Dispatcher(engine_for(model())) as dispatcher, dispatcher.connect() as client, dispatcher.connect() as other:
         other.add(requests_of(1)[0])
         with pytest.raises(RequestError, match=r"request 'odd': .*outside the vocabulary"):
@@ -238,7 +238,7 @@ def test_abort_drops_finished_results_that_were_not_taken_and_releases_their_han
         eventually(lambda: nothing_left(dispatcher))
 
 
-def test_clients_cannot_abort_release_or_continue_what_belongs_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_cannot_abort_release_or_continue_requests_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model())
     with Dispatcher(engine) as dispatcher, dispatcher.connect() as owner, dispatcher.connect() as other:
         params = SamplingParams(max_new_tokens=5)
@@ -280,7 +280,7 @@ def test_weights_are_updated_from_another_thread_while_requests_run(
         assert others == ([(1, 60 - before)] if before < 60 else [])  # the update may have come after the last token
 
 
-def test_an_exception_of_the_engine_reaches_clients_with_requests_and_later_ones_are_served(
+def test_engine_exception_reaches_clients_with_requests_and_later_requests_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engine_for(model())
@@ -311,7 +311,7 @@ def test_an_exception_of_the_engine_reaches_clients_with_requests_and_later_ones
         assert nothing_left(dispatcher)
 
 
-def test_an_exception_is_not_raised_for_requests_that_were_aborted_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_exception_is_not_raised_for_aborted_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model())
     decode = engine.runner.decode
 
@@ -372,7 +372,7 @@ def objects() -> int:
     return sum(type(one) in kinds for one in gc.get_objects())
 
 
-def test_the_thread_sleeps_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatcher_thread_waits_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model())
     calls: list[int] = []
     step = engine.step

@@ -40,6 +40,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+KINDS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "gpt_neo")) for kind in CONFIGS]
+
+
 def small_model(kind: str, seed: int = 0) -> HFModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -61,7 +64,7 @@ def engine_for(model: HFModel, max_batch: int = 64, max_length: int = 64) -> HFE
     return engine
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_transformers_with_mixed_prompts(kind: str) -> None:
     model = small_model(kind)
     prompts = random_prompts(7, VOCABULARY, seed=1, longest=14)
@@ -73,8 +76,8 @@ def test_greedy_equals_transformers_with_mixed_prompts(kind: str) -> None:
             assert_same_tokens(model, prompt, completion.token_ids, theirs)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_log_probabilities_equal_the_trainers_and_batches_do_not_matter(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_equal_the_trainers_and_do_not_depend_on_the_batch(kind: str) -> None:
     model = small_model(kind)
     prompts = random_prompts(5, VOCABULARY, seed=2, longest=14)
     params = SamplingParams(n=3, temperature=1.3, top_p=0.95, max_new_tokens=12, stop_token_ids=(3, 5, 7))
@@ -94,7 +97,7 @@ def test_log_probabilities_equal_the_trainers_and_batches_do_not_matter(kind: st
     assert all(len(completion.token_ids) > 6 for completion in together[3])
 
 
-def test_weights_are_its_own() -> None:
+def test_engine_has_its_own_copy_of_the_weights() -> None:
     model = small_model("gpt2")
     engine = engine_for(model)
     assert engine.fingerprint() == fingerprint(model.weights(), torch.float32)
@@ -112,7 +115,7 @@ def test_weights_are_its_own() -> None:
         engine.update_weights(Weights([("other", torch.zeros(1))]), 4)
 
 
-def test_gradients_stay_with_the_model_and_bf16_is_exact() -> None:
+def test_engine_copies_no_gradients_and_casts_weights_to_bf16() -> None:
     model = small_model("gpt2")
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
@@ -124,7 +127,7 @@ def test_gradients_stay_with_the_model_and_bf16_is_exact() -> None:
     assert len(generate(engine, [Request([1], SamplingParams(max_new_tokens=3), seed=0)])[0][0].token_ids) == 3
 
 
-def test_context_end_stream_and_bad_prompts() -> None:
+def test_completions_end_at_max_length_and_long_prompts_fail() -> None:
     engine = engine_for(small_model("gpt2"))
     seen: list[int] = []
     request = Request([1] * 60, SamplingParams(max_new_tokens=30), seed=0, name="long")
@@ -148,7 +151,7 @@ def test_generations_longer_than_the_log() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bloom"])
-def test_several_turns_equal_one_long_list(kind: str) -> None:
+def test_continuations_equal_whole_prompts(kind: str) -> None:
     model = small_model(kind)
     engine = engine_for(model, max_batch=3)
     params = SamplingParams(n=2, max_new_tokens=6, stop_token_ids=(3, 5))
@@ -166,7 +169,7 @@ def test_several_turns_equal_one_long_list(kind: str) -> None:
     assert set(engine.kept) == {request.continues for request in requests}
 
 
-def test_handles_are_used_up_unless_nothing_comes_of_it() -> None:
+def test_handle_is_consumed_unless_its_continuation_fails() -> None:
     model = small_model("gpt2")
     engine = engine_for(model)
     params = SamplingParams(max_new_tokens=4)
@@ -186,7 +189,7 @@ def test_handles_are_used_up_unless_nothing_comes_of_it() -> None:
     assert list(served(engine, [going_on])[1]) == [0] and not engine.kept
 
 
-def test_stop_strings_and_streams() -> None:
+def test_stop_strings_with_and_without_streaming() -> None:
     model = small_model("gpt2")
     engine = engine_for(model, max_batch=3)
     free = SamplingParams(n=2, max_new_tokens=20)
@@ -209,7 +212,7 @@ def test_stop_strings_and_streams() -> None:
         assert group[0].finish is Finish.STOP
 
 
-def test_bad_requests_are_named_and_the_others_finish() -> None:
+def test_invalid_requests_fail_by_name_and_others_finish() -> None:
     model = small_model("gpt2")
     engine = engine_for(model, max_batch=3)
     params = SamplingParams(n=2, max_new_tokens=10, forbidden_token_ids=(9,))

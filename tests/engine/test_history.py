@@ -35,7 +35,7 @@ def assert_reads(history: History, samples: list[Sample], told: dict[Sample, lis
 
 
 @pytest.mark.parametrize(("window", "late"), [(1, 0), (4, 0), (4, 1), (7, 2)])
-def test_sequences_find_their_tokens_wherever_they_were_drawn(window: int, late: int) -> None:
+def test_history_follows_sequences_that_change_rows(window: int, late: int) -> None:
     """Samples come, go, move between rows; looks are written late; and all of it for longer than there is room."""
     draw = random.Random(window)
     history = History(6)
@@ -67,7 +67,7 @@ def test_sequences_find_their_tokens_wherever_they_were_drawn(window: int, late:
     assert step > first + 3 * HISTORY_STEPS and named > 20
 
 
-def test_many_are_read_together() -> None:
+def test_history_reads_several_sequences_at_once() -> None:
     history = History(4)
     running: list[Sample] = []
     for index in range(4):
@@ -84,7 +84,7 @@ def test_many_are_read_together() -> None:
     assert rows_of(samples[3], 2).tolist() == [3, 3]  # ended before it moved
 
 
-def test_room_is_made_by_dropping_what_nobody_needs() -> None:
+def test_history_drops_steps_before_the_oldest_running_sample() -> None:
     history = History(2)
     running: list[Sample] = []
     for start in range(0, 8 * HISTORY_STEPS, 50):  # one after the other
@@ -102,7 +102,7 @@ def test_room_is_made_by_dropping_what_nobody_needs() -> None:
     assert history.tokens.shape[1] <= 8 * HISTORY_STEPS
 
 
-def test_a_late_look_may_be_of_steps_before_anybody_now_running_came() -> None:
+def test_history_writes_steps_before_all_running_samples_entered() -> None:
     history = History(2)
     running: list[Sample] = []
     assign_slot(new_sample(0), running, 0)

@@ -70,7 +70,7 @@ STREAMS = [("both", mode) for mode in WAYS] + [("tokens", "wide windows"), ("com
 
 
 @pytest.mark.parametrize(("streams", "mode"), STREAMS)
-def test_everything_is_streamed_once_and_in_order(mode: str, streams: str) -> None:
+def test_streamed_tokens_are_complete_and_in_order(mode: str, streams: str) -> None:
     params = SamplingParams(n=2, max_new_tokens=40, stop_token_ids=(1, 2, 3))
     requests = mixed_requests(params, seed=3)[:6]
     requests[0] = replace(requests[0], params=replace(requests[0].params, stop=("x", "yz")))
@@ -91,7 +91,7 @@ def test_everything_is_streamed_once_and_in_order(mode: str, streams: str) -> No
     assert (engine.stats.preemptions > 0) == (mode == "all at once")
 
 
-def test_tokens_come_while_others_are_still_being_drawn() -> None:
+def test_chunks_arrive_while_other_samples_are_running() -> None:
     order: list[str] = []
     engine = engine_for(model(), Mode(max_batch=2))
     limits = [Request([i], SamplingParams(max_new_tokens=5), seed=i) for i in range(4)]
@@ -106,7 +106,7 @@ def test_tokens_come_while_others_are_still_being_drawn() -> None:
 
 
 @pytest.mark.parametrize("mode", WAYS)
-def test_stop_strings_keep_the_token_that_completes_them_and_nothing_after_it(mode: str) -> None:
+def test_completion_ends_with_the_token_that_completes_a_stop_string(mode: str) -> None:
     """Also inside a window, when the device has already gone on."""
     plain = SamplingParams(n=2, max_new_tokens=30)
     engine = engine_for(model(), WAYS[mode], decode=words)
@@ -144,7 +144,7 @@ PLACES += [("all at once", place) for place in ("first token", "later token", "f
 
 
 @pytest.mark.parametrize(("mode", "where"), PLACES)
-def test_a_consumer_that_fails_has_its_requests_aborted_and_nothing_else(mode: str, where: str) -> None:
+def test_requests_of_a_failing_consumer_are_aborted_and_others_are_not(mode: str, where: str) -> None:
     params = SamplingParams(n=2, max_new_tokens=40, stop_token_ids=(1, 2, 3))
     requests = mixed_requests(params, seed=5)[3:9]
     engine = engine_for(model(), WAYS[mode])
@@ -167,7 +167,7 @@ def test_a_consumer_that_fails_has_its_requests_aborted_and_nothing_else(mode: s
         assert_same_groups(model(), whole, ours, generate(fresh, whole))
 
 
-def test_an_error_on_the_device_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_error_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a window: some of its steps are taken, and were never counted."""
     requests = mixed_requests(SamplingParams(max_new_tokens=30, stop_token_ids=(1, 2, 3)), seed=5)[3:9]
     engine = engine_for(model(), WIDE)
@@ -208,7 +208,7 @@ def an_output(
     return StepOutput(samples, first, ids, scores, torch.tensor(after).T)
 
 
-def test_completions_are_cut_out_of_the_log() -> None:
+def test_completions_are_read_from_the_history() -> None:
     outputs = new_processor()
     running: list[Sample] = []
     jobs = [Job(i, Request([i], SamplingParams(n=1 + (i == 0)), seed=0, keep=i == 0), [i], 9) for i in range(3)]
@@ -246,7 +246,7 @@ def test_completions_are_cut_out_of_the_log() -> None:
     assert outputs.tokens == 7
 
 
-def test_what_was_drawn_before_a_preemption_comes_first_and_counts_by_its_length() -> None:
+def test_tokens_before_a_preemption_are_prepended_and_means_are_weighted_by_length() -> None:
     outputs = new_processor()
     running: list[Sample] = []
     job = Job(0, Request([1], SamplingParams(), seed=0, keep=True), [1], 4)
@@ -272,7 +272,7 @@ def test_what_was_drawn_before_a_preemption_comes_first_and_counts_by_its_length
     assert outputs.tokens == 4
 
 
-def test_stop_strings_are_looked_for_where_they_were_asked_for() -> None:
+def test_stop_strings_apply_only_to_requests_that_set_them() -> None:
     outputs = new_processor()
     running: list[Sample] = []
     stops = [(words([7]),), (), (words([8]),)]

@@ -40,7 +40,7 @@ def stops_of(rows: Rows, row: int) -> list[int]:
     return rows.ints[row, Column.STOPS :].tolist()
 
 
-def test_newcomers_fill_their_rows_and_no_others() -> None:
+def test_enter_fills_only_the_rows_of_new_samples() -> None:
     rows = Rows(5, 3, CPU)
     one = job(
         0, [7, 8, 9], seed=-3, temperature=0.5, top_k=4, top_p=0.25, stop_token_ids=(6, 2, 6, 5), min_new_tokens=2
@@ -72,14 +72,14 @@ def test_newcomers_fill_their_rows_and_no_others() -> None:
     assert rows.ints[3:, Column.STATE].tolist() == [RowState.IDLE] * 2 and not rows.ints[3:, Column.TOKEN].any()
 
 
-def test_who_was_preempted_goes_on_after_its_last_token() -> None:
+def test_preempted_sample_continues_after_its_last_token() -> None:
     rows = Rows(1, 1, CPU)
     sample = Sample(job(0, [7, 8, 9]), 0, drawn=[20, 21])
     entered(rows, [sample])
     assert rows.ints[0, [Column.TOKEN, Column.POSITION, Column.STORED, Column.COUNT]].tolist() == [21, 4, 5, 2]
 
 
-def test_a_row_used_again_keeps_nothing_of_the_one_before() -> None:
+def test_reused_row_keeps_no_values_of_the_previous_sample() -> None:
     rows = Rows(1, 1, CPU)
     entered(rows, [Sample(job(0, [1], forbidden_token_ids=(1, 2), stop_token_ids=(4,), top_k=3), 0)])
     entered(rows, [Sample(job(0, [1]), 0)])
@@ -92,7 +92,7 @@ def test_a_row_used_again_keeps_nothing_of_the_one_before() -> None:
     assert set(rows.log_tokens[:9, 0].tolist()) == {0, 1, 2}  # nothing is forbidden any more
 
 
-def test_modes_tell_what_the_rows_need() -> None:
+def test_modes_follow_the_parameters_of_running_rows() -> None:
     rows = Rows(4, 1, CPU)
     cases = [
         ({}, Modes(random=True)),
@@ -111,7 +111,7 @@ def test_modes_tell_what_the_rows_need() -> None:
     assert rows.modes == Modes(greedy=True, random=True, truncate=True)
 
 
-def test_rows_move_with_all_they_have() -> None:
+def test_move_copies_all_values_of_a_row() -> None:
     rows = Rows(6, 3, CPU)
     jobs = [job(i, [i] * (i + 1), seed=i, top_k=i, temperature=1.0 + i, forbidden_token_ids=(i,)) for i in range(6)]
     samples = [Sample(one, 0, blocks=[10 * i, 10 * i + 1]) for i, one in enumerate(jobs)]
@@ -129,7 +129,7 @@ def test_rows_move_with_all_they_have() -> None:
     assert rows.ints[:, Column.STATE].tolist() == [RowState.RUNNING] * 3 + [RowState.IDLE] * 3
 
 
-def test_tables_are_written_when_they_have_changed() -> None:
+def test_block_tables_are_uploaded_only_after_changes() -> None:
     rows = Rows(3, 4, CPU)
     samples = [Sample(job(i, [1]), 0, blocks=[i + 1]) for i in range(2)]
     entered(rows, samples)
@@ -146,7 +146,7 @@ def test_tables_are_written_when_they_have_changed() -> None:
     assert not rows.tables.any()
 
 
-def test_a_look_shows_what_was_drawn_even_where_the_log_begins_again() -> None:
+def test_read_returns_results_across_the_wraparound_of_the_log() -> None:
     rows = Rows(3, 1, CPU)
     running = entered(
         rows, [Sample(job(i, [1], limit=LOG_STEPS + 5 if i else 3, temperature=0.0), 0) for i in range(2)]

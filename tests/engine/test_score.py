@@ -25,6 +25,7 @@ from assay.engine import Engine, NativeEngine, Request, SamplingParams, generate
 from assay.types import UserError
 
 TOLERANCES = {"native": 2e-5, "native64": 1e-10, "hf": 2e-5}
+BACKENDS = ["native", pytest.param("native64", marks=pytest.mark.slow), "hf"]
 
 
 def sequences() -> list[list[int]]:
@@ -46,9 +47,9 @@ def assert_scores_equal(ours: list[list[float]], theirs: list[list[float]], tole
     assert (flat[0] - flat[1]).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("backend", TOLERANCES)
-def test_scores_are_log_probabilities_of_the_trainer(backend: str, temperature: float) -> None:
+def test_scores_equal_logprobs_of_the_trainer(backend: str, temperature: float) -> None:
     """Of all tokens but the first, of long and short sequences at once."""
     engine = build(backend, policy(backend), Mode(max_batch=4))
     expected = [trainer_scores(ids, temperature) for ids in sequences()]
@@ -56,7 +57,7 @@ def test_scores_are_log_probabilities_of_the_trainer(backend: str, temperature: 
     assert engine.score([]) == [] and engine.score([[5]]) == [[]]
 
 
-def test_scores_are_log_probabilities_of_transformers() -> None:
+def test_scores_equal_logprobs_of_transformers() -> None:
     engine = native(decoder(0))
     for ids in sequences()[1:8:2]:
         with torch.no_grad():
@@ -72,14 +73,14 @@ def test_more_tokens_than_the_prefill_budget_are_scored(budget: int) -> None:
     assert_scores_equal(engine.score(sequences()), expected, 1e-10)
 
 
-@pytest.mark.parametrize("backend", TOLERANCES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_scoring_while_requests_run_changes_no_sequence(backend: str) -> None:
     requests = varied_requests()
     expected = generate(build(backend), requests)
     engine, recorder = build(backend, mode=Mode(max_batch=8)), Recorder()
     ids = add_all(engine, requests)
     scores = [trainer_scores(ids, 1.0) for ids in sequences()]
-    for _ in range(6):
+    for _ in range(3):
         recorder.record(engine.step(wait=False))
         assert_scores_equal(engine.score(sequences()), scores, TOLERANCES[backend])
     run(engine, recorder)
@@ -94,7 +95,7 @@ def test_scoring_with_a_full_cache_and_results_in_flight_changes_no_sequence() -
     ids = add_all(engine, varied_requests())
     while engine.incoming or engine.scheduler.unfinished:
         recorder.record(engine.step(wait=False))
-        engine.score(sequences()[:3])
+        engine.score(sequences()[3:5])
     run(engine, recorder)
     for request_id, group in zip(ids, expected, strict=True):
         assert_equal_completions(recorder.group(request_id), group, 0.0)
@@ -125,14 +126,14 @@ def test_scores_follow_the_weights_also_from_other_threads() -> None:
     assert_scores_equal(found, expected, 1e-10)
 
 
-def test_a_sleeping_engine_scores() -> None:
+def test_sleeping_engine_can_score() -> None:
     engine = native(decoder(0))
     engine.sleep()
     assert_scores_equal(engine.score(sequences()), [trainer_scores(ids, 1.0) for ids in sequences()], 1e-10)
 
 
 @pytest.mark.parametrize("backend", TOLERANCES)
-def test_what_cannot_be_scored_is_refused_and_requests_go_on(backend: str) -> None:
+def test_invalid_score_arguments_raise_and_requests_continue(backend: str) -> None:
     engine = build(backend)
     request_id = engine.add(Request([1, 2], SamplingParams(max_new_tokens=20), seed=0))
     engine.step(wait=False)

@@ -22,12 +22,12 @@ def job_of(asked: Request, before: Sequence[int] = (), **changes: Any) -> Job:
     return job_for(asked, 4, before, **options)
 
 
-def test_a_request_is_called_by_its_name_or_its_number() -> None:
+def test_error_messages_use_the_request_name_or_id() -> None:
     assert name_of(request(), 4) == job_of(request()).name == "request 4"
     assert name_of(request(name="gsm8k/7"), 4) == job_of(request(name="gsm8k/7")).name == "request 'gsm8k/7'"
 
 
-def test_a_job_begins_with_what_it_continues_and_ends_with_the_context() -> None:
+def test_job_tokens_start_with_the_kept_sequence_and_limit_ends_at_max_length() -> None:
     asked = request([5, 6], max_new_tokens=50)
     assert job_of(asked) == Job(4, asked, [5, 6], 50)
     assert job_of(asked, [1] * 60).tokens == [1] * 60 + [5, 6]
@@ -66,7 +66,7 @@ def test_a_job_begins_with_what_it_continues_and_ends_with_the_context() -> None
         (request(stop_token_ids=(200,), min_new_tokens=1), [], "a stop token is outside the vocabulary of 200"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_the_name_of_the_request(
+def test_invalid_requests_raise_an_error_with_the_request_name(
     asked: Request, before: list[int], complaint: str
 ) -> None:
     with pytest.raises(UserError, match=f"^request 4: .*{complaint}"):
@@ -76,13 +76,13 @@ def test_what_cannot_be_served_is_refused_with_the_name_of_the_request(
         job_of(named, before)
 
 
-def test_an_answer_is_cut_off_where_the_context_ends() -> None:
+def test_token_limit_ends_at_max_length() -> None:
     asked = request([1] * 20, max_new_tokens=13)
     assert job_of(asked, max_length=33).limit == 13 and job_of(asked, max_length=32).limit == 12
     assert job_of(asked, [1] * 5, max_length=32).limit == 7
 
 
-def test_what_looks_odd_but_can_be_served() -> None:
+def test_unusual_but_valid_requests_are_accepted() -> None:
     most = tuple(range(STOP_SLOTS))
     for asked in (
         request(stop_token_ids=most * 2),
@@ -96,7 +96,7 @@ def test_what_looks_odd_but_can_be_served() -> None:
         assert list(job.tokens) == [1, 2, 3] and job.limit == min(asked.params.max_new_tokens, 97)
 
 
-def test_something_must_be_left_to_be_drawn() -> None:
+def test_at_least_one_token_must_be_allowed() -> None:
     for forbidden, stops, shortest in (((0, 1, 2, 3), (), 0), ((0, 1), (2, 3), 1), ((), (0, 1, 2, 3), 1)):
         params: dict[str, Any] = {"forbidden_token_ids": forbidden, "stop_token_ids": stops, "min_new_tokens": shortest}
         with pytest.raises(UserError, match=r"^request 4: every token of the vocabulary is forbidden"):
@@ -106,9 +106,7 @@ def test_something_must_be_left_to_be_drawn() -> None:
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 19), st.integers(0, 30))
-def test_what_is_stored_after_some_steps_is_what_decoding_stores(
-    prompt: int, limit: int, drawn: int, steps: int
-) -> None:
+def test_stored_equals_simulated_decoding(prompt: int, limit: int, drawn: int, steps: int) -> None:
     drawn = min(drawn, limit - 1)
     asked = request([1] * prompt, max_new_tokens=limit)
     sample = Sample(Job(0, asked, asked.prompt_ids, limit), 0, drawn=[2] * drawn)
@@ -124,7 +122,7 @@ def test_what_is_stored_after_some_steps_is_what_decoding_stores(
 @given(
     st.integers(1, 20), st.integers(1, 20), st.integers(0, 19), st.integers(1, 5), st.integers(0, 9), st.integers(0, 50)
 )
-def test_blocks_last_until_one_more_step_would_not_fit(
+def test_exhausts_blocks_at_is_the_last_step_that_fits(
     prompt: int, limit: int, drawn: int, size: int, spare: int, entered: int
 ) -> None:
     asked = request([1] * prompt, max_new_tokens=limit)
@@ -141,16 +139,16 @@ def test_blocks_last_until_one_more_step_would_not_fit(
     assert sample.stored(steps) == sample.stored(200) == prompt + limit - 1
 
 
-def test_a_prefix_is_ready_when_all_of_it_was_scheduled() -> None:
+def test_prefix_is_ready_when_all_tokens_are_scheduled() -> None:
     assert not Prefix([1, 2, 3], deque(), computed=2).ready
     assert Prefix([1, 2, 3], deque(), computed=3).ready
 
 
-def test_a_kept_sequence_has_all_but_its_last_token_unless_its_blocks_were_taken() -> None:
+def test_kept_sequence_stores_all_but_its_last_token() -> None:
     assert Kept([1, 2, 3], [7]).stored == 2
     assert Kept([1, 2, 3], []).stored == 0
 
 
-def test_samples_are_themselves_and_not_what_they_hold() -> None:
+def test_samples_compare_by_identity() -> None:
     job = job_of(request())
     assert len({Sample(job, 0), Sample(job, 0)}) == 2

@@ -3,13 +3,17 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
 
-from assay.evals.report import Report, compare
+from assay.engine.base import SamplingParams
+from assay.evals import report as module
+from assay.evals.report import Report, compare, evaluate
 from assay.evals.stats import bootstrap, wilson
 from assay.runs.rollouts import read_lines, write_rollouts
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
@@ -45,7 +49,7 @@ def same(one: Report, other: Report) -> bool:
 
 
 @pytest.mark.parametrize(("questions", "samples"), [(40, 1), (25, 4), (1, 1), (1, 3)])
-def test_numbers_are_those_of_counting(questions: int, samples: int) -> None:
+def test_summary_equals_counting_by_hand(questions: int, samples: int) -> None:
     groups = make_groups(questions, samples)
     answers = [rollout for group in groups for rollout in group.rollouts]
     verdicts = [rollout.verdict for rollout in answers if rollout.verdict]
@@ -87,7 +91,7 @@ def test_pass_at_k_and_majority_by_brute_force() -> None:
 
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("status", [Status.OK, Status.WRONG])
-def test_answers_that_are_all_alike_claim_no_certainty(samples: int, status: Status) -> None:
+def test_interval_of_equal_answers_has_a_width(samples: int, status: Status) -> None:
     groups = [one_group(Prompt(f"q/{n}", ()), [status] * samples, "7") for n in range(30)]
     found = Report.of(groups).summary()
     right = 30 if status is Status.OK else 0
@@ -96,7 +100,7 @@ def test_answers_that_are_all_alike_claim_no_certainty(samples: int, status: Sta
     assert found["accuracy"] == right / 30 and found["ci95"][0 if right == 0 else 1] == found["accuracy"]
 
 
-def test_without_a_parsed_answer_there_is_no_majority_to_report() -> None:
+def test_majority_is_omitted_without_parsed_answers() -> None:
     statuses = [Status.OK, Status.WRONG, Status.OK]
     unread = Report.of([one_group(Prompt("q/0", ()), statuses, None)]).summary()
     assert "majority_at_k" not in unread and unread["pass_at_k"]["1"] == pytest.approx(2 / 3)
@@ -105,19 +109,19 @@ def test_without_a_parsed_answer_there_is_no_majority_to_report() -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_a_report_read_from_a_run_is_the_report_of_its_groups(tmp_path: Path, samples: int) -> None:
+def test_report_read_from_files_equals_report_of_groups(tmp_path: Path, samples: int) -> None:
     groups = make_groups(15, samples, seed=3)
     write_rollouts(tmp_path, 4, groups, "eval", split="test")
     assert same(Report.read(read_lines(tmp_path, 4, "eval", "test")), Report.of(groups))
 
 
-def test_questions_that_share_an_id_stay_apart(tmp_path: Path) -> None:
+def test_questions_with_the_same_id_are_kept_separate(tmp_path: Path) -> None:
     groups = make_groups(4, 2, ids=["a", "b", "a", "c"])
     write_rollouts(tmp_path, 0, groups, "eval")
     assert same(Report.read(read_lines(tmp_path, 0, "eval")), Report.of(groups))
 
 
-def test_one_answer_each_is_compared_by_mcnemar() -> None:
+def test_compare_uses_mcnemar_for_one_answer_per_question() -> None:
     from scipy.stats import binomtest
 
     before, after = Report.of(make_groups(60, 1, seed=4)), Report.of(make_groups(60, 1, seed=5))
@@ -127,7 +131,7 @@ def test_one_answer_each_is_compared_by_mcnemar() -> None:
     assert found.p_value == pytest.approx(binomtest(found.gained, found.gained + found.lost).pvalue)
 
 
-def test_several_answers_are_compared_by_flipping_signs() -> None:
+def test_compare_uses_sign_flips_for_several_answers() -> None:
     before, after = Report.of(make_groups(9, 3, seed=6)), Report.of(make_groups(9, 3, seed=7))
     differences = after.correct.mean(axis=1) - before.correct.mean(axis=1)
     sums = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in signs_of(9)]
@@ -141,6 +145,50 @@ def signs_of(count: int) -> itertools.product:
     return itertools.product((-1, 1), repeat=count)
 
 
-def test_other_questions_cannot_be_compared() -> None:
+def test_compare_requires_the_same_questions() -> None:
     with pytest.raises(AssertionError, match="same questions"):
         compare(Report.of(make_groups(3, 1)), Report.of(make_groups(3, 1, ids=["x", "y", "z"])))
+
+
+class Oracle:
+    """A collector that is correct on every third question, and records its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, tuple[int, int]]] = []
+
+    def collect(self, prompts: Sequence[Prompt], params: SamplingParams, seed: tuple[int, int]) -> list[Group]:
+        self.calls.append((len(prompts), seed))
+        return [Group(p, [self.rollout(p, i) for i in range(params.n)]) for p in prompts]
+
+    def rollout(self, prompt: Prompt, sample: int) -> Rollout:
+        status = Status.OK if int(prompt.id) % 3 == 0 else Status.WRONG
+        completion = Completion([1], [0.0], [0.0], Finish.STOP)
+        return Rollout(prompt, sample, [Turn([0], completion, "")], Verdict(0.0, status, "1"))
+
+
+PROMPTS = [Prompt(str(index), ()) for index in range(30)]
+
+
+@pytest.mark.parametrize(("samples", "at_once", "sizes"), [(1, 4096, [30]), (1, 12, [12, 12, 6]), (4, 40, [10] * 3)])
+def test_evaluate_splits_prompts_into_batches_in_order(
+    monkeypatch: pytest.MonkeyPatch, samples: int, at_once: int, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(module, "MAX_ANSWERS", at_once)
+    oracle: Any = Oracle()
+    report, groups = evaluate(oracle, PROMPTS, SamplingParams(n=samples), seed=9)
+    assert [size for size, _ in oracle.calls] == sizes
+    assert report.ids == [p.id for p in PROMPTS] == [g.prompt.id for g in groups]
+    assert report.accuracy == pytest.approx(1 / 3) and report.correct.shape == (30, samples)
+
+
+def test_evaluation_seeds_do_not_depend_on_the_training_step() -> None:
+    oracle: Any = Oracle()
+    evaluate(oracle, PROMPTS, SamplingParams(), seed=9)
+    assert {seed for _, seed in oracle.calls} == {(9, -1)}
+
+
+def test_evaluate_with_more_samples_than_the_batch_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ANSWERS", 2)
+    oracle: Any = Oracle()
+    report, _ = evaluate(oracle, PROMPTS[:3], SamplingParams(n=5), seed=0)
+    assert [size for size, _ in oracle.calls] == [1, 1, 1] and report.correct.shape == (3, 5)

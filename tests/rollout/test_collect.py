@@ -46,7 +46,7 @@ def written(group: Group) -> list[list[int]]:
     return [rollout.turns[0].completion.token_ids for rollout in group.rollouts]
 
 
-def test_a_seed_depends_on_its_four_inputs_and_on_nothing_else() -> None:
+def test_request_seed_depends_on_all_four_arguments() -> None:
     base = (1, 2, "abacus/train/3", 0)
     assert request_seed(*base) == request_seed(1, 2, "abacus/train/3") == request_seed(*base)
     others = [(2, 2, base[2], 0), (1, 3, base[2], 0), (1, 2, "abacus/train/4", 0), (1, 2, base[2], 1)]
@@ -58,14 +58,14 @@ def test_a_seed_depends_on_its_four_inputs_and_on_nothing_else() -> None:
     assert isinstance(request_seed(0, 0, "\ud800"), int)  # an id may hold any text that JSON can
 
 
-def test_seeds_are_the_same_on_every_machine() -> None:
+def test_request_seed_is_a_fixed_hash() -> None:
     import hashlib
 
     digest = hashlib.blake2b(b"7|4|gsm8k/train/17|0", digest_size=8).digest()
     assert request_seed(7, 4, "gsm8k/train/17") == int.from_bytes(digest, "little", signed=True)
 
 
-def test_a_prompt_gets_the_same_answers_alone_or_among_others() -> None:
+def test_completions_do_not_depend_on_other_prompts() -> None:
     part = collector()
     prompts = list(TASK.prompts("test")[:8])
     together = part.collect(prompts, PARAMS, (5, 2))
@@ -79,7 +79,7 @@ def test_a_prompt_gets_the_same_answers_alone_or_among_others() -> None:
     assert [written(group)[:3] for group in more] == [written(group) for group in together[:2]]
 
 
-def test_a_prompt_that_comes_again_within_a_step_gets_other_answers() -> None:
+def test_repeated_prompt_within_a_step_gets_different_noise() -> None:
     part = collector()
     one, other = TASK.prompts("test")[:2]
     first, _, again, third = part.collect([one, other, one, one], PARAMS, (5, 2))
@@ -93,7 +93,7 @@ def test_a_prompt_that_comes_again_within_a_step_gets_other_answers() -> None:
 
 
 @pytest.mark.parametrize("seed", [(6, 2), (5, 3)])
-def test_another_run_or_step_draws_other_answers(seed: tuple[int, int]) -> None:
+def test_run_seed_and_step_change_completions(seed: tuple[int, int]) -> None:
     part = collector()
     prompts = list(TASK.prompts("test")[:4])
     first, second = part.collect(prompts, PARAMS, (5, 2)), part.collect(prompts, PARAMS, seed)
@@ -101,7 +101,7 @@ def test_another_run_or_step_draws_other_answers(seed: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_verdict_is_about_the_answer_it_stands_beside(workers: int) -> None:
+def test_verdicts_belong_to_their_rollouts(workers: int) -> None:
     part = collector(TASK.judge() if workers else Echo(), workers=workers)
     prompts = list(TASK.prompts("test")[:6])
     with part.judge:
@@ -122,7 +122,7 @@ def test_every_verdict_is_about_the_answer_it_stands_beside(workers: int) -> Non
                 assert rollout.reward == rollout.verdict.reward == len(rollout.text)
 
 
-def test_tokens_are_those_of_the_engine_and_the_prompt_is_context() -> None:
+def test_prompt_tokens_have_loss_mask_0() -> None:
     part = collector()
     prompt = TASK.prompts("test")[0]
     rollout = part.collect([prompt], PARAMS, (0, 0))[0].rollouts[0]
@@ -146,14 +146,14 @@ def test_sampling_params_of_an_evaluation_default_to_those_of_training() -> None
     assert sampling_params(EvalConfig(), 1) == SamplingParams(temperature=0.0, max_new_tokens=512)
 
 
-def test_a_prompt_that_fills_the_context_is_named() -> None:
+def test_prompt_longer_than_the_context_raises() -> None:
     part = collector(max_length=8)
     long = Prompt("long/1", ({"role": "user", "content": "1 " * 20},), "1", fields={"start": 1})
     with pytest.raises(UserError, match=r"long/1 has \d+ tokens, which leaves no space in a context of 8"):
         part.collect([long], PARAMS, (0, 0))
 
 
-def test_a_judge_that_fails_on_everything_is_the_users_to_mend(tmp_path: Any) -> None:
+def test_judge_that_fails_on_all_answers_raises(tmp_path: Any) -> None:
     from assay.rewards import FunctionJudge
 
     (tmp_path / "broken.py").write_text(
@@ -169,7 +169,7 @@ def test_a_judge_that_fails_on_everything_is_the_users_to_mend(tmp_path: Any) ->
         assert all(r.verdict is not None and r.verdict.status is status for r in group.rollouts)
 
 
-def test_time_is_told_by_its_parts() -> None:
+def test_seconds_are_recorded_for_generation_and_judging() -> None:
     part = collector()
     part.collect(list(TASK.prompts("test")[:2]), PARAMS, (0, 0))
     assert set(part.seconds) == {"generate", "judge"} and all(value >= 0 for value in part.seconds.values())

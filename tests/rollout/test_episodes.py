@@ -59,7 +59,7 @@ def idle(part: Collector) -> bool:
     return not engine.scheduler.kept
 
 
-def test_tokens_are_those_given_and_sampled_in_order() -> None:
+def test_episode_tokens_and_loss_mask_equal_a_replay() -> None:
     part = collector(guess())
     found = rollouts(part.collect(guess().prompts("train")[:6], PARAMS, (0, 0)))
     assert len({len(rollout.turns) for rollout in found}) > 1  # each at its own pace
@@ -83,7 +83,7 @@ def test_tokens_are_those_given_and_sampled_in_order() -> None:
     assert idle(part)
 
 
-def test_a_stepwise_episode_is_one_reply_in_pieces() -> None:
+def test_stepwise_episode_is_one_reply_in_several_turns() -> None:
     part = collector(stepwise(max_lines=3), Limits(step_tokens=12))
     found = rollouts(part.collect(make_task("abacus").prompts("train")[:12], PARAMS, (0, 0)))
     several = [rollout for rollout in found if len(rollout.turns) > 1]
@@ -96,7 +96,7 @@ def test_a_stepwise_episode_is_one_reply_in_pieces() -> None:
     assert all(rollout.verdict and rollout.verdict.status is not Status.ERROR for rollout in found)
 
 
-def test_a_tools_result_is_in_the_sequence_but_not_trained_on() -> None:
+def test_tool_results_have_loss_mask_0() -> None:
     """A policy that can only write << 1 + 1 = : its calls are answered, on what the engine kept."""
     task = make_task("abacus", max_value=15)
     env: Any = make_env("calculator", task=task)
@@ -119,7 +119,7 @@ def test_a_tools_result_is_in_the_sequence_but_not_trained_on() -> None:
 
 
 @pytest.mark.parametrize("kind", ["guess", "stepwise"])
-def test_the_trainer_finds_the_engines_log_probabilities(kind: str) -> None:
+def test_trainer_logprobs_of_episodes_equal_engine_logprobs(kind: str) -> None:
     env = guess() if kind == "guess" else stepwise()
     part = collector(env, Limits(step_tokens=4 if kind == "guess" else 40), dtype=torch.float64)
     found = rollouts(part.collect(env.prompts("train")[:12], PARAMS, (1, 2)))
@@ -133,7 +133,7 @@ def test_the_trainer_finds_the_engines_log_probabilities(kind: str) -> None:
     assert float((trainer - batch.behaviour_logprobs).abs().max()) < 1e-9
 
 
-def test_an_episode_goes_the_same_way_alone_and_among_others() -> None:
+def test_episodes_do_not_depend_on_other_episodes() -> None:
     part = collector(guess())
     prompts = guess().prompts("train")[:6]
     together = part.collect(prompts, PARAMS, (5, 2))
@@ -168,7 +168,7 @@ class Endless(Env):
         (Limits(step_tokens=2, seconds=1e-9), 300, 400, "1e-09 s"),
     ],
 )
-def test_limits_cut_episodes_off(limits: Limits, tokens: int, length: int, reason: str) -> None:
+def test_limits_truncate_episodes(limits: Limits, tokens: int, length: int, reason: str) -> None:
     part = collector(Endless(), limits, length=length, words=False)
     params = replace(PARAMS, max_new_tokens=tokens)
     for rollout in rollouts(part.collect(Endless().prompts("train")[:3], params, (0, 0))):
@@ -184,7 +184,7 @@ def test_limits_cut_episodes_off(limits: Limits, tokens: int, length: int, reaso
 
 
 @pytest.mark.parametrize(("over", "following"), [("terminated", False), ("truncated", True), ("silently", False)])
-def test_what_an_episode_missed_is_known_if_it_was_cut_off(over: str, following: bool) -> None:
+def test_bootstrap_ids_are_set_for_truncated_episodes(over: str, following: bool) -> None:
     class Ending(Endless):
         def step(self, action: str) -> Any:
             said = "" if over == "silently" else "good bye"
@@ -198,7 +198,7 @@ def test_what_an_episode_missed_is_known_if_it_was_cut_off(over: str, following:
         assert rollout.cut_off == (over != "terminated") and rollout.bootstrap_ids == expected
 
 
-def test_the_limit_of_an_action_ends_it_and_cuts_nothing_off() -> None:
+def test_action_token_limit_does_not_truncate_the_episode() -> None:
     part = collector(guess(tries=3), Limits(step_tokens=2))
     found = rollouts(part.collect(guess(tries=3).prompts("train")[:8], replace(PARAMS, max_new_tokens=6), (0, 0)))
     ended = [r for r in found if r.turns[-1].completion.finish is Finish.ACTION]
@@ -212,7 +212,7 @@ def test_the_limit_of_an_action_ends_it_and_cuts_nothing_off() -> None:
     assert any(r.truncated for r in lines)  # a reply without its end
 
 
-def test_an_environment_that_fails_on_everything_is_the_users_to_mend() -> None:
+def test_environment_that_fails_in_all_episodes_raises() -> None:
     class Broken(Endless):
         def step(self, action: str) -> Any:
             raise KeyError("x")
@@ -221,7 +221,7 @@ def test_an_environment_that_fails_on_everything_is_the_users_to_mend() -> None:
         collector(Broken(), words=False).collect(Broken().prompts("train")[:3], PARAMS, (0, 0))
 
 
-def test_what_breaks_off_leaves_nothing_behind() -> None:
+def test_interrupted_episodes_release_kept_sequences() -> None:
     class Stops(Endless):
         def step_all(self, episodes: Any, actions: Any) -> Any:
             raise KeyboardInterrupt
@@ -232,7 +232,7 @@ def test_what_breaks_off_leaves_nothing_behind() -> None:
     assert idle(part)
 
 
-def test_one_step_is_the_easy_case() -> None:
+def test_single_step_environment_equals_the_task() -> None:
     """A task as an environment gives what the task itself gives: the same tokens, the same verdicts."""
     task: Any = make_task("abacus")
     env: Any = make_env("single", task=task)
@@ -247,7 +247,7 @@ def test_one_step_is_the_easy_case() -> None:
         assert one.turns[0].completion.finish in (Finish.STOP, Finish.LENGTH) and one.reward == one.turns[0].reward
 
 
-def test_templates_that_rewrite_history_are_told_before_a_run() -> None:
+def test_check_history_warns_about_templates_that_rewrite_replies() -> None:
     tokenizer = char_tokenizer()
     tokenizer.hf.chat_template = (
         "{% for m in messages %}<user>{{ m['content'].split('</think>')[-1] }}<eos>{% endfor %}"

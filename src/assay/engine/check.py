@@ -157,6 +157,9 @@ class Probe:
         return (logits / (temperature or 1.0)).log_softmax(-1).cpu()
 
 
+Check = Callable[[Probe], None]
+
+
 def check_engine(
     engine: Engine, prompt_ids: Sequence[int], policy: PolicyModel | None = None, decode: Decode | None = None
 ) -> list[str]:
@@ -168,11 +171,11 @@ def check_engine(
     not declare are not checked. Tokens are compared exactly, so the engine should compute in float32 or float64. The
     engine is not closed.
     """
-    return list(problems(Probe(engine, list(prompt_ids), policy, decode)))
+    return list(problems(Probe(engine, list(prompt_ids), policy, decode), CHECKS))
 
 
-def problems(probe: Probe) -> Iterator[str]:
-    for check in CHECKS:
+def problems(probe: Probe, checks: Iterable[Check]) -> Iterator[str]:
+    for check in checks:
         title = check.__name__.replace("_", " ")
         try:
             check(probe)
@@ -471,7 +474,7 @@ def calls_from_another_thread(probe: Probe) -> None:
     probe.step(record, samples | dict.fromkeys(finished_first, 1))
 
 
-CHECKS: tuple[Callable[[Probe], None], ...] = (
+CHECKS: tuple[Check, ...] = (
     *(requests_and_samples, invalid_requests, lengths, stop_and_forbidden_tokens, stop_strings, sampling, exact_seeds),
     *(log_probabilities, entropy_and_kept_mass, streaming, abort, handles, weight_updates, updates_while_requests_run),
     *(fingerprints, sleep_and_cache, calls_from_another_thread),

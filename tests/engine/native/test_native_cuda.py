@@ -10,8 +10,8 @@ import pytest
 import torch
 from engine_parts import small_decoder, small_spec
 from native_parts import Consumer
-from test_arrivals import model as talker
-from test_arrivals import talks
+from test_added_while_running import model as talker
+from test_added_while_running import talks
 
 from assay.algos import make_algorithm
 from assay.engine import NativeEngine, generate, make_engine

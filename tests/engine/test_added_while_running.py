@@ -119,7 +119,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_turns_at_their_own_pace_equal_whole_lists_asked_alone(kind: str) -> None:
+def test_continuations_added_while_others_run_equal_whole_prompts(kind: str) -> None:
     engine, talk = ENGINES[kind](), talks(long=45)
     consumer = Consumer(engine, on_finish=talk.on_finish, more=talk.more)
     consumer.run()
@@ -140,7 +140,7 @@ def test_turns_at_their_own_pace_equal_whole_lists_asked_alone(kind: str) -> Non
         assert sum(talk.calls) <= 1 + TURNS  # all was done at the end, and where one alone was left
 
 
-def test_nobody_waits_for_the_longest_of_a_round() -> None:
+def test_continuations_do_not_wait_for_longer_sequences() -> None:
     steps = []
     for play in (in_rounds, at_own_pace):
         engine, talk = engine_for(model()), talks(count=9, turns=7)
@@ -150,7 +150,7 @@ def test_nobody_waits_for_the_longest_of_a_round() -> None:
     assert steps[1] < 0.7 * steps[0], steps
 
 
-def test_a_bad_request_that_comes_later_is_named_and_stops_nobody() -> None:
+def test_invalid_request_added_while_others_run_fails_alone() -> None:
     engine, talk = engine_for(model()), talks(count=3)
 
     def more(nothing_else: bool) -> list[Request]:
@@ -172,7 +172,7 @@ def test_a_bad_request_that_comes_later_is_named_and_stops_nobody() -> None:
 
 
 @pytest.mark.parametrize("kind", ["windows", "all at once", "hf"])
-def test_who_fails_to_say_what_comes_next_breaks_off_the_call_and_nothing_else(kind: str) -> None:
+def test_exception_in_a_consumer_aborts_only_its_requests(kind: str) -> None:
     engine, talk = ENGINES[kind](), talks()
     params = SamplingParams(max_new_tokens=8)
     kept = generate(engine, [Request([4, 5, 6], params, seed=1, keep=True), Request([7], params, seed=2, keep=True)])
@@ -201,7 +201,7 @@ def test_who_fails_to_say_what_comes_next_breaks_off_the_call_and_nothing_else(k
 
 
 @pytest.mark.parametrize(("running", "first"), [(40, MAX_WAIT), (4, 8)])  # 1 + ... + 8 > 4 x ADMISSION_COST
-def test_newcomers_are_collected_while_others_run(running: int, first: int) -> None:
+def test_requests_that_arrive_one_by_one_are_admitted_together(running: int, first: int) -> None:
     """One comes after each step: they enter together, since each entry costs a pass."""
     engine = engine_for(model(), Mode(max_batch=64))
     seen: list[int] = []

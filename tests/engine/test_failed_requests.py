@@ -61,7 +61,7 @@ BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
 }
 
 
-def test_bad_requests_are_named_and_the_others_finish() -> None:
+def test_invalid_requests_fail_by_name_and_others_finish() -> None:
     good = requests_for(mixed_prompts(seed=1), SamplingParams(n=2, max_new_tokens=10, stop_token_ids=(1, 2)))
     engine = engine_for(model(), Mode(max_batch=6, cache=80))
     expected = generate(engine, good)
@@ -84,7 +84,7 @@ def test_bad_requests_are_named_and_the_others_finish() -> None:
     assert idle(engine)
 
 
-def test_what_just_fits_is_served() -> None:
+def test_requests_at_the_limits_are_served() -> None:
     engine = engine_for(model(), Mode(cache=80))
     requests = [
         Request([1] * 40, SamplingParams(max_new_tokens=90), seed=0),  # cut off; the last token is not stored
@@ -125,7 +125,7 @@ def odd_and_good(params: SamplingParams) -> tuple[list[Request], set[int]]:
 
 
 @pytest.mark.parametrize("mode", WAYS)
-def test_prompts_that_give_no_numbers_break_nobody_else(mode: str) -> None:
+def test_nan_logits_of_a_prompt_fail_only_its_request(mode: str) -> None:
     params = SamplingParams(n=2, max_new_tokens=9, forbidden_token_ids=(ODD,))
     requests, odd = odd_and_good(params)
     expected = generate(engine_for(model()), requests)
@@ -152,7 +152,7 @@ def test_prompts_that_give_no_numbers_break_nobody_else(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", WAYS)
-def test_a_token_that_breaks_its_sequence_breaks_no_other(mode: str) -> None:
+def test_nan_logits_while_decoding_fail_only_their_request(mode: str) -> None:
     """Drawn on the way: some samples of a request break, others of the same prompt would not."""
     params = SamplingParams(n=2, max_new_tokens=24)
     requests = requests_for([[t % 60 for t in prompt] for prompt in mixed_prompts(seed=9)], params)
@@ -172,7 +172,7 @@ def test_a_token_that_breaks_its_sequence_breaks_no_other(mode: str) -> None:
         assert idle(engine)
 
 
-def test_what_is_drawn_behind_a_stop_string_may_be_broken() -> None:
+def test_nan_logits_after_a_stop_string_are_ignored() -> None:
     """The device does not know of stop strings: it goes on to the odd token, in blocks that others use next."""
     params = SamplingParams(temperature=1.0, max_new_tokens=16)
     prompt = [1, 2, 3]

@@ -53,7 +53,7 @@ def assert_as_fresh(before: list[int], request: Request, group: list[Completion]
 
 
 @pytest.mark.parametrize("mode", WAYS)
-def test_several_turns_equal_one_long_list(mode: str) -> None:
+def test_continuations_equal_whole_prompts(mode: str) -> None:
     """Ended by their limit, by a stop token or by a stop string; greedy or not."""
     draw = random.Random(1)
     engine = engine_for(model(), WAYS[mode], decode=words)
@@ -84,7 +84,7 @@ def test_several_turns_equal_one_long_list(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", WAYS)
-def test_one_sequence_goes_on_in_several_ways(mode: str) -> None:
+def test_one_kept_sequence_continues_with_several_samples(mode: str) -> None:
     engine = engine_for(model(), WAYS[mode])
     prompts = mixed_prompts(seed=2)[4:8]
     params = SamplingParams(n=3, max_new_tokens=20)
@@ -106,7 +106,7 @@ def test_one_sequence_goes_on_in_several_ways(mode: str) -> None:
     assert idle(engine)
 
 
-def test_an_empty_continuation_goes_on_where_the_limit_cut_it_off() -> None:
+def test_empty_continuation_resumes_after_the_token_limit() -> None:
     for mode in WAYS.values():
         engine = engine_for(model(), mode)
         for prompt in mixed_prompts(seed=3)[:9:2]:
@@ -131,7 +131,7 @@ def kept_with_blocks(engine: NativeEngine) -> tuple[list[int], Completion]:
     return [*prompt, *completion.token_ids], completion
 
 
-def test_kept_blocks_are_given_up_for_others_and_computed_again() -> None:
+def test_evicted_kept_blocks_are_recomputed() -> None:
     engine = engine_for(model(), Mode(max_batch=4, cache=128))
     before, completion = kept_with_blocks(engine)
     params = SamplingParams(max_new_tokens=60)
@@ -145,7 +145,7 @@ def test_kept_blocks_are_given_up_for_others_and_computed_again() -> None:
     assert engine.stats.prefill_tokens == len(before) + 2
 
 
-def test_new_weights_compute_what_was_kept_anew() -> None:
+def test_weight_update_recomputes_kept_sequences() -> None:
     other = small_decoder(SPECS["qwen3"], seed=5)
     engine = engine_for(other)
     before, completion = kept_with_blocks(engine)
@@ -158,7 +158,7 @@ def test_new_weights_compute_what_was_kept_anew() -> None:
     assert completion.version == 0 and {continued.version for continued in group} == {4}
 
 
-def test_forgetting_computes_what_was_kept_anew() -> None:
+def test_reset_prefix_cache_recomputes_kept_sequences() -> None:
     engine = engine_for(model())
     before, completion = kept_with_blocks(engine)
     engine.reset_prefix_cache()
@@ -169,7 +169,7 @@ def test_forgetting_computes_what_was_kept_anew() -> None:
     assert engine.stats.prefill_tokens == len(before) + 1
 
 
-def test_handles_that_lead_nowhere_are_named() -> None:
+def test_unknown_handles_fail_with_a_clear_error() -> None:
     engine = engine_for(model())
     before, completion = kept_with_blocks(engine)
     assert completion.handle is not None
@@ -193,7 +193,7 @@ def test_handles_that_lead_nowhere_are_named() -> None:
     assert list(served(engine, [Request([6], params, seed=2, continues=completion.handle)])[1]) == [0]
 
 
-def test_a_continuation_that_cannot_be_served_leaves_its_handle() -> None:
+def test_invalid_continuation_leaves_its_handle_usable() -> None:
     engine = engine_for(model())
     before, completion = kept_with_blocks(engine)
     for ids in ([1] * 96, [61]):
@@ -202,7 +202,7 @@ def test_a_continuation_that_cannot_be_served_leaves_its_handle() -> None:
     assert_as_fresh([*before, 7], request, generate(engine, [request])[0])
 
 
-def test_only_what_is_asked_for_is_kept() -> None:
+def test_only_requests_with_keep_get_handles() -> None:
     engine = engine_for(model())
     params = SamplingParams(n=2, max_new_tokens=5)
     kept, free = generate(engine, [Request([1], params, seed=0, keep=True), Request([2], params, seed=0)])

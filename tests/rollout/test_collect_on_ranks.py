@@ -109,5 +109,5 @@ def share(flat: Mesh) -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks() -> None:
+def test_prompts_are_divided_among_ranks_and_errors_are_raised_on_all() -> None:
     start(4, share)

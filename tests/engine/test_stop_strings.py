@@ -25,7 +25,7 @@ def decode(ids: Sequence[int]) -> str:
     st.lists(st.integers(0, len(PIECES) - 1), max_size=60),
     st.lists(st.text("ab\n</x>é", min_size=1, max_size=6), min_size=1, max_size=3),
 )
-def test_found_at_the_token_that_completes_it(ids: list[int], stops: list[str]) -> None:
+def test_stop_string_is_found_at_the_token_that_completes_it(ids: list[int], stops: list[str]) -> None:
     for end in range(1, len(ids) + 1):
         found = completes_stop(ids[:end], stops, decode)
         assert found == any(stop in decode(ids[:end]) for stop in stops)
@@ -66,7 +66,9 @@ def tokenizers() -> dict[str, tuple[int, Decode]]:
     stops=st.lists(st.text("ab\n</x>é .s", min_size=1, max_size=5), min_size=1, max_size=3),
     copied=st.integers(0, 39),
 )
-def test_no_token_that_completes_one_is_passed_over(kind: str, draws: list[int], stops: list[str], copied: int) -> None:
+def test_suspects_include_every_token_that_completes_a_stop_string(
+    kind: str, draws: list[int], stops: list[str], copied: int
+) -> None:
     size, decoded = tokenizers()[kind]
     ids = [draw % size for draw in draws]
     if (text := decoded(ids[copied : copied + 3])) and BROKEN not in text:  # one that does occur, more often than not
@@ -86,14 +88,14 @@ def test_no_token_that_completes_one_is_passed_over(kind: str, draws: list[int],
 @pytest.mark.parametrize(
     ("kind", "ids", "stop"), [("suffixed", [0, 3], "ab"), ("words", [2], "##"), ("words", [2, 2], "#aa")]
 )
-def test_what_a_token_adds_depends_on_its_place(kind: str, ids: list[int], stop: str) -> None:
+def test_text_added_by_a_token_depends_on_its_position(kind: str, ids: list[int], stop: str) -> None:
     _, decoded = tokenizers()[kind]
     assert stop in decoded(ids)
     assert StopStrings(decoded).suspects(np.array(ids), (stop,))[-1]
 
 
 @pytest.mark.parametrize("stop", ["😀", "😁😀", "b😁😁😀"])
-def test_bytes_that_are_decoded_together_or_not_at_all(stop: str) -> None:
+def test_incomplete_bytes_before_a_stop_string(stop: str) -> None:
     """A tail that begins within a character would show nothing but broken ones."""
     size, decoded = tokenizers()["fallback"]
     first = size - 256  # the token of byte 0
@@ -102,7 +104,7 @@ def test_bytes_that_are_decoded_together_or_not_at_all(stop: str) -> None:
     assert [completes_stop(ids[:end], [stop], decoded) for end in range(1, len(ids) + 1)] == [False] * 12 + [True]
 
 
-def test_the_beginning_of_a_tail_is_not_taken_for_that_of_a_text() -> None:
+def test_start_of_the_tail_is_not_decoded_as_start_of_the_text() -> None:
     """Where some tokens look otherwise."""
     _, decoded = tokenizers()["words"]
     ids = [1, 2, 1, 2, 2, 2, 2, 2, 2]
@@ -110,7 +112,7 @@ def test_the_beginning_of_a_tail_is_not_taken_for_that_of_a_text() -> None:
     assert not any(completes_stop(ids[:end], ["##"], decoded) for end in range(1, len(ids) + 1))
 
 
-def test_a_space_that_belongs_to_the_word_before_is_found_with_the_next_token() -> None:
+def test_trailing_space_of_a_word_is_found_with_the_next_token() -> None:
     """The decoder of GPT-1 writes the space of "a</w>" only when another token follows, whichever that is."""
     size, decoded = tokenizers()["suffixed"]
     ends, stopping = [2, 3, 4, 5], StopStrings(decoded)
@@ -123,7 +125,7 @@ def test_a_space_that_belongs_to_the_word_before_is_found_with_the_next_token() 
             assert stopping.completed(ids, (stop,)) and not stopping.completed(ids[:2], (stop,))
 
 
-def test_few_tokens_are_looked_at_closely() -> None:
+def test_few_tokens_are_suspects() -> None:
     size, decoded = tokenizers()["bytes"]
     added = {i: added_by(i, decoded) for i in range(size) if BROKEN not in decoded([i])}
     kinds = {decoded([i]): may_complete(added[i], ["</x>\n"]) for i in added}
@@ -132,7 +134,7 @@ def test_few_tokens_are_looked_at_closely() -> None:
     assert not kinds[">"]  # the string goes on behind it
 
 
-def test_broken_characters_do_not_make_every_token_a_suspect() -> None:
+def test_incomplete_characters_do_not_make_all_tokens_suspects() -> None:
     size, decoded = tokenizers()["bytes"]
     stopping = StopStrings(decoded)
     every = np.arange(size)
@@ -140,7 +142,7 @@ def test_broken_characters_do_not_make_every_token_a_suspect() -> None:
     assert broken.any() and stopping.suspects(every, ("</x> ",))[~broken].mean() < 0.2
 
 
-def test_a_token_is_decoded_once() -> None:
+def test_tokens_are_decoded_once() -> None:
     calls: list[Sequence[int]] = []
 
     def counted(ids: Sequence[int]) -> str:
@@ -158,7 +160,7 @@ def test_a_token_is_decoded_once() -> None:
     assert stopping.suspects(np.zeros((0, 3), dtype=np.int32), ("a",)).shape == (0, 3)
 
 
-def test_only_so_much_is_remembered() -> None:
+def test_number_of_cached_tables_is_bounded() -> None:
     stopping = StopStrings(decode)
     for _ in range(2):
         for i in range(TABLES + 10):
