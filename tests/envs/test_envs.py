@@ -246,7 +246,7 @@ def test_a_step_that_fails_is_an_error_and_not_a_wrong_answer() -> None:
         ("guess", {"tries": "many"}, "tries"),
         ("assay.types:Prompt", {}, "needs the argument"),
         ("assay.text:char_tokenizer", {}, "reset and step"),
-        ("assay.envs:Env", {}, "reset, step"),
+        ("assay.envs:Env", {}, "must define reset"),
         ("reasoning_gym:chain_sum", {"task": "abacus"}, "remove task.name"),
         ("examples/my_env.py", {}, "name of the class"),
         (f"{__name__}:Failing", {}, "RuntimeError: no screen"),

@@ -43,7 +43,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("form", "text", "answer"), FOUND)
-def test_finds_the_last_answer(form: str, text: str, answer: str) -> None:
+def test_last_answer_is_extracted(form: str, text: str, answer: str) -> None:
     found = extract(text, form)
     assert (found.status, found.text, found.form) == (Status.OK, answer, form)
 
@@ -70,7 +70,7 @@ NOT_FOUND = [
 
 
 @pytest.mark.parametrize(("form", "text", "status"), NOT_FOUND)
-def test_says_why_there_is_no_answer(form: str, text: str, status: Status) -> None:
+def test_missing_answer_has_a_reason(form: str, text: str, status: Status) -> None:
     found = extract(text, form)
     assert found.status is status
     assert found.detail
@@ -87,13 +87,13 @@ def test_says_why_there_is_no_answer(form: str, text: str, status: Status) -> No
         ("hash", r"\boxed{5} #### 6", "6", "hash"),
     ],
 )
-def test_lenient_takes_other_forms(form: str, text: str, answer: str, source: str) -> None:
+def test_lenient_extraction_accepts_other_forms(form: str, text: str, answer: str, source: str) -> None:
     found = extract(text, form, strict=False)
     assert (found.status, found.text, found.form) == (Status.OK, answer, source)
     assert extract(text, form).found == (source == form)
 
 
-def test_lenient_without_any_answer_keeps_the_first_reason() -> None:
+def test_lenient_extraction_without_answer_keeps_the_first_reason() -> None:
     assert extract(r"\boxed{x", "boxed", strict=False).status is Status.UNPARSABLE
     assert extract("nothing", "boxed", strict=False).status is Status.NO_ANSWER
     assert extract("just 5", "answer-tag", strict=False, any_number=False).status is Status.NO_ANSWER

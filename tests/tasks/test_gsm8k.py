@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from assay.rewards import JudgePool
-from assay.tasks import GSM8K, make_task, overlap
+from assay.tasks import GSM8K, make_task, overlap, sources
 from assay.types import UserError
 
 ROW = {
@@ -21,7 +22,7 @@ def folder(tmp_path, n=30):
     return str(tmp_path)
 
 
-def test_all_golds_score_one(gsm8k_folder):
+def test_all_gold_completions_score_one(gsm8k_folder):
     for style in ("boxed", "hash"):
         task = GSM8K(gsm8k_folder, solution_style=style)
         prompts = [prompt for split in ("train", "validation", "test") for prompt in task.prompts(split)]
@@ -40,7 +41,7 @@ def test_golds_and_solutions_of_the_real_files(gsm8k_folder):
     assert overlap(task.prompts("train"), task.prompts("test")).n_shared == 0
 
 
-def test_a_row_becomes_a_prompt(tmp_path):
+def test_conversion_of_a_row(tmp_path):
     prompt = make_task("gsm8k", folder(tmp_path)).prompts("test")[3]
     assert prompt.id == "gsm8k/test/3"
     assert prompt.question == "test 3\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -67,26 +68,26 @@ def test_validation_is_carved_from_train(tmp_path):
     assert {p.id for p in other.prompts("validation")} != {p.id for p in validation}
 
 
-def test_the_hub_is_asked_for_the_right_parts(monkeypatch):
-    asked = []
+def test_hub_datasets_of_gsm8k(monkeypatch):
+    requested = []
 
     def load(dataset, configuration, split):
-        asked.append((dataset, configuration, split))
+        requested.append((dataset, configuration, split))
         return [ROW] * 20
 
-    monkeypatch.setattr("assay.tasks.sources.load_hub", load)
+    monkeypatch.setattr(sources, "load_hub", load)
     task = make_task("gsm8k", "openai/gsm8k")
     assert len(task.prompts("test")) == 20 and len(task.prompts("train")) == 18
-    assert set(asked) == {("openai/gsm8k", "main", "test"), ("openai/gsm8k", "main", "train")}
+    assert set(requested) == {("openai/gsm8k", "main", "test"), ("openai/gsm8k", "main", "train")}
 
 
-def test_without_the_hub_extra(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)  # importing it now fails
+def test_missing_hub_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # makes the import fail
     with pytest.raises(UserError, match=r'pip install "assay\[hub\]", or give path=FOLDER'):
         make_task("gsm8k").prompts("train")
 
 
-def test_bad_input(tmp_path):
+def test_invalid_gsm8k_input_is_a_user_error(tmp_path):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"question": "?", "answer": "seven"}\n')
     with pytest.raises(UserError, match=r'bad.jsonl:1: gsm8k: an answer must end in "#### N"'):

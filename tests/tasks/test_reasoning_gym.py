@@ -98,7 +98,7 @@ def test_wrong_arguments_are_user_errors(gym: Any) -> None:
     for name, args, said in (
         ("chain_sums", {}, "did you mean 'chain_sum'"),
         ("chain_sum", {"max_term": 3}, "'max_term' of reasoning_gym:chain_sum: did you mean 'max_terms'"),
-        ("chain_sum", {"min_terms": 9, "max_terms": 3}, "does not take these arguments"),
+        ("chain_sum", {"min_terms": 9, "max_terms": 3}, "rejects these arguments"),
         ("chain_sum", {"seed": 64}, "seed must be from 0 to 63"),
         ("chain_sum", {"size": 0}, "size must be from 1 to 65,536"),
         ("chain_sum", {"path": "x"}, "unknown argument 'path'"),

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-import hashlib
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def own(tmp_path):
     return f"{tmp_path}/own.py:"
 
 
-def test_own_classes_and_functions(own):
+def test_user_classes_and_functions(own):
     assert len(make_task(own + "Mine").prompts("train")) == 3
     assert len(make_task(own + "Mine", size=5).prompts("train")) == 5
     assert make_task(own + "Mine", "some/where").path == "some/where"
@@ -76,7 +77,7 @@ def test_own_classes_and_functions(own):
     assert make_task("assay.tasks:Abacus", max_steps=5) == Abacus(max_steps=5)
 
 
-def test_own_rows(own):
+def test_user_rows(own):
     task = make_task(own + "rows", n=40, extract="hash", val_size=10)
     assert [len(task.prompts(split)) for split in ("train", "validation", "test", "all")] == [20, 10, 10, 40]
     assert task.judge().extract == "hash" and check_gold(task, "train") == []
@@ -93,31 +94,31 @@ def test_own_rows(own):
     [
         ("gsm8", {}, "unknown task 'gsm8': did you mean 'gsm8k'"),
         ("abacus", {"max_step": 3}, "unknown argument 'max_step' of abacus: did you mean 'max_steps'"),
-        ("abacus", {"max_steps": "many"}, "max_steps = 'many' will not do"),
+        ("abacus", {"max_steps": "many"}, "max_steps must be a valid integer, not 'many'"),
         ("abacus", {"path": "x"}, "abacus takes no path"),
-        ("countdown", {"numbers": [3]}, "numbers = .* will not do"),
+        ("countdown", {"numbers": [3]}, "numbers = .* is invalid"),
         ("OWN:Mine", {"sise": 3}, "did you mean 'size'"),
         ("OWN:NotATask", {}, "not a Task"),
         ("OWN:build", {}, "needs the argument max_steps"),
         ("OWN:build", {"max_steps": 3, "extract": "hash"}, "unknown argument 'extract'"),
         ("OWN:rows", {"extrakt": "hash"}, "did you mean 'extract'"),
-        ("OWN:NUMBER", {}, "must be a Task, or rows"),
+        ("OWN:NUMBER", {}, "must be a Task"),
         ("OWN:Missing", {}, "has no 'Missing'"),
-        ("OWN:Broken", {}, r"own.py:Broken could not be made: FileNotFoundError: problems.json is gone$"),
-        ("OWN:Leaving", {}, "own.py:Leaving could not be made: SystemExit: 3"),
-        ("OWN:Half", {}, "own.py:Half is not whole: write prompts, see docs/tasks.md"),
-        ("OWN:fails", {}, "own.py:fails could not be made: KeyError: 'key'"),
-        ("OWN:breaks_off", {}, "own.py:breaks_off could not be made: ConnectionError: too late"),
+        ("OWN:Broken", {}, r"own.py:Broken .*FileNotFoundError: problems.json is gone$"),
+        ("OWN:Leaving", {}, "own.py:Leaving .*SystemExit: 3"),
+        ("OWN:Half", {}, r"own.py:Half must define prompts\(\)"),
+        ("OWN:fails", {}, "own.py:fails .*KeyError: 'key'"),
+        ("OWN:breaks_off", {}, "own.py:breaks_off .*ConnectionError: too late"),
         ("no_such_module_here:Thing", {}, "there is no module"),
     ],
 )
-def test_bad_names_and_arguments(own, name, args, message):
+def test_invalid_names_and_arguments_are_user_errors(own, name, args, message):
     with pytest.raises(UserError, match=message) as error:
         make_task(name.replace("OWN:", own), **args)
     assert "\n" not in str(error.value)
 
 
-def test_prompts_that_raise_are_told_in_one_line(tmp_path):
+def test_exception_in_prompts_is_a_user_error(tmp_path):
     file = tmp_path / "raising.py"
     file.write_text(
         "from assay.tasks import Task\n"
@@ -126,19 +127,19 @@ def test_prompts_that_raise_are_told_in_one_line(tmp_path):
         "    def prompts(self, split):\n"
         "        return [][3]\n"
     )
-    with pytest.raises(UserError, match=r'^prompts\("train"\) of the task raising failed: IndexError: list') as error:
+    with pytest.raises(UserError, match=r'prompts\("train"\).* raising .*IndexError') as error:
         make_task(f"{file}:Raising").prompts("train")
     assert "\n" not in str(error.value)
 
 
-def test_bad_rows(own):
-    with pytest.raises(UserError, match="gave no rows"):
+def test_invalid_rows_are_user_errors(own):
+    with pytest.raises(UserError, match="has no rows"):
         make_task(own + "EMPTY").prompts("train")
-    with pytest.raises(UserError, match="must give dict rows or Prompts, but row 0 is str"):
+    with pytest.raises(UserError, match="row 0 is str"):
         make_task(own + "STRINGS").prompts("train")
 
 
-def test_config_values_take_the_types_of_the_task():
+def test_config_values_are_converted_to_the_annotated_types():
     assert make_task("countdown", numbers=[3, 3]).numbers == (3, 3)
     assert make_task("abacus", noise=0).noise == 0.0
     assert set(TASKS) == {"abacus", "countdown", "gsm8k", "jsonl", "math"}
@@ -150,7 +151,7 @@ from assay.tasks import make_task
 digest = hashlib.sha256()
 for name in ("abacus", "countdown"):
     for split in ("train", "validation", "test"):
-        for prompt in make_task(name, seed=3).prompts(split)[:50]:
+        for prompt in make_task(name, seed=3).prompts(split)[:20]:
             digest.update(repr(prompt).encode())
 print(digest.hexdigest())
 """
@@ -158,11 +159,9 @@ print(digest.hexdigest())
 
 def test_generated_problems_are_the_same_in_every_process():
     source = str(Path(__file__).resolve().parents[2] / "src")
-    digests = set()
-    for hash_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": source}
-        done = subprocess.run(
-            [sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, check=True
-        )
-        digests.add(done.stdout.strip())
-    assert len(digests) == 1 and len(digests.pop()) == len(hashlib.sha256().hexdigest())
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": source}
+    command = [sys.executable, "-c", DIGEST]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(DIGEST)  # with the hash seed of this process
+    assert done.stdout == printed.getvalue() and len(done.stdout.strip()) == 64

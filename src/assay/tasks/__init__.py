@@ -1,6 +1,6 @@
-"""What to solve: GSM8K, MATH, Countdown, generated word problems, and whatever a user brings.
+"""Tasks: GSM8K, MATH, Countdown, generated word problems, reasoning-gym, and users' own data.
 
-`make_task("gsm8k", path="data/gsm8k")` gives a Task: `task.prompts("train")`, `task.judge()`.
+`make_task("gsm8k", path="data/gsm8k")` returns a Task with `prompts("train")` and `judge()`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Abacus: generated word problems of a few sums, with worked solutions. Unlimited, and nothing to download.
+"""Abacus: generated arithmetic word problems with worked solutions. Unlimited, without a download.
 
 A problem's *skeleton* is its start value and its steps, e.g. (7, [("+", 5), ("-", 3)]). A hash of the skeleton alone
-decides its split, whatever the seed, the knobs or the wording: no problem of the test split is ever trained on, not
-even in other words, and two runs with different seeds cannot leak into each other.
+decides its split, independent of seed, settings and wording: no problem of the test split is ever trained on, not even
+in other words, and runs with different seeds share no test problem with another run's train split.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PRONOUNS = {"Ann": "She", "Eva": "She", "Ben": "He", "Tom": "He"}
 ITEMS = ("coins", "books", "pens", "shells")
 VERBS = {"+": ("finds", "buys", "wins"), "-": ("loses", "sells", "drops"), "*": ("multiplies",)}
 STYLES = ("tokens", "plain")
-MAX_DRAWS = 20_000  # a split that needs more than this holds next to nothing: say so instead of searching on
+MAX_DRAWS = 20_000  # after which a split counts as empty
 
 
 def split_words(text: str) -> list[str]:
-    """Words, numbers and symbols of a text: whitespace and punctuation are the only borders."""
+    """Split a text into words, numbers and symbols."""
     return re.findall(r"[A-Za-z]+|[0-9]+|#+|[^\sA-Za-z0-9]", text)
 
 
@@ -38,7 +38,7 @@ def apply(value: int, step: Step) -> int:
 
 @dataclass(frozen=True)
 class Abacus(Task):
-    """The knobs. Every number that occurs, right or wrong, lies between 0 and `max_value`."""
+    """Every number that occurs, correct or wrong, is between 0 and `max_value`."""
 
     min_steps: int = 2
     max_steps: int = 3
@@ -47,18 +47,16 @@ class Abacus(Task):
     min_start: int = 1
     max_start: int = 9
     max_value: int = 40
-    operations: str = "+-"  # any of + - *; one that is written twice comes twice as often
-    distractors: int = 0  # sentences about somebody else's things, which do not matter
-    style: str = "tokens"  # tokens: words set apart by spaces, ends in "#### 9"; plain: natural text, ends in \boxed{9}
-    noise: float = (
-        0.0  # probability that a step of `solution` states a wrong result and goes on from it; `answer` stays right
-    )
-    noise_reach: int = 5  # how far off a wrong result may be
-    slip: float = 0.0  # probability that a step of `solution` forgets to carry or borrow, and goes on from there
+    operations: str = "+-"  # any of + - *; one that is repeated is drawn more often
+    distractors: int = 0  # irrelevant sentences about another person
+    style: str = "tokens"  # tokens: words separated by spaces, ends in "#### 9"; plain: natural text, ends in \boxed{9}
+    noise: float = 0.0  # probability that a step of `solution` has a wrong result and continues from it
+    noise_reach: int = 5  # maximum error of a wrong result
+    slip: float = 0.0  # probability that a step of `solution` omits a carry or borrow, and continues from the result
     instruction: str = BOXED_INSTRUCTION  # plain style only
     seed: int = 0
     train_size: int = UNLIMITED
-    eval_size: int = UNLIMITED  # of validation and of test
+    eval_size: int = UNLIMITED  # of validation and of test each
 
     name = "abacus"
 
@@ -91,10 +89,10 @@ class Abacus(Task):
         return LazyPrompts(partial(self.problem, split), size)
 
     def problem(self, split: str, index: int) -> Prompt:
-        """Problem number `index` of a split: a function of the seed, the split and the index, and of the knobs."""
+        """Return a problem, which depends only on the settings, the split and the index."""
         rng = rng_for("abacus", self.seed, split, index)
         start, steps = self._skeleton(rng, split)
-        solution_rng = rng_for("abacus noise", self.seed, split, index)  # of its own: noise must not change the problem
+        solution_rng = rng_for("abacus noise", self.seed, split, index)  # separate: noise must not change the problem
         value = start
         for step in steps:
             value = apply(value, step)
@@ -107,12 +105,12 @@ class Abacus(Task):
         )
 
     def gold_completion(self, prompt: Prompt) -> str:
-        """The worked solution without noise."""
+        """Return the worked solution without noise."""
         steps = tuple((operation, operand) for operation, operand in prompt.fields["steps"])
         return self._solution(prompt.fields["start"], steps, None)
 
     def words(self, digits: bool = False) -> list[str]:
-        """Every word and symbol that prompts and solutions can hold; numbers whole, or digit by digit if `digits`."""
+        """Return all words and symbols of prompts and solutions, with whole numbers or, if `digits`, single digits."""
         numbers = range(10) if digits else range(self.max_value + 1)
         texts = [self._solution(0, [(operation, 0) for operation in self.operations], None)]
         for name, pronoun in PRONOUNS.items():
@@ -121,8 +119,8 @@ class Abacus(Task):
                 for operation in self.operations:
                     for verb in VERBS[operation]:
                         texts += [self._sentence(pronoun, verb, (operation, number), item) for number in (0, 1)]
-        found = {word for text in texts for word in split_words(text) if not (digits and word.isdigit())}
-        return sorted(found | {str(number) for number in numbers})
+        words = {word for text in texts for word in split_words(text) if not (digits and word.isdigit())}
+        return sorted(words | {str(number) for number in numbers})
 
     def _skeleton(self, rng: random.Random, split: str) -> Skeleton:
         for _ in range(MAX_DRAWS):
@@ -130,11 +128,11 @@ class Abacus(Task):
             if skeleton is not None and split_of(canonical(skeleton)) == split:
                 return skeleton
         raise UserError(
-            f"abacus: these knobs leave no problem for the {split} split; allow more steps or larger numbers"
+            f"abacus: these settings allow no problem in the {split} split: allow more steps or larger numbers"
         )
 
     def _draw(self, rng: random.Random) -> Skeleton | None:
-        """A random skeleton, or None if the numbers ran into a corner from which no operation leads on."""
+        """Draw a random skeleton; None if no operation is possible from an intermediate value."""
         start = value = rng.randint(self.min_start, self.max_start)
         steps = []
         for _ in range(rng.randint(self.min_steps, self.max_steps)):
@@ -157,7 +155,7 @@ class Abacus(Task):
         pronoun = PRONOUNS[name]
         sentences = [self._opening(name, start, item)]
         sentences += [self._sentence(pronoun, rng.choice(VERBS[step[0]]), step, item) for step in steps]
-        # Somebody with the other pronoun and other things, so that the question keeps one meaning.
+        # Distractors have the other pronoun and other items, so that the question stays unambiguous.
         others = [other for other in PRONOUNS if PRONOUNS[other] != pronoun]
         for other_item in rng.sample([other for other in ITEMS if other != item], self.distractors):
             number = rng.randint(self.min_start, self.max_start)
@@ -185,27 +183,27 @@ class Abacus(Task):
         for number, step in enumerate(steps):
             result = apply(value, step)
             if noise_rng is not None:
-                result = self._disturbed(value, step, result, steps[number + 1 :], noise_rng)
+                result = self._noisy_result(value, step, result, steps[number + 1 :], noise_rng)
             equations.append(f"{value} {step[0]} {step[1]} = {result}")
             value = result
         if self.style == "tokens":
             return " ; ".join([*equations, f"#### {value}"])
         return "\n".join([*equations, f"The final answer is \\boxed{{{value}}}."])
 
-    def _disturbed(self, value: int, step: Step, result: int, rest: Sequence[Step], rng: random.Random) -> int:
-        """The result of a step as a sloppy demonstrator states it."""
+    def _noisy_result(self, value: int, step: Step, result: int, rest: Sequence[Step], rng: random.Random) -> int:
+        """Return the result of a step, possibly wrong by `noise` or `slip`."""
         if rng.random() < self.noise:
             return self._wrong_result(result, rest, rng)
-        slipped = result + forgotten(value, step)
+        slipped = result + omitted_carry(value, step)
         if rng.random() < self.slip and self._stays_in_range(slipped, rest):
             return slipped
         return result
 
-    def _wrong_result(self, right: int, rest: Sequence[Step], rng: random.Random) -> int:
-        """A nearby value from which the rest stays within 0..max_value; the right one if there is none."""
-        nearby = range(right - self.noise_reach, right + self.noise_reach + 1)
-        wrong = [value for value in nearby if value != right and self._stays_in_range(value, rest)]
-        return rng.choice(wrong) if wrong else right
+    def _wrong_result(self, correct: int, rest: Sequence[Step], rng: random.Random) -> int:
+        """Return a nearby wrong value from which the rest stays within 0..max_value; else the correct one."""
+        nearby = range(correct - self.noise_reach, correct + self.noise_reach + 1)
+        wrong = [value for value in nearby if value != correct and self._stays_in_range(value, rest)]
+        return rng.choice(wrong) if wrong else correct
 
     def _stays_in_range(self, value: int, steps: Sequence[Step]) -> bool:
         for step in (("+", 0), *steps):
@@ -215,8 +213,8 @@ class Abacus(Task):
         return True
 
 
-def forgotten(value: int, step: Step) -> int:
-    """How far off a sum is when its carry or borrow is forgotten: 7 + 5 = 2, 12 - 5 = 17; 0 where there is none."""
+def omitted_carry(value: int, step: Step) -> int:
+    """Return the error of a step whose carry or borrow is omitted: 7 + 5 = 2, 12 - 5 = 17; 0 if it has none."""
     operation, operand = step
     if operation == "+" and value % 10 + operand % 10 >= 10:
         return -10

@@ -1,7 +1,4 @@
-"""What a task is: prompts by split, a default judge, and proof that its own gold answers are judged correct.
-
-Do training and evaluation share problems? Compared by normalised text, and by a sample where a split has no end.
-"""
+"""The task interface: prompts by split, a default judge, checks of gold answers and of overlap between splits."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from assay.rewards.extract import check_extractor
 from assay.types import Prompt, UserError, Verdict, describe_error
 
 SPLITS = ("train", "validation", "test")
-ALL = "all"  # a split of its own: every row of a single file or list
-UNLIMITED = 2**31  # what a generated split says its length is
+ALL = "all"  # a further split: every row of a single file or list
+UNLIMITED = 2**31  # the length of a generated split
 ANSWER_FORMS = {"boxed": "\\boxed{%s}", "hash": "#### %s", "answer-tag": "<answer>%s</answer>", "last-number": "%s"}
 BOXED_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -28,8 +25,8 @@ class NoSuchSplit(UserError):
     """The source of a task does not hold this split."""
 
 
-def _told_in_one_line(prompts: Callable[[Any, str], Sequence[Prompt]]) -> Callable[[Any, str], Sequence[Prompt]]:
-    """A task's `prompts`, whose exceptions become a UserError that names the task: it may be the user's own code."""
+def _with_user_errors(prompts: Callable[[Any, str], Sequence[Prompt]]) -> Callable[[Any, str], Sequence[Prompt]]:
+    """Wrap `prompts`, which may be a user's code: exceptions become a UserError that names the task."""
 
     @wraps(prompts)
     def guarded(task: Task, split: str) -> Sequence[Prompt]:
@@ -44,40 +41,40 @@ def _told_in_one_line(prompts: Callable[[Any, str], Sequence[Prompt]]) -> Callab
 
 
 class Task(ABC):
-    """Something to solve. A subclass gives prompts; the rest has defaults that suit answers which are numbers."""
+    """A set of problems. Subclasses define `prompts`; the defaults of the rest suit numbers as answers."""
 
     name: str = "task"
     default_extract: str = "boxed"
     judge_kind: str = "math"  # or "countdown"
-    instruction: str = ""  # what `prompts` appends to a question, if anything
-    has_all: bool = False  # whether `prompts("all")` gives everything: true of a single file or list
+    instruction: str = ""  # appended to every question
+    has_all: bool = False  # whether there is a split "all": true for a single file or list
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "prompts" in cls.__dict__:
-            cls.prompts = _told_in_one_line(cls.prompts)  # type: ignore[assignment,method-assign]
+            cls.prompts = _with_user_errors(cls.prompts)  # type: ignore[assignment,method-assign]
 
     @abstractmethod
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """The problems of "train", "validation" or "test"; the three never share one.
+        """Return the problems of "train", "validation" or "test", which are disjoint.
 
-        A task that reads a single file or list gives all of it as "all", which shares problems with the three.
+        A task that reads a single file or list returns all of it as "all".
         """
 
     def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
-        """The default accuracy judge; `extract` overrides where the final answer is looked for."""
+        """Return the default judge; `extract` overrides the form of the final answer."""
         return named_judge(self.judge_kind, extract or self.default_extract, strict)
 
     def gold(self, row: Mapping[str, Any]) -> str:
-        """The gold answer of a raw row."""
+        """Return the gold answer of a raw row."""
         return str(row["answer"])
 
     def gold_completion(self, prompt: Prompt) -> str:
-        """A completion that the task's judge must find correct."""
+        """Return a completion that the judge must find correct."""
         return prompt.solution if prompt.solution is not None else state_answer(prompt.answer, self.default_extract)
 
     def bare_question(self, prompt: Prompt) -> str:
-        """The question without the instruction."""
+        """Return the question without the instruction."""
         return prompt.question.removesuffix(f"\n{self.instruction}")
 
 
@@ -89,7 +86,7 @@ def named_judge(kind: str, extract: str, strict: bool = True) -> Judge:
 
 
 class LazyPrompts(Sequence[Prompt]):
-    """Prompts made when they are asked for, from their index alone; slices stay lazy."""
+    """Prompts that are generated from their index on access; slices are lazy too."""
 
     def __init__(self, make: Callable[[int], Prompt], indices: int | range) -> None:
         self._make = make
@@ -116,19 +113,19 @@ def check_split(split: str) -> None:
 
 
 def prompts_of(task: Task, split: str) -> Sequence[Prompt]:
-    """What `task.prompts` gives; a task of the user's own need not know that there is such a split as "all"."""
+    """Return `task.prompts(split)`; a user's task need not handle the split "all"."""
     if split == ALL and not task.has_all:
         check_split(split)
     return task.prompts(split)
 
 
 def stable_hash(text: str) -> int:
-    """The same integer on every machine and in every process, unlike hash()."""
+    """Return a hash that is the same on every machine and in every process, unlike hash()."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
 def split_of(canonical: str) -> str:
-    """The one split a generated problem may appear in, by its content: a tenth each for test and validation."""
+    """Return the split of a generated problem, by its content: a tenth each for test and validation."""
     return {0: "test", 1: "validation"}.get(stable_hash(canonical) % 10, "train")
 
 
@@ -137,15 +134,15 @@ def rng_for(*key: object) -> random.Random:
 
 
 def state_answer(answer: str, extract: str) -> str:
-    """The shortest text from which `extract` reads `answer`."""
+    """Return the shortest text from which `extract` extracts `answer`."""
     check_extractor(extract)
     return ANSWER_FORMS[extract] % answer
 
 
 def carve_validation(n: int, size: int, seed: int) -> tuple[list[int], list[int]]:
-    """Indices of (train, validation): the head of a seeded shuffle, in that order, is validation.
+    """Return indices of (train, validation). Validation is the head of a seeded shuffle, in shuffled order.
 
-    So the first few of validation are a fair sample of it, even where a file is sorted by subject.
+    So the first few validation problems are a random sample, even if a file is sorted by subject.
     """
     if size < 0 or (size and size >= n):
         raise UserError(f"cannot carve {size} validation problems from {n}: set val_size between 0 and {max(n - 1, 0)}")
@@ -162,7 +159,7 @@ def seeded_shuffle(n: int, seed: int) -> list[int]:
 def check_gold(
     task: Task, split: str, judge: Callable[..., Verdict] | None = None, limit: int | None = None
 ) -> list[str]:
-    """Ids of the problems whose own gold completion is not judged correct; it should be empty."""
+    """Return the ids of problems whose gold completion is not judged correct; there should be none."""
     judge = judge or task.judge()
     prompts = task.prompts(split)
     chosen = prompts if limit is None else prompts[:limit]
@@ -173,8 +170,8 @@ def is_gold(verdict: Verdict) -> bool:
     return verdict.correct and verdict.reward == 1.0
 
 
-LIST_LIMIT = 200_000  # how many prompts are looked at
-LAZY_LIMIT = 2_000  # the same, where each has to be made first
+LIST_LIMIT = 200_000  # prompts that are compared
+LAZY_LIMIT = 2_000  # the same for generated prompts
 N_EXAMPLES = 5
 
 
@@ -182,20 +179,20 @@ N_EXAMPLES = 5
 class OverlapReport:
     n_train_checked: int
     n_eval: int  # evaluation prompts checked
-    n_shared: int  # of these, how many also stand in train
+    n_shared: int  # of these, the number that are also in train
     examples: tuple[tuple[str, str], ...]  # ids (evaluation, train) of the first few
-    sampled: bool  # whether either side was too long to be read whole
+    sampled: bool  # whether only a sample of either split was checked
 
     def __str__(self) -> str:
-        part = " (a sample: the split is longer than that)" if self.sampled else ""
+        part = " (a sample of a longer split)" if self.sampled else ""
         shared = f"{self.n_shared} of {self.n_eval} evaluation prompts"
-        return f"{shared} also stand in {self.n_train_checked} train prompts{part}"
+        return f"{shared} are also among {self.n_train_checked} train prompts{part}"
 
 
 def overlap(train: Sequence[Prompt], evaluation: Sequence[Prompt], limit: int | None = None) -> OverlapReport:
-    """Evaluation prompts whose text, but for case and whitespace, is that of a train prompt.
+    """Find evaluation prompts whose text equals that of a train prompt, except for case and whitespace.
 
-    `limit` bounds how many of each side are looked at.
+    At most `limit` prompts of each split are compared.
     """
     train_checked, eval_checked = _sample(train, limit), _sample(evaluation, limit)
     train_ids: dict[bytes, str] = {}
@@ -208,13 +205,13 @@ def overlap(train: Sequence[Prompt], evaluation: Sequence[Prompt], limit: int | 
 
 def fingerprint(prompt: Prompt) -> bytes:
     text = " ".join(message["content"] for message in prompt.messages if message["role"] == "user")
-    # Episodes of an environment may begin with the same words and go on differently, as their seeds say.
+    # Episodes of an environment may start with the same text and differ by their seeds.
     normalised = " ".join([*text.casefold().split(), str(prompt.fields.get("episode_seed", ""))])
     return hashlib.blake2b(normalised.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _sample(prompts: Sequence[Prompt], limit: int | None) -> Sequence[Prompt]:
-    """All of them, or the first half of `limit` (what a run reads first) and a seeded draw from the rest."""
+    """Return all prompts, or the first `limit` / 2 (which a run reads first) and a random sample of the rest."""
     if limit is None:
         limit = LAZY_LIMIT if isinstance(prompts, LazyPrompts) else LIST_LIMIT
     if len(prompts) <= limit:

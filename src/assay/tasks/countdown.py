@@ -1,4 +1,4 @@
-"""Countdown: reach a target with + - * / and every given number exactly once. Generated, or read from JSONL."""
+"""Countdown: reach a target with + - * / and each given number exactly once. Generated, or read from JSONL."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ INSTRUCTION = (
     "the expression inside <answer> </answer> tags, for example <answer>(1 + 2) * 3</answer>."
 )
 Value = int | Fraction
-MAX_DRAWS = 100_000  # far beyond what any sensible knobs need
-MAX_TRIES = 50  # draws for a failed try: few ways to join some numbers keep to the rules
+MAX_DRAWS = 100_000  # after which a split counts as empty
+MAX_TRIES = 50  # draws per failed attempt: for some numbers few combinations are valid
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A value, the expression that gives it, and the sums that lead there."""
+    """A value, its expression, and the equations that compute it step by step."""
 
     value: Value
     text: str
-    sums: tuple[str, ...] = ()
+    equations: tuple[str, ...] = ()
 
 
 class Countdown(Task):
-    """Without `path`, generated without end; with one, rows holding `nums` and `target` (and perhaps `messages`)."""
+    """Generated and unlimited; with `path`, read from rows with `nums`, `target` and optionally `messages`."""
 
     name = "countdown"
     default_extract = "answer-tag"
@@ -60,8 +60,8 @@ class Countdown(Task):
         if tries < 0:
             raise UserError("countdown: tries must be at least 0")
         self.numbers, self.max_number, self.max_target = numbers, max_number, max_target
-        self.integers = integers  # every intermediate result of the worked solution is a whole number above 0
-        self.tries = tries  # worked solutions search: up to so many tries that miss come before the one that hits
+        self.integers = integers  # all intermediate results of the worked solution are positive integers
+        self.tries = tries  # worked solutions show a search: up to `tries` failed attempts before the correct one
         self.instruction, self.seed = instruction, seed
         self.train_size, self.eval_size = train_size, eval_size
         self._stored = None if path is None else StoredCountdown(open_source(path), instruction, val_size, seed)
@@ -78,18 +78,18 @@ class Countdown(Task):
         rng = rng_for("countdown", self.seed, split, index)
         for _ in range(MAX_DRAWS):
             nums = [rng.randint(1, self.max_number) for _ in range(rng.randint(*self.numbers))]
-            found = self._combine(rng, nums)
-            if found is not None and split_of(canonical(nums, int(found.value))) == split:
-                target = int(found.value)
+            term = self._combine(rng, nums)
+            if term is not None and split_of(canonical(nums, int(term.value))) == split:
+                target = int(term.value)
                 return Prompt(
                     id=f"countdown/{split}/{index}",
-                    messages=user_message(ask(nums, target), self.instruction),
+                    messages=user_message(question(nums, target), self.instruction),
                     answer=str(target),
-                    solution=worked(found, self._failures(nums, target, split, index) if self.tries else None),
+                    solution=worked_solution(term, self._failures(nums, target, split, index) if self.tries else None),
                     fields={"nums": nums, "target": target},
                 )
         raise UserError(
-            f"countdown: these knobs leave no problem for the {split} split; allow larger numbers or targets"
+            f"countdown: these settings allow no problem in the {split} split: allow larger numbers or targets"
         )
 
     def gold(self, row: Mapping[str, Any]) -> str:
@@ -98,24 +98,24 @@ class Countdown(Task):
     def gold_completion(self, prompt: Prompt) -> str:
         if prompt.solution is not None:
             return prompt.solution
-        found = solve(prompt.fields["nums"], prompt.fields["target"])
-        return worked(found) if found else "no expression reaches the target"
+        term = solve(prompt.fields["nums"], prompt.fields["target"])
+        return worked_solution(term) if term else "no expression reaches the target"
 
     def _failures(self, nums: Sequence[int], target: int, split: str, index: int) -> list[Term]:
-        """Other ways to join the numbers, which miss the target."""
-        rng = rng_for("countdown tries", self.seed, split, index)  # of its own: tries must not change the problem
-        wanted = rng.randint(0, self.tries)
-        found: dict[str, Term] = {}
-        for _ in range(MAX_TRIES * wanted):
+        """Return other combinations of the numbers, which miss the target."""
+        rng = rng_for("countdown tries", self.seed, split, index)  # separate: tries must not change the problem
+        count = rng.randint(0, self.tries)
+        failures: dict[str, Term] = {}
+        for _ in range(MAX_TRIES * count):
             term = self._combine(rng, nums)
             if term is not None and term.value != target:
-                found.setdefault(" ".join(term.sums), term)
-            if len(found) == wanted:
+                failures.setdefault(" ".join(term.equations), term)
+            if len(failures) == count:
                 break
-        return list(found.values())
+        return list(failures.values())
 
     def _combine(self, rng: random.Random, nums: Sequence[int]) -> Term | None:
-        """Join random pairs of terms until one is left: None if a result or the target breaks the rules."""
+        """Combine random pairs of terms until one is left; None if a result or the target is not allowed."""
         terms = [Term(number, str(number)) for number in nums]
         while len(terms) > 1:
             first, second = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
@@ -129,7 +129,7 @@ class Countdown(Task):
 
 
 class StoredCountdown(RowTask):
-    """Existing instances; a row that brings its own `messages` keeps them."""
+    """Problems from a file; `messages` of a row are used as they are."""
 
     name = "countdown"
 
@@ -140,39 +140,39 @@ class StoredCountdown(RowTask):
     def to_prompt(self, row: DataRow, split: str) -> Prompt:
         nums, target = row.column("nums", "numbers"), row.column("target")
         if not isinstance(nums, list) or not nums or not all(type(number) is int for number in nums):
-            raise UserError(f'{row.where}: "nums" must be a list of whole numbers, not {nums!r}')
+            raise UserError(f'{row.where}: "nums" must be a list of integers, not {nums!r}')
         if type(target) is not int:
-            raise UserError(f'{row.where}: "target" must be a whole number, not {target!r}')
+            raise UserError(f'{row.where}: "target" must be an integer, not {target!r}')
         own = row.values.get("messages")
         solution = row.values.get("solution")
         return Prompt(
             id=str(row.values.get("id", f"countdown/{split}/{row.key}")),
-            messages=read_messages(own, row.where) if own else user_message(ask(nums, target), self.instruction),
+            messages=read_messages(own, row.where) if own else user_message(question(nums, target), self.instruction),
             answer=str(target),
             solution=None if solution is None else str(solution),
             fields={"nums": nums, "target": target},
         )
 
 
-def ask(nums: Sequence[int], target: int) -> str:
+def question(nums: Sequence[int], target: int) -> str:
     return f"Reach {target} with the numbers {', '.join(map(str, nums))}."
 
 
-def worked(found: Term, failures: Sequence[Term] | None = None) -> str:
-    """The sums, one a line; or, as a search, one try a line, which says whether it reached the target."""
-    lines = list(found.sums)
+def worked_solution(term: Term, failures: Sequence[Term] | None = None) -> str:
+    """Write one equation per line; with `failures`, one attempt per line, which ends in "no" or "yes"."""
+    lines = list(term.equations)
     if failures is not None:
-        lines = [f"{', '.join(term.sums)}, no" for term in failures] + [f"{', '.join(found.sums)}, yes"]
-    return "\n".join(["<think>", *lines, "</think>", f"<answer>{unwrap(found.text)}</answer>"])
+        lines = [f"{', '.join(failure.equations)}, no" for failure in failures] + [f"{', '.join(term.equations)}, yes"]
+    return "\n".join(["<think>", *lines, "</think>", f"<answer>{unwrap(term.text)}</answer>"])
 
 
 def unwrap(text: str) -> str:
-    """Without the outermost parentheses, which `join` puts around every sum."""
+    """Remove the outermost parentheses, which `join` adds."""
     return text[1:-1] if text.startswith("(") else text
 
 
 def calculate(a: Value, operation: str, b: Value) -> Value | None:
-    """Exact: whole numbers stay int, which is many times faster than Fraction; None for a division by zero."""
+    """Calculate exactly; None for a division by zero. Integers stay int, which is much faster than Fraction."""
     if operation == "+":
         return a + b
     if operation == "-":
@@ -185,17 +185,21 @@ def calculate(a: Value, operation: str, b: Value) -> Value | None:
 
 
 def join(left: Term, operation: str, right: Term, value: Value) -> Term:
-    sums = (*left.sums, *right.sums, f"{shown(left.value)} {operation} {shown(right.value)} = {value}")
-    return Term(value, f"({left.text} {operation} {right.text})", sums)
+    equations = (
+        *left.equations,
+        *right.equations,
+        f"{operand(left.value)} {operation} {operand(right.value)} = {value}",
+    )
+    return Term(value, f"({left.text} {operation} {right.text})", equations)
 
 
-def shown(value: Value) -> str:
-    """As an operand: fractions and negative numbers in parentheses."""
+def operand(value: Value) -> str:
+    """Format an operand: fractions and negative numbers in parentheses."""
     return str(value) if value.denominator == 1 and value >= 0 else f"({value})"
 
 
 def solve(nums: Sequence[int], target: int) -> Term | None:
-    """An expression that uses every number once and reaches the target, by search; None if there is none."""
+    """Search for an expression that uses every number once and reaches the target; None if there is none."""
     return _search([Term(number, str(number)) for number in nums], target)
 
 
@@ -209,9 +213,9 @@ def _search(terms: list[Term], target: int) -> Term | None:
                 value = calculate(first.value, operation, second.value)
                 if value is None or (not rest and value != target):
                     continue
-                found = _search([*rest, join(first, operation, second, value)], target)
-                if found is not None:
-                    return found
+                solution = _search([*rest, join(first, operation, second, value)], target)
+                if solution is not None:
+                    return solution
     return None
 
 

@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems, 7,473 to train and 1,319 to test on."""
+"""GSM8K: grade-school word problems, 7,473 for training and 1,319 for testing."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from assay.types import Prompt, UserError
 HUB_NAME = "openai/gsm8k"
 HUB = HubSource({split: (HUB_NAME, ("main",), split) for split in ("train", "test")})
 SOLUTION_STYLES = ("boxed", "hash")
-WORDING = {"instruction": BOXED_INSTRUCTION, "solution_style": "boxed", "annotations": False}  # unless others are given
+WORDING = {"instruction": BOXED_INSTRUCTION, "solution_style": "boxed", "annotations": False}  # defaults
 
 
 class GSM8K(RowTask):
     """`path`: a folder with train.jsonl and test.jsonl, one JSONL file, or None for the Hugging Face hub.
 
-    Prepared files have their wording already: what is None here is as it was when they were made.
+    For prepared files, arguments that are None have the values with which the files were prepared.
     """
 
     name = "gsm8k"
@@ -56,14 +56,14 @@ class GSM8K(RowTask):
         known = "extract" in self.manifest
         wording = {**WORDING, **(prepared_wording(path, self.manifest, self.given) if known else self.given)}
         self.instruction = wording["instruction"]
-        self.annotations = wording["annotations"]  # solutions keep GSM8K's <<48/2=24>>: how to call a calculator
-        self.default_extract = wording["solution_style"]  # demonstrations and judge must agree where the answer stands
+        self.annotations = wording["annotations"]  # solutions keep GSM8K's <<48/2=24>>, the calls of a calculator
+        self.default_extract = wording["solution_style"]  # solutions and judge must use the same answer form
 
     def _convert(self, row: DataRow, origin: str) -> Prompt:
         if self.given and not self.manifest and is_prepared(row):
             raise UserError(
-                f"{row.where} was prepared, and without its {MANIFEST} nobody knows with which {listed(self.given)}: "
-                "put that file beside it, or leave these settings out"
+                f"{row.where} was prepared, but without its {MANIFEST} it is unknown with which {listed(self.given)}: "
+                "put that file beside it, or remove these settings"
             )
         return super()._convert(row, origin)
 
@@ -72,15 +72,12 @@ class GSM8K(RowTask):
         if not isinstance(answer, str):
             raise UserError(f'gsm8k: "answer" must be text that ends in "#### N", not {type(answer).__name__}')
         if "####" not in answer:
-            raise UserError(f'gsm8k: an answer must end in "#### N", but this one does not: {answer[-80:]!r}')
+            raise UserError(f'gsm8k: an answer must end in "#### N", not in {answer[-80:]!r}')
         return answer.rpartition("####")[2].strip().replace(",", "")
 
     def to_prompt(self, row: DataRow, split: str) -> Prompt:
         question, worked = row.text("question"), row.column("answer")
-        try:
-            answer = self.gold(row.values)
-        except UserError as error:
-            raise UserError(f"{row.where}: {error}") from None
+        answer = self.gold_of(row)
         return Prompt(
             id=f"gsm8k/{split}/{row.key}",
             messages=user_message(question, self.instruction),
@@ -97,13 +94,13 @@ class GSM8K(RowTask):
 
 
 def prepared_wording(path: str | None, manifest: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What prepared files were made with; asking for anything else is an error."""
-    made = {**WORDING, **manifest.get("args", {}), "solution_style": manifest["extract"]}
+    """Return the settings of prepared files; raise a UserError if other ones are given."""
+    prepared = {**WORDING, **manifest.get("args", {}), "solution_style": manifest["extract"]}
     for name, value in given.items():
-        if value != made[name]:
+        if value != prepared[name]:
             again = f"{name}={value if isinstance(value, str) else json.dumps(value)}"
             raise UserError(
-                f"{path} was prepared with {name} = {made[name]!r}, not {value!r}: leave {name} out, "
+                f"{path} was prepared with {name} = {prepared[name]!r}, not {value!r}: remove {name}, "
                 f"or prepare it again with --arg {shlex.quote(again)}"
             )
-    return {name: made[name] for name in WORDING}
+    return {name: prepared[name] for name in WORDING}

@@ -1,4 +1,4 @@
-"""Bring your own problems: a JSONL file, a folder of them, or rows from a function of yours."""
+"""Users' data as a task: a JSONL file, a folder of them, or rows from a function."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ANSWER_COLUMNS = ("answer", "gold", "target")
 RowMap = Callable[[Mapping[str, Any]], "Mapping[str, Any] | Prompt"]
 
 
-class OwnTask(RowTask):
-    """Rows of the user's own.
+class UserRowTask(RowTask):
+    """Rows of a user's data.
 
-    `map` turns a raw row into {question or messages, answer, solution?, any other fields}. `judge` is "math",
+    `map` converts a raw row to {question or messages, answer, optional solution, any other fields}. `judge` is "math",
     "countdown" or the path of a function such as "my_file.py:reward" (see FunctionJudge).
     """
 
@@ -48,45 +48,46 @@ class OwnTask(RowTask):
         self.map: Any = load_object(map) if isinstance(map, str) else map
         self.default_extract = extract or "boxed"
         self.judge_kind = judge if isinstance(judge, str) and ":" not in judge else "math"
-        named_judge(self.judge_kind, self.default_extract)  # an unknown name is an error now, not at the first judging
-        self.own_judge: Judge | None = None
+        named_judge(self.judge_kind, self.default_extract)  # raises if the name is unknown
+        self.user_judge: Judge | None = None
         if judge is not None and judge != self.judge_kind:
-            self.own_judge = FunctionJudge(judge) if isinstance(judge, str) else judge
+            self.user_judge = FunctionJudge(judge) if isinstance(judge, str) else judge
 
     def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
-        return self.own_judge or super().judge(extract, strict)
+        return self.user_judge or super().judge(extract, strict)
 
     def _convert(self, row: DataRow, origin: str) -> Prompt:
-        return self.to_prompt(row, origin)  # prepared rows too: a map may want to change them
+        return self.to_prompt(row, origin)  # also for prepared rows: `map` may change them
 
     def to_prompt(self, row: DataRow, split: str) -> Prompt:
         mapped = self._mapped(row)
         if isinstance(mapped, Prompt):
             return mapped
         row = DataRow(mapped, row.where, row.key)
-        asked = row.column(*QUESTION_COLUMNS)
-        messages = user_message(asked, self.instruction) if isinstance(asked, str) else read_messages(asked, row.where)
+        question = row.column(*QUESTION_COLUMNS)
+        is_text = isinstance(question, str)
+        messages = user_message(question, self.instruction) if is_text else read_messages(question, row.where)
         used = {"id", "solution", *(name for name in (*QUESTION_COLUMNS, "answer", "gold") if name in mapped)}
-        answered = self.own_judge is None or any(name in mapped for name in ANSWER_COLUMNS)
+        has_answer = self.user_judge is None or any(name in mapped for name in ANSWER_COLUMNS)
         solution = mapped.get("solution")
         return Prompt(
             id=str(mapped.get("id", f"{self.name}/{split}/{row.key}")),
             messages=messages,
-            answer=self._answer(row) if answered else "",  # a judge of one's own may need none
+            answer=self._answer(row) if has_answer else "",  # a user's judge may need none
             solution=None if solution is None else str(solution),
             fields={name: value for name, value in mapped.items() if name not in used},
         )
 
     def _answer(self, row: DataRow) -> str:
-        """The gold answer; only a judge of the user's own may be given a list or an object as text."""
-        return row.text(*ANSWER_COLUMNS) if self.own_judge is None else str(row.column(*ANSWER_COLUMNS))
+        """Return the gold answer as text; it may be a list or an object only for a user's judge."""
+        return row.text(*ANSWER_COLUMNS) if self.user_judge is None else str(row.column(*ANSWER_COLUMNS))
 
     def _mapped(self, row: DataRow) -> Mapping[str, Any] | Prompt:
         if self.map is None:
             return row.values
         try:
             mapped = self.map(row.values)
-        except Exception as error:  # the user's own code: whatever it raises is for the user to mend
+        except Exception as error:  # user code
             raise UserError(f"{self.map_name} raised {type(error).__name__} on {row.where}: {error}") from error
         if not isinstance(mapped, (Mapping, Prompt)):
             raise UserError(
@@ -95,8 +96,8 @@ class OwnTask(RowTask):
         return mapped
 
 
-class Jsonl(OwnTask):
-    """`path`: one JSONL file, or a folder with train.jsonl, test.jsonl and perhaps validation.jsonl."""
+class Jsonl(UserRowTask):
+    """`path`: one JSONL file, or a folder with train.jsonl, test.jsonl and optionally validation.jsonl."""
 
     name = "jsonl"
 
@@ -110,9 +111,9 @@ class Jsonl(OwnTask):
         val_size: int | None = None,
         seed: int = 0,
     ) -> None:
-        manifest = manifest_of(path)  # prepared files know how they are judged
+        manifest = manifest_of(path)  # of prepared files, which says how they are judged
         if ":" in str(manifest.get("judge", "")):
-            raise UserError(f"the manifest of {path} names code to judge with: name it yourself with task.args.judge")
+            raise UserError(f"the manifest of {path} names code as judge: to use it, set task.args.judge")
         super().__init__(
             open_source(path),
             map,
@@ -124,8 +125,8 @@ class Jsonl(OwnTask):
         )
 
 
-class RowsTask(OwnTask):
-    """Rows or Prompts that a user's module holds: a mapping gives them by split, a list is shared out like a file."""
+class ListTask(UserRowTask):
+    """Rows or Prompts in a user's module: a mapping from splits to lists, or a list, which is split like a file."""
 
     def __init__(
         self,

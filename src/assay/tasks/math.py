@@ -27,7 +27,7 @@ HUB = HubSource({"train": (TRAIN_NAME, SUBJECTS, "train"), "test": (TEST_NAME, (
 
 class Math(RowTask):
     """`path`: a folder with train.jsonl and test.jsonl, or with the original train/SUBJECT/N.json files; one JSONL
-    file; or None for the Hugging Face hub (MATH to train on, MATH-500 to test)."""
+    file; or None for the Hugging Face hub (MATH for training, MATH-500 for testing)."""
 
     name = "math"
 
@@ -40,41 +40,37 @@ class Math(RowTask):
     ) -> None:
         super().__init__(open_source(path, HUB, (TEST_NAME, TRAIN_NAME)), val_size, seed)
         self.given_instruction = instruction
-        made_with = manifest_of(path).get("args", {}).get("instruction", BOXED_INSTRUCTION)
-        self.instruction = made_with if instruction is None else instruction
+        prepared_with = manifest_of(path).get("args", {}).get("instruction", BOXED_INSTRUCTION)
+        self.instruction = prepared_with if instruction is None else instruction
 
     def _convert(self, row: DataRow, origin: str) -> Prompt:
-        """A prepared row has its wording already; an instruction that is asked for takes the place of its own."""
+        """A prepared row has its own instruction, which a given one replaces."""
         prompt = super()._convert(row, origin)
         if self.given_instruction is None or not is_prepared(row):
             return prompt
         return replace(prompt, messages=user_message(row.text("question"), self.given_instruction))
 
     def gold(self, row: Mapping[str, Any]) -> str:
-        """The `answer` column of MATH-500, or the last \\boxed{} of the solution."""
+        """Return the column `answer` (as in MATH-500), or the last \\boxed{} of the solution."""
         answer = row.get("answer")
         if isinstance(answer, list | dict):
             raise UserError(f'math: "answer" must be text or a number, not {type(answer).__name__}')
         if answer is not None:
             return str(answer)
-        found = boxed(str(row.get("solution", "")))
-        if not found.found:
+        extraction = boxed(str(row.get("solution", "")))
+        if not extraction.found:
             raise UserError("math: a row needs an answer, or a solution with a closed \\boxed{}")
-        return found.text
+        return extraction.text
 
     def to_prompt(self, row: DataRow, split: str) -> Prompt:
         problem = row.text("problem", "question")
         solution = row.values.get("solution")
-        try:
-            answer = self.gold(row.values)
-        except UserError as error:
-            raise UserError(f"{row.where}: {error}") from None
         subject = row.values.get("subject", row.values.get("type"))
         details = {"level": row.values.get("level"), "subject": subject}
         return Prompt(
             id=f"math/{split}/{row.values.get('unique_id', row.key)}",
             messages=user_message(problem, self.instruction),
-            answer=answer,
+            answer=self.gold_of(row),
             solution=None if solution is None else str(solution),
             fields={name: value for name, value in details.items() if value is not None},
         )

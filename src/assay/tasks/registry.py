@@ -1,4 +1,4 @@
-"""From a name or a dotted path, and the arguments of a config, to a Task."""
+"""Create a task from a name or path and the arguments of a config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from assay.tasks.abacus import Abacus
 from assay.tasks.base import Task
 from assay.tasks.countdown import Countdown
 from assay.tasks.gsm8k import GSM8K
-from assay.tasks.jsonl import Jsonl, RowsTask
+from assay.tasks.jsonl import Jsonl, ListTask
 from assay.tasks.math import Math
 from assay.tasks.reasoning_gym import PREFIX, ReasoningGym
 from assay.types import UserError, describe_error, unknown_name
@@ -28,10 +28,10 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def make_task(name: str, path: str | None = None, **args: Any) -> Task:
-    """The task of this name, "reasoning_gym:chain_sum", or what a dotted path such as "my_file.py:MyTask" leads to.
+    """Create the task of this name, "reasoning_gym:chain_sum", or a path such as "my_file.py:MyTask".
 
-    A dotted path may name a Task class, a function that returns a Task, or rows (dicts or Prompts; a list of them, a
-    mapping from splits to lists, or a function returning either).
+    A path may name a Task class, a function that returns a Task, or rows (dicts or Prompts: a list, a mapping from
+    splits to lists, or a function that returns either).
     """
     if path is not None:
         args["path"] = str(path)
@@ -44,59 +44,60 @@ def make_task(name: str, path: str | None = None, **args: Any) -> Task:
     return _from_object(load_object(name), name, args)
 
 
-def _from_object(thing: Any, name: str, args: dict[str, Any]) -> Task:
-    if isinstance(thing, type):
-        if not issubclass(thing, Task):
+def _from_object(source: Any, name: str, args: dict[str, Any]) -> Task:
+    if isinstance(source, type):
+        if not issubclass(source, Task):
             raise UserError(f"{name} is a class, but not a Task: derive it from assay.tasks.Task")
-        return call_user(thing, name, args)
+        return call_user(source, name, args)
     rows_args = args
-    if callable(thing) and not isinstance(thing, Task):
-        own = {key: value for key, value in args.items() if key in parameters(thing)}
+    if callable(source) and not isinstance(source, Task):
+        own = {key: value for key, value in args.items() if key in parameters(source)}
         rows_args = {key: value for key, value in args.items() if key not in own}
-        thing = call_user(thing, name, own)
-    if isinstance(thing, Task):
+        source = call_user(source, name, own)
+    if isinstance(source, Task):
         if rows_args:
             raise unknown_name("argument", next(iter(rows_args)), (), where=f"of {name}")
-        return thing
-    if isinstance(thing, (str, bytes)) or not isinstance(thing, Iterable):
+        return source
+    if isinstance(source, (str, bytes)) or not isinstance(source, Iterable):
         raise UserError(
-            f"{name} must be a Task, or rows (dicts or Prompts), or a function giving one; it is {thing!r:.80}"
+            f"{name} must be a Task, rows (dicts or Prompts), or a function that returns either; it is {source!r:.80}"
         )
-    return call_user(RowsTask, name, rows_args, rows=thing, name=name)  # rows may be made as they are read
+    return call_user(ListTask, name, rows_args, rows=source, name=name)  # a generator may raise while it is read
 
 
 def call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:
-    """Call with arguments from a config: unknown names and wrong types are errors that name the argument."""
+    """Call with arguments from a config; unknown names and wrong types are a UserError that names the argument."""
     known = parameters(function)
     takes_anything = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     for key in args:
         if (key in known or takes_anything) and key not in fixed:
             continue
         if key == "path":
-            raise UserError(f"{owner} takes no path: its problems do not come from files")
+            raise UserError(f"{owner} takes no path: its problems are not read from files")
         raise unknown_name("argument", key, [name for name in known if name not in fixed], where=f"of {owner}")
-    missing = [key for key, needed in known.items() if needed and key not in args and key not in fixed]
+    missing = [key for key, required in known.items() if required and key not in args and key not in fixed]
     if missing:
         raise UserError(f"{owner} needs the argument {', '.join(missing)}")
     hints = _hints(function)
     return function(**{key: _typed(value, hints.get(key), key, owner) for key, value in args.items()}, **fixed)
 
 
-def call_user(make: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:
-    """The same with what a user has written: what it lacks or raises is told in one line, with where it stands."""
-    if missing := getattr(make, "__abstractmethods__", None):
-        page = "environments" if hasattr(make, "step") else "tasks"
-        raise UserError(f"{owner} is not whole: write {', '.join(sorted(missing))}, see docs/{page}.md")
+def call_user(factory: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:
+    """Call a user's class or function: missing methods and exceptions are a UserError that names it."""
+    if missing := getattr(factory, "__abstractmethods__", None):
+        page = "environments" if hasattr(factory, "step") else "tasks"
+        methods = ", ".join(f"{name}()" for name in sorted(missing))
+        raise UserError(f"{owner} must define {methods}, see docs/{page}.md")
     try:
-        return call(make, owner, args, **fixed)
+        return call(factory, owner, args, **fixed)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{owner} could not be made: {describe_error(error)}") from error
+        raise UserError(f"{owner} could not be created: {describe_error(error)}") from error
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, bool]:
-    """The names a callable takes, and whether each must be given."""
+    """Return the names that a callable takes, and whether each is required."""
     keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default is inspect.Parameter.empty for p in parameters if p.kind in keyword}
@@ -105,7 +106,7 @@ def parameters(function: Callable[..., Any]) -> dict[str, bool]:
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(getattr(function, "__init__") if isinstance(function, type) else function)  # noqa: B009
-    except (NameError, TypeError):  # a user's annotations may name what exists for type checkers only
+    except (NameError, TypeError):  # annotations may name what exists only for type checkers
         return {}
 
 
@@ -116,4 +117,8 @@ def _typed(value: Any, hint: Any, key: str, owner: str) -> Any:
     try:
         return TypeAdapter(hint, config=arbitrary).validate_python(value)
     except ValidationError as error:
-        raise UserError(f"{owner}: {key} = {value!r} will not do: {error.errors()[0]['msg']}") from None
+        reason = error.errors()[0]["msg"]
+        expected = reason.removeprefix("Input should be ").partition(",")[0]
+        if expected != reason:
+            raise UserError(f"{owner}: {key} must be {expected}, not {value!r}") from None
+        raise UserError(f"{owner}: {key} = {value!r} is invalid: {reason}") from None

@@ -1,9 +1,5 @@
-"""Reading JSONL: one clear sentence for whatever is wrong with a file.
-
-Where rows come from: a folder with a file for each split, one file, a Hugging Face dataset, or a list in memory.
-
-Tasks read from rows: one prompt a row, and held-out splits carved by a seeded shuffle where the source has none.
-"""
+"""Rows as the source of a task: JSONL files, folders, datasets of the Hugging Face hub, lists in memory; and RowTask,
+which makes one prompt per row and holds out splits by a seeded shuffle where the source has none."""
 
 from __future__ import annotations
 
@@ -20,26 +16,26 @@ from assay.types import Message, Prompt, UserError
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
-    """One raw row, and where it was found, for messages and ids."""
+    """A raw row and its origin, for messages and ids."""
 
     values: Mapping[str, Any]
     where: str  # e.g. "train.jsonl:17"
     key: str  # stable within its source, e.g. "16"
 
     def column(self, *names: str) -> Any:
-        """The first of these columns that the row has."""
+        """Return the first of these columns that the row has."""
         for name in names:
             if self.values.get(name) is not None:
                 return self.values[name]
-        wanted = " or ".join(f'"{name}"' for name in names)
-        raise UserError(f"{self.where} has no column {wanted}; it has {listed(self.values)}")
+        columns = " or ".join(f'"{name}"' for name in names)
+        raise UserError(f"{self.where} has no column {columns}; it has {listed(self.values)}")
 
     def text(self, *names: str) -> str:
-        """The same as text; a number is taken as it is written, a list or an object is an error."""
+        """Return a column as text; a list or an object is a UserError."""
         value = self.column(*names)
         if not isinstance(value, str | int | float):
-            wanted = " or ".join(f'"{name}"' for name in names)
-            raise UserError(f"{self.where}: the column {wanted} must be text or a number, not {type(value).__name__}")
+            columns = " or ".join(f'"{name}"' for name in names)
+            raise UserError(f"{self.where}: the column {columns} must be text or a number, not {type(value).__name__}")
         return str(value)
 
 
@@ -72,32 +68,32 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
 
 
 def read_jsonl(path: str | Path) -> list[DataRow]:
-    """The rows of a JSONL file; blank lines are skipped, a file without rows is an error."""
+    """Read the rows of a JSONL file; blank lines are skipped, a file without rows is a UserError."""
     path = Path(path)
     rows: list[DataRow] = []
-    # Not splitlines(): it would also break at U+2028 and its kin, which JSON strings may hold.
+    # Not splitlines(): it would also split at U+2028 and the like, which JSON strings may contain.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
             rows.append(DataRow(parse_object(line, where), where, str(len(rows))))
     if not rows:
-        raise UserError(f"{path} is empty: it needs at least one JSON object, one a line")
+        raise UserError(f"{path} is empty: it needs at least one line with a JSON object")
     return rows
 
 
 def jsonl_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)  # ASCII escapes: lone surrogates survive
+    return "".join(json.dumps(row) + "\n" for row in rows)  # ASCII escapes preserve lone surrogates
 
 
 SPLIT_STEMS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
-MANIFEST = "manifest.json"  # written beside prepared files
+MANIFEST = "manifest.json"  # written with prepared files
 
 
 class Source(Protocol):
-    whole: bool  # it knows no splits: whatever the split, `read` gives all of it
+    whole: bool  # it has no splits: `read` returns all rows for every split
 
     def read(self, split: str) -> list[DataRow] | None:
-        """The rows of a split, or None if the source has no such split."""
+        """Return the rows of a split, or None if the source has no such split."""
 
     def describe(self) -> str: ...
 
@@ -127,10 +123,12 @@ class ListSource:
         if rows is None:
             return None
         if not rows:
-            raise UserError(f"{self.name} gave no rows")
+            raise UserError(f"{self.name} has no rows")
         for index, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise UserError(f"{self.name} must give dict rows or Prompts, but row {index} is {type(row).__name__}")
+                raise UserError(
+                    f"{self.name} must have dicts or Prompts as rows, but row {index} is {type(row).__name__}"
+                )
         return [DataRow(row, f"{self.name}[{index}]", str(index)) for index, row in enumerate(rows)]
 
     def describe(self) -> str:
@@ -138,7 +136,7 @@ class ListSource:
 
 
 class FolderSource:
-    """train.jsonl, validation.jsonl, test.jsonl (or the only test*.jsonl); or one .json file a problem below train/."""
+    """train.jsonl, validation.jsonl, test.jsonl (or the only test*.jsonl); or one .json file per problem in train/."""
 
     whole = False
 
@@ -154,14 +152,14 @@ class FolderSource:
         numbered = sorted(self.path.glob("test*.jsonl")) if split == "test" else []
         if len(numbered) > 1:
             raise UserError(
-                f"{self.path} has several test files ({listed(f.name for f in numbered)}): name one as the path"
+                f"{self.path} has several test files ({listed(f.name for f in numbered)}): set the path to one of them"
             )
         return read_jsonl(numbered[0]) if numbered else None
 
     def _read_tree(self, folder: Path) -> list[DataRow]:
         files = sorted(folder.rglob("*.json"), key=lambda file: (file.parent, len(file.stem), file.stem))
         if not files:
-            raise UserError(f"{folder} holds no .json files")
+            raise UserError(f"{folder} has no .json files")
         keys = [file.relative_to(folder).with_suffix("").as_posix() for file in files]
         return [
             DataRow(parse_object(read_text(file), str(file)), str(file), key)
@@ -173,7 +171,7 @@ class FolderSource:
 
 
 class HubSource:
-    """A dataset of the Hugging Face hub: for each split the dataset's name, its configurations and its split."""
+    """Datasets of the Hugging Face hub: for each split the name of the dataset, its configurations and its split."""
 
     whole = False
 
@@ -201,15 +199,15 @@ def load_hub(dataset: str, configuration: str | None, split: str) -> list[dict[s
         ) from None
     try:
         return list(datasets.load_dataset(dataset, configuration, split=split))
-    except Exception as error:  # the library raises many kinds, from several packages, when the hub cannot be reached
+    except Exception as error:  # many types from several packages, if the hub cannot be reached
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(
             f'cannot read "{dataset}" from the Hugging Face hub ({reason}): check the network, {advice}'
-        ) from (error)
+        ) from error
 
 
 def open_source(path: str | None, hub: HubSource | None = None, hub_names: Sequence[str] = ()) -> Source:
-    """A local folder or file if there is one of this name; the hub if the path is None or names the hub's dataset."""
+    """Open a local folder or file; or the hub, if the path is None or the name of the hub's dataset."""
     if path is not None and Path(path).is_dir():
         return FolderSource(Path(path))
     if path is not None and Path(path).is_file():
@@ -224,7 +222,7 @@ def open_source(path: str | None, hub: HubSource | None = None, hub_names: Seque
 
 
 def manifest_of(path: str | None) -> dict[str, Any]:
-    """The manifest beside a prepared file or in a prepared folder; empty if there is none that names the file."""
+    """Return the manifest of a prepared folder, or of a file that it lists; else an empty dict."""
     if path is None:
         return {}
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
@@ -240,17 +238,24 @@ PREPARED_COLUMNS = ("id", "question", "messages", "answer", "solution")
 
 
 class RowTask(Task):
-    """A single file or list is shared out between train, validation and test; "all" is the whole of it."""
+    """A task with one prompt per row. A single file or list is split into train, validation and test."""
 
     def __init__(self, source: Source, val_size: int | None = None, seed: int = 0) -> None:
         self.source, self.has_all = source, source.whole
-        self.val_size = val_size  # None: 500, or a tenth of a source that holds fewer than 5,000 rows
+        self.val_size = val_size  # None: 500, or a tenth of fewer than 5,000 rows
         self.seed = seed
         self._cache: dict[str, list[Prompt]] = {}
 
     @abstractmethod
     def to_prompt(self, row: DataRow, split: str) -> Prompt:
-        """The prompt of one raw row."""
+        """Convert a raw row to a prompt."""
+
+    def gold_of(self, row: DataRow) -> str:
+        """Return the gold answer of a row; errors name the row."""
+        try:
+            return self.gold(row.values)
+        except UserError as error:
+            raise UserError(f"{row.where}: {error}") from None
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         if split != ALL:
@@ -259,7 +264,7 @@ class RowTask(Task):
             self._cache[split] = [self._convert(row, origin) for row, origin in self._rows(split)]
         if not self._cache[split]:
             raise NoSuchSplit(
-                f"{self.source.describe()} gives no {split} problems: set val_size, or add a file for the split"
+                f"{self.source.describe()} has no {split} problems: set val_size, or add a file for the split"
             )
         return self._cache[split]
 
@@ -267,22 +272,24 @@ class RowTask(Task):
         return prepared_prompt(row) if is_prepared(row) else self.to_prompt(row, origin)
 
     def _rows(self, split: str) -> list[tuple[DataRow, str]]:
-        """Rows of a split with the name of the split that the source keeps them in, which their ids carry."""
+        """Return rows of a split, each with the name of its split in the source, which is part of its id."""
         if self.source.whole:
-            return [(row, ALL) for row in self._share(split)]
+            return [(row, ALL) for row in self._part_of_whole(split)]
         if split == ALL:
-            raise NoSuchSplit(f"{self.source.describe()} is made of splits: name one of them, or one file as the path")
-        given = self.source.read(split)
-        if split == "test" or (split == "validation" and given is not None):
-            return [(row, split) for row in self._present(given, split)]
-        pool = self._present(given if split == "train" else self.source.read("train"), split)
+            raise NoSuchSplit(
+                f"{self.source.describe()} consists of splits: name one of them, or set the path to one file"
+            )
+        rows = self.source.read(split)
+        if split == "test" or (split == "validation" and rows is not None):
+            return [(row, split) for row in self._present(rows, split)]
+        pool = self._present(rows if split == "train" else self.source.read("train"), split)
         if split == "train" and self.source.read("validation") is not None:
             return [(row, split) for row in pool]
         train, validation = carve_validation(len(pool), self._held_out(len(pool)), self.seed)
         return [(pool[index], "train") for index in (train if split == "train" else validation)]
 
-    def _share(self, split: str) -> list[DataRow]:
-        """What a split gets of a source that knows none: first test, then validation of the rest, then train."""
+    def _part_of_whole(self, split: str) -> list[DataRow]:
+        """Return the part of a source without splits: first test, then validation of the rest, then train."""
         rows = self._present(self.source.read(ALL), split)
         if split == ALL:
             return rows
@@ -304,7 +311,7 @@ class RowTask(Task):
     def _present(self, rows: list[DataRow] | None, split: str) -> list[DataRow]:
         if rows is None:
             raise NoSuchSplit(
-                f"{self.source.describe()} has no {split} split: add {split}.jsonl, or name one file as the path"
+                f"{self.source.describe()} has no {split} split: add {split}.jsonl, or set the path to one file"
             )
         return rows
 
@@ -314,7 +321,7 @@ def is_prepared(row: DataRow) -> bool:
 
 
 def prepared_prompt(row: DataRow) -> Prompt:
-    """A row as `assay data prepare` writes it."""
+    """Convert a row that `assay data prepare` wrote."""
     values = row.values
     return Prompt(
         id=str(values["id"]),
@@ -326,10 +333,10 @@ def prepared_prompt(row: DataRow) -> Prompt:
 
 
 def prepared_row(prompt: Prompt, question: str) -> dict[str, Any]:
-    """What `assay data prepare` writes for a prompt."""
-    clash = [name for name in PREPARED_COLUMNS if name in prompt.fields]
-    if clash:
-        raise UserError(f"the fields of {prompt.id} use the reserved names {listed(clash)}: rename them")
+    """Return the row that `assay data prepare` writes for a prompt."""
+    reserved = [name for name in PREPARED_COLUMNS if name in prompt.fields]
+    if reserved:
+        raise UserError(f"the fields of {prompt.id} use the reserved names {listed(reserved)}: rename them")
     row = {"id": prompt.id, "question": question, "messages": list(prompt.messages), "answer": prompt.answer}
     if prompt.solution is not None:
         row["solution"] = prompt.solution

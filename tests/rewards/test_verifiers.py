@@ -1,12 +1,74 @@
 from __future__ import annotations
 
+import pickle
 import random
+import subprocess
+import sys
 from itertools import permutations, product
 
 import pytest
 
-from assay.rewards import CountdownJudge
-from assay.types import Status
+from assay.rewards import CountdownJudge, MathJudge, MathVerifyJudge
+from assay.types import Status, UserError
+
+
+@pytest.mark.parametrize(
+    ("completion", "status", "parsed", "form"),
+    [
+        (r"so \boxed{1,200}", Status.OK, "1,200", 1.0),
+        (r"so \boxed{7}", Status.WRONG, "7", 1.0),
+        ("so 1200", Status.NO_ANSWER, None, 0.0),
+        (r"so \boxed{12", Status.UNPARSABLE, "12", 0.0),
+        (r"so \boxed{hello}", Status.UNPARSABLE, "hello", 1.0),
+        (r"so \boxed{9^{9^{9}}}", Status.UNPARSABLE, "9^{9^{9}}", 1.0),
+    ],
+)
+def test_math_statuses(completion: str, status: Status, parsed: str | None, form: float) -> None:
+    verdict = MathJudge()(completion, "1200", {})
+    reward = 1.0 if status is Status.OK else 0.0
+    assert (verdict.status, verdict.parsed, verdict.reward) == (status, parsed, reward)
+    assert verdict.parts == {"accuracy": reward, "format": form}
+
+
+def test_lenient_answer_is_correct_but_has_no_format_score() -> None:
+    verdict = MathJudge(strict=False)("it is 1200.", "1,200", {})
+    assert verdict.correct and verdict.parts == {"accuracy": 1.0, "format": 0.0}
+
+
+def test_unreadable_gold_answer_is_an_error() -> None:
+    assert MathJudge()(r"\boxed{5}", " ", {}).status is Status.ERROR
+    for gold in ("1/0", "9" * 1000, "9^{9^{9^{9}}}"):
+        verdict = MathJudge()(r"\boxed{5}", gold, {})
+        assert verdict.status is Status.ERROR and "gold" in verdict.detail
+
+
+def test_unknown_answer_form_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="boxed, hash"):
+        MathJudge(extract="boxt")
+
+
+def test_judges_can_be_pickled() -> None:
+    judge = MathJudge("hash", strict=False)
+    assert pickle.loads(pickle.dumps(judge)) == judge
+
+
+def test_math_verify_judge() -> None:
+    judge = MathVerifyJudge()
+    assert judge(r"we get $\frac{1}{2}$", "0.5", {}).status is Status.OK
+    assert judge(r"we get \boxed{3}", "0.5", {}).status is Status.WRONG
+    assert judge("dunno", "0.5", {}).status is Status.NO_ANSWER
+    assert judge("1" * 1_000_000, "0.5", {}).status is Status.UNPARSABLE
+
+
+def test_judging_numbers_imports_neither_torch_nor_sympy() -> None:
+    code = (
+        "import sys; from assay.rewards import MathJudge, JudgePool; "
+        "assert MathJudge('hash')('#### 1,200', '1200', {}).correct; "
+        "print(sorted({'torch', 'sympy', 'math_verify', 'asyncio', 'numpy', 'pydantic'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
 
 FIELDS = {"nums": [3, 4, 5], "target": 17}
 
@@ -33,7 +95,7 @@ def judge(expression: str, fields: object = None) -> tuple[Status, str]:
         "+5+3*4",
     ],
 )
-def test_solutions(expression: str) -> None:
+def test_countdown_solutions(expression: str) -> None:
     assert judge(expression) == (Status.OK, "")
 
 
@@ -51,7 +113,7 @@ def test_solutions(expression: str) -> None:
         ("3+4/5", "equals 19/5"),
     ],
 )
-def test_wrong_solutions_say_why(expression: str, why: str) -> None:
+def test_wrong_countdown_solutions_have_a_reason(expression: str, why: str) -> None:
     status, detail = judge(expression)
     assert status is Status.WRONG and why in detail
 
@@ -78,23 +140,23 @@ def test_wrong_solutions_say_why(expression: str, why: str) -> None:
         "\ud800",
     ],
 )
-def test_unreadable_expressions(expression: str) -> None:
+def test_unreadable_countdown_expressions(expression: str) -> None:
     status, detail = judge(expression)
     assert detail and status is Status.UNPARSABLE
 
 
-def test_many_signs_are_only_signs() -> None:
+def test_repeated_signs() -> None:
     assert judge("-" * 390 + "3*4+5")[0] is Status.OK
     assert judge("-" * 389 + "3*4+5")[1] == "equals -7, not 17"
 
 
-def test_exact_fractions() -> None:
+def test_countdown_arithmetic_is_exact() -> None:
     assert judge("8/(3-8/3)", {"nums": [3, 3, 8, 8], "target": 24})[0] is Status.OK
     assert judge(r"\frac{8}{3-\frac{8}{3}}", {"nums": [3, 3, 8, 8], "target": 24})[0] is Status.OK
     assert judge("1/3+1/3+1/3", {"nums": [1, 3] * 3, "target": 1})[0] is Status.OK
 
 
-def test_forms() -> None:
+def test_countdown_answer_forms() -> None:
     assert CountdownJudge()("3*4+5", "", FIELDS).status is Status.NO_ANSWER
     assert CountdownJudge()("<answer>3*4+5", "", FIELDS).status is Status.UNPARSABLE
     assert CountdownJudge("boxed")(r"\boxed{3*4+5}", "", FIELDS).correct
@@ -103,20 +165,20 @@ def test_forms() -> None:
     assert CountdownJudge(strict=False)("it is 17", "", FIELDS).status is Status.NO_ANSWER
 
 
-def test_the_target_may_be_the_gold_answer() -> None:
+def test_countdown_target_defaults_to_the_gold_answer() -> None:
     assert CountdownJudge()("<answer>3*4+5</answer>", "17", {"nums": ["3", 4, 5.0]}).correct
 
 
 @pytest.mark.parametrize(
     "fields", [{}, {"nums": 3, "target": 1}, {"nums": [1.5], "target": 1}, {"nums": [1], "target": "x"}]
 )
-def test_a_broken_problem_is_an_error_not_a_wrong_answer(fields: dict[str, object]) -> None:
+def test_invalid_countdown_problem_is_an_error(fields: dict[str, object]) -> None:
     status, detail = judge("1", fields)
     assert status is Status.ERROR and "nums" in detail
 
 
-def test_random_expressions_against_pythons_own_arithmetic() -> None:
-    """`eval` on expressions we wrote ourselves is the reference here; the judge never uses it."""
+def test_random_expressions_agree_with_python() -> None:
+    """The reference is `eval`, which the judge never uses."""
     rng = random.Random(0)
     checked = 0
     for first, second in product("+-*/", repeat=2):

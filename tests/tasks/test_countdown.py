@@ -14,7 +14,7 @@ from assay.types import UserError
 
 
 def reachable(nums: tuple[int, ...]) -> set[Fraction]:
-    """All values of expressions that use every number once: by splitting into two parts, not by joining pairs."""
+    """Return all values of expressions that use every number once, by recursive splitting into two parts."""
     if len(nums) == 1:
         return {Fraction(nums[0])}
     values = set()
@@ -27,7 +27,7 @@ def reachable(nums: tuple[int, ...]) -> set[Fraction]:
     return values
 
 
-def test_instances_are_solvable_and_within_the_knobs():
+def test_problems_are_solvable_and_within_the_settings():
     task = Countdown(max_number=30, max_target=60)
     lengths = set()
     for prompt in task.prompts("train")[:40]:
@@ -39,12 +39,12 @@ def test_instances_are_solvable_and_within_the_knobs():
     assert lengths == {3, 4}
 
 
-def test_solutions_are_true_and_golds_judged_correct():
+def test_solutions_are_correct():
     for integers in (True, False):
         task = Countdown(integers=integers)
         for split in SPLITS:
-            assert check_gold(task, split, limit=60) == []
-        for prompt in task.prompts("train")[:100]:
+            assert check_gold(task, split, limit=25) == []
+        for prompt in task.prompts("train")[:40]:
             thought, expression = re.fullmatch(
                 r"<think>\n(.*)\n</think>\n<answer>(.*)</answer>", prompt.solution, re.DOTALL
             ).groups()
@@ -56,29 +56,29 @@ def test_solutions_are_true_and_golds_judged_correct():
                 assert not integers or re.fullmatch(r"[1-9]\d*", right)
 
 
-def test_splits_share_no_instance_in_any_order():
+def test_splits_are_disjoint_for_all_orders():
     seen = {split: set() for split in SPLITS}
     for seed in (0, 1):
         task = Countdown(seed=seed, numbers=(3, 3), max_number=12, max_target=30)
         for split in SPLITS:
-            for prompt in task.prompts(split)[:400]:
+            for prompt in task.prompts(split)[:150]:
                 seen[split].add((tuple(sorted(prompt.fields["nums"])), prompt.fields["target"]))
-    assert min(map(len, seen.values())) > 100
+    assert min(map(len, seen.values())) > 60
     assert not seen["train"] & seen["test"]
     assert not seen["train"] & seen["validation"]
     assert not seen["validation"] & seen["test"]
 
 
-def test_the_solver_agrees_with_brute_force():
+def test_solver_agrees_with_brute_force():
     for nums in ((1, 2, 3), (4, 4, 7), (2, 3, 5, 9)):
         values = reachable(nums)
-        for target in range(1, 60):
-            found = solve(nums, target)
-            assert (found is not None) == (Fraction(target) in values)
-            assert found is None or found.value == target
+        for target in range(1, 40):
+            solution = solve(nums, target)
+            assert (solution is not None) == (Fraction(target) in values)
+            assert solution is None or solution.value == target
 
 
-def test_existing_files_are_read(tmp_path):
+def test_problems_from_a_file(tmp_path):
     own = [{"role": "user", "content": "my own wording"}]
     rows = [{"nums": [2, 3, 4], "target": 14, "messages": own}] + [
         {"nums": [n, 3, 4], "target": n + 7} for n in range(9)
@@ -94,7 +94,7 @@ def test_existing_files_are_read(tmp_path):
     assert check_gold(make_task("countdown", path=str(tmp_path / "mine.jsonl")), "all") == ["countdown/all/0"]
 
 
-def test_bad_input(tmp_path):
+def test_invalid_input_is_a_user_error(tmp_path):
     file = tmp_path / "bad.jsonl"
     for row, message in (
         ({"nums": "1 2", "target": 3}, '"nums" must be a list'),
@@ -104,13 +104,13 @@ def test_bad_input(tmp_path):
         file.write_text(json.dumps(row))
         with pytest.raises(UserError, match=message):
             make_task("countdown", path=str(file)).prompts("all")
-    with pytest.raises(UserError, match='only a single file or list has the split "all"'):
+    with pytest.raises(UserError, match="single file"):
         Countdown().prompts("all")
     with pytest.raises(UserError, match="numbers must be a range"):
         Countdown(numbers=(3, 9))
 
 
-def test_tries_make_a_search_of_the_solution_and_leave_the_problem_alone():
+def test_tries_add_failed_attempts_to_the_solution_and_keep_the_problem():
     plain, searching = (Countdown(numbers=(3, 3), tries=tries) for tries in (0, 4))
     misses = []
     for before, prompt in zip(plain.prompts("train")[:100], searching.prompts("train")[:100], strict=True):
@@ -118,9 +118,10 @@ def test_tries_make_a_search_of_the_solution_and_leave_the_problem_alone():
         assert prompt.solution.rpartition("\n")[2] == before.solution.rpartition("\n")[2]
         *failures, hit = re.search(r"<think>\n(.*)\n</think>", prompt.solution, re.DOTALL)[1].split("\n")
         for line, ending in (*((line, "no") for line in failures), (hit, "yes")):
-            *sums, said = line.split(", ")
-            results = [result for left, result in (one.split(" = ") for one in sums) if eval(left) == int(result)]
-            assert said == ending and len(results) == len(sums) == 2
+            *equations, verdict = line.split(", ")
+            sides = [equation.split(" = ") for equation in equations]
+            results = [result for left, result in sides if eval(left) == int(result)]
+            assert verdict == ending and len(results) == len(equations) == 2
             assert (int(results[-1]) == prompt.fields["target"]) == (ending == "yes")
         assert len(set(failures)) == len(failures)
         misses.append(len(failures))

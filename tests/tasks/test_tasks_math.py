@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from assay.tasks import check_gold, make_task
+from assay.tasks import check_gold, make_task, sources
 from assay.types import UserError
 
 TRAIN = [
@@ -71,7 +71,7 @@ def test_jsonl_layouts(tmp_path):
     assert [check_gold(task, split) for split in ("train", "validation", "test")] == [[], [], []]
 
 
-def test_the_original_tree_of_files(tmp_path):
+def test_original_folder_layout(tmp_path):
     for number, row in enumerate(TRAIN):
         subject = tmp_path / "train" / row["type"].lower()
         subject.mkdir(parents=True, exist_ok=True)
@@ -88,21 +88,21 @@ def test_the_original_tree_of_files(tmp_path):
         task.prompts("test")
 
 
-def test_the_hub_is_asked_for_the_right_parts(monkeypatch):
-    asked = []
+def test_hub_datasets_of_math(monkeypatch):
+    requested = []
 
     def load(dataset, configuration, split):
-        asked.append((dataset, configuration, split))
+        requested.append((dataset, configuration, split))
         return TEST if split == "test" else TRAIN
 
-    monkeypatch.setattr("assay.tasks.sources.load_hub", load)
+    monkeypatch.setattr(sources, "load_hub", load)
     task = make_task("math")
-    assert len(task.prompts("test")) == 2 and asked == [("HuggingFaceH4/MATH-500", None, "test")]
+    assert len(task.prompts("test")) == 2 and requested == [("HuggingFaceH4/MATH-500", None, "test")]
     assert len(task.prompts("train")) == 7 * 4 - 2
-    assert ("EleutherAI/hendrycks_math", "number_theory", "train") in asked
+    assert ("EleutherAI/hendrycks_math", "number_theory", "train") in requested
 
 
-def test_bad_rows(tmp_path):
+def test_invalid_math_rows_are_user_errors(tmp_path):
     write(tmp_path / "bad.jsonl", [{"problem": "?", "solution": "so it is \\boxed{4"}])
     with pytest.raises(UserError, match=r"bad.jsonl:1: math: a row needs an answer"):
         make_task("math", str(tmp_path / "bad.jsonl")).prompts("all")
@@ -111,13 +111,13 @@ def test_bad_rows(tmp_path):
         make_task("math", str(tmp_path / "bad.jsonl")).prompts("all")
 
 
-def test_an_answer_that_is_a_list_is_refused_with_its_row(tmp_path):
+def test_list_as_answer_is_a_user_error_that_names_the_row(tmp_path):
     write(tmp_path / "rows.jsonl", [TEST[0], {**TEST[1], "answer": ["60"]}])
     with pytest.raises(UserError, match=r'rows.jsonl:2: math: "answer" must be text or a number, not list'):
         make_task("math", str(tmp_path / "rows.jsonl")).prompts("all")
 
 
-def test_an_instruction_is_applied_to_prepared_rows(tmp_path):
+def test_instruction_replaces_that_of_prepared_rows(tmp_path):
     row = {
         "id": "math/train/0",
         "question": "What is 2 + 2?",

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from assay.tasks import Abacus, Task, check_gold, overlap
+from assay.tasks.base import LazyPrompts, carve_validation, prompts_of, state_answer
+from assay.types import Prompt, UserError
+
+
+def ask(name: str, text: str) -> Prompt:
+    return Prompt(name, ({"role": "user", "content": text},))
+
+
+def test_overlap_ignores_case_and_whitespace():
+    train = [ask("t0", "How many  apples?"), ask("t1", "Two"), ask("t2", "three")]
+    evaluation = [ask("e0", "how many\napples? "), ask("e1", "four"), ask("e2", "THREE")]
+    report = overlap(train, evaluation)
+    assert (report.n_train_checked, report.n_eval, report.n_shared) == (3, 3, 2)
+    assert report.examples == (("e0", "t0"), ("e2", "t2"))
+    assert not report.sampled and str(report).startswith("2 of 3 evaluation prompts")
+
+
+def test_overlap_of_long_splits_is_sampled():
+    unlimited = LazyPrompts(lambda index: ask(f"t{index}", str(index)), 2**31)
+    report = overlap(unlimited, [ask("e0", "17"), ask("e1", "-1")])
+    assert report.n_shared == 1 and report.sampled and "sample" in str(report)
+    assert report.n_train_checked < 10_000
+    assert overlap(unlimited, [ask("e0", "17")], limit=100).n_train_checked == 100
+
+
+def test_generated_splits_do_not_overlap():
+    task = Abacus()
+    report = overlap(task.prompts("train"), task.prompts("test")[:200], limit=400)
+    assert (report.n_eval, report.n_shared) == (200, 0)
+
+
+class Sums(Task):
+    name = "sums"
+    instruction = "Be brief."
+
+    def prompts(self, split: str) -> list[Prompt]:
+        return [Prompt("sums/0", ({"role": "user", "content": "1 + 1?\nBe brief."},), "2")]
+
+
+def test_default_judge_accepts_the_default_gold_completion() -> None:
+    task = Sums()
+    (prompt,) = task.prompts("train")
+    assert task.gold_completion(prompt) == r"\boxed{2}" and task.bare_question(prompt) == "1 + 1?"
+    assert check_gold(task, "train") == []
+    assert check_gold(task, "train", judge=task.judge("hash")) == ["sums/0"]
+
+
+def test_split_all_exists_only_for_single_files() -> None:
+    with pytest.raises(UserError, match="all"):
+        prompts_of(Sums(), "all")
+
+
+def test_validation_is_the_head_of_a_seeded_shuffle() -> None:
+    train, validation = carve_validation(100, 10, seed=3)
+    assert sorted(train + validation) == list(range(100)) and len(validation) == 10 and train == sorted(train)
+    assert carve_validation(100, 10, seed=3) == (train, validation) != carve_validation(100, 10, seed=4)
+    with pytest.raises(UserError, match="val_size"):
+        carve_validation(10, 10, seed=0)
+
+
+def test_answer_is_stated_in_the_given_form() -> None:
+    assert [state_answer("5", form) for form in ("boxed", "hash", "answer-tag", "last-number")] == [
+        r"\boxed{5}",
+        "#### 5",
+        "<answer>5</answer>",
+        "5",
+    ]

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from assay.tasks import make_task
+from assay.types import UserError
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "val_size", "held_out", "seed"),
+    [(50, None, 5, 0), (50, None, 5, 1), (5100, None, 500, 0), (21, 10, 10, 1), (9, None, 0, 0)],
+)
+def test_single_file_is_split_into_disjoint_parts(tmp_path, rows, val_size, held_out, seed):
+    data = write(tmp_path / "a.jsonl", [{"question": f"q{n}", "answer": n} for n in range(rows)])
+    task = make_task("jsonl", data, val_size=val_size, seed=seed)
+    everything = [prompt.id for prompt in task.prompts("all")]
+    assert everything == [f"jsonl/all/{n}" for n in range(rows)]  # in the order of the file
+    parts = {}
+    for split, size in (("train", rows - 2 * held_out), ("validation", held_out), ("test", held_out)):
+        if size:
+            parts[split] = [prompt.id for prompt in task.prompts(split)]
+            assert len(parts[split]) == size
+        else:
+            with pytest.raises(UserError, match=f"no {split} problems.*val_size"):
+                task.prompts(split)
+    given = [name for part in parts.values() for name in part]
+    assert len(given) == len(set(given)) and set(given) == set(everything)  # disjoint and complete
+
+
+def test_parts_of_a_single_file_depend_on_the_seed(tmp_path):
+    data = write(tmp_path / "a.jsonl", [{"question": f"q{n}", "answer": n} for n in range(100)])
+    for split in ("validation", "test"):
+        first, again, other = (make_task("jsonl", data, seed=seed).prompts(split) for seed in (0, 0, 1))
+        assert list(first) == list(again) and {p.id for p in first} != {p.id for p in other}
+
+
+def test_val_size_larger_than_the_file_is_a_user_error(tmp_path):
+    data = write(tmp_path / "a.jsonl", [{"question": f"q{n}", "answer": n} for n in range(20)])
+    for split in ("train", "validation", "test"):
+        with pytest.raises(UserError, match=r"has 20 rows, too few for 10 each.*between 0 and 9"):
+            make_task("jsonl", data, val_size=10).prompts(split)
+    assert len(make_task("jsonl", data, val_size=9).prompts("train")) == 2
+    assert len(make_task("jsonl", data, val_size=10).prompts("all")) == 20
+
+
+def test_folder_with_one_file_per_split(tmp_path):
+    for split, number in (("train", 1), ("validation", 2), ("test500", 3)):
+        write(tmp_path / f"{split}.jsonl", [{"question": split, "answer": number}] * number)
+    task = make_task("jsonl", str(tmp_path))
+    assert [len(task.prompts(split)) for split in ("train", "validation", "test")] == [1, 2, 3]
+    with pytest.raises(UserError, match="consists of splits"):
+        task.prompts("all")
+    with pytest.raises(UserError, match='unknown split "dev"'):
+        task.prompts("dev")
+    write(tmp_path / "test100.jsonl", [{"question": "x", "answer": 1}])
+    with pytest.raises(UserError, match="several test files"):
+        make_task("jsonl", str(tmp_path)).prompts("test")
+
+
+def test_unusual_unicode_is_preserved(tmp_path):
+    odd = "lone \ud800 and \u2028 lines"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question": odd, "answer": 1}) + "\n")
+    assert make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("all")[0].question == odd
+    (tmp_path / "a.jsonl").write_text('{"question": "a\u2028b", "answer": 1}\n', encoding="utf-8")
+    assert make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("all")[0].question == "a\u2028b"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ('{"question": "x", "answer": 1}\n{"question": ', r"a.jsonl:2 is not valid JSON"),
+        ("[1, 2]", r"a.jsonl:1 must be a JSON object, not list"),
+        ('{"question": "x"}', r'a.jsonl:1 has no column "answer" or "gold" or "target"; it has "question"'),
+        ('{"text": "x", "answer": 1}', r'has no column "messages" or "question".*it has "text", "answer"'),
+        ('{"messages": [{"role": "user"}], "answer": 1}', 'each message needs a "role" and a "content"'),
+        ('{"messages": 7, "answer": 1}', '"messages" must be a list'),
+    ],
+)
+def test_invalid_files_are_user_errors(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(UserError, match=message):
+        make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("all")
