@@ -44,12 +44,12 @@ def test_different_trajectories_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
         return rollouts
 
     monkeypatch.setattr(episodes, "play", changed)
-    _, own = measure_episodes(SMALL, OPTIONS)
+    _, own = measure_episodes(SMALL, replace(OPTIONS, repeat=1))
     assert own["same_as_in_rounds"] == 11
 
 
 def test_another_shape() -> None:
-    rounds, own = measure_episodes(replace(SMALL, shape="tiny"), OPTIONS)
+    rounds, own = measure_episodes(replace(SMALL, shape="tiny"), replace(OPTIONS, repeat=1))
     assert own["shape"] == "tiny" and own["same_as_in_rounds"] == 12
     assert "--shape tiny" in own["command"] and own["id"].startswith("episodes-tiny-12")
     assert own["decode_steps"] < rounds["decode_steps"]

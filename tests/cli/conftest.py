@@ -1,8 +1,27 @@
-"""Makes `small_run` (beside the tests of training) importable."""
+"""Makes `small_run` (beside the tests of training) importable; runs in tests do not plot their curves."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+from transformers.utils import logging as transformers_logging
+
+from assay.train import run as train_run
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
+
+transformers_logging.get_logger()  # its handler keeps the stderr of this moment, which is not closed after a test
+
+
+@pytest.fixture
+def draws_curves() -> None:
+    """Request this fixture in tests that need curves.png."""
+
+
+@pytest.fixture(autouse=True)
+def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plotting takes longer than a small run."""
+    if "draws_curves" not in request.fixturenames:
+        monkeypatch.setattr(train_run, "draw_curves", lambda path: None)

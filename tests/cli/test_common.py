@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from assay.cli.common import is_main, lost_another, make_console, may_tell
+from assay.cli.common import is_lost_peer, is_main, make_console, should_report
 from assay.cli.main import main
 
 
@@ -19,15 +19,15 @@ def test_one_process_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         assert main(["train", "nowhere.toml"]) == 2
         said = capsys.readouterr()
         assert said.out == (f"rank {rank} of {world}\n" if is_main() else "")
-        assert said.err.count("nowhere.toml") == may_tell()
-        found.append((is_main(), may_tell()))
+        assert said.err.count("nowhere.toml") == should_report()
+        found.append((is_main(), should_report()))
     assert found == [(True, True), (True, True), (False, False), (False, True), (True, True)]  # one a node tells
 
 
 def test_the_end_of_another_process_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
     as_rank(monkeypatch, 2, 1, 1)
-    assert lost_another(gone)
-    assert not lost_another(RuntimeError("shapes do not match")) and not lost_another(ValueError("timed out"))
+    assert is_lost_peer(gone)
+    assert not is_lost_peer(RuntimeError("shapes do not match")) and not is_lost_peer(ValueError("timed out"))
     as_rank(monkeypatch, 1, 0, 0)
-    assert not lost_another(gone)
+    assert not is_lost_peer(gone)

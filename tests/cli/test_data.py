@@ -174,10 +174,10 @@ def test_check_reports_golds_and_overlap(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["prepare", "gsm8k", "--path", "SOURCE", "--eval-size", 31], "more than the 30 problems"),
+        (["prepare", "gsm8k", "--path", "SOURCE", "--eval-size", 31], "exceeds the 30 problems"),
         (["prepare", "gsm8k", "--path", "SOURCE", "--val-size", 40, "--eval-size", 5], "cannot carve 40"),
-        (["prepare", "gsm8k", "--path", "SOURCE/train.jsonl"], "is one file"),
-        (["prepare", "gsm8k", "--path", "SOURCE", "--train-size", 3], "for generated tasks"),
+        (["prepare", "gsm8k", "--path", "SOURCE/train.jsonl"], "is a single file"),
+        (["prepare", "gsm8k", "--path", "SOURCE", "--train-size", 3], "only for generated tasks"),
         (["prepare", "abacus", "--val-size", 0], "at least 1"),
         (["prepare", "abacus", "--arg", "style"], "NAME=VALUE"),
         (["prepare", "abacus", "--train-size", 1, "--out", "SOURCE/train.jsonl/x"], "cannot create the folder"),

@@ -1,5 +1,8 @@
+"""`assay env`: check and play environments."""
+
 from __future__ import annotations
 
+import builtins
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +23,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
         except StopIteration:
             raise EOFError from None
 
-    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(builtins, "input", read)
 
 
 def test_the_environment_of_ones_own_is_short_and_sound(
@@ -54,7 +57,7 @@ def test_a_person_plays(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     typed(monkeypatch, [word for guess in ("1", "2", "3") for word in (guess, "")])
     assert main(["env", "play", "guess", "--seed", "1", "--arg", "high=3", "--arg", "tries=3"]) == 0
     said = capsys.readouterr().out
-    assert "Guess a number from 1 to 3" in said and "over: 1 of 1" in said and "episode 2" in said
+    assert "Guess a number from 1 to 3" in said and "return: 1 of 1" in said and "episode 2" in said
 
 
 def test_a_tool_answers_a_person(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +68,6 @@ def test_a_tool_answers_a_person(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_the_environment_of_ones_own_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
     short = ["--train.steps", "2", "--eval.final_examples", "8", "--eval.examples", "4"]
     assert main(["train", "examples/my_env.toml", "--runs_dir", str(tmp_path), *short]) == 0
     lines = (tmp_path / "my_env" / "rollouts" / "step-000001.jsonl").read_text().splitlines()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from small_run import SmallRuns, gpt2_folder
 
+from assay.cli import eval as eval_command
 from assay.cli.main import main
 from assay.evals.stats import mcnemar, wilson
 
@@ -18,7 +19,7 @@ from assay.evals.stats import mcnemar, wilson
 def small(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
     """A finished run whose warm start is enough to tell its checkpoints apart."""
     small = SmallRuns(tmp_path_factory.mktemp("measured"))
-    words = ("--sft.steps", 12, "--sft.batch", 8, "--sft.lr", 5e-3, "--optim.lr", 5e-3, "--train.steps", 3)
+    words = ("--sft.steps", 8, "--sft.batch", 8, "--sft.lr", 8e-3, "--optim.lr", 5e-3, "--train.steps", 3)
     assert small.train(*words, "--eval.final_examples", 8, "--save.keep", 9) == 0
     return small
 
@@ -78,7 +79,7 @@ def test_the_paired_test_is_mcnemars_on_the_answers_written(
                 "lost": expected.lost,
             }
     said = capsys.readouterr().out
-    assert "against the first" in said and "95 % interval" in said
+    assert "vs. the first" in said and "95 % interval" in said
     assert {"question", "answer", "completion", "length", "parsed"} <= rows[0].keys()
 
 
@@ -157,7 +158,7 @@ def test_any_model_can_be_measured_and_a_folder_against_a_checkpoint(small: Smal
 
 
 def test_an_endless_task_is_measured_on_a_fixed_number(small: SmallRuns, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("assay.cli.eval.GENERATED", 7)
+    monkeypatch.setattr(eval_command, "GENERATED", 7)
     words = ("--task", "abacus", "--eval.max_new_tokens", 2, "--reward.workers", 0)
     (found,) = measured(small, tmp_path, "run:small@last", *words)
     assert found["n"] == 7
@@ -179,13 +180,13 @@ def test_bad_input_is_one_line(small: SmallRuns, tmp_path: Path, capsys: pytest.
         ((bare, "--task", "abacus"), "no chat template"),
         (("run:small@last", "--data", tmp_path / "none.jsonl"), "no file at"),
         (("run:small@last", "--data", empty), "is empty"),
-        (("run:small@last", "--json", taken), "exists already"),
-        (("run:small@last", "--answers", taken), "exists already"),
-        (("run:small@last", "--json", tmp_path / "no" / "out.json"), "there is no folder"),
+        (("run:small@last", "--json", taken), "exists: choose another"),
+        (("run:small@last", "--answers", taken), "exists: choose another"),
+        (("run:small@last", "--json", tmp_path / "no" / "out.json"), "does not exist"),
         (("run:small@last", "--task", "abacsu"), "did you mean 'abacus'"),
         (("run:small@last", "--eval.smaples", 3), "did you mean 'eval.samples'"),
         (("run:small@last", "--eval.top_p", 0), "'eval.top_p'"),
-        (("run:small@last", "--model.max_length", 8), "leaves no room"),
+        (("run:small@last", "--model.max_length", 8), "leaves no space"),
         (("run:small@last", "--reward.function", f"{small.folder}/reward.py:raises"), "cannot judge"),
         (("run:small@last", "--split", "tset"), "invalid choice"),
         (("run:small@last", "--split", "all"), 'only a single file or list has the split "all"'),

@@ -85,7 +85,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "fewer than no GPUs": (["--gpus-per-node", "-1"], "--gpus-per-node -1"),
     "no processes": (["--procs-per-node", "0"], "--procs-per-node 0"),
     "no cores": (["--cpus-per-task", "0"], "--cpus-per-task 0"),
-    "processes and GPUs": (["--gpus-per-node", "2", "--procs-per-node", "4"], "one process a GPU"),
+    "processes and GPUs": (["--gpus-per-node", "2", "--procs-per-node", "4"], "one process per GPU"),
     "no time to save": (["--grace", "10"], "--grace 10"),
     "all day to save": (["--grace", "86400"], "at most 65535 seconds"),
     "memory without a number": (["--mem", "lots"], "--mem lots"),
@@ -97,7 +97,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no such setting": (["--train.stpes", "3"], "did you mean 'train.steps'"),
     "a name that is a path": (["--name", "../up"], "cannot name a run"),
     "nowhere to write": (["--output", "no/where.sbatch"], "cannot write no/where.sbatch"),
-    "no Slurm": (["--submit"], "there is no sbatch here"),
+    "no Slurm": (["--submit"], "sbatch is not installed"),
 }
 
 
@@ -279,4 +279,4 @@ def test_submitting_says_what_sbatch_says(
     assert capsys.readouterr().out.splitlines()[-1] == "Submitted batch job 5"
     sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2; exit 1\n")
     assert write("--submit") == 2
-    assert capsys.readouterr().err == "assay: sbatch refused tiny.sbatch: invalid partition\n"
+    assert "sbatch rejected tiny.sbatch: invalid partition" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`assay train` from the outside: what it writes, what it says, and how it refuses."""
+"""`assay train`: files, console output and error messages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from small_run import SmallRuns, gpt2_folder
 from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
+from assay.train.sources import OnPolicySource
 
 TASK_FILE = '''
 """A task of one's own: is the number even?"""
@@ -57,7 +58,7 @@ def small(tmp_path: Path) -> SmallRuns:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
-    """One whole run, with worker processes, a warm start and everything a run writes."""
+    """A finished run with judge workers, a warm start and all files."""
     small = SmallRuns(tmp_path_factory.mktemp("finished"))
     words = ("--sft.steps", 2, "--sft.batch", 4, "--reward.workers", 1, "--seed", 11, "--eval.every", 1)
     assert small.train(*words) == 0
@@ -68,7 +69,7 @@ def is_fraction(value: Any) -> bool:
     return isinstance(value, float) and 0 <= value <= 1
 
 
-def test_the_summary_holds_what_it_promises(finished: SmallRuns) -> None:
+def test_contents_of_the_summary(finished: SmallRuns) -> None:
     summary = finished.summary()
     assert (summary["task"], summary["model"], summary["algorithm"]) == ("abacus", "preset:nano", "grpo")
     assert (summary["steps"], summary["seed"]) == (2, 11)
@@ -121,8 +122,11 @@ def test_before_is_measured_after_the_warm_start(finished: SmallRuns) -> None:
     assert last_sft < before
 
 
-@pytest.mark.parametrize("tag", ["@0", "@2", "@last", "@best", ""])
-def test_checkpoints_are_models_to_start_from(small: SmallRuns, finished: SmallRuns, tag: str) -> None:
+SLOW_TAGS = [pytest.param(tag, marks=pytest.mark.slow) for tag in ("@2", "@last", "")]
+
+
+@pytest.mark.parametrize("tag", ["@0", "@best", *SLOW_TAGS])
+def test_training_starts_from_a_checkpoint_of_another_run(small: SmallRuns, finished: SmallRuns, tag: str) -> None:
     words = ["train", str(small.config), "--model", f"run:small{tag}", "--runs_dir", str(finished.runs)]
     name = f"from{tag.replace('@', '-')}"
     assert (
@@ -140,29 +144,28 @@ def test_checkpoints_are_models_to_start_from(small: SmallRuns, finished: SmallR
     assert finished.summary(name)["model"] == f"run:small{tag}"
 
 
-def test_a_name_that_is_taken_gets_a_number(small: SmallRuns) -> None:
-    assert small.train("--train.steps", 1) == 0
+def test_an_existing_run_name_gets_a_number(small: SmallRuns) -> None:
+    words = ("--train.steps", 1, "--train.prompts", 1, "--eval.final_examples", 1)
+    assert small.train(*words) == 0
     before = small.files()
-    assert small.train("--train.steps", 1) == 0
-    assert small.train("--train.steps", 1, "--name", "small") == 0
+    assert small.train(*words) == 0
+    assert small.train(*words, "--name", "small") == 0
     assert sorted(path.name for path in small.runs.iterdir()) == ["small", "small-2", "small-3"]
     assert small.summary("small-2")["run"] == "small-2"
     now = small.files()
     assert all(now[file] == content for file, content in before.items())
 
 
-def test_it_says_how_it_went_where_it_lies_and_what_to_do_next(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_folder_and_next_commands_are_printed(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert small.train() == 0
     found = capsys.readouterr()
     said = found.out
     assert re.search(r"before +\d+\.\d %", said) and re.search(r"after +\d+\.\d %", said)
     assert re.search(r"[+-]\d+\.\d points; \d+ problems gained, \d+ lost, paired p = ", said)
     path = small.runs / "small"
-    assert f"the run lies in {path}" in said and f"next:\n  assay chat run:{path}@0 run:{path}@last\n" in said
+    assert f"saved in {path}" in said and f"next commands to try:\n  assay chat run:{path}@0 run:{path}@last\n" in said
     assert re.search(r"step 2/2  reward \d\.\d\d", said)
-    assert "\x1b[" not in said and not found.err  # plain lines, as nobody watches a terminal
+    assert "\x1b[" not in said and not found.err  # plain lines, because stdout is not a terminal
 
 
 def test_overlap_between_train_and_test_is_reported(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,10 +198,19 @@ def test_a_single_file_is_trained_and_measured_on_different_rows(
     assert len(tested) == 4 == small.summary()["after"]["n"] and len(trained) == 32 and not trained & tested
 
 
-def test_a_task_and_a_reward_of_ones_own(small: SmallRuns) -> None:
+def test_user_defined_task_and_reward(small: SmallRuns) -> None:
     file = small.folder / "parity.py"
     file.write_text(TASK_FILE)
-    words = ("--task", f"{file}:Parity", "--task.args", "{largest = 30}", "--eval.final_examples", 0)
+    words = (
+        "--task",
+        f"{file}:Parity",
+        "--task.args",
+        "{largest = 30}",
+        "--eval.final_examples",
+        0,
+        "--train.steps",
+        1,
+    )
     assert small.train(*words, "--reward.function", f"{file}:close", "--name", "mine", "--reward.workers", 1) == 0
     assert small.summary("mine")["before"]["n"] == 10
     assert small.train(*words, "--reward.function", f"{file}:later", "--name", "async") == 0
@@ -208,7 +220,7 @@ def test_a_task_and_a_reward_of_ones_own(small: SmallRuns) -> None:
     assert small.summary("own-judge")["task"] == f"{file}:Parity"
 
 
-def test_an_advantage_and_a_loss_of_ones_own(small: SmallRuns) -> None:
+def test_user_defined_advantage_and_loss(small: SmallRuns) -> None:
     file = small.folder / "mine.py"
     file.write_text(
         "def best_only(rewards):\n    return [(r == r.max()).double() for r in rewards]\n\n\n"
@@ -239,27 +251,27 @@ def test_a_dry_run_checks_everything_and_writes_nothing(small: SmallRuns, capsys
     assert {k: v for k, v in small.files().items() if "__pycache__" not in k} == before and not small.runs.exists()
 
 
-def test_a_dry_run_finds_what_a_run_would_stumble_over(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
-    stumbles: list[tuple[tuple[object, ...], str]] = [
+def test_a_dry_run_reports_the_errors_of_a_run(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    cases: list[tuple[tuple[object, ...], str]] = [
         (("--sft.steps", 1, "--task", f"{small.folder}/rows.py:rows", "--task.args", "{}"), "no worked solution"),
         (("--algo.kl_coef", 0.1, "--algo.reference", "run:none@last"), "unknown run 'none'"),
-        (("--model.max_length", 4), "leaves no room"),
+        (("--model.max_length", 4), "leaves no space"),
         (("--reward.function", f"{small.folder}/reward.py:raises"), "cannot judge"),
     ]
     (small.folder / "rows.py").write_text(
         "rows = {s: [{'question': f'{n} {s}', 'answer': n} for n in range(9)] for s in ('train', 'validation', 'test')}"
     )
-    for words, message in stumbles:
+    for words, message in cases:
         assert small.train("--dry-run", "--model.tokenizer", "characters", *words) == 2, words
         assert message in capsys.readouterr().err
 
 
-def test_fallback_models_are_estimated_too(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_fallback_models_is_estimated(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert small.train("--dry-run", "--model", gpt2_folder(small.folder / "gpt2")) == 0
     assert "estimated total" in capsys.readouterr().out
 
 
-def test_settings_may_come_first(small: SmallRuns) -> None:
+def test_settings_before_the_config_file(small: SmallRuns) -> None:
     words = ["train", "--train.steps", "1", "--log.tensorboard=false", str(small.config), "--runs_dir", str(small.runs)]
     assert main(words) == 0
     assert small.summary()["steps"] == 1
@@ -389,13 +401,13 @@ BAD: dict[str, tuple[Words, str]] = {
         "the same tokenizer",
     ),
     "an engine for other models": (lambda s: ["--engine.name", "hf"], "engine"),
-    "two system prompts": (lambda s: ["--prompt.system", "a", "--prompt.system_file", "b"], "keep one"),
+    "two system prompts": (lambda s: ["--prompt.system", "a", "--prompt.system_file", "b"], "are both set"),
     "a system prompt that is not there": (lambda s: ["--prompt.system_file", "no.txt"], "no.txt"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_and_leaves_no_trace(
+def test_bad_input_is_one_line_and_writes_no_files(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -420,7 +432,7 @@ BROKEN_JUDGES: dict[str, tuple[list[object], str]] = {
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("name", BROKEN_JUDGES)
-def test_a_judge_that_fails_on_everything_is_refused_before_the_run_starts(
+def test_a_judge_that_always_fails_is_rejected_before_the_run_starts(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, workers: int
 ) -> None:
     monkeypatch.chdir(small.folder)
@@ -468,14 +480,14 @@ def test_truncated_sampling_is_warned_about(small: SmallRuns, capsys: pytest.Cap
     assert 0 < row["sampling/kept_mass"] < 1
 
 
-def test_an_interrupted_run_says_how_to_go_on(
+def test_an_interrupted_run_prints_how_to_resume(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("assay.train.sources.OnPolicySource.next", interrupted)
+        patch.setattr(OnPolicySource, "next", interrupted)
         assert small.train() == 130
     found = capsys.readouterr()
     assert f"assay train --resume {small.runs / 'small'}" in found.out and "Traceback" not in found.err

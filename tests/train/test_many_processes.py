@@ -212,7 +212,7 @@ def test_a_killed_rank_takes_the_run_down_and_it_goes_on(tmp_path: Path) -> None
     said = ended(process, code=1)
     assert time.monotonic() - struck < 60
     assert "Signal 9 (SIGKILL)" in said and said.count("assay: rank 0 lost another process") <= 1
-    assert "go on with: assay train --resume" in said
+    assert "resume with: assay train --resume" in said
     assert not (small.runs / "killed" / "summary.json").exists()
     ended(small.launch(2, "train", "--resume", "killed"))
     small.same_run("small", "killed", 8)
@@ -226,7 +226,7 @@ def test_what_one_rank_is_asked_all_do(tmp_path: Path, signum: signal.Signals, c
     wait_for_step(small, "small", 3, process)
     os.kill(ranks(process.pid)[1], signum)
     said = ended(process, code=1)
-    assert f"go on with: assay train --resume {small.runs / 'small'}" in said
+    assert f"resume with: assay train --resume {small.runs / 'small'}" in said
     assert f"exitcode  : {code}" in said and "Signal" not in said and "assay: stopped" in said
     saved, complaints = checkpoints.last_intact(small.runs / "small")
     assert saved == small.metrics()[-1]["step"] and not complaints  # the step that was under way was finished
@@ -239,7 +239,7 @@ def test_a_launcher_that_is_stopped_lets_the_ranks_save(tmp_path: Path) -> None:
     wait_for_step(small, "small", 3, process)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=100)[0]
-    assert f"go on with: assay train --resume {small.runs / 'small'}" in said
+    assert f"resume with: assay train --resume {small.runs / 'small'}" in said
     assert checkpoints.last_intact(small.runs / "small") == (small.metrics()[-1]["step"], [])
 
 
@@ -351,5 +351,5 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> Non
         time.sleep(0.1)
     said = process.communicate()[0]
     assert "assay: the launcher of rank 0 has ended" in said
-    assert f"go on with: assay train --resume {small.runs / 'small'}" in said
+    assert f"resume with: assay train --resume {small.runs / 'small'}" in said
     assert checkpoints.last_intact(small.runs / "small") == (small.metrics()[-1]["step"], [])

@@ -1,4 +1,4 @@
-"""`assay data`: prepare fixed files from a task, show a few problems, check golds and overlap."""
+"""`assay data`: write the problems of a task to files, print some, check gold answers and overlap of splits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from assay.tasks.base import ALL, LazyPrompts, NoSuchSplit, is_gold, prompts_of,
 from assay.tasks.sources import MANIFEST, jsonl_text, manifest_of, prepared_row
 from assay.types import Prompt, UserError
 
-HELP = "prepare, show or check the problems of a task"
+HELP = "Prepare, show or check the problems of a task."
 PREPARABLE = ("gsm8k", "math", "countdown", "abacus")
 GENERATED_TRAIN_SIZE = 10_000
-LAZY_CHECKED = 1_000  # gold answers checked of a split without end
+LAZY_CHECKED = 1_000  # gold answers that are checked of an endless split
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,26 +29,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prepare = commands.add_parser("prepare", help="write train, validation and a fixed evaluation file")
     prepare.add_argument("name", choices=PREPARABLE)
     prepare.add_argument("--out", type=Path, help="folder to write to (default data/NAME)")
-    prepare.add_argument("--eval-size", type=int, default=500, help="problems of the evaluation file, drawn from test")
-    prepare.add_argument("--val-size", type=int, default=500, help="validation problems, carved from train")
+    prepare.add_argument(
+        "--eval-size", type=int, default=500, help="problems of the evaluation file, sampled from test"
+    )
+    prepare.add_argument("--val-size", type=int, default=500, help="validation problems, taken from train")
     prepare.add_argument("--train-size", type=int, help=f"generated tasks only (default {GENERATED_TRAIN_SIZE})")
-    prepare.add_argument("--seed", type=int, default=0, help="of the carving, the draw and the generator")
-    prepare.add_argument("--force", action="store_true", help="replace files that are there already")
+    prepare.add_argument("--seed", type=int, default=0, help="seed of the splits, the sample and the generator")
+    prepare.add_argument("--force", action="store_true", help="replace existing files")
     add_task_arguments(prepare)
     show = commands.add_parser("show", help="print a few problems")
     show.add_argument("name", help="a task's name, or a dotted path such as my_file.py:MyTask")
     add_task_arguments(show)
     show.add_argument("--split", choices=(*SPLITS, ALL), help="[train, or all of a single file]")
     show.add_argument("-n", type=int, default=3)
-    check = commands.add_parser("check", help="judge every gold answer, and look for train problems in test")
+    check = commands.add_parser("check", help="judge every gold answer, and search for train problems in test")
     check.add_argument("name", help="a task's name, or a dotted path such as my_file.py:MyTask")
     add_task_arguments(check)
-    check.add_argument("--limit", type=int, help=f"golds checked a split (default all, or {LAZY_CHECKED} if generated)")
+    check.add_argument(
+        "--limit", type=int, help=f"gold answers per split (default all, or {LAZY_CHECKED} if generated)"
+    )
     add_sandbox_arguments(check)
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--path", help="local source; without it the Hugging Face hub, or the generator")
+    parser.add_argument("--path", help="local file or folder (default: the Hugging Face hub, or the generator)")
     parser.add_argument(
         "--arg",
         action="append",
@@ -59,7 +63,7 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def task_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE pairs; a value that reads as JSON is taken as such, any other as text."""
+    """Parse NAME=VALUE pairs; a value that is not JSON is a string."""
     parsed = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -99,13 +103,16 @@ def run_prepare(args: argparse.Namespace) -> int:
         "task": task.name,
         "source": args.path or ("generated" if isinstance(task.prompts("train"), LazyPrompts) else "hub"),
         "seed": args.seed,
-        "args": {**manifest_of(args.path).get("args", {}), **task_arguments(args.arg)},  # prepared again: those of both
+        "args": {
+            **manifest_of(args.path).get("args", {}),
+            **task_arguments(args.arg),
+        },  # also those of a prepared source
         "judge": task.judge_kind,
         "extract": task.default_extract,
         "files": files,
     }
     make_folder(out)
-    texts[MANIFEST] = json.dumps(manifest, indent=2) + "\n"  # last: it vouches for the others
+    texts[MANIFEST] = json.dumps(manifest, indent=2) + "\n"  # written last, when the others are complete
     for name, text in texts.items():
         try:
             write_text(out / name, text)
@@ -118,7 +125,7 @@ def run_prepare(args: argparse.Namespace) -> int:
 def prepare_splits(
     args: argparse.Namespace,
 ) -> tuple[Task, tuple[Sequence[Prompt], Sequence[Prompt], Sequence[Prompt]]]:
-    """Train, validation and evaluation; the last is the head of a seeded shuffle of test, in that order."""
+    """Train, validation and evaluation problems; the last are the first ones of a seeded shuffle of test."""
     extra = task_arguments(args.arg)
     generated = args.name == "abacus" or (args.name == "countdown" and args.path is None)
     if generated:
@@ -129,15 +136,15 @@ def prepare_splits(
             raise UserError("--train-size must be at least 1")
         return task, (train[:train_size], validation[: args.val_size], test[: args.eval_size])
     if args.path is not None and Path(args.path).is_file():
-        raise UserError(
-            f"{args.path} is one file: give a folder with train.jsonl and test.jsonl, so that they stay apart"
-        )
+        raise UserError(f"{args.path} is a single file: give a folder with train.jsonl and test.jsonl")
     if args.train_size is not None:
-        raise UserError("--train-size is for generated tasks: the train file takes all that validation leaves")
+        raise UserError(
+            "--train-size is only for generated tasks: the train file has all problems but those of validation"
+        )
     task = make_task(args.name, args.path, **{"seed": args.seed, "val_size": args.val_size, **extra})
     test = task.prompts("test")
     if args.eval_size > len(test):
-        raise UserError(f"--eval-size {args.eval_size} is more than the {len(test)} problems of the test split")
+        raise UserError(f"--eval-size {args.eval_size} exceeds the {len(test)} problems of the test split")
     chosen = seeded_shuffle(len(test), args.seed)[: args.eval_size]
     return task, (task.prompts("train"), task.prompts("validation"), [test[index] for index in chosen])
 
@@ -168,7 +175,7 @@ def run_check(args: argparse.Namespace) -> int:
         raise UserError("--limit must be at least 1")
     task = make_task(args.name, args.path, **task_arguments(args.arg))
     splits = present_splits(task)
-    judged = {ALL: task.prompts(ALL)} if task.has_all else splits  # a single file as it stands, in its own order
+    judged = {ALL: task.prompts(ALL)} if task.has_all else splits  # a single file is checked whole, in its own order
     with JudgePool(task.judge(), sandbox=args.sandbox, pass_env=args.pass_env) as pool:
         golds = {split: check_split_golds(task, prompts, pool, args.limit) for split, prompts in judged.items()}
     train = splits.get("train")
@@ -185,7 +192,7 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def present_splits(task: Task) -> dict[str, Sequence[Prompt]]:
-    """Those that the task has; a single file may be too short for all three."""
+    """The splits that the task has; a single file may be too short for all three."""
     splits, reasons = {}, []
     for split in SPLITS:
         try:

@@ -1,4 +1,4 @@
-"""`assay env`: check an environment, or play it yourself."""
+"""`assay env`: check an environment, or play it interactively."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from assay.envs.check import EPISODES, SECONDS, findings
 from assay.tasks import make_task
 from assay.types import UserError
 
-HELP = """Environments: check that one keeps its promises, or play the policy yourself.
+HELP = """Check that an environment follows the interface, or play it interactively in place of the policy.
 
   assay env check examples/my_env.py:Backwards
   assay env play guess --arg tries=4"""
@@ -22,17 +22,19 @@ MAX_SECONDS = 86_400
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="env_command", required=True, metavar="COMMAND")
-    for name, text in (("check", "is it seeded, does it end, does a perfect policy score full"), ("play", "play it")):
+    for name, text in (("check", "check seeding, termination and rewards"), ("play", "play it interactively")):
         command = commands.add_parser(name, help=text)
         command.add_argument("name", help=f"{', '.join(ENVS)}, or a dotted path such as my_file.py:MyEnv")
-        command.add_argument("--task", help="what it is about, where it is about a task, e.g. abacus")
+        command.add_argument("--task", help="the task of an environment that needs one, e.g. abacus")
         add_task_arguments(command)
-        command.add_argument("--task-arg", action="append", default=[], metavar="NAME=VALUE", help="one of the task")
+        command.add_argument(
+            "--task-arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of the task"
+        )
         if name == "check":
             command.add_argument("-n", type=int, default=EPISODES, help=f"episodes to play [{EPISODES}]")
-            command.add_argument("--seconds", type=float, default=SECONDS, help=f"limit of one check [{SECONDS:g}]")
+            command.add_argument("--seconds", type=float, default=SECONDS, help=f"time limit per check [{SECONDS:g}]")
         else:
-            command.add_argument("--seed", type=int, help="of the first episode [random]")
+            command.add_argument("--seed", type=int, help="seed of the first episode [random]")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,23 +51,23 @@ def check(env: Env, episodes: int, seconds: float) -> int:
         raise UserError("-n must be at least 2")
     if not 0 < seconds <= MAX_SECONDS:
         raise UserError(f"--seconds must be above 0, and at most {MAX_SECONDS:,}")
-    sound = True
+    passed = True
     for finding in findings(env, episodes, seconds):
-        sound &= finding.ok
-        told = "" if finding.ok else f": {finding.problem}"
-        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what}{told}", flush=True)
-    return 0 if sound else 1
+        passed &= finding.ok
+        problem = "" if finding.ok else f": {finding.problem}"
+        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what}{problem}", flush=True)
+    return 0 if passed else 1
 
 
 def play(env: Env, seed: int | None) -> int:
-    """Episode after episode, until the person has enough."""
-    print("You are the policy. An empty line ends an action of several lines; Ctrl-D leaves.")
+    """Play episodes until the user exits."""
+    print("You are the policy. An empty line ends an action of several lines; Ctrl-D exits.")
     seed = random.randrange(2**31) if seed is None else seed
     try:
         while True:
             print(f"--- episode {seed}")
             total = play_one(env.copy(), seed)
-            print(f"--- over: {total:g} of {env.max_return:g}")
+            print(f"--- return: {total:g} of {env.max_return:g}")
             seed += 1
     except EOFError:
         print()
@@ -77,12 +79,13 @@ def play_one(episode: Env, seed: int) -> float:
     show(episode, observation)
     total, terminated, truncated, steps = 0.0, False, False, 0
     while not (terminated or truncated) and steps < episode.max_steps:
-        observation, reward, terminated, truncated, info = safe_step(episode, ask(episode))
+        observation, reward, terminated, truncated, info = safe_step(episode, read_action(episode))
         total, steps = total + reward, steps + 1
         if observation:
             show(episode, observation)
-        said = info.get("verdict")
-        print(f"[reward {reward:g}{f', {said.status}: {said.detail}' if said and said.detail else ''}]")
+        verdict = info.get("verdict")
+        detail = f", {verdict.status}: {verdict.detail}" if verdict and verdict.detail else ""
+        print(f"[reward {reward:g}{detail}]")
     return total
 
 
@@ -91,8 +94,8 @@ def show(episode: Env, observation: Observation) -> None:
         print(f"[{message['role']}] {message['content']}")
 
 
-def ask(episode: Env) -> str:
-    """Lines up to an empty one, or up to a stop string, where an action would end too."""
+def read_action(episode: Env) -> str:
+    """Read an action: lines up to an empty one or up to a stop string."""
     lines: list[str] = []
     while line := input("> "):
         lines.append(line)

@@ -1,4 +1,4 @@
-"""`assay eval`: models on the same problems, with intervals, and each against the first with a paired test."""
+"""`assay eval`: evaluate models on the same problems, with intervals and a paired test against the first model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from assay.tasks import Task
     from assay.types import Group
 
-HELP = """Measure one or several models on the same problems.
+HELP = """Evaluate one or several models on the same problems.
 
-Checkpoints of a run (run:NAME@best) bring the run's own task, prompt and reward settings along; options change them.
+For a checkpoint of a run (run:NAME@best), the run's task, prompt and reward settings are used; options override them.
   assay eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --task.path data/gsm8k
   assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1"""
 SETTINGS = MeasureConfig
-KEPT = ("eval.max_new_tokens", "eval.stop", "model.max_length")  # of a run's own settings, when the task is another
-NOT_HERE = {"every", "split", "examples"}  # settings that speak of a training run
-GENERATED = 500  # problems taken from a split that has no end, unless eval.final_examples says otherwise
+KEPT = ("eval.max_new_tokens", "eval.stop", "model.max_length")  # inherited from the run even if the task is another
+TRAINING_ONLY = {"every", "split", "examples"}  # settings of [eval] that are not used here
+GENERATED = 500  # problems of an endless split, unless eval.final_examples is set
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split", choices=("train", "validation", "test", "all"), help="split of the task [test; with --data: all]"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all numbers here")
-    parser.add_argument("--answers", metavar="FILE", help="write every answer and its verdict here, as JSONL")
+    parser.add_argument("--json", metavar="FILE", help="write all results as JSON")
+    parser.add_argument("--answers", metavar="FILE", help="write every answer and its verdict as JSONL")
     add_trust(parser)
 
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     task = components.build_problems(cfg.task, cfg.env)
     if args.data and not task.has_all and cfg.eval.final_split == "all":
-        cfg.eval.final_split = "test"  # a task of one's own reads the file as it likes
+        cfg.eval.final_split = "test"  # a user's task may read the file in its own way
     prompts = problems(task, cfg)
     try:
         reports = {model: measure(model, cfg, task, prompts, args.answers, console) for model in args.models}
@@ -60,39 +60,39 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(task, Env):
             task.close()
     first = reports[args.models[0]]
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for model, report in reports.items():
-        what = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
-        entry = {"model": model, "task": what, "split": cfg.eval.final_split, **report.summary()}
-        entry["settings"] = {"seed": cfg.seed, "path": cfg.task.path, **cfg.eval.model_dump(exclude=NOT_HERE)}
+        task_name = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
+        entry = {"model": model, "task": task_name, "split": cfg.eval.final_split, **report.summary()}
+        entry["settings"] = {"seed": cfg.seed, "path": cfg.task.path, **cfg.eval.model_dump(exclude=TRAINING_ONLY)}
         if report is not first:
             paired = compare(first, report)
             entry["paired"] = {"against": args.models[0], "p_value": paired.p_value}
             entry["paired"] |= {"gained": paired.gained, "lost": paired.lost}
-        found.append(entry)
-    show(found, console)
+        results.append(entry)
+    show(results, console)
     if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 
 def settings_of(args: argparse.Namespace) -> MeasureConfig:
-    """The options over the settings of the first model that is a run's checkpoint."""
+    """The settings of the first model that is a run's checkpoint, then the options."""
     overrides = parse_overrides(args.overrides)
     if args.data:
         if not Path(args.data).is_file():
-            raise UserError(f"no file at {args.data}: --data takes a JSONL file with one problem a line")
+            raise UserError(f"no file at {args.data}: --data takes a JSONL file with one problem per line")
         overrides["task.path"] = args.data
         overrides.setdefault("task.name", overrides.pop("task", "jsonl"))
         overrides.setdefault("eval.final_split", "all")
-    if "eval.examples" in overrides:  # in a run that is the periodic evaluation; here there is only one
+    if "eval.examples" in overrides:  # of the periodic evaluation in training; here there is only one
         overrides.setdefault("eval.final_examples", overrides["eval.examples"])
     if args.split:
         overrides["eval.final_split"] = args.split
     runs_dir = Path(str(overrides.get("runs_dir", MeasureConfig().runs_dir)))
     inherited = inherited_settings(args.models, runs_dir, overrides, args.trust)
     named = {"task", "task.name", "env", "env.name"}
-    if named & set(overrides):  # other problems, but the model is still asked the way it learnt
+    if named & set(overrides):  # other problems, but the prompts are still those of training
         inherited = {k: v for k, v in inherited.items() if k.startswith("prompt.") or k in KEPT}
     return load_settings(MeasureConfig, None, {**inherited, **overrides})
 
@@ -103,8 +103,8 @@ def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
 
     if cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.eval.final_split in ("train", "all"):
         raise UserError(
-            "the few-shot examples would be among the problems that are measured: give prompt.few_shot_file, "
-            "or measure the test split"
+            "the few-shot examples would be among the evaluated problems: set prompt.few_shot_file, "
+            "or evaluate the test split"
         )
     prompts = prompts_of(task, cfg.eval.final_split)
     count = cfg.eval.final_examples or (GENERATED if len(prompts) >= UNLIMITED else 0)
@@ -142,29 +142,29 @@ def write_answers(file: Path, model: str, groups: Sequence[Group]) -> None:
 
 def check_new(file: str | None) -> None:
     if file and Path(file).exists():
-        raise UserError(f"{file} exists already: choose another name, or remove it first")
+        raise UserError(f"{file} exists: choose another name, or remove it")
     if file and not Path(file).absolute().parent.is_dir():
-        raise UserError(f"there is no folder {Path(file).absolute().parent}: make it first")
+        raise UserError(f"the folder {Path(file).absolute().parent} does not exist: create it first")
 
 
-def show(found: Sequence[dict[str, Any]], console: Console) -> None:
-    samples = found[0]["samples"]
-    columns = ["model", "accuracy", "95 % interval", "format", "cut off", "tokens"]
-    shown = [kind for kind in ("pass", "majority") if f"{kind}_at_k" in found[0]]
+def show(results: Sequence[dict[str, Any]], console: Console) -> None:
+    samples = results[0]["samples"]
+    columns = ["model", "accuracy", "95 % interval", "format", "truncated", "tokens"]
+    shown = [kind for kind in ("pass", "majority") if f"{kind}_at_k" in results[0]]
     columns += [f"{kind}@{samples}" for kind in shown]
-    columns += ["against the first"] if len(found) > 1 else []
+    columns += ["vs. the first"] if len(results) > 1 else []
     rows = []
-    for entry in found:
+    for entry in results:
         low, high = entry["ci95"]
         row = [entry["model"], percent(entry["accuracy"]), f"{percent(low)} to {percent(high)}"]
         row += [percent(entry["format"]), percent(entry["truncated"]), f"{entry['mean_length']:.0f}"]
         row += [percent(entry[f"{kind}_at_k"][str(samples)]) if f"{kind}_at_k" in entry else "" for kind in shown]
-        if len(found) > 1:
+        if len(results) > 1:
             paired = entry.get("paired")
             row.append(f"+{paired['gained']} -{paired['lost']}, p = {paired['p_value']:.2g}" if paired else "")
         rows.append(row)
-    console.table(f"{found[0]['task']}, {found[0]['split']} split, {found[0]['n']} problems", columns, rows)
-    for entry in found if samples > 1 else ():
+    console.table(f"{results[0]['task']}, {results[0]['split']} split, {results[0]['n']} problems", columns, rows)
+    for entry in results if samples > 1 else ():
         console.note(f"pass@k of {entry['model']}  {curve_of(entry)}")
 
 

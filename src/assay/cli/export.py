@@ -1,4 +1,4 @@
-"""assay export: a Hugging Face folder from a checkpoint, a model folder or a GGUF file."""
+"""`assay export`: write a checkpoint, a model folder or a GGUF file as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from assay.models import PolicyModel
     from assay.text import Tokenizer
 
-HELP = "write a Hugging Face folder from a checkpoint"
+HELP = "Write a checkpoint or another model as a Hugging Face folder."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", metavar="SOURCE", help="run:NAME@best (or @last, @STEP), a folder, hub id or GGUF file"
     )
-    parser.add_argument("dest", metavar="DEST", type=Path, help="folder to make; must be new or empty")
+    parser.add_argument("dest", metavar="DEST", type=Path, help="output folder; must be new or empty")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="default: float32")
     parser.add_argument(
         "--runs_dir",
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         unfinished.mkdir(parents=True)
         save(model, tokenizer, unfinished, args.dtype)
         sync_tree(unfinished)
-        rename(unfinished, args.dest)  # onto an empty folder at most: anything else makes it fail
+        rename(unfinished, args.dest)  # fails if the folder exists and is not empty
     except OSError as error:
         raise UserError(f"cannot write {args.dest} ({error.strerror or error}): choose another folder") from error
     finally:
@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
 
 def check_destination(dest: Path) -> None:
     if dest.is_dir() and any(dest.iterdir()):
-        raise UserError(f"{dest} is not empty: choose a new folder, nothing is overwritten")
+        raise UserError(f"{dest} is not empty: choose a new folder")
     if dest.exists() and not dest.is_dir():
         raise UserError(f"{dest} is a file: choose a new folder")
 
 
 def load(source: str) -> tuple[PolicyModel, Tokenizer]:
-    """In float32, so that nothing is rounded twice."""
+    """Load in float32, so that weights are rounded only once."""
     import torch
 
     from assay.models import load_model

@@ -1,4 +1,4 @@
-"""torchrun on one node of a batch job; its exit code tells processes that stopped as they were asked from an error."""
+"""torchrun on one node of a batch job. Its exit code distinguishes a requested stop from an error."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 import traceback
 from collections.abc import Sequence
 
-STOPPED = 143  # that of a process which was sent SIGTERM, and has saved
-FAILED = 200  # above all others: srun gives the highest of all nodes
-PAUSE_S = 3.0  # srun kills the other nodes as soon as one ends: time for them to end too, or to say what went wrong
+STOPPED = 143  # exit code of a process that saved and stopped after SIGTERM
+FAILED = 200  # above all others: srun returns the highest exit code of all nodes
+PAUSE_S = 3.0  # srun kills the other nodes as soon as one ends: time for them to end or to print their errors
 
 
 def main(words: Sequence[str]) -> int:
@@ -24,10 +24,10 @@ def launch(words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    # SIGTERM is left out: torchrun would stop the processes, and give them 30 seconds only.
-    heeded = "SIGINT,SIGHUP,SIGQUIT"
+    # Not SIGTERM: torchrun would stop the processes and allow them only 30 seconds.
+    handled = "SIGINT,SIGHUP,SIGQUIT"
     try:
-        torchrun(["--node-rank", os.environ["SLURM_NODEID"], "--signals-to-handle", heeded, *words])
+        torchrun(["--node-rank", os.environ["SLURM_NODEID"], "--signals-to-handle", handled, *words])
     except ChildFailedError as error:
         if all(failure.exitcode == STOPPED for failure in error.failures.values()):
             return STOPPED

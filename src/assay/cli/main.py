@@ -1,7 +1,4 @@
-"""The settings of a config class, in groups, for `--help`.
-
-The command line: one subcommand a module, imported only when it is called.
-"""
+"""The command line: dispatch to the commands, whose modules are imported when they are called, and error messages."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from assay import __version__
-from assay.cli.common import is_main, many, may_tell
+from assay.cli.common import is_distributed, is_main, should_report
 from assay.config.settings import keys, section_at, toml_value
 from assay.terminal import one_line, printable_output
 from assay.types import UserError, unknown_name
@@ -32,6 +29,7 @@ WIDTH = 118
 
 
 def settings_help(kind: type[BaseModel]) -> str:
+    """All settings of a config class, grouped by section, for --help."""
     groups: dict[str, list[str]] = {}
     for key, field in keys(kind):
         section = key.rpartition(".")[0]
@@ -52,36 +50,36 @@ def entry(key: str, field: Any) -> str:
 
 
 COMMANDS = {
-    "train": "reinforce a model on a task, as a config file says",
-    "sft": "train on worked solutions only (the warm start of a config)",
-    "eval": "measure one or several models, with intervals and a paired test",
+    "train": "train a model on a task by reinforcement learning, as described by a config file",
+    "sft": "run only the warm start of a config: supervised fine-tuning on worked solutions",
+    "eval": "evaluate one or several models, with intervals and a paired test",
     "chat": "talk to one or several models, and have answers graded",
-    "score": "judge completions that you already have",
-    "data": "prepare, show and check the data of a task",
-    "env": "check an environment, or play it yourself",
+    "score": "judge the completions in a JSONL file",
+    "data": "prepare, show and check the problems of a task",
+    "env": "check an environment, or play it interactively",
     "runs": "list and compare runs",
     "export": "write a checkpoint as a Hugging Face folder",
-    "slurm": "train as a batch job of Slurm that goes on by itself",
-    "bench": "measure generation and training: tokens a second, seconds a step, memory; compare recipes",
+    "slurm": "train as a Slurm batch job that resumes by itself",
+    "bench": "measure generation and training: tokens per second, seconds per step, memory",
 }
 
 OUT_OF_MEMORY = (
-    "the GPU has no memory left: see with nvidia-smi who else is on it, lower engine.memory or engine.max_batch, or "
-    "take a smaller model; --debug tells where it happened"
+    "out of GPU memory: check with nvidia-smi whether other processes use it, lower engine.memory or engine.max_batch, "
+    "or use a smaller model; --debug shows where it happened"
 )
-MAX_LINE = 1_000  # characters of an error: names may be of any length
+MAX_LINE = 1_000  # characters of an error message: names in it may be of any length
 
 
 def main(argv: Sequence[str] | None = None, command: Callable[[list[str]], int] | None = None) -> int:
     """Run a command line and return its exit code. `command` replaces the commands of `assay`, for scripts."""
     words = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):  # answers may hold what the terminal's encoding cannot say
+    for stream in (sys.stdout, sys.stderr):  # answers may contain characters that the terminal cannot encode
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # OpenMP threads that spin while they wait slow all down several times as soon as another process wants a core.
+    # Threads of OpenMP that spin while waiting slow everything down as soon as another process needs the core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = "--debug" in words
-    with printable_output():  # data, models and file names may come from anybody
+    with printable_output():  # data, model output and file names are untrusted
         words = [word for word in words if word != "--debug"]
         return run(command or dispatch, words, debug, own_process=argv is None)
 
@@ -95,7 +93,7 @@ def run(command: Callable[[list[str]], int], words: list[str], debug: bool, own_
     except UserError as error:
         if debug:
             traceback.print_exc()
-        if may_tell():
+        if should_report():
             print(f"assay: {one_line(str(error), MAX_LINE)}", file=sys.stderr, flush=True)
         keep_exit_code(own_process)
         return 2
@@ -114,24 +112,24 @@ def run(command: Callable[[list[str]], int], words: list[str], debug: bool, own_
                 print("assay: stopped", file=sys.stderr)
         silence_closed_streams()
         keep_exit_code(own_process)
-        return 128 + getattr(stop, "signum", signal.SIGINT)  # as a shell says it of what a signal ended
+        return 128 + getattr(stop, "signum", signal.SIGINT)  # the convention of shells
 
 
 def keep_exit_code(own_process: bool) -> None:
-    """Ignore SIGTERM from now on: the launcher sends it to the other ranks as soon as one has ended."""
-    if many() and own_process:
+    """Ignore SIGTERM from now on: the launcher sends it to all ranks as soon as one has ended."""
+    if is_distributed() and own_process:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def show_warning(text: str) -> None:
-    """One line without the place in the source, which users cannot act on."""
+    """Print one line, without the source location."""
     if is_main():
         print(f"warning: {one_line(text, MAX_LINE)}", file=sys.stderr, flush=True)
 
 
 def silence_closed_streams() -> None:
-    """Drop what cannot be written any more: Python would fail on it at its end, and change the exit code."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have neither
+    """Discard output to closed streams: Python would fail on it at exit and change the exit code."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have none
         try:
             stream.flush()
         except OSError:
@@ -139,21 +137,21 @@ def silence_closed_streams() -> None:
 
 
 def explained(error: Exception) -> str | None:
-    """One line on what the machine refuses or has run out of; None for everything else."""
+    """One line for errors of the operating system and exhausted resources; None for all others."""
     from assay.runs.files import disk_error
 
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be imported yet
         return OUT_OF_MEMORY
-    if found := disk_error(error):
-        what, remedy = found
+    if problem := disk_error(error):
+        what, remedy = problem
         return f"{what} ({getattr(error, 'filename', None) or error}): {remedy} first"
     if isinstance(error, OSError):
-        place = f" {error.filename}" if error.filename else ""
-        return f"cannot read or write{place}: {error.strerror or error or type(error).__name__}"
+        name = f" {error.filename}" if error.filename else ""
+        return f"cannot read or write{name}: {error.strerror or error or type(error).__name__}"
     if isinstance(error, RecursionError):
-        return "something in the input is nested too deeply to be read; --debug tells where it happened"
+        return "the input is nested too deeply; --debug shows where it happened"
     if isinstance(error, MemoryError):
-        return "there is not enough main memory for this; --debug tells where it happened"
+        return "out of main memory; --debug shows where it happened"
     return None
 
 
@@ -194,9 +192,7 @@ def parse(module: ModuleType, program: str, words: list[str]) -> argparse.Namesp
 
 
 def split_words(words: Sequence[str], parser: argparse.ArgumentParser, kind: type) -> tuple[list[str], list[str]]:
-    """What is the command's own, and settings as --key=value, whether they stand before or after a model or a file."""
-    from assay.config.settings import keys
-
+    """Separate the command's own arguments from settings, which are returned as --key=value."""
     options = {option for action in parser._actions for option in action.option_strings}
     switches = {key for key, field in keys(kind) if field.annotation is bool}
     own: list[str] = []
@@ -216,7 +212,7 @@ def split_words(words: Sequence[str], parser: argparse.ArgumentParser, kind: typ
 
 
 class Parser(argparse.ArgumentParser):
-    """Mistakes become one line like any other, in place of a usage dump."""
+    """Reports mistakes as UserError, in one line, instead of printing the usage."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(f"{message} (see {self.prog} --help)")
@@ -229,11 +225,11 @@ def overview() -> str:
         [
             "assay: teach language models to reason by reinforcement learning with verifiable rewards",
             "",
-            "usage: assay COMMAND [...]        assay COMMAND --help says more",
+            "usage: assay COMMAND [...]        assay COMMAND --help shows its options",
             "",
             *lines,
             "",
             "start here: assay train configs/demo.toml",
-            "any command takes --debug, which shows the traceback of an error",
+            "all commands take --debug, which shows the traceback of an error",
         ]
     )

@@ -1,4 +1,4 @@
-"""assay runs: what was run, and how the runs differ."""
+"""`assay runs`: list runs, or compare their results and settings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from assay.runs.files import read_json, to_json
 from assay.runs.resolve import PREFIX, find_run, split_tag
 from assay.types import UserError
 
-HELP = "list runs, or compare some of them"
-_EXPECTED_DIFFERENCES = ("name", "runs_dir")  # of every two runs: not worth a line
+HELP = "List runs, or compare the results and settings of some."
+_IGNORED_DIFFERENCES = ("name", "runs_dir")
 _UNKNOWN = "-"
 
 
@@ -39,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
         runs = [Run.open(find_run(split_tag(name.removeprefix(PREFIX))[0], args.dir)) for name in args.names]
     else:
         runs = list_runs(args.dir)
-    facts = [describe_sound(run) if args.names else describe_anyhow(run) for run in runs]
+    facts = [describe_checked(run) if args.names else describe_or_mark_damaged(run) for run in runs]
     differences = config_differences(facts) if args.names else {}
     if args.json:
         shown = {"runs": facts, "differences": differences} if args.names else facts
         print(json.dumps(to_json(shown), indent=2))
     elif not runs:
-        print(f"No runs in {args.dir} yet: `assay train CONFIG` makes one.")
+        print(f"No runs in {args.dir} yet: `assay train CONFIG` creates one.")
     elif args.names:
         print_comparison(facts, differences)
     else:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """What is known of a run: from its summary, or while there is none from its config and metrics."""
+    """Facts about a run: from its summary, or from its config and metrics if it has none yet."""
     summary = run.read_summary()
     config = read_config(run)
     rows = run.read_metrics()
@@ -76,8 +76,8 @@ def describe(run: Run) -> dict[str, Any]:
     return facts | {key: summary.get(key) for key in ("before", "after", "paired", "tokens")}
 
 
-def describe_sound(run: Run) -> dict[str, Any]:
-    """The same, where all of it can be shown; files of other people's runs may hold anything."""
+def describe_checked(run: Run) -> dict[str, Any]:
+    """`describe`, with a UserError if a file of the run has unexpected content."""
     try:
         facts = describe(run)
         cells(facts)
@@ -86,10 +86,10 @@ def describe_sound(run: Run) -> dict[str, Any]:
         raise UserError(f"{run.path} cannot be read as a run ({type(error).__name__}: {error})") from error
 
 
-def describe_anyhow(run: Run) -> dict[str, Any]:
-    """One damaged run must not hide the others from a list."""
+def describe_or_mark_damaged(run: Run) -> dict[str, Any]:
+    """A damaged run is listed as such, so that the other runs are still shown."""
     try:
-        return describe_sound(run)
+        return describe_checked(run)
     except UserError as error:
         known = dict.fromkeys(("started", "task", "model", "algorithm", "seed", "steps_planned", "wall_s"))
         known |= dict.fromkeys(("before", "after", "paired", "tokens"))
@@ -100,18 +100,18 @@ def read_config(run: Run) -> dict[str, Any]:
     try:
         return tomllib.loads(run.config_toml)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{run.path / 'config.toml'} is not valid TOML ({error}): mend it or delete the run") from error
+        raise UserError(f"{run.path / 'config.toml'} is not valid TOML ({error}): fix it or delete the run") from error
 
 
 def lookup(tree: Any, *keys: str) -> Any:
-    """A value deep in the config, or None where the path ends early."""
+    """A nested value of the config, or None if it does not exist."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
 
 
 def measured_time(run: Run) -> float | None:
-    """From the start to the last metrics, for a run that never wrote its summary."""
+    """Seconds from the start to the last metrics, for a run without a summary."""
     started = read_json(run.path / "environment.json").get("started")
     metrics = run.path / "metrics.jsonl"
     if not started or not metrics.is_file():
@@ -120,7 +120,7 @@ def measured_time(run: Run) -> float | None:
 
 
 def cells(fact: Mapping[str, Any]) -> dict[str, str]:
-    """The facts of a run as a table shows them."""
+    """The facts of a run as cells of a table."""
     planned, wall, p_value = fact["steps_planned"], fact["wall_s"], lookup(fact["paired"], "p_value")
     return {
         "run": fact["run"],
@@ -157,9 +157,9 @@ def shortened(text: str, limit: int = 32) -> str:
 
 
 def config_differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Dotted keys whose values are not the same in all runs, with the value of each run (None: not set)."""
+    """Dotted keys whose values differ between runs, with the value of each run (None: not set)."""
     flat = [flattened(fact["config"]) for fact in facts]
-    keys = sorted({key for config in flat for key in config} - set(_EXPECTED_DIFFERENCES))
+    keys = sorted({key for config in flat for key in config} - set(_IGNORED_DIFFERENCES))
     values = {key: [config.get(key) for config in flat] for key in keys}
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
@@ -184,4 +184,4 @@ def print_comparison(facts: Sequence[Mapping[str, Any]], differences: Mapping[st
         ]
         console.table("Settings that differ", headings, shown)
     elif len(facts) > 1:
-        print("\nThe settings are the same.")
+        print("\nThe settings are equal.")

@@ -1,4 +1,4 @@
-"""`assay score`: judge completions that are already there, and audit one judge with another."""
+"""`assay score`: judge the completions in a file, and compare two judges."""
 
 from __future__ import annotations
 
@@ -21,36 +21,34 @@ if TYPE_CHECKING:
     from assay.tasks import Task
     from assay.tasks.sources import DataRow
 
-HELP = "judge the completions in a JSONL file"
+HELP = """Judge the completions in a JSONL file, and print a summary as JSON.
+
+Each row has 'completion' and 'gold' or 'answer' (for countdown 'nums' and 'target'), or is a row of a run's
+rollouts/step-N.jsonl. It is written with its 'verdict' to OUT.jsonl, in the same order."""
 SHOWN_DISAGREEMENTS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     forms = "|".join(EXTRACTORS)
-    parser.description = (
-        "Judge each row of a JSONL file ('completion', and 'gold' or 'answer'; for countdown 'nums' and 'target'), "
-        "or of a run's rollouts/step-N.jsonl, "
-        "write it with a 'verdict' to OUT.jsonl in the same order, and print a summary as JSON."
-    )
-    parser.add_argument("file", metavar="FILE.jsonl", help="the completions, one JSON object a line")
+    parser.add_argument("file", metavar="FILE.jsonl", help="the completions, one JSON object per line")
     parser.add_argument("--task", metavar="NAME", help="gsm8k, math, countdown, abacus, or my_file.py:MyTask")
-    parser.add_argument("--extract", metavar=forms, help="the form that answers must have (default: the task's)")
-    parser.add_argument("--lenient", action="store_true", help="take an answer in any other form, or the last number")
-    parser.add_argument("--reward", metavar="FILE.py:FN", help="your own reward function in place of the task's judge")
+    parser.add_argument("--extract", metavar=forms, help="required answer format (default: the task's)")
+    parser.add_argument("--lenient", action="store_true", help="accept other answer formats, or the last number")
+    parser.add_argument("--reward", metavar="FILE.py:FN", help="a reward function instead of the task's judge")
     parser.add_argument("--correct", type=float, metavar="R", help="reward of a correct answer (default 1)")
     parser.add_argument("--wrong", type=float, metavar="R", help="reward of a wrong answer (default 0)")
-    parser.add_argument("--unparsable", type=float, metavar="R", help="reward without a readable answer (default 0)")
+    parser.add_argument("--unparsable", type=float, metavar="R", help="reward of an unparsable answer (default 0)")
     parser.add_argument(
-        "--timeout", type=float, default=5.0, metavar="S", help="seconds an answer may take (default 5)"
+        "--timeout", type=float, default=5.0, metavar="S", help="time limit per answer in seconds (default 5)"
     )
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="judging processes (default 2)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="judge processes (default 2)")
     add_sandbox_arguments(parser)
-    parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="where to write the judged rows")
-    parser.add_argument("--force", action="store_true", help="replace OUT.jsonl if it is there already")
+    parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="output file")
+    parser.add_argument("--force", action="store_true", help="replace an existing OUT.jsonl")
     parser.add_argument(
         "--against",
         metavar="KIND",
-        help=f"judge again and list the disagreements: {forms}|lenient|math-verify, or FILE.py:FN",
+        help=f"compare with a second judge and list disagreements: {forms}|lenient|math-verify, or FILE.py:FN",
     )
 
 
@@ -59,7 +57,7 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
         "--sandbox", choices=("auto", "strict", "off"), default="auto", help="see the setting reward.sandbox"
     )
     parser.add_argument(
-        "--pass-env", action="append", default=[], metavar="NAME", help="an environment variable that the judge may see"
+        "--pass-env", action="append", default=[], metavar="NAME", help="an environment variable to pass to the judge"
     )
 
 
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     except ValueError as error:  # e.g. an integer with more digits than Python will read
         raise UserError(f"{source} cannot be read: {error}") from None
-    items = [as_item(of_run(row), task) for row in rows]
+    items = [as_item(from_rollout(row), task) for row in rows]
     verdicts = judge_all(judge, items, args)
     check_verdicts(verdicts)
     audited = judge_all(other, items, args) if other is not None else None
@@ -97,14 +95,14 @@ def load_task(args: argparse.Namespace) -> Task | None:
     from assay.tasks import make_task
 
     if args.task is None and args.reward is None:
-        raise UserError("say how to judge: --task NAME (gsm8k, math, countdown, abacus) or --reward FILE.py:FUNCTION")
+        raise UserError("no judge: give --task NAME (gsm8k, math, countdown, abacus) or --reward FILE.py:FUNCTION")
     return make_task(args.task) if args.task is not None else None
 
 
 def first_judge(args: argparse.Namespace, task: Task | None) -> Judge:
     if args.reward is not None:
         if args.extract is not None or args.lenient:
-            raise UserError("--reward judges by itself: leave out --extract and --lenient")
+            raise UserError("--extract and --lenient have no effect with --reward: leave them out")
         return FunctionJudge(args.reward)
     assert task is not None
     return task.judge(args.extract, strict=not args.lenient)
@@ -135,8 +133,8 @@ def second_judge(args: argparse.Namespace, task: Task | None) -> Judge | None:
     return task.judge(kind, strict=True)
 
 
-def of_run(row: DataRow) -> DataRow:
-    """A rollout of a run as such a row: there the completion is called text, and the problem's fields stand apart."""
+def from_rollout(row: DataRow) -> DataRow:
+    """Rename the fields of a row of a run's rollouts, where the completion is called text."""
     values = row.values
     if "completion" in values or not {"text", "prompt_id"} <= set(values):
         return row
@@ -144,11 +142,11 @@ def of_run(row: DataRow) -> DataRow:
 
 
 def as_item(row: DataRow, task: Task | None) -> Item:
-    """What the judge gets: the completion, the gold answer, and all the row's fields."""
+    """The judge's input: the completion, the gold answer, and all other fields."""
     completion = row.values.get("completion")
     if not isinstance(completion, str):
-        have = "is not a string" if "completion" in row.values else "is missing"
-        raise UserError(f"{row.where}: the field 'completion' {have}")
+        problem = "is not a string" if "completion" in row.values else "is missing"
+        raise UserError(f"{row.where}: the field 'completion' {problem}")
     return completion, gold_answer(row, task), {k: v for k, v in row.values.items() if k != "completion"}
 
 
@@ -178,17 +176,17 @@ def judge_all(judge: Judge, items: Sequence[Item], args: argparse.Namespace) -> 
 
 
 def check_output(out: Path, source: Path, force: bool) -> None:
-    """Before any work: nothing is overwritten unasked, and the input never."""
+    """Check that --out can be written, before any work. Existing files need --force; the input is never replaced."""
     if not source.exists():
-        raise UserError(f"there is no file {source}")
+        raise UserError(f"{source} does not exist")
     if out.is_dir():
-        raise UserError(f"--out {out} is a folder: name a file in it")
+        raise UserError(f"--out {out} is a folder: give a file")
     if out.exists() and os.path.samefile(out, source):
-        raise UserError(f"--out {out} is the input itself: choose another name")
+        raise UserError(f"--out {out} is the input file: choose another name")
     if out.is_file() and not force:
-        raise UserError(f"--out {out} is there already: choose another name, or --force to replace it")
+        raise UserError(f"--out {out} exists: choose another name, or --force to replace it")
     if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}")
+        raise UserError(f"--out {out}: the folder {out.parent} does not exist")
     target = out.parent if not out.exists() or out.is_file() else out
     if not os.access(target, os.W_OK):
         raise UserError(f"--out {out} cannot be written: {target} is not writable")
@@ -202,7 +200,7 @@ def write_rows(out: Path, rows: Sequence[DataRow], verdicts: Sequence[Verdict]) 
             file.write(json.dumps({**row.values, "verdict": asdict(verdict)}).encode("ascii") + b"\n")
 
     try:
-        if out.exists() and not out.is_file():  # a device or a pipe: nothing there to put in its place
+        if out.exists() and not out.is_file():  # a device or a pipe cannot be replaced
             with out.open("wb") as device:
                 write_to(device)
         else:
@@ -235,7 +233,7 @@ def summarize(verdicts: Sequence[Verdict], args: argparse.Namespace, out: Path) 
 def audit(
     verdicts: Sequence[Verdict], audited: Sequence[Verdict], rows: Sequence[DataRow], kind: str
 ) -> dict[str, Any]:
-    """Where the second judge saw it otherwise: any change of status, and among these the changes of right and wrong."""
+    """Rows to which the two judges give a different status, and whether that changes correctness."""
     disagreements = [
         {
             "row": index,
@@ -259,13 +257,13 @@ def audit(
 
 
 def print_disagreements(disagreements: Sequence[Mapping[str, Any]], kind: str) -> None:
-    say = f"{len(disagreements)} disagreement{'' if len(disagreements) == 1 else 's'} with {kind}"
-    print(say, file=sys.stderr)
+    plural = "" if len(disagreements) == 1 else "s"
+    print(f"{len(disagreements)} disagreement{plural} with {kind}", file=sys.stderr)
     if not disagreements:
         return
     table = [("row", "status", "parsed", "against", "parsed")]
     for entry in disagreements[:SHOWN_DISAGREEMENTS]:
-        first, second = _short(entry["parsed"]), _short(entry["against_parsed"])
+        first, second = shortened(entry["parsed"]), shortened(entry["against_parsed"])
         table.append((str(entry["row"]), entry["status"], first, entry["against_status"], second))
     widths = [max(len(line[column]) for line in table) for column in range(5)]
     for line in table:
@@ -282,8 +280,8 @@ def report_failures(verdicts: Sequence[Verdict], rows: Sequence[DataRow]) -> Non
         print(f"{len(failures)} rows could not be judged; the first, {row.where}: {detail}", file=sys.stderr)
 
 
-def _short(parsed: str | None, limit: int = 32) -> str:
-    """One printable line, whatever the answer holds."""
+def shortened(parsed: str | None, limit: int = 32) -> str:
+    """One line of ASCII characters."""
     text = "-" if parsed is None else " ".join(parsed.split())
     text = text.encode("ascii", "backslashreplace").decode()
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,4 +1,4 @@
-"""`assay sft`: the warm start of a config as a run of its own."""
+"""`assay sft`: the warm start of a config as a separate run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from assay.config.settings import load_settings, parse_overrides
 from assay.runs.directory import as_name
 from assay.types import UserError
 
-HELP = "Train on a task's worked solutions (the [sft] section), measured before and after; train.steps is ignored."
+HELP = "Supervised fine-tuning on a task's worked solutions ([sft] section), evaluated before and after; no RL steps."
 SETTINGS = TrainConfig
 
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if not cfg.sft.steps:
         raise UserError("nothing to do: set sft.steps, e.g. --sft.steps 200")
     stem = cfg.name or (as_name(Path(args.config).stem) if args.config else "")
-    if "name" not in overrides:  # a config's own name is that of the whole run
+    if "name" not in overrides:  # the config's name is that of the whole run
         cfg.name = f"{stem}-sft" if stem else "sft"
     cfg.train.steps, cfg.train.epochs, cfg.train.budget = 0, 0.0, 0
     return start(cfg, console, args.dry_run)

@@ -1,4 +1,4 @@
-"""`assay slurm`: a training run as a batch job that saves before its time is up and goes on by itself."""
+"""`assay slurm`: a training run as a batch job that saves before its time limit and resumes by itself."""
 
 from __future__ import annotations
 
@@ -17,31 +17,43 @@ from assay.config.settings import load_settings, parse_overrides
 from assay.runs.directory import as_name, check_name
 from assay.types import UserError
 
-HELP = "Write a batch script for Slurm that trains as a config file says, on one or many nodes, and submit it."
+HELP = "Write a Slurm batch script that trains on one or several nodes, as described by a config file, and submit it."
 SETTINGS = TrainConfig
-PASSED_ON = ("partition", "account", "time", "cpus_per_task", "mem")  # to sbatch as they are
+SBATCH_OPTIONS = ("partition", "account", "time", "cpus_per_task", "mem")  # passed to sbatch unchanged
 TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", re.IGNORECASE)
 MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
-LONGEST = 65535  # seconds before the limit that Slurm can warn
-EARLY = 60  # seconds that Slurm may be early with its warning
-LEFT = 30  # seconds before the limit at which a run that has not saved goes back to the queue all the same
+MAX_GRACE = 65535  # seconds: Slurm's limit
+WARNING_TOLERANCE = 60  # seconds by which Slurm may send its signal too early
+REQUEUE_MARGIN = 30  # seconds before the limit at which a run that has not saved yet is requeued anyway
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", help="TOML file, e.g. configs/demo.toml")
     add("--nodes", type=int, default=1, help="nodes [1]")
-    add("--gpus-per-node", type=int, required=True, metavar="N", help="GPUs, and so processes, a node; 0: none")
-    add("--procs-per-node", type=int, metavar="N", help="processes a node without GPUs [1]")
-    add("--cpus-per-task", type=int, metavar="N", help="cores a node, for all its processes [what the cluster gives]")
-    add("--mem", help="memory a node, e.g. 200G; 0: all of it [what the cluster gives]")
-    add("--time", help="limit, e.g. 4:00:00 or 2-12 (days-hours) [the partition's]")
-    add("--partition", help="where to queue [the cluster's default]")
-    add("--account", help="who pays [your default]")
-    add("--grace", type=int, default=120, metavar="S", help="seconds before the limit to save in, at least 60 [120]")
-    add("--before", action="append", default=[], metavar="COMMAND", help="run first, e.g. 'module load cuda'; repeat")
-    add("--output", type=Path, metavar="FILE", help="the script to write [NAME.sbatch]")
-    add("--submit", action="store_true", help="hand it to sbatch")
+    add("--gpus-per-node", type=int, required=True, metavar="N", help="GPUs per node, with one process each; 0: none")
+    add("--procs-per-node", type=int, metavar="N", help="processes per node without GPUs [1]")
+    add("--cpus-per-task", type=int, metavar="N", help="cores per node, for all its processes [the cluster's default]")
+    add("--mem", help="memory per node, e.g. 200G; 0: all [the cluster's default]")
+    add("--time", help="time limit, e.g. 4:00:00 or 2-12 (days-hours) [the partition's]")
+    add("--partition", help="partition [the cluster's default]")
+    add("--account", help="account to charge [your default]")
+    add(
+        "--grace",
+        type=int,
+        default=120,
+        metavar="S",
+        help="seconds before the time limit at which the run saves, at least 60 [120]",
+    )
+    add(
+        "--before",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="run this first, e.g. 'module load cuda'; may be repeated",
+    )
+    add("--output", type=Path, metavar="FILE", help="script file [NAME.sbatch]")
+    add("--submit", action="store_true", help="submit the script with sbatch")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,56 +74,56 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """What sbatch would refuse or misunderstand is told before anything is written."""
+    """Report what sbatch would reject or misinterpret, before anything is written."""
     if args.nodes < 1:
         raise UserError(f"--nodes {args.nodes}: a job needs at least one node")
     if args.gpus_per_node < 0:
         raise UserError(f"--gpus-per-node {args.gpus_per_node}: give the GPUs of a node, or 0 to train on CPUs")
     if args.gpus_per_node and args.procs_per_node not in (None, args.gpus_per_node):
-        raise UserError("--procs-per-node is for nodes without GPUs: there is one process a GPU")
+        raise UserError("--procs-per-node is for nodes without GPUs: there is one process per GPU")
     for option in ("procs_per_node", "cpus_per_task"):
         if (value := getattr(args, option)) is not None and value < 1:
             raise UserError(f"--{option.replace('_', '-')} {value}: give at least 1")
     if args.grace < 60:
-        raise UserError(f"--grace {args.grace}: Slurm looks at the time about once a minute, so give at least 60")
-    if args.grace > LONGEST:
-        raise UserError(f"--grace {args.grace}: Slurm gives a warning of at most {LONGEST} seconds")
+        raise UserError(f"--grace {args.grace}: Slurm checks time limits about once per minute, so give at least 60")
+    if args.grace > MAX_GRACE:
+        raise UserError(f"--grace {args.grace}: Slurm allows at most {MAX_GRACE} seconds")
     if args.mem is not None and not MEMORY.fullmatch(args.mem):
-        raise UserError(f"--mem {args.mem}: give megabytes, or a whole number with K, M, G or T, e.g. 200G")
+        raise UserError(f"--mem {args.mem}: give megabytes, or an integer with K, M, G or T, e.g. 200G")
     if args.time is not None and not TIME.fullmatch(args.time):
         raise UserError(f"--time {args.time}: give minutes, hours:minutes:seconds or days-hours, e.g. 4:00:00")
-    if args.time and seconds(args.time) <= args.grace + EARLY:
+    if args.time and seconds(args.time) <= args.grace + WARNING_TOLERANCE:
         raise UserError(
-            f"--time {args.time}: the run would be told to save as soon as it starts; "
-            f"give more than {args.grace + EARLY} seconds, or lower --grace"
+            f"--time {args.time}: the run would have to save as soon as it starts; "
+            f"give more than {args.grace + WARNING_TOLERANCE} seconds, or lower --grace"
         )
     for word in (args.config, *(getattr(args, option) or "" for option in ("mem", "partition", "account"))):
         if "\n" in word:
-            raise UserError(f"{word!r} holds a line break: batch scripts have no place for it")
+            raise UserError(f"{word!r} contains a line break, which is not allowed in batch scripts")
     if args.submit and not shutil.which("sbatch"):
-        raise UserError("there is no sbatch here: leave out --submit, or call this where Slurm is installed")
+        raise UserError("sbatch is not installed: leave out --submit, or run this where Slurm is installed")
 
 
 def seconds(limit: str) -> float:
-    """What sbatch makes of minutes[:seconds], hours:minutes:seconds, or days-hours[:minutes[:seconds]]; 0: no limit."""
+    """Parse minutes[:seconds], hours:minutes:seconds, or days-hours[:minutes[:seconds]]; 0: no limit."""
     if limit.upper() == "UNLIMITED":
         return math.inf
     days, _, clock = limit.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
     first = 3600 if days or len(parts) == 3 else 60
-    return 86400 * int(days or 0) + sum(part * first / 60**place for place, part in enumerate(parts)) or math.inf
+    return 86400 * int(days or 0) + sum(part * first / 60**index for index, part in enumerate(parts)) or math.inf
 
 
 def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
-    """Wishes to Slurm, the user's own commands, this run's values, and what is the same for every run."""
-    logs = f"{cfg.runs_dir}/slurm/".replace("%", "%%")  # Slurm puts names in place of %x and the like
+    """Options of sbatch, the user's commands, the values of this run, and the common part (slurm.sh)."""
+    logs = f"{cfg.runs_dir}/slurm/".replace("%", "%%")  # Slurm replaces %x and others by names
     settings = [word for word in args.overrides if word.partition("=")[0] != "--name"]
-    wishes = {
+    options = {
         "job-name": name,
         "nodes": args.nodes,
         "ntasks-per-node": 1,
         **({"gpus-per-node": args.gpus_per_node} if args.gpus_per_node else {}),
-        **{key.replace("_", "-"): value for key in PASSED_ON if (value := getattr(args, key)) is not None},
+        **{key.replace("_", "-"): value for key in SBATCH_OPTIONS if (value := getattr(args, key)) is not None},
         "chdir": Path.cwd(),
         "output": f"{logs}%x-%j.log",
         "open-mode": "append",
@@ -124,16 +136,16 @@ def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
         "python": quote(sys.executable),
         "processes": args.gpus_per_node or args.procs_per_node or 1,
         "node_log": f'{quote(logs)}"$SLURM_JOB_NAME-$SLURM_JOB_ID-node%n.log"',
-        "patience": args.grace - LEFT,
+        "patience": args.grace - REQUEUE_MARGIN,
         "settings": f"({join(settings)})",
     }
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH --{key}={quote(str(value))}" for key, value in wishes.items()),
+            *(f"#SBATCH --{key}={quote(str(value))}" for key, value in options.items()),
             "#SBATCH --requeue",
             "",
-            "# Unheeded, these would end this shell. The one is a warning; after the other the end of the run counts.",
+            "# Without traps these signals would end this shell. USR1 announces the time limit; the run handles TERM.",
             "warned=",
             "trap 'warned=yes' USR1",
             "trap : TERM",
@@ -145,18 +157,18 @@ def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
 
 
 def write(path: Path, text: str, logs: Path) -> None:
-    """The script, and the folder of its logs: Slurm does not make it, and a job without it vanishes silently."""
+    """Write the script and create the folder of its logs: Slurm does not, and the job would fail without a message."""
     try:
         if path.exists() and path.read_text(encoding="utf-8") != text:
-            raise UserError(f"{path} is there already, and is another script: choose another --output, or delete it")
+            raise UserError(f"{path} exists and is a different script: choose another --output, or delete it")
         logs.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {error.filename or path} ({error.strerror}): choose another place") from error
+        raise UserError(f"cannot write {error.filename or path} ({error.strerror}): choose another location") from error
 
 
 def submit(path: Path) -> str:
     done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"sbatch refused {path}: {done.stderr.strip() or done.stdout.strip()}")
+        raise UserError(f"sbatch rejected {path}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()

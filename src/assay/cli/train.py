@@ -1,4 +1,4 @@
-"""`assay train`: from a config file to a trained, measured model."""
+"""`assay train`: train a model as described by a config file, and evaluate it before and after."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.cli.common import asker, is_main, lost_another, make_console, many
+from assay.cli.common import asker, is_distributed, is_lost_peer, is_main, make_console
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, parse_overrides, to_toml
 from assay.runs.console import Console
@@ -20,13 +20,13 @@ from assay.types import UserError
 if TYPE_CHECKING:
     from assay.train.run import TrainingRun
 
-HELP = "Reinforce a model on a task, as a config file says. Every setting can be changed on the command line."
+HELP = "Train a model by reinforcement learning, as described by a config file. Options override any of its settings."
 SETTINGS = TrainConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", help="TOML file, e.g. configs/demo.toml")
-    parser.add_argument("--resume", metavar="RUN", help="go on with this run (name or folder) from its last checkpoint")
+    parser.add_argument("--resume", metavar="RUN", help="resume this run (name or folder) from its last checkpoint")
     parser.add_argument("--trust", action="store_true", help="with --resume: import code that the run's settings name")
     parser.add_argument("--dry-run", action="store_true", help="check everything and estimate memory; train nothing")
 
@@ -53,7 +53,7 @@ def start(cfg: TrainConfig, console: Console, dry_run: bool = False) -> int:
         return 0
     from assay.train.build import new_run
 
-    return go(new_run(cfg, console), console)
+    return run_training(new_run(cfg, console), console)
 
 
 def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console) -> int:
@@ -67,16 +67,16 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
     path = find_run(args.resume, runs_dir)
     before = run_settings(path)
     cfg = load_settings(TrainConfig, path / "config.toml", overrides)
-    asked = load_settings(TrainConfig, args.config, overrides) if args.config else cfg
+    given = load_settings(TrainConfig, args.config, overrides) if args.config else cfg
     if "name" in overrides and overrides["name"] != path.resolve().name:
         raise UserError(f"--name cannot rename a run that is resumed: rename the folder {path}, or leave --name out")
-    check_fixed(before, cfg.model_copy(update={"model": asked.model}), path.name)
-    if args.config and (others := differences(cfg, asked)):
+    check_fixed(before, cfg.model_copy(update={"model": given.model}), path.name)
+    if args.config and (others := differences(cfg, given)):
         raise UserError(
-            f"{args.config} differs from what run {path.name} was started with in {', '.join(others[:5])}: "
+            f"{args.config} differs from the settings of run {path.name} in {', '.join(others[:5])}: "
             "resume without a config file, and change settings as options"
         )
-    named = [overrides, *([code_settings(asked)] if args.config else [])]  # by the user, in this very command
+    named = [overrides, *([code_settings(given)] if args.config else [])]  # by the user, in this command
     foreign = guard_run(before, path, typed=strings(named), trust=args.trust, ask=asker())
     if foreign is not None:
         foreign.check_remote_code()
@@ -84,10 +84,10 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
         resumed = resume_run(cfg, opened, console)
         if is_main():
             write_text(path / "config.toml", to_toml(cfg))
-        return go(resumed, console)
+        return run_training(resumed, console)
 
 
-def go(training: TrainingRun, console: Console) -> int:
+def run_training(training: TrainingRun, console: Console) -> int:
     from assay.runs import checkpoints
     from assay.runs.files import disk_error
     from assay.train.loop import train
@@ -100,26 +100,26 @@ def go(training: TrainingRun, console: Console) -> int:
         console.stop()
         saved = checkpoints.last(path)
         where = "before the first checkpoint" if saved is None else f"with a checkpoint of step {saved}"
-        console.note(f"stopped {where}; go on with: assay train --resume {path}")
-        if many() and not getattr(stop, "at_once", True):
-            # The first process to end takes the others with it: by then they are done, and keep their own exit codes.
+        console.note(f"stopped {where}; resume with: assay train --resume {path}")
+        if is_distributed() and not getattr(stop, "at_once", True):
+            # The launcher ends all processes when the first one exits: wait, so that they keep their exit codes.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             training.mesh.close()
         raise
     except Exception as error:
-        if lost_another(error):
+        if is_lost_peer(error):
             raise UserError(
                 f"rank {os.environ['RANK']} lost another process, which has ended or hangs ({str(error)[:200]}): "
-                f"see what that one said; go on with: assay train --resume {path}"
+                f"see the output of that process; resume with: assay train --resume {path}"
             ) from error
-        found = disk_error(error)
-        if found is None and isinstance(error, OSError):
-            found = f"reading or writing failed ({error})", "see to it"
-        if isinstance(error, UserError) or found is None:
+        problem = disk_error(error)
+        if problem is None and isinstance(error, OSError):
+            problem = f"reading or writing failed ({error})", "fix this"
+        if isinstance(error, UserError) or problem is None:
             raise
-        what, remedy = found
+        what, remedy = problem
         raise UserError(
-            f"{what}: {remedy} and go on with: assay train --resume {path} (checkpoints are intact)"
+            f"{what}: {remedy} and resume with: assay train --resume {path} (checkpoints are intact)"
         ) from error
     finally:
         console.stop()
@@ -130,28 +130,28 @@ def go(training: TrainingRun, console: Console) -> int:
 
 
 def show(summary: dict[str, Any], path: Path, console: Console) -> None:
-    """The closing table, where the run lies, and what to try next."""
+    """Print the results, the run's folder, and commands to try next."""
     rows = []
-    start = summary.get("sft", {}).get("before")  # of a model that was measured before its warm start too
+    start = summary.get("sft", {}).get("before")  # if the model was evaluated before its warm start
     measured = {"start": start, "before": summary["before"], "after": summary["after"]}
-    for name, found in measured.items():
-        if found is None:
+    for name, report in measured.items():
+        if report is None:
             continue
-        low, high = found["ci95"]
+        low, high = report["ci95"]
         interval = f"{100 * low:.1f} to {100 * high:.1f} %"
-        rows.append([name, f"{100 * found['accuracy']:.1f} %", interval, found["n"], f"{found['mean_length']:.0f}"])
+        rows.append([name, f"{100 * report['accuracy']:.1f} %", interval, report["n"], f"{report['mean_length']:.0f}"])
     title = f"{summary['task']}, {summary['split']} split, {summary['algorithm']}, {summary['steps']} steps"
     console.table(title, ["", "accuracy", "95 % interval", "problems", "tokens"], rows)
     if paired := summary["paired"]:
         gain = summary["after"]["accuracy"] - summary["before"]["accuracy"]
         console.note(
             f"{100 * gain:+.1f} points; {paired['gained']} problems gained, {paired['lost']} lost, "
-            f"paired p = {paired['p_value']:.2g}; {summary['wall_s']:.0f} s in all"
+            f"paired p = {paired['p_value']:.2g}; {summary['wall_s']:.0f} s in total"
         )
-    console.note(f"the run lies in {path} (summary.json, curves.png, metrics.jsonl, ...)")
+    console.note(f"saved in {path} (summary.json, curves.png, metrics.jsonl, ...)")
     name = path.name if path.parent == Path("runs") else str(path)
     models = f"run:{name}@0 run:{name}@last" if summary["steps"] else f"run:{name}@last"
-    console.note("what to try next:")
+    console.note("next commands to try:")
     for command in (f"chat {models}", f"eval {models} --eval.samples 8 --eval.temperature 1", "runs"):
         console.note(f"  assay {command}")
     console.note(f"  assay export run:{name}@last FOLDER")

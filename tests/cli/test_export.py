@@ -1,0 +1,68 @@
+"""`assay export`: a checkpoint or model folder as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from assay.cli import export
+from assay.cli.main import main
+from assay.models import build_preset, load_model, save_model
+from assay.runs import Run, checkpoints
+from assay.text import char_tokenizer, load_tokenizer
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    tokenizer = char_tokenizer()
+    folder = tmp_path / "source"
+    model = build_preset("nano", tokenizer.vocab_size, 64, seed=0)
+    save_model(model, folder, torch.float32, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_exported_in_the_given_dtype(source: Path, tmp_path: Path, dtype: str) -> None:
+    assert main(["export", str(source), str(tmp_path / "out"), "--dtype", dtype]) == 0
+    expected, exported = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    assert expected.keys() == exported.keys()
+    for name, weight in exported.items():
+        assert weight.dtype == getattr(torch, dtype) and torch.equal(weight, expected[name].to(weight.dtype))
+    assert load_tokenizer(str(tmp_path / "out")).encode("a b") == char_tokenizer().encode("a b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_a_checkpoint_of_a_run_is_exported(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run.create(tmp_path / "runs", "toy", "")
+    with checkpoints.saving(run.path, 10) as folder:
+        source.rename(folder / "model")
+    assert main(["export", "run:toy@last", str(tmp_path / "out"), "--runs_dir", str(tmp_path / "runs")]) == 0
+    assert "run:toy@last" in capsys.readouterr().out
+    assert load_model(str(tmp_path / "out")).vocab_size == char_tokenizer().vocab_size
+
+
+def test_nothing_is_overwritten(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken, file = tmp_path / "taken", tmp_path / "file"
+    taken.mkdir()
+    (taken / "notes.txt").write_text("mine")
+    file.write_text("mine")
+    for dest, message in ((taken, "not empty"), (file, "is a file")):
+        assert main(["export", str(source), str(dest)]) == 2
+        assert message in capsys.readouterr().err
+    assert (taken / "notes.txt").read_text() == file.read_text() == "mine"
+
+
+def test_a_failed_export_leaves_no_files(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def disk_full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save", disk_full)
+    assert main(["export", str(source), str(tmp_path / "out")]) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
