@@ -20,12 +20,13 @@ from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.models import build_preset, save_model
+from assay.process.remote import RemoteWorker
 from assay.runs.rollouts import read_lines, read_rollouts
 from assay.tasks import make_task
 from assay.text import char_tokenizer
 from assay.train.components import build_algorithm, build_judge, build_problems, build_renderer
 from assay.train.learner.replay import ReplayBuffer
-from assay.train.learner.subprocess_updater import SubprocessUpdater, TrainingProcess
+from assay.train.learner.subprocess_updater import SubprocessUpdater
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,15 +133,13 @@ def test_tapes_keeps_its_rollouts_and_trains_apart_against_a_larger_reference(
     tokenizer, larger = char_tokenizer(), tmp_path / "larger"
     save_model(build_preset("tiny", tokenizer.vocab_size, 512, seed=5), larger)
     tokenizer.save(larger)
-    started: list[TrainingProcess] = []
-    start = SubprocessUpdater._start
-    monkeypatch.setattr(
-        SubprocessUpdater, "_start", lambda self, *args: started.append(start(self, *args)) or started[-1]
-    )
+    started: list[RemoteWorker] = []
+    start = SubprocessUpdater._next_worker
+    monkeypatch.setattr(SubprocessUpdater, "_next_worker", lambda self: started.append(start(self)) or started[-1])
     words = {"sft.steps": 0, "train.steps": 1, "sampling.max_new_tokens": 12, "eval.every": 1}
     seed = Seed("tapes", tmp_path, **words, **{"task.path": data, "algo.reference": larger, "optim.lr": 1e-2})
     assert seed() == 0
-    assert len(started) == 1 and started[0].process.pid != os.getpid() and started[0].process.poll() is not None
+    assert len(started) == 1 and started[0].process.pid != os.getpid() and not started[0].running
     assert seed.metrics("policy/kl")[0] > 0 and seed.metrics("optim/grad_norm")[0] > 0  # it is another model
     tapes = seed.rollouts(1)
     assert len(tapes) == 4 * 4 and all(tape.prompt.id.startswith("gsm8k/train/") for tape in tapes)

@@ -17,12 +17,12 @@ from train_parts import make_groups, tiny_decoder, weights_of
 from assay.algos import Algorithm, make_algorithm
 from assay.config import TrainConfig
 from assay.mesh import Mesh
+from assay.process.remote import RemoteWorker, reply
 from assay.rewards.importing import load_object
 from assay.runs import checkpoints
-from assay.train.learner.optim import make_adamw
-from assay.train.learner.subprocess_updater import SubprocessUpdater, TrainingProcess, moments, policy_device
+from assay.train.learner.optim import make_adamw, optimizer_tensors
+from assay.train.learner.subprocess_updater import WORKER, SubprocessUpdater, policy_device
 from assay.train.learner.update import Updater
-from assay.train.learner.update_worker import answered
 from assay.train.sources import OnPolicySource
 from assay.train.stopping import ECHO_S
 from assay.types import Group, UserError
@@ -189,13 +189,13 @@ def test_updates_give_the_same_weights_moments_metrics_faults_and_warnings(recwa
         found = [one.update(groups, algo, lr) for one in (here, apart)]
         assert repr(found[0]) == repr(found[1]) and found[0]["optim/non_finite"] == faults
         assert weights_of(here.policy).equal(weights_of(apart.policy)) and not weights_of(apart.policy).equal(before)
-        left, right = moments(here.policy, here.optimizer), moments(apart.policy, apart.optimizer)
+        left, right = (optimizer_tensors(one.policy.named_parameters(), one.optimizer) for one in (here, apart))
         assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
         assert repr(here.faults) == repr(apart.faults) and len(apart.faults) == faults
     told = [str(one.message) for one in recwarn if "this update is skipped" in str(one.message)]
     assert len(told) == 2 and told[0] == told[1]
     assert apart.policy.lm_head.weight is apart.policy.model.embed_tokens.weight  # type: ignore[union-attr]
-    assert apart.trainer is None
+    assert apart.worker is None
 
 
 def test_the_reference_is_asked_there_too() -> None:
@@ -203,7 +203,7 @@ def test_the_reference_is_asked_there_too() -> None:
     here, apart = updaters(reference=tiny_decoder(seed=9).requires_grad_(False), token_budget=40)
     groups = make_groups(tiny_decoder(), seed=5)
     assert here.ref_logprobs(groups, algo) == apart.ref_logprobs(groups, algo)
-    assert apart.ref_logprobs([], algo) == [] and apart.trainer is None
+    assert apart.ref_logprobs([], algo) == [] and apart.worker is None
 
 
 def test_a_step_with_nothing_to_learn_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,11 +225,11 @@ def test_errors_and_warnings_of_the_other_process_are_raised_here(small: SmallRu
     with pytest.warns(UserWarning, match="not go well"), pytest.raises(UserError) as raised:
         apart.update(credited(algo), algo, 1e-2)
     assert str(raised.value) == "mend your loss" and "losses.py" in raised.value.__notes__[0]  # where it struck
-    assert apart.trainer is None and weights_of(apart.policy).equal(weights_of(tiny_decoder()))
+    assert apart.worker is None and weights_of(apart.policy).equal(weights_of(tiny_decoder()))
 
 
 def test_an_error_that_cannot_travel_is_told_in_words(small: SmallRuns) -> None:
-    answer, error, _ = answered(load_object(own_loss(small, "odd")), ())
+    answer, error, _ = reply(load_object(own_loss(small, "odd")), ())
     assert answer is None and isinstance(error, RuntimeError) and str(error) == "Odd: this and that"
 
 
@@ -238,21 +238,21 @@ def test_warnings_are_told_apart_from_errors() -> None:
         warnings.warn("take care", FutureWarning, stacklevel=1)
         return 3
 
-    assert answered(work, ()) == (3, None, [(FutureWarning, "take care")])
+    assert reply(work, ()) == (3, None, [(FutureWarning, "take care")])
 
 
 def test_a_process_that_is_killed_is_named_with_its_signal(small: SmallRuns) -> None:
     apart, algo = with_loss(small, "killed")
     with pytest.raises(UserError, match=r"killed by SIGKILL.*main memory.*train\.process = 'same'") as raised:
         apart.update(credited(algo), algo, 1e-2)
-    assert "\n" not in str(raised.value) and apart.trainer is None
+    assert "\n" not in str(raised.value) and apart.worker is None
 
 
 @pytest.mark.slow
 def test_a_budget_that_was_too_large_stays_smaller(small: SmallRuns) -> None:
     apart, algo = with_loss(small, "tight")
     before = apart.token_budget
-    with pytest.warns(UserWarning, match="out of memory: going on"):
+    with pytest.warns(UserWarning, match="out of memory: continuing"):
         apart.update(credited(algo), algo, 1e-2)
     assert 0 < apart.token_budget < before
     here, _ = updaters()
@@ -295,22 +295,22 @@ def test_the_training_process_goes_with_the_one_that_started_it(small: SmallRuns
 
 
 def test_a_process_that_nobody_needs_any_more_goes() -> None:
-    trainer = TrainingProcess([])
+    trainer = RemoteWorker(WORKER)
     assert trainer.process.stdin is not None
     trainer.process.stdin.close()  # as the end of this process would
     assert trainer.process.wait() == 1
     trainer.close()
 
 
-def refuse(*_: Any) -> None:
+def refuse(*_: Any, **__: Any) -> None:
     raise BlockingIOError("no more processes")
 
 
 def test_the_next_process_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     algo, apart = make_algorithm("grpo"), updaters()[1]
-    asked: list[TrainingProcess] = []
-    ask = TrainingProcess.ask
-    monkeypatch.setattr(TrainingProcess, "ask", lambda self, *words: asked.append(self) or ask(self, *words))
+    asked: list[RemoteWorker] = []
+    call = RemoteWorker.call
+    monkeypatch.setattr(RemoteWorker, "call", lambda self, *words: asked.append(self) or call(self, *words))
     apart.update(credited(algo), algo, 1e-2)
     (spare,) = apart.spares
     asked.clear()
@@ -322,15 +322,15 @@ def test_the_next_process_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> N
     apart.update(credited(algo), algo, 1e-2)
     (last,) = apart.spares
     assert last is not after and after not in asked
-    started = TrainingProcess.__init__
-    monkeypatch.setattr(TrainingProcess, "__init__", refuse)  # the next one finds no memory
+    started = RemoteWorker.__init__
+    monkeypatch.setattr(RemoteWorker, "__init__", refuse)  # the next one finds no memory
     asked.clear()
     before = weights_of(apart.policy)
     apart.update(credited(algo), algo, 1e-2)
     assert set(asked) == {last} and not apart.spares and not weights_of(apart.policy).equal(before)
     with pytest.raises(UserError, match="no training process can be started"):
         apart.update(credited(algo), algo, 1e-2)
-    monkeypatch.setattr(TrainingProcess, "__init__", started)
+    monkeypatch.setattr(RemoteWorker, "__init__", started)
     apart.expects_more = False
     apart.update(credited(algo), algo, 1e-2)
     assert not apart.spares  # nothing would use another one
@@ -346,20 +346,20 @@ def test_no_training_process_is_started_that_nothing_will_use(
     small: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A warm start and two updates need three; each update but the last starts the next one's ahead."""
-    started: list[TrainingProcess] = []
-    start = TrainingProcess.__init__
+    started: list[RemoteWorker] = []
+    start = RemoteWorker.__init__
 
-    def counted(self: TrainingProcess, files: Any) -> None:
-        start(self, files)
+    def counted(self: RemoteWorker, *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
         started.append(self)
 
-    monkeypatch.setattr(TrainingProcess, "__init__", counted)
+    monkeypatch.setattr(RemoteWorker, "__init__", counted)
     assert small.train(*WORDS, *SEPARATE) == 0
     assert len(started) == 3
 
 
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "compiling": (("--train.compile", "on"), "would compile anew in every step"),
+    "compiling": (("--train.compile", "on"), "would compile again in every step"),
     "another word": (("--train.process", "apart"), "train.process"),
 }
 

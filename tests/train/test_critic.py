@@ -76,7 +76,7 @@ def test_an_episode_that_was_cut_off_is_worth_what_would_have_followed(budget: i
     rollouts = [r for group in groups for r in group.rollouts]
     cut = {3: [7, 8, 9], 5: [], 6: [1] * 60}  # within a reply nothing may come between; and a context that is full
     for place, following in cut.items():
-        rollouts[place].cut_off, rollouts[place].following = True, following
+        rollouts[place].cut_off, rollouts[place].bootstrap_ids = True, following
     for bootstrap in (True, False):
         own = critic(budget, bootstrap=bootstrap, normalise=False, gamma=0.9, gae_lambda=0.8)
         credit(own, groups)
@@ -180,7 +180,7 @@ def test_on_the_policys_trunk_both_losses_go_through_it(budget: int) -> None:
         own.model.head.weight.add_(0.03)
     sums = updater._accumulate(rows_of(groups, algo), algo)
     found = both_gradients(own)
-    updater._forget()
+    updater._zero_grad()
     assert all(weight.grad is None for weight in own.model.parameters())
     losses = plain_losses(own, [r for group in groups for r in group.rollouts if not r.masked])
     sum(losses.values()).backward()  # type: ignore[union-attr]
@@ -253,7 +253,7 @@ def trained_on(
     for step in range(3):
         groups = make_groups(tiny_decoder(), seed=step)
         groups[2].rollouts[1].masked = True
-        groups[1].rollouts[0].cut_off, groups[1].rollouts[0].following = True, [7, 8, 9]
+        groups[1].rollouts[0].cut_off, groups[1].rollouts[0].bootstrap_ids = True, [7, 8, 9]
         told = algo.credit(groups, Scorers(values=own.values))
         found.append(told | updater.update(groups, algo, 1e-2) | own.learn(groups))
         if step == 1:
@@ -372,7 +372,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "adapters": (("--lora.rank", 2), "lora.rank = 0"),
     "replay": (("--replay.groups", 2), "replay.groups = 0"),
     "another process": (("--train.process", "separate"), "separate"),
-    "credit by steps": (("--algo.step_credit", "true"), "leave out step_credit"),
+    "credit by steps": (("--algo.step_credit", "true"), "step_credit"),
 }
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from train_parts import tiny_decoder
 
 from assay.config import OptimConfig
-from assay.train.learner.optim import QUINTIC, ROUNDS, make_optimizer, orthogonalised
+from assay.train.learner.optim import ITERATIONS, QUINTIC, make_optimizer, orthogonalised
 
 SHAPES = [(8, 8), (24, 6), (5, 17), (1, 7), (9, 1)]
 
@@ -22,7 +22,7 @@ def by_svd(matrix: Tensor) -> Tensor:
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     values = []
     for value in (s / s.square().sum().sqrt()).tolist():
-        for _ in range(ROUNDS):
+        for _ in range(ITERATIONS):
             value = sum(factor * value**power for factor, power in zip(QUINTIC, (1, 3, 5), strict=True))
         values.append(value)
     return u @ torch.tensor(values, dtype=matrix.dtype).diag() @ v

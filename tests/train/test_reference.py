@@ -14,7 +14,7 @@ from torch import Tensor
 from train_parts import full_logprobs, make_groups, tiny_decoder
 
 from assay.algos import Scorers, make_algorithm
-from assay.config import AlgoConfig, TrainConfig
+from assay.config import TrainConfig
 from assay.models import Lora, save_model
 from assay.models.lora import adapted_layers
 from assay.runs.rollouts import read_rollouts
@@ -22,8 +22,8 @@ from assay.tasks import make_task
 from assay.text import word_tokenizer
 from assay.train.learner.optim import make_adamw
 from assay.train.learner.pack import pack, rows_of
-from assay.train.learner.reference import move_reference, place
 from assay.train.learner.update import Updater
+from assay.train.reference import set_reference
 from assay.types import Rollout
 
 
@@ -70,7 +70,7 @@ def test_an_average_is_kept_in_full_precision(tmp_path: Path) -> None:
     save_model(policy, tmp_path)
     for algo, dtype in (({"reference_ema": 0.99}, torch.float32), ({"refresh_reference": 2}, torch.bfloat16)):
         updater = Updater(policy, make_adamw(policy, 1e-2), dtype=torch.bfloat16)
-        place(updater, TrainConfig.model_validate({"algo": algo}), str(tmp_path))
+        set_reference(updater, TrainConfig.model_validate({"algo": algo}), str(tmp_path))
         assert updater.reference is not None
         assert {weight.dtype for weight in updater.reference.parameters()} == {dtype}
 
@@ -83,7 +83,7 @@ def test_adapters_count_as_merged() -> None:
             layer.lora_B.weight.normal_(generator=torch.Generator().manual_seed(1))
     before = {name: weight.clone() for name, weight in reference.named_parameters()}
     updater = Updater(policy, make_adamw(policy, 1e-2), reference=reference)
-    move_reference(updater, AlgoConfig(reference_ema=0.9), 1)
+    updater.update_reference(0.9)
     adapted = dict(adapted_layers(policy))
     for name, weight in reference.named_parameters():
         layer = adapted.get(name.removesuffix(".weight"))
@@ -92,9 +92,8 @@ def test_adapters_count_as_merged() -> None:
             own = own + 4.0 / 2 * layer.lora_B.weight @ layer.lora_A.weight
         assert (weight - (0.9 * before[name] + 0.1 * own)).abs().max() < 1e-12
     assert len(adapted) == 14
-    move_reference(updater, AlgoConfig(refresh_reference=3), 2)
     assert not torch.equal(reference.model.norm.weight, policy.model.norm.weight)
-    move_reference(updater, AlgoConfig(refresh_reference=3), 3)
+    updater.update_reference(0.0)
     assert torch.equal(reference.model.norm.weight, policy.model.norm.weight)
 
 
@@ -104,7 +103,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         ("--algo.reference_ema", 0.9, "--algo.refresh_reference", 2, "--algo.kl_coef", 0.1),
         "keep one of them",
     ),
-    "untrained": (("--algo.reference", "preset:tiny", "--algo.kl_coef", 0.1), "would be untrained"),
+    "untrained": (("--algo.reference", "preset:tiny", "--algo.kl_coef", 0.1), "is untrained"),
     "an average that never moves": (("--algo.reference_ema", 1, "--algo.kl_coef", 0.1), "algo.reference_ema"),
 }
 
@@ -121,7 +120,7 @@ def test_a_reference_of_another_shape_cannot_follow(small: SmallRuns, capsys: py
     words = ("--algo.kl_coef", 0.1, "--algo.reference", "run:other@last")
     assert small.train("--model", "preset:tiny", "--train.steps", 0, "--name", "other") == 0
     assert small.train(*words, "--algo.refresh_reference", 2) == 2
-    assert "must have its shape" in capsys.readouterr().err
+    assert "must have the shape" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("budget", [10**6, 25, 1])

@@ -40,7 +40,7 @@ def test_it_keeps_the_latest(groups: list[Group]) -> None:
         buffer.add([Group(groups[0].prompt, [])])
         assert list(buffer) == groups[: 3 * version + 3][-5:] and len(buffer) == min(3 * version + 3, 5)
     assert buffer.mean_age(4) == pytest.approx((2 + 2 + 1 + 1 + 1) / 5)
-    with pytest.raises(UserError, match="capacity of 1 or more"):
+    with pytest.raises(UserError, match="must be 1 or more"):
         ReplayBuffer(capacity=0)
 
 
@@ -91,7 +91,7 @@ def test_it_comes_back_from_disk_as_it_was(tmp_path: Path, groups: list[Group]) 
     empty = ReplayBuffer(capacity=2)
     empty.save(f"{tmp_path}/empty")
     assert ReplayBuffer.load(f"{tmp_path}/empty") == empty
-    with pytest.raises(UserError, match="is no replay buffer"):
+    with pytest.raises(UserError, match="not a replay buffer"):
         ReplayBuffer.load(tmp_path)
 
 
@@ -177,7 +177,7 @@ def test_another_run_begins_with_what_was_saved(
     assert small.train(*words, "--replay.load", saved, "--model.tokenizer", "characters") == 2
     assert small.train(*words, "--replay.load", tmp_path) == 2
     said = capsys.readouterr().err.splitlines()
-    assert "another tokenizer" in said[0] and "no replay buffer" in said[1] and len(said) == 2
+    assert "another tokenizer" in said[0] and "not a replay buffer" in said[1] and len(said) == 2
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from assay.runs import checkpoints
 from assay.runs.files import disk_error
 from assay.text import char_tokenizer
 from assay.train import checkpoint
-from assay.train.learner.optim import make_optimizer
+from assay.train.learner.optim import make_optimizer, optimizer_tensors
 from assay.train.learner.pack import rows_of
 from assay.train.learner.parallel import is_sharded, load_sharded, parallelise, save_sharded, saved_shapes
 from assay.train.learner.update import Updater
@@ -71,7 +71,7 @@ def trained(tp: int, mode: str) -> Updater:
 
 
 def moments(found: Updater) -> dict[str, Tensor]:
-    tensors = checkpoint.optimizer_tensors(found.policy, found.optimizer)
+    tensors = optimizer_tensors(found.policy.named_parameters(), found.optimizer)
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
 
 

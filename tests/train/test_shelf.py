@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from assay.train.learner.subprocess_updater import ALIGNED, SharedTensors
+from assay.train.learner.subprocess_updater import ALIGNMENT, SharedTensors
 
 TENSORS = {
     "matrix": torch.arange(15, dtype=torch.float32).view(3, 5).T,  # not contiguous
@@ -18,31 +18,31 @@ TENSORS = {
 
 def test_what_is_placed_lies_there_as_it_was() -> None:
     shelf = SharedTensors()
-    for placed in (shelf.place(TENSORS), shelf.tensors()):
+    for placed in (shelf.store(TENSORS), shelf.tensors()):
         assert placed.keys() == TENSORS.keys()
         for name, tensor in TENSORS.items():
             found = placed[name]
-            assert found.equal(tensor) and found.dtype == tensor.dtype and found.data_ptr() % ALIGNED == 0
+            assert found.equal(tensor) and found.dtype == tensor.dtype and found.data_ptr() % ALIGNMENT == 0
 
 
 def test_a_shelf_grows_and_what_was_there_stays_in_its_place() -> None:
     shelf = SharedTensors()
-    first = shelf.place({"a": torch.ones(3)})["a"]
+    first = shelf.store({"a": torch.ones(3)})["a"]
     offset = shelf.slots["a"].offset
-    shelf.place({"b": torch.full((5000,), 2.0)})
+    shelf.store({"b": torch.full((5000,), 2.0)})
     assert shelf.slots["a"].offset == offset and shelf.tensors()["a"].equal(torch.ones(3))
     first.fill_(4.0)  # an earlier view is a view still
     assert shelf.tensors()["a"].equal(torch.full((3,), 4.0)) and bool((shelf.tensors()["b"] == 2.0).all())
-    shelf.place({"a": torch.zeros(3)})
+    shelf.store({"a": torch.zeros(3)})
     assert first.equal(torch.zeros(3))
 
 
 def test_who_is_handed_the_file_sees_and_changes_the_same_memory() -> None:
     shelf = SharedTensors()
-    mine = shelf.place({"a": torch.arange(1000.0)})["a"]
+    mine = shelf.store({"a": torch.arange(1000.0)})["a"]
     other = SharedTensors(os.dup(shelf.file.fileno()), shelf.slots)  # what a process has that the file was handed to
     other.tensors()["a"].mul_(2)
-    placed = other.place({"b": torch.ones(3)})["b"]
+    placed = other.store({"b": torch.ones(3)})["b"]
     assert mine.equal(2 * torch.arange(1000.0)) and shelf.tensors().keys() == {"a"}
     shelf.slots = other.slots
     assert shelf.tensors()["b"].equal(placed) and shelf.tensors()["b"].data_ptr() != placed.data_ptr()
@@ -52,7 +52,7 @@ def test_a_parameter_can_live_on_a_shelf() -> None:
     shelf = SharedTensors()
     layer = torch.nn.Linear(4, 2)
     before = layer.weight.detach().clone()
-    layer.weight.data = shelf.place({"w": layer.weight})["w"]
+    layer.weight.data = shelf.store({"w": layer.weight})["w"]
     layer(torch.ones(4)).sum().backward()
     torch.optim.SGD(layer.parameters(), lr=1.0).step()
     assert shelf.tensors()["w"].equal(before - 1.0)

@@ -18,7 +18,7 @@ from assay.models.logprobs import token_logprobs
 from assay.train.learner import parallel
 from assay.train.learner.optim import clip_gradients, make_adamw
 from assay.train.learner.pack import Row, rows_of
-from assay.train.learner.parallel import in_lockstep, over_data, parallelise, pick_mode, sum_gradients
+from assay.train.learner.parallel import in_lockstep, is_fsdp, parallelise, pick_mode, sum_gradients
 from assay.train.learner.update import Updater
 from assay.types import UserError
 
@@ -91,7 +91,7 @@ def check_low_precision(mesh: Mesh) -> None:
     (found, norm, _), (expected, expected_norm, _) = (u.step(some_rows(), ALGO, 1e-2) for u in (updater, alone))
     assert float(found.losses["loss/total"]) == pytest.approx(float(expected.losses["loss/total"]), abs=0.05)
     assert norm == pytest.approx(expected_norm, rel=0.1)
-    assert all(weight.dtype == torch.float32 and over_data(weight) for weight in model.parameters())
+    assert all(weight.dtype == torch.float32 and is_fsdp(weight) for weight in model.parameters())
 
 
 def check_buckets(mesh: Mesh) -> None:

@@ -188,7 +188,7 @@ def test_the_trainer_scores_answers_before_its_first_update() -> None:
     algo = make_algorithm("grpo", correction="token_truncate", correction_high=1.1, updates=2)
     groups = credited(algo)
     trained = updater(algo, token_budget=30)
-    rows = trained.rescored(rows_of(groups, algo), algo)
+    rows = trained.recompute_logprobs(rows_of(groups, algo), algo)
     rollouts = [r for group in groups for r in group.rollouts if r.advantage]
     for row, rollout in zip(rows, rollouts, strict=True):
         every = full_logprobs(trained.policy, rollout.token_ids)
@@ -477,7 +477,7 @@ def test_scores_take_smaller_parts_too() -> None:
     algo = GRPO["plain"]
     rows = rows_of(credited(algo), algo)
     small = with_room(max(len(row.ids) for row in rows) + 5, torch.OutOfMemoryError, token_budget=4096)
-    with pytest.warns(UserWarning, match="out of memory: going on"):
+    with pytest.warns(UserWarning, match="out of memory: continuing"):
         found = small.scores(rows, algo, "trainer")
     expected = with_room(10**9, RuntimeError, token_budget=4096).scores(rows, algo, "trainer")
     for ours, theirs in zip(found, expected, strict=True):

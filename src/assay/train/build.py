@@ -41,12 +41,12 @@ from assay.train.learner.critic import make_critic
 from assay.train.learner.learner import Learner
 from assay.train.learner.optim import make_optimizer
 from assay.train.learner.parallel import parallelise
-from assay.train.learner.reference import load_reference
 from assay.train.learner.replay import Replay
 from assay.train.learner.subprocess_updater import SubprocessUpdater, policy_device
 from assay.train.learner.update import Updater
 from assay.train.rank_checks import check_inputs, start_mesh
 from assay.train.recorder import Recorder
+from assay.train.reference import load_reference
 from assay.train.run import TrainingRun
 from assay.train.sources import OnPolicySource, PromptStream
 from assay.train.state import Schedule

@@ -25,6 +25,7 @@ from assay.runs import checkpoints
 from assay.runs.resolve import SETTINGS
 from assay.text import Tokenizer
 from assay.train.learner.critic import Critic
+from assay.train.learner.optim import allocate_optimizer_state, optimizer_tensors
 from assay.train.learner.parallel import is_sharded, load_sharded, save_sharded, saved_shapes
 from assay.train.learner.replay import ReplayBuffer
 from assay.train.rank_checks import check_replicas
@@ -39,7 +40,6 @@ REFERENCE = "reference"  # in a checkpoint if the reference is dynamic, else in 
 REPLAY = "replay"  # in a checkpoint: the replay buffer
 BASE = "base"  # in the directory of a run with LoRA: the model that the adapters were added to
 COUNTERS = ("step", "cursor", "tokens", "answers", "skipped")  # entries of the state that are equal on all ranks
-MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum")
 
 
 def save(
@@ -60,7 +60,9 @@ def save(
     stored once, in the run directory. `settings`: as TOML.
     """
     mesh, step = mesh or Mesh(), state["step"]
-    tensors = optimizer_tensors(policy, optimizer)
+    reshard(policy)
+    moments = optimizer_tensors(policy.named_parameters(), optimizer)
+    tensors = {name: value.detach().contiguous() for name, value in moments.items()}
     counters = {f"state.{key}": state[key] for key in COUNTERS if key in state}
     check_replicas(replicated(policy, tensors, reference, critic), counters, step, mesh)
     with saving_together(run_path, step, mesh) as folder:
@@ -94,7 +96,7 @@ def replicated(
         reshard(reference)
         tensors |= {f"reference {name}": weight for name, weight in reference.named_parameters()}
     if critic is not None:
-        tensors |= {f"critic {name}": value for name, value in critic.tensors()}
+        tensors |= {f"critic {name}": value for name, value in critic.tensors().items()}
     return {name: value.detach() for name, value in tensors.items()}
 
 
@@ -161,26 +163,11 @@ def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: to
     source = folder / PARTS if in_parts else folder
     plain = None if in_parts or is_sharded(policy) else load_whole(folder)
     shapes = saved_shapes(source) if plain is None else {name: tensor.shape for name, tensor in plain.items()}
-    wanted: dict[str, Tensor] = {}
-    for name, parameter in policy.named_parameters():
-        saved = [kind for kind in MOMENTS if f"{name}|{kind}" in shapes]
-        if any(shapes[f"{name}|{kind}"] != parameter.shape for kind in saved if kind != "step"):
-            raise UserError(
-                f"the checkpoint's optimizer state does not fit the model ({name}): resume with the run's own model"
-            )
-        if saved:
-            # Fused AdamW counts its steps on the device, the plain one on the CPU.
-            count_device = parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
-            state = {
-                kind: torch.zeros((), device=count_device) if kind == "step" else torch.zeros_like(parameter)
-                for kind in saved
-            }
-            optimizer.state[parameter] = state
-            wanted |= {f"{name}|{kind}": value.detach() for kind, value in state.items()}
-    if plain is None and wanted:
-        load_sharded(source, wanted)
+    tensors = allocate_optimizer_state(policy.named_parameters(), optimizer, shapes)
+    if plain is None and tensors:
+        load_sharded(source, tensors)
     elif plain is not None:
-        for name, tensor in wanted.items():
+        for name, tensor in tensors.items():
             tensor.copy_(plain[name])
 
 
@@ -193,12 +180,3 @@ def files_of(tensors: dict[str, Tensor], folder: Path) -> Iterator[tuple[Path, d
 
 def load_whole(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob(f"{WHOLE}*.safetensors") for name, value in load_file(file).items()}
-
-
-def optimizer_tensors(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    reshard(policy)
-    return {
-        f"{name}|{kind}": torch.as_tensor(value).detach().contiguous()
-        for name, parameter in policy.named_parameters()
-        for kind, value in optimizer.state.get(parameter, {}).items()
-    }

@@ -18,8 +18,8 @@ from assay.train import components
 from assay.train.build import assemble
 from assay.train.checks import check_judge
 from assay.train.learner.learner import Learner
-from assay.train.learner.reference import load_reference
 from assay.train.rank_checks import start_mesh
+from assay.train.reference import load_reference
 from assay.train.sft import solution_rows
 from assay.types import UserError
 

@@ -20,9 +20,9 @@ from assay.train import checkpoint, faults
 from assay.train.components import reference_is_dynamic
 from assay.train.evaluation import RunEvaluator, sync_weights
 from assay.train.learner.learner import Learner
-from assay.train.learner.reference import freeze_reference
 from assay.train.learner.replay import Replay
 from assay.train.recorder import Recorder, rollout_metrics
+from assay.train.reference import freeze_reference
 from assay.train.sft import warm_start
 from assay.train.sources import GroupSource, Sampled
 from assay.train.state import RunState, Schedule

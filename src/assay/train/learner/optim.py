@@ -1,8 +1,7 @@
-"""Muon: momentum whose matrices are orthogonalised, so that every direction of a matrix moves equally far.
+"""Optimizers (AdamW and Muon), learning rates, gradient clipping, and the optimizer's state as named tensors.
 
-After Keller Jordan's description (https://kellerjordan.github.io/posts/muon). Vectors and embeddings get AdamW.
-
-Which parameter is trained how: optimizers, their schedule, and gradient clipping.
+Muon orthogonalises the momentum of a matrix, so that the update has equal singular values; see Keller Jordan,
+https://kellerjordan.github.io/posts/muon. Vectors and embeddings are updated by AdamW.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +22,14 @@ from assay.config import OptimConfig
 from assay.mesh import local_tensor
 from assay.types import UserError
 
-# Jordan's quintic: steep at zero, so that five rounds take singular values from 0.01 and more to about 1 (0.7 to 1.2).
+# Coefficients of Jordan's quintic: five iterations map singular values above 0.01 to about 1 (0.7 to 1.2).
 QUINTIC = (3.4445, -4.7750, 2.0315)
-ROUNDS = 5
+ITERATIONS = 5
+LAYER = re.compile(r"\.\d+\.")  # in the names of parameters that belong to a layer
 
 
 class Muon(torch.optim.Optimizer):
-    """One optimizer for the whole model: groups of kind "matrix" take Muon's step, all others AdamW's."""
+    """One optimizer for the whole model: Muon for parameter groups of kind "matrix", AdamW for all others."""
 
     def __init__(
         self,
@@ -57,20 +57,15 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum"] = torch.zeros_like(parameter)
             state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
-            ahead = parameter.grad.lerp(state["momentum"], group["momentum"])  # Nesterov's
+            update = parameter.grad.lerp(state["momentum"], group["momentum"])  # Nesterov momentum
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(direction(ahead), alpha=-group["lr"] * reach(parameter.shape))
+            parameter.add_(orthogonal_update(update), alpha=-group["lr"] * update_scale(parameter.shape))
 
     def _adamw(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in parameters:
             if not self.state[parameter]:
-                counted_on = parameter.device if group["fused"] else "cpu"
-                self.state[parameter] |= {
-                    "step": torch.zeros((), device=counted_on),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                self.state[parameter] |= zero_state(parameter, ("step", "exp_avg", "exp_avg_sq"), group["fused"])
         states = [self.state[parameter] for parameter in parameters]
         if states:
             adamw(
@@ -78,7 +73,7 @@ class Muon(torch.optim.Optimizer):
                 [parameter.grad for parameter in parameters],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
-                [],  # the largest second moments, which only AMSGrad keeps
+                [],  # maxima of the second moments, for AMSGrad only
                 [state["step"] for state in states],
                 fused=group["fused"],
                 amsgrad=False,
@@ -91,13 +86,13 @@ class Muon(torch.optim.Optimizer):
             )
 
 
-def reach(shape: torch.Size) -> float:
-    """How far to go: a tall matrix is lengthened, so that its output changes as much as that of a square one."""
+def update_scale(shape: torch.Size) -> float:
+    """Above 1 for a tall matrix, so that its output changes as much as that of a square one."""
     return max(1.0, shape[0] / shape[1]) ** 0.5
 
 
-def direction(update: Tensor) -> Tensor:
-    """The orthogonalised update; a sharded one is gathered, since it takes the whole matrix, and sharded again."""
+def orthogonal_update(update: Tensor) -> Tensor:
+    """The orthogonalised update. A sharded one is gathered, because the whole matrix is needed, and sharded again."""
     if not isinstance(update, DTensor):
         return orthogonalised(update)
     mesh = update.device_mesh
@@ -106,25 +101,22 @@ def direction(update: Tensor) -> Tensor:
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """Nearly U V' for a matrix U S V', by Newton and Schulz's iteration: an odd polynomial acts on S alone."""
+    """Approximately U V' for a matrix U S V', by the Newton-Schulz iteration: an odd polynomial, applied to S."""
     a, b, c = QUINTIC
-    # Half precision is good enough for a direction, and several times as fast where there is hardware for it.
+    # bfloat16 is precise enough for an update direction, and several times faster on a GPU.
     x = matrix.bfloat16() if matrix.is_cuda and matrix.dtype == torch.float32 else matrix
     wide = x.shape[0] <= x.shape[1]
     x = x if wide else x.T
-    x = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)  # the spectral norm is below Frobenius'
-    for _ in range(ROUNDS):
+    x = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)  # the Frobenius norm bounds the spectral norm
+    for _ in range(ITERATIONS):
         gram = x @ x.T  # of the shorter side
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x if wide else x.T).to(matrix.dtype)
 
 
-LAYER = re.compile(r"\.\d+\.")  # in the name of whatever belongs to a layer
-
-
 def make_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
     if cfg.name == "muon" and cfg.matrix_lr is None:
-        raise UserError("Muon's steps are of another size than AdamW's: set optim.matrix_lr, e.g. 0.001")
+        raise UserError("Muon needs a learning rate of its own for matrices: set optim.matrix_lr, e.g. 0.001")
     groups = parameter_groups(model, cfg)
     fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
     if cfg.name == "muon":
@@ -139,17 +131,17 @@ def make_adamw(
 
 
 def parameter_groups(model: nn.Module, cfg: OptimConfig) -> list[dict[str, Any]]:
-    """Every trained parameter in one group: by kind, which decides on its rate, and by whether it decays.
+    """Trained parameters, grouped by kind, which determines the learning rate, and by whether they decay.
 
-    Weight decay is for matrices only: decaying norms and biases towards zero makes no sense.
+    Weight decay applies to matrices only, not to norms and biases.
     """
     rates = {"matrix": cfg.matrix_lr, "embedding": cfg.embedding_lr, "head": cfg.head_lr, "rest": None}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    found: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():  # a tied head is listed once, as the embedding
         if parameter.requires_grad:
             kind = "embedding" if id(parameter) in embeddings else kind_of(name, parameter)
-            found.setdefault((kind, parameter.dim() >= 2), []).append(parameter)
+            groups.setdefault((kind, parameter.dim() >= 2), []).append(parameter)
     return [
         {
             "params": parameters,
@@ -158,7 +150,7 @@ def parameter_groups(model: nn.Module, cfg: OptimConfig) -> list[dict[str, Any]]
             "lr": rates[kind] or cfg.lr,
             "weight_decay": cfg.weight_decay if decays else 0.0,
         }
-        for (kind, decays), parameters in found.items()
+        for (kind, decays), parameters in groups.items()
     ]
 
 
@@ -169,7 +161,7 @@ def kind_of(name: str, parameter: nn.Parameter) -> str:
 
 
 def lr_factor(kind: str, step: int, total: int, warmup: int = 0, final: float = 0.0) -> float:
-    """The fraction of the learning rate to use in `step` (from 0) of `total`."""
+    """The factor of the base learning rate in `step` (from 0) of `total`."""
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(total - warmup, 1)
@@ -182,14 +174,14 @@ def lr_factor(kind: str, step: int, total: int, warmup: int = 0, final: float = 
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give `lr` to all groups; those with a base rate of their own keep its ratio to `optim.lr`."""
+    """Set the learning rate; parameter groups with a rate of their own keep its ratio to `optim.lr`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["ratio"]
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients down to `max_norm` (0: leave them) and give their norm before that."""
+    """Scale gradients down to the norm `max_norm` (0: do not); returns their norm before that."""
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = total_norm(grads)
     if max_norm > 0:
@@ -199,18 +191,18 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients as one vector, also where parts of them, or copies, lie on other ranks.
+    """The norm of all gradients as one vector, also if some are sharded over ranks or replicated.
 
-    Squares are added up over the ranks that hold parts, and a copy is counted once. (Torch's own function does not take
-    gradients of different layouts together.)
+    Squares are summed over the ranks that hold shards. (Torch's own function does not accept gradients of different
+    layouts together.)
     """
-    by_holders: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for grad in grads:
-        by_holders[holders(grad)].append(local_tensor(grad))
-    if set(by_holders) <= {()}:
+        by_groups[shard_groups(grad)].append(local_tensor(grad))
+    if set(by_groups) <= {()}:
         return torch.nn.utils.get_total_norm([local_tensor(grad) for grad in grads])
     total = torch.zeros((), device=local_tensor(grads[0]).device, dtype=grads[0].dtype)
-    for groups, parts in by_holders.items():
+    for groups, parts in by_groups.items():
         square = torch.nn.utils.get_total_norm(parts) ** 2
         for group in groups:
             dist.all_reduce(square, group=group)
@@ -218,9 +210,52 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
     return total.sqrt()
 
 
-def holders(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks over which a gradient is cut into parts."""
+def shard_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over which a gradient is sharded."""
     placements: Any = getattr(grad, "placements", ())
     mesh: Any = getattr(grad, "device_mesh", None)
-    assert not any(placement.is_partial() for placement in placements), "a gradient that is still to be added up"
+    assert not any(placement.is_partial() for placement in placements), "a gradient that was not reduced"
     return tuple(mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate())
+
+
+def optimizer_tensors(
+    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """The optimizer's state, with names such as `lm_head.weight|exp_avg`."""
+    return {
+        f"{name}|{kind}": value
+        for name, parameter in parameters
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def allocate_optimizer_state(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Sequence[int]],
+) -> dict[str, Tensor]:
+    """Create the state whose names and shapes were saved, as zeros; returns the tensors by name, to be filled."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for key in saved:
+        name, _, kind = key.partition("|")
+        if kind:
+            kinds[name].append(kind)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in parameters:
+        if any(tuple(saved[f"{name}|{kind}"]) != tuple(parameter.shape) for kind in kinds[name] if kind != "step"):
+            raise UserError(
+                f"the checkpoint's optimizer state does not fit the model ({name}): resume with the run's own model"
+            )
+        if kinds[name]:
+            state = zero_state(parameter, kinds[name], bool(optimizer.defaults.get("fused")))
+            optimizer.state[parameter] = state
+            tensors |= {f"{name}|{kind}": value.detach() for kind, value in state.items()}
+    return tensors
+
+
+def zero_state(parameter: nn.Parameter, kinds: Iterable[str], fused: bool) -> dict[str, Tensor]:
+    """Fused AdamW counts its steps on the device, the plain one on the CPU."""
+    step_device = parameter.device if fused else torch.device("cpu")
+    return {
+        kind: torch.zeros((), device=step_device) if kind == "step" else torch.zeros_like(parameter) for kind in kinds
+    }

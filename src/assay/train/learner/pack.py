@@ -1,6 +1,6 @@
-"""Rollouts -> micro-batches: packed tokens and the inputs of the loss. Weights are computed before any split.
+"""Rollouts -> micro-batches: packed tokens and the inputs of the loss. Token weights are computed before any split.
 
-Work by parts that fit into memory: where they do not, once more by smaller ones.
+Work that runs out of memory is repeated with smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from assay.models.device import upload
 from assay.train.learner.parallel import in_lockstep
 from assay.types import Group, Rollout, UserError
 
-WORTH_SHARING = 0.1  # of all tokens: attention in two parts takes a little longer
-TRAINER_LOGPROBS = "trainer_logprobs"  # input: of the trainer before its first update, where these are needed
-PIECES = 4  # that a data-parallel rank gets at least, where there are rows enough
+MIN_SHARED = 0.1  # share of all tokens from which prefix sharing pays: attention in two parts takes a little longer
+TRAINER_LOGPROBS = "trainer_logprobs"  # input: the trainer's log-probabilities before its first update on a batch
+PIECES = 4  # per data-parallel rank, if there are enough rows
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class Row:
     trained: list[int]  # 1 for tokens in the loss
     behaviour_logprobs: list[float]  # of the sampler, aligned with ids
     advantage: float
-    weight: float  # of each of its trained tokens in the loss of the whole batch
-    # Of the trained tokens only:
-    advantages: list[float] | None = None  # in place of the one for all: of steps or tokens with their own credit
-    inputs: Mapping[str, Sequence[float]] = field(default_factory=dict)  # whatever the algorithm asks for, by name
+    weight: float  # of each trained token in the loss of the whole batch
+    # One value per trained token:
+    advantages: list[float] | None = None  # replaces `advantage` if steps or tokens have their own credit
+    inputs: Mapping[str, Sequence[float]] = field(default_factory=dict)  # inputs that the algorithm declares, by name
 
     @cached_property
     def prompt(self) -> tuple[int, ...]:
-        """The tokens before the first that is trained."""
+        """The tokens before the first trained one."""
         return tuple(self.ids[: self.trained.index(1)] if self.count else self.ids)
 
     @cached_property
     def count(self) -> int:
-        """Tokens in the loss."""
+        """Number of trained tokens."""
         return sum(self.trained)
 
     @property
@@ -57,14 +57,14 @@ class Row:
 
     @property
     def sampled_logprobs(self) -> list[float]:
-        """Of the trained tokens: the trainer's where they are known, else the sampler's."""
+        """One per trained token: the trainer's if they were computed, else the sampler's."""
         if TRAINER_LOGPROBS in self.inputs:
             return list(self.inputs[TRAINER_LOGPROBS])
         return [logprob for logprob, trained in zip(self.behaviour_logprobs, self.trained, strict=True) if trained]
 
     @classmethod
     def of(cls, rollout: Rollout, weight: float = 0.0, inputs: Sequence[TokenInput] = ()) -> Row:
-        """With those of the inputs that are computed from a rollout."""
+        """Only inputs that are computed from a single rollout are filled in."""
         known = rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, rollout.advantage
         values = {one.name: one.of_rollout(rollout) for one in inputs if one.from_rollout is not None}
         return cls(*known, weight, advantages=rollout.token_advantages, inputs=values)
@@ -94,11 +94,10 @@ def rows_of(groups: Sequence[Group], algo: Algorithm) -> list[Row]:
 
 
 def weighted_rollouts(groups: Sequence[Group], algo: Algorithm) -> list[tuple[Rollout, float]]:
-    """Rollouts that have a gradient, with the weight of each of their tokens in the loss of all of them.
+    """Rollouts that have a gradient, with the weight of each of their tokens in the loss of the whole batch.
 
-    Masked rollouts, and those with nothing but masked turns, have none. Neither have those with advantage 0, unless the
-    algorithm needs every rollout: leaving them out changes nothing but the time. In a step where half the groups are
-    solved by all or by none, that is half of it.
+    Masked rollouts, and those with masked turns only, have none. Rollouts with advantage 0 have none either, unless the
+    algorithm needs every rollout. Skipping them only saves time: half of it if half the groups have equal rewards.
     """
     every_rollout = algo.needs.every_rollout
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -108,7 +107,7 @@ def weighted_rollouts(groups: Sequence[Group], algo: Algorithm) -> list[tuple[Ro
 
 
 def with_step_inputs(rows: list[Row], algo: Algorithm) -> list[Row]:
-    """The rows of an optimizer step with the inputs that are computed from all of them."""
+    """Add the inputs that are computed from all rows of an optimizer step."""
     for one in algo.inputs:
         if one.from_rows is not None:
             rows = [row.with_input(one.name, own) for row, own in zip(rows, one.of_rows(rows), strict=True)]
@@ -116,9 +115,9 @@ def with_step_inputs(rows: list[Row], algo: Algorithm) -> list[Row]:
 
 
 def split_rows(rows: Sequence[Row], token_budget: int, share_prefixes: bool = False) -> Iterator[list[Row]]:
-    """Parts of at most `token_budget` tokens (a longer sequence is a part of its own).
+    """Micro-batches of at most `token_budget` tokens (a longer sequence is a micro-batch by itself).
 
-    Rows with the same prompt are neighbours; with `share_prefixes` their prompt is computed, and so counts, once.
+    Rows with the same prompt are adjacent; with `share_prefixes` their prompt is computed, and counted, once.
     """
     part: list[Row] = []
     size = 0
@@ -136,28 +135,28 @@ def split_rows(rows: Sequence[Row], token_budget: int, share_prefixes: bool = Fa
 
 
 def by_prompt(rows: Sequence[Row]) -> list[Row]:
-    """Prompts in the order in which they come first, and the shortest answers to each first."""
+    """Sort by first occurrence of the prompt, then by length."""
     first: dict[tuple[int, ...], int] = {}
-    places = [(first.setdefault(row.prompt, len(first)), len(row.ids)) for row in rows]
-    return [row for _, row in sorted(zip(places, rows, strict=True), key=lambda placed: placed[0])]
+    keys = [(first.setdefault(row.prompt, len(first)), len(row.ids)) for row in rows]
+    return [row for _, row in sorted(zip(keys, rows, strict=True), key=lambda pair: pair[0])]
 
 
 def partition_rows(
     rows: Sequence[Row], dp_size: int, dp_rank: int, token_budget: int, share_prefixes: bool = False
 ) -> list[list[Row]]:
-    """The micro-batches of one data-parallel rank; every rank gets as many, of about as many tokens together.
+    """The micro-batches of one data-parallel rank. All ranks get equally many, and about equally many tokens.
 
-    Where one rank needs more of them than another, that one gets some with a single token and nothing to learn: ranks
-    have to keep pace, for they exchange weights and gradients on the way.
+    A rank with fewer micro-batches than others is filled up with blank ones (`blank_like`), because ranks exchange
+    weights and gradients during each micro-batch.
     """
     if dp_size == 1:
         return list(split_rows(rows, token_budget, share_prefixes))
-    # Pieces small enough that ranks come out even; rows with the same prompt stay together within them.
+    # Small pieces balance the ranks; rows with the same prompt stay together within a piece.
     pieces = list(split_rows(rows, max(sum(len(row.ids) for row in rows) // (PIECES * dp_size), 1)))
     shares: list[list[Row]] = [[] for _ in range(dp_size)]
     sizes = [0] * dp_size
-    for piece in sorted(pieces, key=lambda piece: -sum(len(row.ids) for row in piece)):  # largest first,
-        least = sizes.index(min(sizes))  # to whoever has least
+    for piece in sorted(pieces, key=lambda piece: -sum(len(row.ids) for row in piece)):  # largest piece first,
+        least = sizes.index(min(sizes))  # to the rank with the fewest tokens
         shares[least] += piece
         sizes[least] += sum(len(row.ids) for row in piece)
     parts = [list(split_rows(share, token_budget, share_prefixes)) for share in shares]
@@ -167,43 +166,45 @@ def partition_rows(
 
 
 def blank_like(row: Row) -> Row:
-    """A single token and nothing to learn; it has the same inputs as other rows, as all ranks compute the same loss."""
+    """A row with one token that is not trained. It has the same inputs as others: all ranks compute the same loss."""
     advantages: list[float] | None = None if row.advantages is None else []
     return Row(row.ids[:1], [0], [0.0], 0.0, 0.0, advantages, {name: [] for name in row.inputs})
 
 
 def shared_tokens(rows: Sequence[Row]) -> list[int]:
-    """For each row the tokens of its prompt, if the row before it has the same one; all 0 where it saves too little."""
+    """The `shared` argument of `PolicyModel.hidden`; all 0 if sharing saves too little."""
     shared = [
         len(row.prompt) if index and row.prompt == rows[index - 1].prompt else 0 for index, row in enumerate(rows)
     ]
-    return shared if sum(shared) >= WORTH_SHARING * sum(len(row.ids) for row in rows) else [0] * len(rows)
+    return shared if sum(shared) >= MIN_SHARED * sum(len(row.ids) for row in rows) else [0] * len(rows)
 
 
 def pack(rows: Sequence[Row], device: torch.device | str, dtype: torch.dtype = torch.float32) -> MicroBatch:
     device = torch.device(device)
-    marks = b"".join(bytes(row.trained) for row in rows)  # a third of the time that numbers take
-    trained = np.frombuffer(marks, np.uint8).astype(bool)
+    trained_bytes = b"".join(bytes(row.trained) for row in rows)  # three times as fast as from integers
+    trained = np.frombuffer(trained_bytes, np.uint8).astype(bool)
     counts = [row.count for row in rows]
     behaviour = torch.from_numpy(joined([row.behaviour_logprobs for row in rows], np.float64)[trained])
 
-    def each_token(values: list[float]) -> Tensor:  # by numpy: torch would wake all its threads for it
+    def per_row(values: list[float]) -> Tensor:  # in numpy: torch would wake its thread pool for this
         return upload(torch.from_numpy(np.repeat(np.array(values), counts)).to(dtype), device)
 
-    def own(values: Sequence[Sequence[float]]) -> Tensor:
+    def per_token(values: Sequence[Sequence[float]]) -> Tensor:
         return upload(torch.from_numpy(joined(values, np.float64)).to(dtype), device)
 
-    by_token = any(row.advantages is not None for row in rows)
+    own_advantages = any(row.advantages is not None for row in rows)
     return MicroBatch(
         ids=upload(torch.from_numpy(joined([row.ids for row in rows], np.int64)), device),
         lengths=[len(row.ids) for row in rows],
         shared=shared_tokens(rows),
         trained=torch.from_numpy(trained),
         behaviour_logprobs=upload(behaviour.to(dtype), device),
-        advantages=own([r.token_advantages for r in rows]) if by_token else each_token([r.advantage for r in rows]),
-        weights=each_token([row.weight for row in rows]),
+        advantages=per_token([row.token_advantages for row in rows])
+        if own_advantages
+        else per_row([row.advantage for row in rows]),
+        weights=per_row([row.weight for row in rows]),
         trained_lengths=counts,
-        inputs={name: own([row.inputs[name] for row in rows]) for name in rows[0].inputs},
+        inputs={name: per_token([row.inputs[name] for row in rows]) for name in rows[0].inputs},
     )
 
 
@@ -215,14 +216,42 @@ Result = TypeVar("Result")
 
 
 class Budgeted(Protocol):
-    token_budget: int  # of a micro-batch; halved, for good, whenever one does not fit
+    token_budget: int  # per micro-batch; halved permanently when one does not fit into memory
     mesh: Mesh
 
 
-def retry_on_oom(owner: Budgeted, model: PolicyModel, rows: Sequence[Row], work: Callable[[], Result]) -> Result:
-    """What `work` gives, which goes through the rows by micro-batches of the owner's budget and may be begun anew.
+def score_rows(
+    owner: Budgeted,
+    model: PolicyModel,
+    rows: Sequence[Row],
+    score: Callable[[MicroBatch], Tensor],
+    dtype: torch.dtype,
+    share_prefixes: bool,
+) -> list[list[float]]:
+    """The values [M] that `score` computes for the trained tokens of micro-batches, as one list per row.
 
-    Where memory does not suffice, on this rank or another, all of them go on with a smaller budget.
+    The rows are divided among the data-parallel ranks; every rank gets all results.
+    """
+    index = {id(row): number for number, row in enumerate(rows)}
+    dp_size, dp_rank = owner.mesh.dp_size, owner.mesh.dp_rank
+
+    def score_own() -> dict[int, list[float]]:
+        scores = {}
+        for part in partition_rows(rows, dp_size, dp_rank, owner.token_budget, share_prefixes):
+            batch = pack(part, model.device, dtype)
+            for row, values in zip(part, score(batch).cpu().split(batch.trained_lengths), strict=True):
+                scores[index.get(id(row), -1)] = values.tolist()  # -1: a blank row
+        return scores
+
+    parts = owner.mesh.all_gather_objects(retry_on_oom(owner, model, rows, score_own))
+    scores = {number: values for part in parts for number, values in part.items()}
+    return [scores[number] for number in range(len(rows))]
+
+
+def retry_on_oom(owner: Budgeted, model: PolicyModel, rows: Sequence[Row], work: Callable[[], Result]) -> Result:
+    """The result of `work`, which processes the rows by micro-batches of the owner's budget and can be repeated.
+
+    If memory runs out on any rank, all ranks halve the budget and repeat the work.
     """
     while True:
         failure = None
@@ -231,30 +260,30 @@ def retry_on_oom(owner: Budgeted, model: PolicyModel, rows: Sequence[Row], work:
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            if in_lockstep(model, owner.mesh):  # the others wait in the middle of a pass: there is no way back
+            if in_lockstep(model, owner.mesh):  # the other ranks wait in a collective: the pass cannot be repeated
                 raise UserError(
                     f"rank {owner.mesh.rank} ran out of memory: lower train.token_budget, now {owner.token_budget}, "
-                    "or spread the model over more devices"
+                    "or shard the model over more devices"
                 ) from error
-            failure = error.with_traceback(None)  # its frames would hold on to what did not fit
+            failure = error.with_traceback(None)  # its frames keep tensors alive
         if not owner.mesh.any(failure is not None):
             return result
         halve_token_budget(owner, rows, failure)
 
 
 def halve_token_budget(owner: Budgeted, rows: Sequence[Row], failure: BaseException | None) -> None:
-    """Halve the budget, unless a single sequence is already all there is in a micro-batch."""
+    """Raise a UserError if a micro-batch with a single sequence did not fit."""
     longest = max(len(row.ids) for row in rows)
     if owner.token_budget <= longest:
         where = "out of memory" if failure else "another rank ran out of memory"
         raise UserError(
-            f"{where} with a single sequence, of up to {longest} tokens: set train.recompute = true or "
-            "engine.sleep_while_training = true, lower engine.memory, or lower sampling.max_new_tokens"
+            f"{where} with a single sequence of up to {longest} tokens: set train.recompute = true or "
+            "engine.sleep_while_training = true, or lower engine.memory or sampling.max_new_tokens"
         ) from failure
     owner.token_budget = max(min(owner.token_budget, sum(len(row.ids) for row in rows)) // 2, longest)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    warnings.warn(f"out of memory: going on with train.token_budget = {owner.token_budget}", stacklevel=2)
+    warnings.warn(f"out of memory: continuing with train.token_budget = {owner.token_budget}", stacklevel=2)
 
 
 def out_of_memory(error: BaseException) -> bool:

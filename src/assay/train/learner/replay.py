@@ -1,4 +1,4 @@
-"""Groups of earlier steps, kept to be learnt from again."""
+"""Experience replay: a buffer of groups of earlier steps, mixed into the batches of later ones."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ SETTINGS = "buffer.json"  # in a saved buffer's folder, beside its rollouts
 
 @dataclass
 class ReplayBuffer:
-    """The last `capacity` groups, oldest first, each with the credit it was given when it was sampled.
+    """The last `capacity` groups, oldest first, with the advantages computed when they were sampled.
 
-    Their tokens carry the log-probabilities of the policy that wrote them (`engine_logprobs`), which is what the
-    importance ratio of a loss divides by: so a policy that has moved on can learn from them.
+    Tokens carry the log-probabilities of the policy that sampled them (`engine_logprobs`), which the importance ratios
+    of the loss use: a later policy can therefore learn from them.
     """
 
     capacity: int
-    max_staleness: int = 0  # versions of the policy that a group may lie behind; 0: any number
+    max_staleness: int = 0  # largest age of a group, in versions of the policy; 0: no limit
     with_replacement: bool = False
     groups: deque[Group] = field(default_factory=deque, repr=False)
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
-            raise UserError(f"a replay buffer of {self.capacity} groups holds nothing: give it a capacity of 1 or more")
+            raise UserError(f"the capacity of a replay buffer must be 1 or more, not {self.capacity}")
         self.groups = deque(self.groups, maxlen=self.capacity)
 
     def __len__(self) -> int:
@@ -41,42 +41,42 @@ class ReplayBuffer:
         return iter(self.groups)
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Newest last; beyond the capacity the oldest go. Groups without rollouts are not kept."""
+        """Append groups; beyond the capacity the oldest are removed. Groups without rollouts are not kept."""
         self.groups.extend(group for group in groups if group.rollouts)
 
     def sample(self, count: int, version: int, seed: int = 0) -> list[Group]:
-        """`count` groups, or as many as there are, for a policy of this version. What is too old is dropped for good.
+        """Up to `count` groups for a policy of this version. Groups that are too old are removed from the buffer.
 
-        The choice depends on seed, version and what is in the buffer, and on nothing else.
+        The choice depends only on seed, version and content of the buffer.
         """
         if self.max_staleness:
             fresh = [group for group in self.groups if version - version_of(group) <= self.max_staleness]
             self.groups = deque(fresh, maxlen=self.capacity)
-        draw = random.Random(f"replay/{seed}/{version}")
+        generator = random.Random(f"replay/{seed}/{version}")
         if not self.groups or count < 1:
             return []
         if self.with_replacement:
-            return draw.choices(self.groups, k=count)
-        return draw.sample(list(self.groups), k=min(count, len(self.groups)))
+            return generator.choices(self.groups, k=count)
+        return generator.sample(list(self.groups), k=min(count, len(self.groups)))
 
     def inherit(self, folder: str | Path, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> None:
-        """Add what another run has saved. All of it counts as sampled one step before this run began."""
+        """Add the groups that another run saved; they count as sampled one step before this run started."""
         groups = list(ReplayBuffer.load(folder))
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rollout in rollouts:
             first = rollout.turns[0]
             if max(rollout.token_ids) >= vocab_size or decode(first.completion.token_ids) != first.text:
-                raise UserError(f"the tokens in {folder} are of another tokenizer: load a buffer of the same model")
+                raise UserError(f"the buffer in {folder} has another tokenizer: load a buffer of the same model")
             for turn in rollout.turns:
                 turn.completion.version = -1
         self.add(groups)
 
     def mean_age(self, version: int) -> float:
-        """In versions of the policy."""
+        """Mean age of the groups, in versions of the policy."""
         return sum(version - version_of(group) for group in self.groups) / max(len(self.groups), 1)
 
     def save(self, folder: str | Path) -> None:
-        """As JSON lines and arrays, like the rollouts of a run."""
+        """Write JSON lines and arrays, like the rollouts of a run."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         settings = {name: getattr(self, name) for name in ("capacity", "max_staleness", "with_replacement")}
@@ -85,15 +85,14 @@ class ReplayBuffer:
 
     @classmethod
     def load(cls, folder: str | Path) -> ReplayBuffer:
-        """A saved buffer, equal to the one that was saved."""
         folder = Path(folder)
         settings = read_json(folder / SETTINGS)
         if not settings or not rollout_path(folder, 0).exists():
-            raise UserError(f"{folder} is no replay buffer: name a folder that ReplayBuffer.save has written")
+            raise UserError(f"{folder} is not a replay buffer: give a folder that ReplayBuffer.save has written")
         return cls(**settings, groups=deque(read_rollouts(folder, 0)))
 
     def summary(self, version: int | None = None) -> str:
-        """What is in it, for people: a line in all, and one for each version that sampled."""
+        """A description: one line for the buffer, and one per policy version that sampled groups in it."""
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
         ages = f", mean age {self.mean_age(version):.1f}" if version is not None and rollouts else ""
         lines = [f"{len(self)} of {self.capacity} groups, {len(rollouts)} rollouts{ages}"]
@@ -106,19 +105,19 @@ class ReplayBuffer:
 
 
 def version_of(group: Group) -> int:
-    """Of the oldest policy that wrote any of it."""
+    """Version of the oldest policy that sampled any token of the group."""
     return min(turn.completion.oldest_version for rollout in group.rollouts for turn in rollout.turns)
 
 
 def mixed(fresh: Sequence[Group], replayed: Sequence[Group]) -> list[Group]:
-    """Both kinds spread evenly, so that each of several updates gets its share of both."""
-    places = [((index + 0.5) / len(part), group) for part in (fresh, replayed) for index, group in enumerate(part)]
-    return [group for _, group in sorted(places, key=lambda place: place[0])]
+    """Interleave both kinds evenly, so that each mini-batch gets its share of both."""
+    keyed = [((index + 0.5) / len(part), group) for part in (fresh, replayed) for index, group in enumerate(part)]
+    return [group for _, group in sorted(keyed, key=lambda pair: pair[0])]
 
 
 @dataclass
 class Replay:
-    """Mixes groups of earlier steps into the batch of a step, as `[replay]` of the settings says."""
+    """Mixes groups of earlier steps into the batch of a step, according to the `[replay]` settings."""
 
     cfg: ReplayConfig
     seed: int
@@ -134,15 +133,15 @@ class Replay:
         return self.buffer
 
     def mix(self, groups: list[Group], version: int) -> tuple[list[Group], dict[str, float]]:
-        """Return the batch to train on, and metrics. The groups are in the buffer from the next step on."""
+        """The batch to train on, and metrics. The groups are added to the buffer, for later steps."""
         if self.buffer is None:
             return groups, {}
-        again = self.buffer.sample(self.cfg.groups, version, self.seed)
-        batch = mixed(groups, again)
+        replayed = self.buffer.sample(self.cfg.groups, version, self.seed)
+        batch = mixed(groups, replayed)
         metrics = {
             "replay/size": float(len(self.buffer)),
             "replay/age": self.buffer.mean_age(version),
-            "replay/share": len(again) / max(len(batch), 1),
+            "replay/share": len(replayed) / max(len(batch), 1),
         }
         self.buffer.add(groups)
         return batch, metrics

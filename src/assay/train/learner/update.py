@@ -1,4 +1,4 @@
-"""From a batch of rollouts to changed weights."""
+"""The update: groups of rollouts -> optimizer steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from assay.algos import Algorithm, LossBatch, Sums, metrics
 from assay.algos.credit import RETURNS
-from assay.mesh import Mesh
+from assay.mesh import Mesh, reshard
 from assay.models import PolicyModel
 from assay.models.logprobs import token_logprobs, token_loss
+from assay.models.lora import merged_weights
 from assay.train.faults import Fault, diagnose_nonfinite
 from assay.train.learner.critic import Critic
 from assay.train.learner.optim import clip_gradients, set_lr
@@ -29,6 +30,7 @@ from assay.train.learner.pack import (
     pack,
     partition_rows,
     retry_on_oom,
+    score_rows,
     weighted_rollouts,
     with_step_inputs,
 )
@@ -39,7 +41,7 @@ Scorer = Literal["trainer", "reference"]
 
 
 def mini_batches(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
-    """Split into `count` runs of consecutive groups whose sizes differ by at most one."""
+    """Split into `count` slices whose sizes differ by at most one."""
     bounds = [len(groups) * part // count for part in range(count + 1)]
     return [groups[start:end] for start, end in pairwise(bounds)]
 
@@ -49,19 +51,19 @@ RowLogprobs = tuple[np.ndarray, np.ndarray | None]  # of the trainer and the ref
 
 @dataclass
 class LogprobRecord:
-    """Log-probabilities that the forward passes of an optimizer step compute anyway. They stay on the device until the
-    step is done, so that recording them never waits for a GPU.
+    """Log-probabilities that an optimizer step computes. They stay on the device until the step is done, so that
+    recording them does not synchronize with a GPU.
     """
 
     parts: list[tuple[Sequence[Row], Tensor, Tensor | None]] = field(default_factory=list)
 
     def put(self, rows: Sequence[Row], values: Sequence[RowLogprobs]) -> None:
-        """Take over what `by_row` has returned in another process."""
+        """Store the result of `by_row` in another process."""
         tensors = [(torch.from_numpy(own), None if ref is None else torch.from_numpy(ref)) for own, ref in values]
         self.parts = [([row], *pair) for row, pair in zip(rows, tensors, strict=True)]
 
     def by_row(self, rows: Sequence[Row], mesh: Mesh) -> list[RowLogprobs]:
-        """The values of each row, from whichever rank has computed them."""
+        """The values of each row, gathered from all ranks."""
         index = {id(row): position for position, row in enumerate(rows)}
         own: dict[int, RowLogprobs] = {}
         for part, trainer, ref in self.parts:
@@ -75,30 +77,33 @@ class LogprobRecord:
 
 @dataclass
 class Updater:
-    """The policy, its optimizer, and how a batch goes through them."""
+    """The policy, its optimizer and its reference, and how a batch updates them."""
 
     policy: PolicyModel
     optimizer: torch.optim.Optimizer
     temperature: float = 1.0
     max_grad_norm: float = 1.0
-    token_budget: int = 16384  # halved, for good, whenever a micro-batch does not fit into memory
-    dtype: torch.dtype = torch.float32  # of the computation; weights stay as they are
-    reference: PolicyModel | None = None  # the policy itself stands for its base: its adapters do not count here
-    offload_reference: bool = False  # to main memory, whenever it is not asked
-    critic: Critic | None = None  # one that shares the policy's trunk, and learns as that does
-    mesh: Mesh = field(default_factory=Mesh)  # every rank is handed all rows of a step, and takes its share
-    expects_more: bool = True  # whether another update follows the next one, for which it pays to prepare
-    faults: Sequence[Fault] = ()  # what kept the last `update` from making all of its steps
+    token_budget: int = 16384  # per micro-batch; halved permanently when one does not fit into memory
+    dtype: torch.dtype = torch.float32  # of the computation; weights keep theirs
+    reference: PolicyModel | None = None  # the policy itself: its base model, without the adapters
+    offload_reference: bool = False  # keep the reference in main memory while it is not used
+    critic: Critic | None = None  # a critic that shares the policy's trunk and is updated with it
+    mesh: Mesh = field(default_factory=Mesh)  # every rank gets all rows of a step and computes its share
+    expects_more: bool = True  # whether another update will follow the next one
+    faults: Sequence[Fault] = ()  # steps of the last `update` that were skipped because of non-finite values
 
     def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
-        """`passes` times over the groups, each time one optimizer step per mini-batch."""
+        """Iterate `passes` times over the groups, with one optimizer step per mini-batch.
+
+        Sets the log-probabilities of trainer and reference that the first pass computes.
+        """
         self.faults = []
         batches = [weighted_rollouts(part, algo) for part in mini_batches(groups, algo.update_count(len(groups)))]
         parts = [[Row.of(rollout, weight, algo.inputs) for rollout, weight in batch] for batch in batches]
         records = [LogprobRecord() for _ in parts]
         with self.working(algo.needs.ref_logprobs_in_loss):
             if algo.needs.trainer_logprobs and len(parts) * passes > 1:
-                parts = [self.rescored(rows, algo) for rows in parts]
+                parts = [self.recompute_logprobs(rows, algo) for rows in parts]
             parts = [with_step_inputs(rows, algo) for rows in parts]
             steps = [
                 self.step(rows, algo, lr, None if later else record)
@@ -121,13 +126,13 @@ class Updater:
             "optim/non_finite": float(len(self.faults)),
         }
 
-    def rescored(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
-        """Rows with the trainer's own log-probabilities, before the first step."""
+    def recompute_logprobs(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
+        """Rows with the trainer's log-probabilities before the first step."""
         scores = self.scores(rows, algo, "trainer")
         return [row.with_input(TRAINER_LOGPROBS, values) for row, values in zip(rows, scores, strict=True)]
 
     def ref_logprobs(self, groups: Sequence[Group], algo: Algorithm) -> list[list[float]]:
-        """What the reference says of each token of each rollout that is in the loss."""
+        """The reference's log-probabilities of the trained tokens, one list per rollout; stored in the rollouts too."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         with self.working(reference=True):
             scores = self.scores([Row.of(rollout) for rollout in rollouts], algo, "reference")
@@ -136,30 +141,19 @@ class Updater:
         return scores
 
     def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:
-        """Log-probabilities of the trained tokens of each row. Ranks share the work, and every one gets all of them."""
+        """Log-probabilities of the trained tokens, one list per row, on every rank."""
         logprobs = self._own_logprobs if by == "trainer" else self._ref_logprobs
-        trained = [row for row in rows if row.count]  # rows without trained tokens need no forward pass
-        places = {id(row): place for place, row in enumerate(rows)}
-
-        def own_share() -> dict[int, list[float]]:
-            found = {}
-            size, rank = self.mesh.dp_size, self.mesh.dp_rank
-            for share in partition_rows(trained, size, rank, self.token_budget, self.policy.supports_prefix_sharing):
-                part = pack(share, self.policy.device, self._loss_dtype)
-                for row, values in zip(share, logprobs(part).cpu().split(part.trained_lengths), strict=True):
-                    found[places.get(id(row), -1)] = values.tolist()
-            return found
-
-        shares = self.mesh.all_gather_objects(retry_on_oom(self, self.policy, trained, own_share))
-        every = {place: values for share in shares for place, values in share.items()}
-        return [every[place] if row.count else [] for place, row in enumerate(rows)]
+        trained = [row for row in rows if row.count]  # other rows need no forward pass
+        share_prefixes = self.policy.supports_prefix_sharing
+        scores = iter(score_rows(self, self.policy, trained, logprobs, self._loss_dtype, share_prefixes))
+        return [next(scores) if row.count else [] for row in rows]
 
     def step(
         self, rows: Sequence[Row], algo: Algorithm, lr: float, record: LogprobRecord | None = None
     ) -> tuple[Sums, float, bool]:
-        """One optimizer step. The split into micro-batches, and over ranks, changes memory and time, not the result.
+        """One optimizer step. The split into micro-batches and over ranks affects memory and time, not the result.
 
-        `record`: gets the log-probabilities of the rows.
+        `record`: is filled with the log-probabilities of the rows.
         """
         sums = retry_on_oom(self, self.policy, rows, lambda: self._accumulate(rows, algo, record))
         if self.mesh.dp_size > 1:
@@ -168,7 +162,7 @@ class Updater:
         norm = float(clip_gradients(self.policy.parameters(), self.max_grad_norm))
         loss = float(sums.losses["loss/total"])
         finite = math.isfinite(norm) and math.isfinite(loss)
-        if finite and norm:  # with a gradient of 0 there is nothing to learn, and momentum must not go on by itself
+        if finite and norm:  # with a gradient of 0, momentum and weight decay must not change the weights
             set_lr(self.optimizer, lr)
             self.optimizer.step()
         elif not finite:
@@ -180,13 +174,13 @@ class Updater:
         return sums, norm, not (finite and norm)
 
     def _accumulate(self, rows: Sequence[Row], algo: Algorithm, record: LogprobRecord | None = None) -> Sums:
-        self._forget()
+        self._zero_grad()
         record = record or LogprobRecord()
         record.parts.clear()
         shares = partition_rows(
             rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.supports_prefix_sharing
         )
-        # One after the other: a GPU is busy with one part while the next is packed.
+        # A generator: the next micro-batch is packed while the GPU computes the current one.
         parts = ((part, pack(part, self.policy.device, self._loss_dtype)) for part in shares)
         return sum(self._backward(part, packed, algo, record) for part, packed in parts)  # type: ignore[return-value]
 
@@ -200,7 +194,7 @@ class Updater:
         def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
             sampled = part.behaviour_logprobs[at]
             inputs = {name: values[at] for name, values in part.inputs.items()}
-            own = inputs.get(TRAINER_LOGPROBS, logprobs.detach())  # they are equal in the only step on a batch
+            own = inputs.get(TRAINER_LOGPROBS, logprobs.detach())  # equal, if this is the only step on the batch
             trainer_logprobs.append(own)
             out = algo.loss(
                 LossBatch(
@@ -237,10 +231,10 @@ class Updater:
             )
         total.backward()
         record.parts.append((rows, torch.cat(trainer_logprobs), ref_logprobs))
-        found: Sums = sum(sums)  # type: ignore[assignment]
-        return found.and_loss("loss/value", values[0]) if values else found
+        total_sums: Sums = sum(sums)  # type: ignore[assignment]
+        return total_sums.and_loss("loss/value", values[0]) if values else total_sums
 
-    def _forget(self) -> None:
+    def _zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         if self.critic:
             self.critic.step(usable=False)
@@ -259,11 +253,24 @@ class Updater:
         with self._computing():
             return token_logprobs(model, ids, lengths, trained, self.temperature, shared=part.shared)[0]
 
+    @torch.no_grad()
+    def update_reference(self, keep: float) -> None:
+        """reference = keep * reference + (1 - keep) * policy, with adapters merged."""
+        assert self.reference is not None and self.reference is not self.policy, "the reference must be a model itself"
+        reshard(self.reference)
+        weights = dict(self.reference.network.named_parameters())
+        for name, weight in merged_weights(self.policy.network):
+            own = weights[name]
+            if keep:
+                own.mul_(keep).add_(weight.to(own.device, own.dtype), alpha=1.0 - keep)
+            else:
+                own.copy_(weight)
+
     @contextmanager
     def working(self, reference: bool = False) -> Iterator[None]:
-        """Steps are made within this: it has at hand what they need, and puts it away again."""
-        away = self.offload_reference and reference and self.reference is not self.policy
-        if not away or self.reference is None:
+        """Context of `step` and `scores`: an offloaded reference is on the device within it."""
+        offloaded = self.offload_reference and reference and self.reference is not self.policy
+        if not offloaded or self.reference is None:
             yield
             return
         self.reference.to(self.policy.device)
