@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gymnasium.utils.env_checker import check_env as gymnasium_check
@@ -47,3 +48,22 @@ def test_gymnasium_style_environment_is_accepted(tmp_path: Path) -> None:
     assert env.max_steps == 2 and len({prompt.question for prompt in env.prompts("train")[:20]}) > 5
     assert [finding for finding in check_env(env) if not finding.ok] == []
     assert getattr(env, "words")() == ["even", "odd"]  # noqa: B009  # for models built from scratch
+
+
+def test_closing_an_environment_closes_those_of_its_copies(tmp_path: Path) -> None:
+    closed = "    closed = []\n    def close(self):\n        self.closed.append(self)\n"
+    (tmp_path / "closing.py").write_text(FOREIGN.replace("    max_steps = 2\n", f"    max_steps = 2\n{closed}"))
+    env: Any = make_env(f"{tmp_path}/closing.py:Parity")
+    copy, deleted = env.copy(), env.copy()
+    record = env.inner.closed
+    inner = deleted.inner
+    del deleted
+    assert record == [inner]  # closed when the copy is deleted
+    env.close()
+    env.close()
+    assert set(record) == {inner, env.inner, copy.inner} and len(record) == 3  # each exactly once
+
+
+def test_former_name_of_max_return_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "former.py").write_text(FOREIGN.replace("max_steps = 2", "max_steps = 2; full = 5.0"))
+    assert make_env(f"{tmp_path}/former.py:Parity").max_return == 5.0

@@ -1,4 +1,4 @@
-"""Messages of judging processes: what is sent arrives; what is malformed is refused and never executed."""
+"""Messages over pipes: valid ones are received, malformed ones are rejected and never executed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def soon() -> float:
     return time.monotonic() + 30
 
 
-def test_messages_that_arrive_together_or_in_pieces_come_out_one_by_one(pipe: tuple[int, int]) -> None:
+def test_messages_are_received_one_by_one_however_they_arrive(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     reader = JsonReader(reading)
     messages = [{"kind": "verdict", "text": "é\ud800\U0001f600" * size, "reward": 0.1} for size in (0, 1, 5, 3000)]
@@ -48,7 +48,7 @@ def test_messages_that_arrive_together_or_in_pieces_come_out_one_by_one(pipe: tu
         writer.join()
 
 
-def test_a_large_message_is_received_whole(pipe: tuple[int, int]) -> None:
+def test_large_message_is_received_completely(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     message = {"kind": "verdict", "text": "x" * (MAX_JSON - 100)}
     writer = threading.Thread(target=lambda: send_json(writing, message))
@@ -59,12 +59,12 @@ def test_a_large_message_is_received_whole(pipe: tuple[int, int]) -> None:
         encode_json({"kind": "x" * MAX_JSON})
 
 
-def test_the_end_of_the_pipe_and_the_deadline_are_told_apart(pipe: tuple[int, int]) -> None:
+def test_closed_pipe_and_deadline_raise_different_errors(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     reader = JsonReader(reading)
     with pytest.raises(TimeoutError):
         reader.receive(time.monotonic() + 0.01)
-    os.write(writing, b"\x05\0\0")  # a part of a length
+    os.write(writing, b"\x05\0\0")  # a part of the length
     with pytest.raises(TimeoutError):
         reader.receive(time.monotonic() + 0.01)
     os.close(writing)
@@ -72,7 +72,7 @@ def test_the_end_of_the_pipe_and_the_deadline_are_told_apart(pipe: tuple[int, in
         reader.receive(soon())
 
 
-def test_what_arrived_before_the_end_of_the_pipe_is_still_received(pipe: tuple[int, int]) -> None:
+def test_messages_sent_before_the_pipe_was_closed_are_received(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     for index in range(3):
         send_json(writing, {"kind": "verdict", "index": index})
@@ -106,7 +106,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("payload", BAD, ids=range(len(BAD)))
-def test_payloads_that_are_no_message_are_refused(pipe: tuple[int, int], payload: bytes) -> None:
+def test_invalid_payloads_are_rejected(pipe: tuple[int, int], payload: bytes) -> None:
     reading, writing = pipe
     writer = threading.Thread(target=lambda: send_bytes(writing, payload))
     writer.start()
@@ -117,16 +117,14 @@ def test_payloads_that_are_no_message_are_refused(pipe: tuple[int, int], payload
 
 
 @pytest.mark.parametrize("length", [MAX_JSON + 1, 2**40, 2**64 - 1])
-def test_announced_lengths_beyond_the_limit_are_refused_before_they_are_read(
-    pipe: tuple[int, int], length: int
-) -> None:
+def test_excessive_lengths_are_rejected_before_reading(pipe: tuple[int, int], length: int) -> None:
     reading, writing = pipe
     os.write(writing, struct.pack("<Q", length))
     with pytest.raises(BadMessage, match="announces"):
         JsonReader(reading).receive(soon())
 
 
-def test_random_and_damaged_bytes_end_in_a_message_or_one_of_three_errors() -> None:
+def test_corrupted_bytes_are_a_message_or_a_protocol_error() -> None:
     chance = random.Random(0)
     good = {"kind": "verdict", "index": 3, "reward": 1.0, "parts": {"accuracy": 1.0}, "parsed": "1/2", "detail": ""}
     stream = struct.pack("<Q", len(encode_json(good))) + encode_json(good)

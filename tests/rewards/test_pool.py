@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from process_tree import descendants, ended, gone
 
+from assay.process.messages import BadMessage
 from assay.rewards import FunctionJudge, JudgePool, MathJudge
-from assay.rewards.pool import Item
+from assay.rewards.pool import Item, parse_verdict
 from assay.types import Status, UserError, Verdict
 
 GSM8K = Path(os.environ.get("ASSAY_GSM8K", Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"))
@@ -37,7 +38,7 @@ def function(tmp_path: Path) -> Callable[[str], FunctionJudge]:
     return judge
 
 
-def test_order_and_reuse() -> None:
+def test_verdicts_have_the_order_of_the_items() -> None:
     with JudgePool(MathJudge("hash"), workers=2) as pool:
         assert pool.judge([]) == []
         for size in (1, 3, 500):
@@ -47,19 +48,14 @@ def test_order_and_reuse() -> None:
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K folder: set ASSAY_GSM8K")
-def test_all_gsm8k_golds_score_one_and_quickly() -> None:
+def test_all_gsm8k_gold_answers_score_one() -> None:
     lines = [line for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").read_text().splitlines()]
     answers = [json.loads(line)["answer"] for line in lines]
     assert len(answers) == 7473 + 1319
     items: list[Item] = [(answer, answer.rpartition("####")[2].strip(), {}) for answer in answers]
     boxed: list[Item] = [(rf"\boxed{{{gold.replace(',', '')}}}", gold, {}) for _, gold, _ in items]
     with JudgePool(MathJudge("hash"), workers=2) as pool:
-        pool.judge(items[:2])
-        started = time.perf_counter()
-        pool.judge(items[:1024])
-        seconds = time.perf_counter() - started
         assert all(v.reward == 1.0 and v.correct for v in pool.judge(items))
-    assert seconds < 1.0
     assert all(MathJudge()(*item).correct for item in boxed)
 
 
@@ -80,20 +76,16 @@ HOSTILE = [
 ]
 
 
-def test_hostile_answers_are_judged_by_their_size_and_not_by_the_clock() -> None:
+def test_hostile_answers_are_rejected_by_their_size_not_by_the_time_limit() -> None:
     with JudgePool(MathJudge(), workers=2, timeout_s=30) as pool:
-        pool.judge([(r"\boxed{\sqrt{4}}", "2", {})] * 2)  # loads math-verify in both
-        started = time.perf_counter()
         verdicts = pool.judge([(text, "5", {}) for text in HOSTILE])
-        seconds = time.perf_counter() - started
         assert pool.judge([(r"\boxed{5}", "5", {})])[0].correct
     assert {v.status for v in verdicts} <= {Status.UNPARSABLE, Status.NO_ANSWER, Status.WRONG}, verdicts
     assert [v.status for v in verdicts[:4]] == [Status.UNPARSABLE] * 2 + [Status.NO_ANSWER, Status.UNPARSABLE]
     assert all(v.reward == 0.0 and (v.detail or v.status is Status.WRONG) for v in verdicts)
-    assert seconds < 30
 
 
-def test_a_slow_answer_times_out_alone(function: Callable[[str], FunctionJudge]) -> None:
+def test_timeout_affects_only_its_item(function: Callable[[str], FunctionJudge]) -> None:
     judge = function("""
         if completion == "slow":
             time.sleep(60)
@@ -103,19 +95,14 @@ def test_a_slow_answer_times_out_alone(function: Callable[[str], FunctionJudge])
     """)
     texts = ["a", "slow", "b", "loop", *"cdefghijkl"]
     with JudgePool(judge, workers=2, timeout_s=0.5) as pool:
-        started = time.perf_counter()
         verdicts = pool.judge([(text, "", {}) for text in texts])
-        seconds = time.perf_counter() - started
     assert [v.status for v in verdicts] == [Status.TIMEOUT if len(t) > 1 else Status.OK for t in texts]
     assert "0.5 s" in verdicts[1].detail
-    assert seconds < 10
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signals_that_ask_the_run_to_stop_change_no_verdict(
-    function: Callable[[str], FunctionJudge], signum: signal.Signals
-) -> None:
-    """A terminal and a scheduler send them to the whole group: a worker that obeyed would fail an innocent answer."""
+def test_stop_signals_do_not_end_workers(function: Callable[[str], FunctionJudge], signum: signal.Signals) -> None:
+    """A terminal or a scheduler sends them to all processes of a run."""
     judge = function('answers.append(completion)\nreturn {"reward": 1, "parsed": len(answers)}')
     with JudgePool(judge, workers=1) as pool:
         pool.judge([("", "", {})])
@@ -128,8 +115,8 @@ def test_signals_that_ask_the_run_to_stop_change_no_verdict(
     assert after.correct and after.parsed == "2"  # the same worker
 
 
-def test_processes_that_a_reward_forks_obey_sigterm(function: Callable[[str], FunctionJudge]) -> None:
-    """multiprocessing.Pool ends its processes that way, and waits for them."""
+def test_processes_forked_by_rewards_receive_sigterm(function: Callable[[str], FunctionJudge]) -> None:
+    """multiprocessing.Pool ends its processes with SIGTERM."""
     judge = function("""
         import signal
         reading, writing = os.pipe()
@@ -146,7 +133,7 @@ def test_processes_that_a_reward_forks_obey_sigterm(function: Callable[[str], Fu
     assert verdict.correct, verdict
 
 
-def test_a_dying_worker_fails_that_answer_alone(function: Callable[[str], FunctionJudge]) -> None:
+def test_worker_that_dies_affects_only_its_item(function: Callable[[str], FunctionJudge]) -> None:
     judge = function("""
         if completion == "exit": os._exit(3)
         if completion == "sys.exit": raise SystemExit(4)
@@ -165,7 +152,7 @@ def test_a_dying_worker_fails_that_answer_alone(function: Callable[[str], Functi
     assert "SystemExit" in by_text["sys.exit"].detail
 
 
-def test_from_many_threads() -> None:
+def test_pool_is_thread_safe() -> None:
     results: dict[int, list[str | None]] = {}
     with JudgePool(MathJudge("hash"), workers=2) as pool:
 
@@ -180,16 +167,7 @@ def test_from_many_threads() -> None:
     assert results == {n: [f"{n}{i:03d}" for i in range(100)] for n in range(1, 9)}
 
 
-def test_math_verify_works_from_threads() -> None:
-    found: list[Verdict] = []
-    with JudgePool(MathJudge(), workers=1) as pool:
-        thread = threading.Thread(target=lambda: found.extend(pool.judge([(r"\boxed{\sqrt{12}}", r"2\sqrt{3}", {})])))
-        thread.start()
-        thread.join(60)
-    assert found and found[0].correct
-
-
-def test_lone_surrogates_and_odd_fields_survive(function: Callable[[str], FunctionJudge]) -> None:
+def test_lone_surrogates_and_nested_fields_are_preserved(function: Callable[[str], FunctionJudge]) -> None:
     judge = function("return {'reward': 1, 'parsed': completion + answer + fields['note'][0]}")
     with JudgePool(judge, workers=1) as pool:
         assert (
@@ -198,7 +176,7 @@ def test_lone_surrogates_and_odd_fields_survive(function: Callable[[str], Functi
         )
 
 
-def test_in_this_process() -> None:
+def test_judging_without_workers() -> None:
     with JudgePool(MathJudge("hash"), workers=0) as pool:
         assert [v.correct for v in pool.judge([("#### 5", "5", {}), ("#### 5", "6", {})])] == [True, False]
 
@@ -206,34 +184,34 @@ def test_in_this_process() -> None:
 @dataclass(frozen=True)
 class Raises:
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
-        raise ValueError("no good")
+        raise ValueError("wrong input")
 
 
-def test_a_raising_judge_is_an_error() -> None:
-    assert JudgePool(Raises(), workers=0).judge([("", "", {})])[0].detail == "ValueError: no good"
+def test_exception_in_a_judge_gives_an_error_verdict() -> None:
+    assert JudgePool(Raises(), workers=0).judge([("", "", {})])[0].detail == "ValueError: wrong input"
 
 
-def test_judges_that_cannot_travel() -> None:
+def test_judge_that_cannot_be_pickled_is_a_user_error() -> None:
     with pytest.raises(UserError, match="worker processes"):
         JudgePool(lambda completion, answer, fields: Verdict(1.0, Status.OK), workers=1)
 
 
-def test_a_judge_that_breaks_in_the_worker_is_told_once(tmp_path: Path) -> None:
+def test_judge_that_cannot_be_loaded_in_the_worker_is_a_user_error(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def reward(completion, answer): return 1")
     judge = FunctionJudge(f"{file}:reward")
-    file.write_text("raise RuntimeError('changed my mind')")
-    with JudgePool(judge, workers=2) as pool, pytest.raises(UserError, match="changed my mind"):
+    file.write_text("raise RuntimeError('no longer valid')")
+    with JudgePool(judge, workers=2) as pool, pytest.raises(UserError, match="no longer valid"):
         pool.judge([("", "", {})] * 10)
 
 
 @pytest.mark.parametrize("settings", [{"workers": -1}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])
-def test_bad_settings(settings: dict[str, Any]) -> None:
+def test_invalid_pool_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         JudgePool(MathJudge(), **settings)
 
 
-def test_closing() -> None:
+def test_closed_pool_cannot_be_used() -> None:
     pool = JudgePool(MathJudge("hash"), workers=1)
     pool.judge([("#### 1", "1", {})])
     pool.close()
@@ -242,7 +220,7 @@ def test_closing() -> None:
         pool.judge([("#### 1", "1", {})])
 
 
-def test_closing_while_a_thread_waits(function: Callable[[str], FunctionJudge]) -> None:
+def test_close_fails_waiting_calls(function: Callable[[str], FunctionJudge]) -> None:
     pool = JudgePool(function("time.sleep(60)"), workers=1, timeout_s=50)
     errors: list[BaseException] = []
 
@@ -280,15 +258,15 @@ def run_script(tmp_path: Path, mode: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_plain_scripts_work_and_leave_no_workers(tmp_path: Path) -> None:
-    """No `if __name__ == "__main__"`, and no close: the script runs once and its workers end with it."""
+def test_scripts_need_no_main_guard_and_leave_no_workers(tmp_path: Path) -> None:
+    """Without `if __name__ == "__main__"` and close(), the script runs once and its workers end with it."""
     script = run_script(tmp_path, "end")
     output, _ = script.communicate(timeout=60)
     assert script.returncode == 0 and output.splitlines() == ["script starts", "True"]
     assert gone(str(tmp_path))
 
 
-def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+def test_workers_end_if_their_parent_is_killed(tmp_path: Path) -> None:
     script = run_script(tmp_path, "wait")
     assert script.stdout is not None and script.stdin is not None
     assert [script.stdout.readline() for _ in range(2)][1] == "True\n"
@@ -301,6 +279,33 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script.stdout.close()
 
 
-def test_verdicts_are_plain_data() -> None:
+VALID = {"reward": 1.0, "status": "ok", "parsed": None, "parts": {"accuracy": 1.0}, "detail": ""}
+
+
+def test_valid_verdict_message_is_parsed() -> None:
+    assert parse_verdict(VALID) == Verdict(1.0, Status.OK, None, {"accuracy": 1.0}, "")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reward": float("nan")},
+        {"reward": "1"},
+        {"reward": 1},
+        {"status": "splendid"},
+        {"status": []},
+        {"parts": [1.0]},
+        {"parts": {"a": "b"}},
+        {"detail": 1},
+        {"parsed": 5},
+        None,
+    ],
+)
+def test_invalid_verdict_messages_are_rejected(change: dict[str, Any] | None) -> None:
+    with pytest.raises(BadMessage):
+        parse_verdict(change if change is None else VALID | change)
+
+
+def test_verdicts_can_be_pickled() -> None:
     verdict = MathJudge()(r"\boxed{5}", "5", {})
     assert pickle.loads(pickle.dumps(verdict)) == verdict

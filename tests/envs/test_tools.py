@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envs.sample_env import build
+
+from assay.envs import make_env
+from assay.envs.check import check_env, play
+from assay.envs.tools import check_equations, recompute_calls
+from assay.tasks import make_task
+
+
+def test_stepwise_rewards_correct_equations() -> None:
+    env = build("stepwise", task="abacus", separator=";", line_reward=0.25, max_lines=4)
+    env.reset(seed=0)
+    answer = env.prompt.answer
+    assert env.step("1 + 1 = 2 ;")[1:3] == (0.25, False)
+    assert env.step("2 + 1 = 4 ;")[1:3] == (-0.25, False)
+    assert env.step("no equation ;")[1:3] == (0.0, False)
+    observation, reward, terminated, _, info = env.step(f"#### {answer}")
+    assert (observation, reward, terminated) == ("", 1.0, True) and info["verdict"].correct
+    env.reset(seed=0)
+    assert env.step(f"#### {answer} ;")[2]  # an answer ends the episode
+    env.reset(seed=0)
+    assert [env.step("hm ;")[2] for _ in range(4)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("4 + 5 = 9", 1),
+        ("so (4+5)*2 = 18 apples", 1),
+        ("4 + 5 = 9 and 9 + 1 = 11", -1),
+        ("4 + 5 = 9, 9 + 1 = 11", -1),
+        ("first, 4 + 5 = 9", 1),
+        ("1,004 + 5 = 9", 0),  # a comma within a number
+        ("4 + 5 = 8", -1),
+        ("4 + 5 = 9 + 1 = 10", 1),  # only the last equation has a number on its right
+        ("x = 4 + 5 = 9", 1),
+        ("9 = 9", 0),  # no operation
+        ("3/5 x 100 = 60", 0),
+        ("3 / 2 = 1 1/2 hours", 0),
+        ("1 - 3/5 = 2/5 of it", 0),
+        ("3 / 6 = 50%", 0),
+        ("X + 80*2 = 1920", 0),
+        ("2 * 600 = 1,200", 0),
+        ("no equation", 0),
+        ("= = =", 0),
+    ],
+)
+def test_only_complete_equations_of_a_line_are_checked(line: str, value: int) -> None:
+    assert check_equations(line) == value
+
+
+@pytest.mark.parametrize("part", ["1 ", "1+", "("])
+def test_equations_of_a_long_line_take_linear_time(part: str) -> None:
+    assert check_equations(part * 500_000) == 0  # in quadratic time this would take more than an hour
+
+
+def test_calculator_completes_calls_and_nothing_else() -> None:
+    task = make_task("abacus", style="plain")
+    env: Any = make_env("calculator", task=task)
+    env.reset(seed=1)
+    assert env.step("Half of 48 is <<48/2=")[:3] == ("24>>", 0.0, False)
+    assert env.step(" and x =")[0] == ""  # no call
+    assert env.step(" <<1/3=")[0] == "1/3>>"
+    assert env.step(" <<2+=")[0] == "error>>"
+    assert env.step(" <<1+1=2")[0] == ""  # the policy stated a result itself
+    step = env.step(f">> so \\boxed{{{env.prompt.answer}}}")
+    assert step[1:3] == (1.0, True) and "<<48/2=24>>" in env.reply
+    words: Any = build("calculator", task="abacus")
+    words.reset(seed=1)
+    assert words.step("<< 4 + 5 =")[0] == " 9 >>"  # words of this task are separated by spaces
+    assert {"<<", ">>"} <= set(words.words())
+
+
+def test_stepwise_with_calculator() -> None:
+    task = make_task("abacus", style="plain")
+    env: Any = make_env("stepwise", task=task, calculator=True, max_lines=2, line_reward=0.25)
+    env.reset(seed=1)
+    assert env.step("Half of 48 =")[:3] == ("", 0.0, False)  # no call
+    assert env.step(" <<48/2=")[:3] == ("24>>", 0.0, False)
+    assert env.step("24\n")[:3] == ("", 0.25, False) and env.lines == 1  # one line with a correct equation
+    assert env.step("<<1/3=\n")[:3] == ("", 0.0, True)  # the line ended before the call was completed
+    env.reset(seed=1)
+    assert env.step(f"\\boxed{{{env.prompt.answer}}} <<2+2=")[0] == "4>>"
+    assert env.step("\n")[1:3] == (1.25, True)  # an answer anywhere in the line ends the episode
+    words: Any = build("stepwise", task="abacus", separator=";", calculator=True)
+    assert {"<<", ">>", "="} <= set(words.words())
+    assert [finding for finding in check_env(words, episodes=6) if not finding.ok] == []
+
+
+def test_results_in_worked_solutions_are_those_of_the_calculator() -> None:
+    solution = "8*18 = $<<8*18=144.00>>144.00, a third <<1/3=.33>>.33, <<560//10=56>>56 = 56, <<2+2= and << 1 >> x=y"
+    expected = "8*18 = $<<8*18=144>>144.00, a third <<1/3=1/3>>.33, <<560//10=error>>56 = 56, <<2+2=4>> and << 1 >> x=y"
+    assert recompute_calls(solution, "<<", ">>") == expected
+    assert recompute_calls("[4 + 5 = 9 ] = 9", "[", "]", " ") == "[4 + 5 = 9 ] = 9"
+    assert recompute_calls(expected, "<<", ">>") == expected
+
+
+@pytest.mark.parametrize(("name", "args"), [("calculator", {}), ("stepwise", {"calculator": True})])
+@pytest.mark.parametrize(
+    ("split", "first", "changed"), [("test", 200, 8), pytest.param("train", None, 297, marks=pytest.mark.slow)]
+)
+def test_gold_policy_solves_gsm8k_with_a_calculator(
+    name: str, args: dict[str, Any], split: str, first: int | None, changed: int, gsm8k_folder: Path
+) -> None:
+    task = make_task("gsm8k", gsm8k_folder, annotations=True, solution_style="hash", val_size=0)
+    env = make_env(name, task=task, **args)
+    prompts = env.prompts(split)[:first]
+    played = [play(env, prompt, lambda episode, _: episode.gold_action()) for prompt in prompts]
+    assert [prompt.id for prompt, steps in zip(prompts, played, strict=True) if steps[-1][1][1:3] != (1.0, True)] == []
+    assert sum(env.gold_completion(prompt) != prompt.solution for prompt in prompts) == changed  # 144.00 becomes 144
+
+
+@pytest.fixture(scope="module")
+def python_tool() -> Iterator[Any]:
+    env = make_env("python", task=make_task("abacus", style="plain"), timeout_s=1.0)
+    yield env
+    env.close()
+
+
+def test_python_tool_evaluates_expressions_with_limits(python_tool: Any) -> None:
+    env = python_tool
+    calls = [
+        ("<python>sum(x*x for x in range(4))</python>", "14"),
+        ("<python>comb(5, 2)</python>", "10"),
+        ("<python>().__class__</python>", "Attribute is not allowed"),
+        ("<python>open('x')</python>", "open"),
+        ("<python>1/0</python>", "ZeroDivisionError"),
+        ("<python>sum(1 for _ in range(10**12))</python>", "<result>took longer than 1 s"),
+        ("</python>", "no expression"),
+    ]
+    episodes = [env.copy() for _ in calls]
+    for episode in episodes:
+        episode.reset(seed=0)
+    steps = env.step_all(episodes, [f"so {call}" for call, _ in calls])
+    for (call, expected), (observation, _, terminated, _, _) in zip(calls, steps, strict=True):
+        assert expected in observation and observation.endswith("</result>") and not terminated, call
+    last = episodes[0].step(f"\\boxed{{{episodes[0].prompt.answer}}}")
+    assert last[1] == 1.0 and "<result>14</result>" in episodes[0].reply
+
+
+@pytest.mark.parametrize(
+    ("rest", "shown"),
+    [
+        (".", "<result>4</result>"),
+        ("\n\n", "<result>4</result>"),
+        ("<", "result>4</result>"),
+        ("<x", "<result>4</result>"),
+    ],
+)
+def test_token_that_ends_a_python_call_may_hold_more_text(python_tool: Any, rest: str, shown: str) -> None:
+    """Tokenizers have tokens such as >. and ><, as in </python><result>."""
+    env = python_tool.copy()
+    env.reset(seed=0)
+    action = f"so <python>1</python> <python>2+2</python>{rest}"
+    assert env.step(action)[0] == shown
+    assert env.reply == action + shown
+
+
+def test_python_tool_cannot_be_used_after_close() -> None:
+    env: Any = make_env("python", task=make_task("abacus", style="plain"))
+    env.reset(seed=0)
+    env.close()
+    env.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        env.step("<python>1</python>")
