@@ -1,3 +1,5 @@
+"""`assay data`: prepare, show and check problems."""
+
 from __future__ import annotations
 
 import argparse
@@ -31,7 +33,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_prepare_writes_fixed_files_that_read_back_the_same(tmp_path, source, capsys):
+def test_prepared_files_round_trip(tmp_path, source, capsys):
     out = tmp_path / "out"
     words = ["prepare", "gsm8k", "--path", source, "--val-size", 10, "--eval-size", 20, "--seed", 5]
     assert assay_data(*words, "--out", out) == 0
@@ -59,7 +61,7 @@ def test_prepare_writes_fixed_files_that_read_back_the_same(tmp_path, source, ca
     capsys.readouterr()
 
 
-def test_prepared_gsm8k_keeps_its_wording_and_refuses_another(tmp_path, source, capsys):
+def test_prepared_gsm8k_keeps_its_prompt_and_rejects_another(tmp_path, source, capsys):
     out, again, alone = tmp_path / "out", tmp_path / "again", tmp_path / "alone.jsonl"
     wording = {"solution_style": "hash", "instruction": "Go."}
     sizes = ("--val-size", 10, "--eval-size", 20)
@@ -87,7 +89,7 @@ def test_prepared_gsm8k_keeps_its_wording_and_refuses_another(tmp_path, source, 
 
 
 @pytest.mark.parametrize("name", ["abacus", "countdown"])
-def test_prepared_files_of_generated_tasks_know_their_judge(tmp_path, name, capsys):
+def test_prepared_files_of_generated_tasks_name_their_judge(tmp_path, name, capsys):
     out = tmp_path / name
     sizes = ("--train-size", 40, "--val-size", 10, "--eval-size", 15)
     assert assay_data("prepare", name, "--out", out, *sizes) == 0
@@ -124,7 +126,7 @@ def test_show(capsys):
     assert printed.count("--- abacus/test/") == 2 and "[solution]" in printed and "####" in printed
 
 
-def test_a_single_file_is_shown_and_checked_as_it_stands(tmp_path, capsys):
+def test_a_single_file_is_shown_and_checked_whole(tmp_path, capsys):
     rows = [{"question": f"{n} and {n}?", "answer": 2 * n} for n in range(20)]
     rows[19] = rows[0]  # a problem that stands twice
     file = tmp_path / "mine.jsonl"
@@ -149,11 +151,11 @@ def test_a_single_file_is_shown_and_checked_as_it_stands(tmp_path, capsys):
 
 def shared(file, seed, capsys):
     assert assay_data("check", "jsonl", "--path", file, "--arg", f"seed={seed}") == 0
-    found = json.loads(capsys.readouterr().out)["overlap_with_train"]
-    return sum(report["n_shared"] for report in found.values())
+    result = json.loads(capsys.readouterr().out)["overlap_with_train"]
+    return sum(report["n_shared"] for report in result.values())
 
 
-def test_check_reports_golds_and_overlap(tmp_path, capsys):
+def test_check_reports_gold_answers_and_overlap(tmp_path, capsys):
     bad = {"question": "Two and two?", "answer": "4", "solution": "It is \\boxed{5}."}
     good = {"question": "One and one?", "answer": "2", "solution": "It is \\boxed{2}."}
     (tmp_path / "train.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(bad))

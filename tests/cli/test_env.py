@@ -15,18 +15,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
-    coming: Iterator[str] = iter(lines)
+    remaining: Iterator[str] = iter(lines)
 
     def read(prompt: str = "") -> str:
         try:
-            return next(coming)
+            return next(remaining)
         except StopIteration:
             raise EOFError from None
 
     monkeypatch.setattr(builtins, "input", read)
 
 
-def test_the_environment_of_ones_own_is_short_and_sound(
+def test_the_example_environment_is_short_and_passes_the_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -35,7 +35,7 @@ def test_the_environment_of_ones_own_is_short_and_sound(
     assert "FAIL" not in capsys.readouterr().out
 
 
-def test_the_documented_environment_is_that_one() -> None:
+def test_the_documented_environment_is_the_example() -> None:
     page = (ROOT / "docs" / "environments.md").read_text()
     code = (ROOT / "examples" / "my_env.py").read_text()
     assert code[code.index("import random") :].strip() in page
@@ -53,24 +53,24 @@ def test_a_broken_environment_fails_the_check(tmp_path: Path, capsys: pytest.Cap
     assert "unknown environment" in capsys.readouterr().err
 
 
-def test_a_person_plays(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_play_an_episode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     typed(monkeypatch, [word for guess in ("1", "2", "3") for word in (guess, "")])
     assert main(["env", "play", "guess", "--seed", "1", "--arg", "high=3", "--arg", "tries=3"]) == 0
-    said = capsys.readouterr().out
-    assert "Guess a number from 1 to 3" in said and "return: 1 of 1" in said and "episode 2" in said
+    output = capsys.readouterr().out
+    assert "Guess a number from 1 to 3" in output and "return: 1 of 1" in output and "episode 2" in output
 
 
-def test_a_tool_answers_a_person(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_play_with_a_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     typed(monkeypatch, ["so <<6*7="])
     assert main(["env", "play", "calculator", "--task", "abacus", "--task-arg", "style=plain"]) == 0
     assert "[tool] 42>>" in capsys.readouterr().out
 
 
-def test_the_environment_of_ones_own_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_environment_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     short = ["--train.steps", "2", "--eval.final_examples", "8", "--eval.examples", "4"]
     assert main(["train", "examples/my_env.toml", "--runs_dir", str(tmp_path), *short]) == 0
     lines = (tmp_path / "my_env" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    assert len(found) == 16 * 8 and {len(line["turns"]) for line in found} <= {3, 4}
-    assert len({turn["reward"] for line in found for turn in line["turns"]}) == 2  # a third of a point, or nothing
+    result = [json.loads(line) for line in lines]
+    assert len(result) == 16 * 8 and {len(line["turns"]) for line in result} <= {3, 4}
+    assert len({turn["reward"] for line in result for turn in line["turns"]}) == 2  # a third of a point, or nothing

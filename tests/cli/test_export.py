@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assay.cli import export
 from assay.cli.main import main
@@ -36,13 +37,31 @@ def test_weights_are_exported_in_the_given_dtype(source: Path, tmp_path: Path, d
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
-def test_a_checkpoint_of_a_run_is_exported(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exported_checkpoint_gives_the_same_logits_in_transformers(source: Path, tmp_path: Path, dtype: str) -> None:
+    tokenizer, model = char_tokenizer(), load_model(str(source))
     run = Run.create(tmp_path / "runs", "toy", "")
-    with checkpoints.saving(run.path, 10) as folder:
+    with checkpoints.saving(run.path, 3) as folder:
         source.rename(folder / "model")
-    assert main(["export", "run:toy@last", str(tmp_path / "out"), "--runs_dir", str(tmp_path / "runs")]) == 0
-    assert "run:toy@last" in capsys.readouterr().out
-    assert load_model(str(tmp_path / "out")).vocab_size == char_tokenizer().vocab_size
+    checkpoints.set_best(run.path, 3, 0.5)
+    (tmp_path / "out").mkdir()  # empty: can be used
+    words = ["run:toy@best", str(tmp_path / "out"), "--dir", str(tmp_path / "runs"), "--dtype", dtype]
+    assert main(["export", *words]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert str(exported.dtype) == f"torch.{dtype}"
+    ids = tokenizer.encode("12 + 7 = 19")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("12 + 7 = 19") == ids
+    expected_model = model if dtype == "float32" else load_model(str(tmp_path / "out"))
+    with torch.no_grad():
+        logits = exported.float()(torch.tensor([ids])).logits[0]
+        expected = expected_model.unembed(expected_model.hidden(torch.tensor(ids), [len(ids)]))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "out"}
+
+
+def test_an_unknown_run_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "run:demo", str(tmp_path / "out"), "--dir", str(tmp_path)]) == 2
+    assert "unknown run 'demo'" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

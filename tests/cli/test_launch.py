@@ -1,4 +1,4 @@
-"""torchrun with exit codes, on real processes."""
+"""Exit codes of torchrun on one node, with real processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 # The launcher sends SIGTERM to the other rank as soon as one has ended; `assay` ignores it once it is about to exit.
 STOP = "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.exit(143)"
-ENDS = {  # what ranks 0 and 1 do, and the code that becomes of it
+ENDS = {  # code of ranks 0 and 1, and the resulting exit code
     "well": (["pass", "pass"], 0),
     "stopped": ([STOP, STOP], 143),
     "stopped but for one": ([STOP, "sys.exit(2)"], 200),
@@ -28,9 +28,9 @@ def launch(folder: Path, name: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_the_code_says_whether_all_have_stopped_as_asked(tmp_path: Path) -> None:
+def test_exit_code_distinguishes_stopped_from_failed(tmp_path: Path) -> None:
     started = {name: launch(tmp_path, name) for name in ENDS}
-    said = {name: process.communicate(timeout=100)[1] for name, process in started.items()}
+    output = {name: process.communicate(timeout=100)[1] for name, process in started.items()}
     assert {name: process.returncode for name, process in started.items()} == {n: code for n, (_, code) in ENDS.items()}
-    assert "Signal 9 (SIGKILL)" in said["killed"] and "rank      : 1" in said["killed"]
-    assert "Traceback" not in said["killed"]
+    assert "Signal 9 (SIGKILL)" in output["killed"] and "rank      : 1" in output["killed"]
+    assert "Traceback" not in output["killed"]

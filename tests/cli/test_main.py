@@ -19,11 +19,11 @@ from assay.config.settings import keys, parse_overrides
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
-def test_without_words_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_arguments_all_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["--help"], ["-h"], ["help"]):
         assert main(words) == 0
-        said = capsys.readouterr().out
-        assert all(f"\n  {name} " in said for name in COMMANDS) and "--debug" in said
+        output = capsys.readouterr().out
+        assert all(f"\n  {name} " in output for name in COMMANDS) and "--debug" in output
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"assay {__version__}\n"
 
@@ -31,8 +31,8 @@ def test_without_words_it_says_what_there_is(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(("word", "hint"), [("trian", "'train'"), ("evla", "'eval'"), ("zzz", "known: train")])
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str], word: str, hint: str) -> None:
     assert main([word]) == 2
-    found = capsys.readouterr()
-    assert hint in found.err and found.err.count("\n") == 1 and not found.out
+    result = capsys.readouterr()
+    assert hint in result.err and result.err.count("\n") == 1 and not result.out
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -47,8 +47,8 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_help_lists_every_setting_in_its_group(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main([command, "--help"]) == 0
-    said = capsys.readouterr().out
-    lines = said.splitlines()
+    output = capsys.readouterr().out
+    lines = output.splitlines()
     assert "general:" in lines
     for key, field in keys(TrainConfig):
         (line,) = [number for number, text in enumerate(lines) if text.startswith(f"  --{key} ")]
@@ -57,27 +57,27 @@ def test_help_lists_every_setting_in_its_group(capsys: pytest.CaptureFixture[str
         heading = next(text for text in reversed(lines[:line]) if text and not text.startswith(" "))
         assert heading.startswith(f"{section}: " if section else "general:")
     assert max(map(len, lines)) <= 120
-    assert "[16384]" in said  # defaults are shown
+    assert "[16384]" in output  # defaults are shown
 
 
-def test_arguments_that_argparse_refuses_are_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_argparse_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["eval"], ["eval", "m", "--split", "tset"], ["train", "a.toml", "b.toml"], ["train", "--resume"]):
         assert main(words) == 2, words
-        found = capsys.readouterr()
-        assert found.err.startswith("assay: ") and found.err.count("\n") == 1 and "--help" in found.err
+        result = capsys.readouterr()
+        assert result.err.startswith("assay: ") and result.err.count("\n") == 1 and "--help" in result.err
 
 
-def test_debug_shows_the_traceback_and_without_it_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "nowhere.toml"]) == 2
     assert "Traceback" not in capsys.readouterr().err
     for words in (["--debug", "train", "nowhere.toml"], ["train", "nowhere.toml", "--debug"]):
         assert main(words) == 2
-        said = capsys.readouterr().err
-        assert "Traceback" in said and "UserError" in said
-        assert said.splitlines()[-1].startswith("assay: no config file at nowhere.toml")
+        output = capsys.readouterr().err
+        assert "Traceback" in output and "UserError" in output
+        assert output.splitlines()[-1].startswith("assay: no config file at nowhere.toml")
 
 
-def test_a_mistake_of_several_lines_is_told_in_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_several_lines_is_printed_in_one(capsys: pytest.CaptureFixture[str]) -> None:
     from assay.types import UserError
 
     def fails(words: list[str]) -> int:
@@ -87,7 +87,7 @@ def test_a_mistake_of_several_lines_is_told_in_one(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "assay: one two three\n"
 
 
-def test_a_warning_is_one_line_without_a_place_in_the_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_is_one_line_without_source_location(capsys: pytest.CaptureFixture[str]) -> None:
     def warning(words: list[str]) -> int:
         warnings.warn("two\nlines", stacklevel=1)
         return 0
@@ -98,7 +98,7 @@ def test_a_warning_is_one_line_without_a_place_in_the_source(capsys: pytest.Capt
     assert capsys.readouterr().err == "warning: two lines\n"
 
 
-def test_an_interrupt_is_not_an_error_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_prints_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     def stopped(words: list[str]) -> int:
         raise KeyboardInterrupt
 
@@ -107,7 +107,7 @@ def test_an_interrupt_is_not_an_error_of_ours(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "output"),
     [
         (OSError(errno.EIO, "Input/output error", "runs/a/config.toml"), "input/output error) (runs/a/config.toml)"),
         (OSError(errno.ESTALE, "Stale file handle", "x"), "stale file handle) (x)"),
@@ -117,24 +117,26 @@ def test_an_interrupt_is_not_an_error_of_ours(capsys: pytest.CaptureFixture[str]
         (MemoryError(), "main memory"),
     ],
 )
-def test_what_the_system_refuses_is_one_line(error: Exception, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_operating_system_are_one_line(
+    error: Exception, output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fails(words: list[str]) -> int:
         raise error
 
     assert main(["x"], fails) == 2
     shown = capsys.readouterr().err
-    assert said in shown and shown.startswith("assay: ") and shown.count("\n") == 1
+    assert output in shown and shown.startswith("assay: ") and shown.count("\n") == 1
 
 
-def test_a_gpu_without_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_of_gpu_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
     def fails(words: list[str]) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.00 MiB.")
 
     assert main(["x"], fails) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "out of GPU memory" in said
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1 and "out of GPU memory" in output
     with pytest.raises(torch.OutOfMemoryError):
         main(["x", "--debug"], fails)
 
@@ -155,7 +157,11 @@ def words_of(text: str) -> tuple[list[str], dict[str, object]]:
         ("--optim.lr 1e-4 m n", "m n", {"optim.lr": 1e-4}),
         ("--task abacus m --split test", "m --split test", {"task": "abacus"}),
         ("--optim.lr=1e-4 m --fast n", "m --fast n", {"optim.lr": 1e-4}),
-        ("--log.tensorboard m", "m", {"log.tensorboard": True}),  # a switch does not swallow the model
+        (
+            "--log.tensorboard m",
+            "m",
+            {"log.tensorboard": True},
+        ),  # a boolean setting does not take the model as its value
         ("--log.tensorboard false m", "m", {"log.tensorboard": False}),
         ("--reward.wrong -1 m", "m", {"reward.wrong": -1}),
         ("m --reward.strict --seed 3", "m", {"reward.strict": True, "seed": 3}),
@@ -164,13 +170,11 @@ def words_of(text: str) -> tuple[list[str], dict[str, object]]:
         ("--split=test m", "--split=test m", {}),
     ],
 )
-def test_settings_may_stand_before_or_after_what_they_are_for(
-    text: str, own: str, overrides: dict[str, object]
-) -> None:
+def test_settings_before_or_after_arguments(text: str, own: str, overrides: dict[str, object]) -> None:
     assert words_of(text) == (own.split(), overrides)
 
 
-def test_python_m_assay_is_assay() -> None:
+def test_python_m_assay() -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     module = subprocess.run([sys.executable, "-m", "assay", "trian"], capture_output=True, text=True, env=environment)
     assert module.returncode == 2 and module.stderr.startswith("assay: unknown command 'trian': did you mean 'train'?")
@@ -178,8 +182,8 @@ def test_python_m_assay_is_assay() -> None:
     assert whole.returncode == 0 and "usage: assay COMMAND" in whole.stdout
 
 
-def test_a_listener_that_leaves_early_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     script = f"{sys.executable} -m assay train --help | head -1; exit ${{PIPESTATUS[0]}}"
-    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
-    assert found.returncode in (0, 141) and "Traceback" not in found.stderr
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
+    assert result.returncode in (0, 141) and "Traceback" not in result.stderr

@@ -1,3 +1,5 @@
+"""`assay runs`: list and compare runs."""
+
 from __future__ import annotations
 
 import argparse
@@ -6,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from assay.cli import export, runs
-from assay.runs import Run, checkpoints
+from assay.cli import runs
+from assay.runs import Run
 from assay.types import UserError
 
 CONFIG = """
@@ -86,13 +88,13 @@ def test_json(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["differences"] == {"optim.lr": [1e-4, 4e-4]}
 
 
-def test_a_living_run_is_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_of_a_running_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Run.create(tmp_path, "now", ""):
         call("--dir", tmp_path, "--json")
     assert json.loads(capsys.readouterr().out)[0]["state"] == "running"
 
 
-def test_sparse_summary_is_read_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomplete_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run.create(tmp_path, "sparse", "")
     run.write_summary({"after": {"accuracy": 0.5}, "paired": None})
     run.close()
@@ -118,57 +120,3 @@ def test_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_run(runs_dir: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'demo'"):
         call("dmo", "--dir", runs_dir)
-
-
-def export_call(*arguments: object) -> int:
-    parser = argparse.ArgumentParser()
-    export.add_arguments(parser)
-    return export.run(parser.parse_args([str(argument) for argument in arguments]))
-
-
-def test_export_overwrites_nothing(tmp_path: Path) -> None:
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / "precious").write_text("x")
-    with pytest.raises(UserError, match="not empty"):
-        export_call("run:demo", full, "--dir", tmp_path)
-    with pytest.raises(UserError, match="is a file"):
-        export_call("run:demo", full / "precious", "--dir", tmp_path)
-    assert (full / "precious").read_text() == "x"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_export_of_a_checkpoint_loads_in_transformers(tmp_path: Path, dtype: str) -> None:
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from assay.models import build_preset, load_model, save_model
-    from assay.text import char_tokenizer
-
-    tokenizer = char_tokenizer()
-    model = build_preset("tiny", tokenizer.vocab_size, 64, seed=0)
-    run = Run.create(tmp_path, "demo", "")
-    with checkpoints.saving(run.path, 3) as folder:
-        save_model(model, folder / "model", eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
-        tokenizer.save(folder / "model")
-    checkpoints.set_best(run.path, 3, 0.5)
-    (tmp_path / "out").mkdir()  # empty: can be used
-    assert export_call("run:demo@best", tmp_path / "out", "--dir", tmp_path, "--dtype", dtype) == 0
-
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert str(exported.dtype) == f"torch.{dtype}"
-    ids = tokenizer.encode("12 + 7 = 19")
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("12 + 7 = 19") == ids
-    with torch.no_grad():
-        logits = exported.float()(torch.tensor([ids])).logits[0]
-        again = load_model(str(tmp_path / "out"))
-        wanted = (model if dtype == "float32" else again).hidden(torch.tensor(ids), [len(ids)])
-        wanted = (model if dtype == "float32" else again).unembed(wanted)
-    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
-    assert {path.name for path in tmp_path.iterdir()} == {"demo", "out"}
-
-
-def test_export_of_an_unknown_run_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unknown run 'demo'"):
-        export_call("run:demo", tmp_path / "out", "--dir", tmp_path)
-    assert not any(tmp_path.iterdir())

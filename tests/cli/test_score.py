@@ -1,3 +1,5 @@
+"""`assay score`: judge completions in files."""
+
 from __future__ import annotations
 
 import argparse
@@ -20,7 +22,7 @@ Score = Callable[..., tuple[dict[str, Any], list[dict[str, Any]], str]]
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Score:
     def run_score(rows: list[dict[str, Any]] | str, *options: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
-        """The summary, the rows written, and what was said on stderr."""
+        """The summary, the rows written, and what was output on stderr."""
         source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
         source.write_text(text, encoding="utf-8")
@@ -75,7 +77,7 @@ def test_gsm8k_rows(run: Score) -> None:
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K folder: set ASSAY_GSM8K")
 @pytest.mark.parametrize(("split", "n"), [("train", 7473), ("test", 1319)])
-def test_gsm8ks_own_answers(run: Score, split: str, n: int) -> None:
+def test_gold_answers_of_gsm8k(run: Score, split: str, n: int) -> None:
     lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [{**row, "completion": row["answer"]} for row in map(json.loads, lines)]
     summary, _, _ = run(rows, "--task", "gsm8k", "--extract", "hash")
@@ -113,14 +115,14 @@ def test_lenient_and_values(run: Score) -> None:
     assert [row["verdict"]["reward"] for row in written] == [2.0, 0.0, 2.0, -1.0] and summary["mean_reward"] == 0.75
 
 
-def test_lone_surrogates_survive(run: Score) -> None:
+def test_lone_surrogates_are_preserved(run: Score) -> None:
     text = "x \\ud800 \\udc00\\ud83d \\u0000 \\u2028 \\ud83d\\ude00 \\\\boxed{\\ud800}"
     _, written, _ = run('{"gold": "\\udfff", "\\ud800": "\\udead", "completion": "' + text + '"}\n', "--task", "gsm8k")
     assert written[0]["completion"] == json.loads(f'"{text}"')
     assert written[0]["\ud800"] == "\udead" and written[0]["verdict"]["parsed"] == "\ud800"
 
 
-def test_own_reward_function(run: Score, tmp_path: Path) -> None:
+def test_user_defined_reward_function(run: Score, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "async def reward(completion, answer, level, **fields):\n"
@@ -128,21 +130,21 @@ def test_own_reward_function(run: Score, tmp_path: Path) -> None:
         "    return {'reward': level / 2, 'parsed': answer}\n"
     )
     rows = [{"gold": "g", "completion": "c", "level": level} for level in (1, 2, 9)]
-    summary, written, said = run(rows, "--reward", f"{file}:reward")
+    summary, written, output = run(rows, "--reward", f"{file}:reward")
     assert statuses(written) == ["wrong", "ok", "error"] and summary["mean_reward"] == 0.5
-    assert "in.jsonl:3" in said and "KeyError: 'nine'" in said
+    assert "in.jsonl:3" in output and "KeyError: 'nine'" in output
     with pytest.raises(UserError, match=r"all 1 answers.*nine"):
         run(rows[2:], "--reward", f"{file}:reward", "--force")
 
 
-def test_audit(run: Score, tmp_path: Path) -> None:
+def test_disagreements_of_two_judges(run: Score, tmp_path: Path) -> None:
     rows = [
         {"gold": "5", "completion": r"\boxed{5} #### 5"},
         {"gold": "5", "completion": r"\boxed{5} #### 6"},
         {"gold": "5", "completion": "#### 5"},
         {"gold": "5", "completion": "no number"},
     ]
-    summary, _, said = run(rows, "--task", "gsm8k", "--against", "hash")
+    summary, _, output = run(rows, "--task", "gsm8k", "--against", "hash")
     assert [entry["row"] for entry in summary["disagreements"]] == [1, 2]
     first = summary["disagreements"][0]
     assert (first["status"], first["parsed"], first["against_status"], first["against_parsed"]) == (
@@ -151,7 +153,7 @@ def test_audit(run: Score, tmp_path: Path) -> None:
         "wrong",
         "6",
     )
-    assert summary["agreement"] == 0.5 and "2 disagreements with hash" in said and "no_answer" in said
+    assert summary["agreement"] == 0.5 and "2 disagreements with hash" in output and "no_answer" in output
 
     summary, _, _ = run(rows, "--task", "gsm8k", "--against", "lenient", "--force")
     assert [(e["row"], e["against_status"]) for e in summary["disagreements"]] == [(2, "ok")]
@@ -207,11 +209,11 @@ def test_bad_files(run: Score, tmp_path: Path) -> None:
     assert (tmp_path / "in.jsonl").read_text() == GOOD
 
 
-def test_nothing_is_overwritten_unasked(run: Score, tmp_path: Path) -> None:
-    (tmp_path / "out.jsonl").write_text("precious")
+def test_existing_output_needs_force(run: Score, tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("existing")
     with pytest.raises(UserError, match="--force"):
         run(GOOD, "--task", "gsm8k")
-    assert (tmp_path / "out.jsonl").read_text() == "precious"
+    assert (tmp_path / "out.jsonl").read_text() == "existing"
     assert run(GOOD, "--task", "gsm8k", "--extract", "hash", "--force")[0]["accuracy"] == 1.0
 
 

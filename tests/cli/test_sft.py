@@ -81,12 +81,12 @@ def test_mistakes_are_reported_in_one_line(small: SmallRuns, capsys: pytest.Capt
     for words, message in cases:
         capsys.readouterr()
         assert small("sft", *words) == 2, words
-        said = capsys.readouterr().err
-        assert message in said and said.count("\n") == 1
+        output = capsys.readouterr().err
+        assert message in output and output.count("\n") == 1
 
 
 def test_a_dry_run_trains_nothing(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert small("sft", small.config, "--sft.steps", 7, "--dry-run") == 0
-    said = capsys.readouterr().out
-    assert "all checks passed" in said and "warm start: 7 steps" in said and not small.runs.exists()
+    output = capsys.readouterr().out
+    assert "all checks passed" in output and "warm start: 7 steps" in output and not small.runs.exists()
     assert main(["sft", "--help"]) == 0

@@ -36,25 +36,25 @@ def write(*words: object, config: str = "tiny.toml", gpus: int = 0) -> int:
     return main(["slurm", config, "--gpus-per-node", str(gpus), *map(str, words)])
 
 
-def wishes(file: Path) -> dict[str, str]:
+def sbatch_options(file: Path) -> dict[str, str]:
     """What sbatch reads: its lines end at the first command."""
-    found = {}
+    result = {}
     for line in file.read_text().splitlines()[1:]:
         if not line.startswith("#SBATCH "):
             break
         (word,) = shlex.split(line.removeprefix("#SBATCH "))
         key, _, value = word.removeprefix("--").partition("=")
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
-def test_options_are_lines_that_sbatch_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_become_sbatch_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(
         "--nodes 2 --partition long --account us --time 1-12:30 --cpus-per-task 64 --mem 200G --grace 300"
     )
     assert write(*words, "--before", "module load cuda", "--before", "ulimit -n 4096", gpus=8) == 0
     assert "sbatch tiny.sbatch" in capsys.readouterr().out
-    assert wishes(folder / "tiny.sbatch") == {
+    assert sbatch_options(folder / "tiny.sbatch") == {
         **{"job-name": "tiny", "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8", "partition": "long"},
         **{"account": "us", "time": "1-12:30", "cpus-per-task": "64", "mem": "200G", "chdir": str(folder)},
         **{"output": "runs/slurm/%x-%j.log", "open-mode": "append", "signal": "B:USR1@300", "requeue": ""},
@@ -65,10 +65,10 @@ def test_options_are_lines_that_sbatch_reads(folder: Path, capsys: pytest.Captur
     assert (folder / "runs" / "slurm").is_dir()  # Slurm would not make it
 
 
-def test_what_is_not_asked_for_is_left_to_the_cluster(folder: Path) -> None:
+def test_options_that_are_not_given_are_left_to_the_cluster(folder: Path) -> None:
     assert write() == 0
     assert not {"gpus-per-node", "partition", "account", "time", "cpus-per-task", "mem"} & set(
-        wishes(folder / "tiny.sbatch")
+        sbatch_options(folder / "tiny.sbatch")
     )
 
 
@@ -108,8 +108,8 @@ def test_bad_input_is_one_line_and_writes_no_script(
     monkeypatch.setenv("PATH", str(folder))
     words, message = BAD[name]
     assert write(*words) == 2
-    found = capsys.readouterr().err
-    assert message in found and found.startswith("assay: ") and found.count("\n") == 1
+    result = capsys.readouterr().err
+    assert message in result and result.startswith("assay: ") and result.count("\n") == 1
     assert not list(folder.rglob("*.sbatch"))
 
 
@@ -120,7 +120,7 @@ def test_bad_input_is_one_line_and_writes_no_script(
         *(("0", math.inf), ("unlimited", math.inf)),
     ],
 )
-def test_time_limits_are_read_as_sbatch_reads_them(limit: str, expected: float) -> None:
+def test_time_limits_are_parsed_as_by_sbatch(limit: str, expected: float) -> None:
     assert seconds(limit) == expected
 
 
@@ -128,8 +128,8 @@ def test_no_config_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str])
     assert write(config="none.toml") == 2
     assert main(["slurm", "tiny.toml"]) == 2
     assert main(["slurm", "--gpus-per-node", "1"]) == 2
-    found = capsys.readouterr().err.splitlines()
-    assert len(found) == 3 and "no config file at none.toml" in found[0] and "--gpus-per-node" in found[1]
+    result = capsys.readouterr().err.splitlines()
+    assert len(result) == 3 and "no config file at none.toml" in result[0] and "--gpus-per-node" in result[1]
 
 
 # From here on the script is run. srun runs what it is given in a session of its own, as Slurm does with a step.
@@ -194,7 +194,7 @@ def command(folder: Path) -> list[str]:
     return json.loads((folder / "command.json").read_text())
 
 
-def test_torchrun_is_told_where_to_meet_and_what_to_train(cluster: Path) -> None:
+def test_arguments_of_torchrun(cluster: Path) -> None:
     assert write("--nodes", 2, "--procs-per-node", 3, "--train.steps", 7, "--prompt.system", ODD) == 0
     assert run_script(cluster, "0") == 0
     assert command(cluster) == [
@@ -207,11 +207,11 @@ def test_torchrun_is_told_where_to_meet_and_what_to_train(cluster: Path) -> None
     assert "--output=runs/slurm/tiny-12003-node%n.log" in given
 
 
-def test_odd_paths_and_settings_arrive_as_they_were_given(cluster: Path) -> None:
+def test_special_characters_in_paths_and_settings_are_preserved(cluster: Path) -> None:
     (cluster / ODD).mkdir()
     (cluster / "tiny.toml").rename(cluster / ODD / "tiny.toml")
     assert write("--runs_dir", ODD, config=f"{ODD}/tiny.toml") == 0
-    assert wishes(cluster / "tiny.sbatch")["output"] == ODD.replace("%", "%%") + "/slurm/%x-%j.log"
+    assert sbatch_options(cluster / "tiny.sbatch")["output"] == ODD.replace("%", "%%") + "/slurm/%x-%j.log"
     assert run_script(cluster, "0") == 0
     assert command(cluster)[-4:] == [f"{ODD}/tiny.toml", "--name", "tiny-12003", f"--runs_dir={ODD}"]
     (cluster / ODD / "tiny-12003").mkdir()
@@ -220,7 +220,7 @@ def test_odd_paths_and_settings_arrive_as_they_were_given(cluster: Path) -> None
     assert command(cluster)[-4:] == ["--resume", f"{ODD}/tiny-12003", "--trust", f"--runs_dir={ODD}"]
 
 
-def test_it_goes_on_with_a_run_that_is_there(cluster: Path) -> None:
+def test_an_existing_run_is_resumed(cluster: Path) -> None:
     assert write("--name", "mine", "--output", "tiny.sbatch") == 0
     for run, words in (("mine-12003", ()), ("earlier-9", ("earlier-9",))):
         assert run_script(cluster, "0", *words) == 0
@@ -233,26 +233,26 @@ def test_it_goes_on_with_a_run_that_is_there(cluster: Path) -> None:
 
 
 @pytest.mark.parametrize("code", ["1", "137", "200"])
-def test_an_error_is_not_repeated(cluster: Path, code: str) -> None:
+def test_a_failed_job_is_not_requeued(cluster: Path, code: str) -> None:
     assert write() == 0
     assert run_script(cluster, code) == int(code)
     assert not (cluster / "scontrol.txt").exists()
 
 
-def test_a_warning_reaches_the_run_which_then_queues_again(cluster: Path) -> None:
+def test_a_run_that_saves_before_the_time_limit_is_requeued(cluster: Path) -> None:
     assert write() == 0
     assert run_script(cluster, "when told", warn=True) == 143
     assert (cluster / "scancel.txt").read_text() == "--signal=TERM 12003\n"
     assert (cluster / "scontrol.txt").read_text() == "requeue 12003\n"
 
 
-def test_a_warning_that_comes_before_the_run_waits_for_it(cluster: Path) -> None:
+def test_the_signal_is_repeated_until_the_run_has_started(cluster: Path) -> None:
     assert write("--before", "kill -USR1 $$; kill -TERM $$") == 0
     assert run_script(cluster, "when told") == 143
     assert (cluster / "scontrol.txt").read_text() == "requeue 12003\n"
 
 
-def test_a_run_that_does_not_save_in_time_queues_again_all_the_same(cluster: Path) -> None:
+def test_a_run_that_does_not_save_in_time_is_requeued(cluster: Path) -> None:
     assert write() == 0
     text = (cluster / "tiny.sbatch").read_text()
     assert "patience=90\n" in text
@@ -263,13 +263,13 @@ def test_a_run_that_does_not_save_in_time_queues_again_all_the_same(cluster: Pat
     os.killpg(int((cluster / "session").read_text()), signal.SIGKILL)  # Slurm's own work
 
 
-def test_a_cancelled_job_stays_cancelled(cluster: Path) -> None:
+def test_a_cancelled_job_is_not_requeued(cluster: Path) -> None:
     assert write() == 0
     assert run_script(cluster, "when told", warn=True, state="CANCELLED") == 143
     assert not (cluster / "scontrol.txt").exists()
 
 
-def test_submitting_says_what_sbatch_says(
+def test_the_output_of_sbatch_is_printed(
     cluster: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sbatch = cluster / "tools" / "sbatch"

@@ -158,14 +158,16 @@ def test_an_existing_run_name_gets_a_number(small: SmallRuns) -> None:
 
 def test_results_folder_and_next_commands_are_printed(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert small.train() == 0
-    found = capsys.readouterr()
-    said = found.out
-    assert re.search(r"before +\d+\.\d %", said) and re.search(r"after +\d+\.\d %", said)
-    assert re.search(r"[+-]\d+\.\d points; \d+ problems gained, \d+ lost, paired p = ", said)
+    result = capsys.readouterr()
+    output = result.out
+    assert re.search(r"before +\d+\.\d %", output) and re.search(r"after +\d+\.\d %", output)
+    assert re.search(r"[+-]\d+\.\d points; \d+ problems gained, \d+ lost, paired p = ", output)
     path = small.runs / "small"
-    assert f"saved in {path}" in said and f"next commands to try:\n  assay chat run:{path}@0 run:{path}@last\n" in said
-    assert re.search(r"step 2/2  reward \d\.\d\d", said)
-    assert "\x1b[" not in said and not found.err  # plain lines, because stdout is not a terminal
+    assert (
+        f"saved in {path}" in output and f"next commands to try:\n  assay chat run:{path}@0 run:{path}@last\n" in output
+    )
+    assert re.search(r"step 2/2  reward \d\.\d\d", output)
+    assert "\x1b[" not in output and not result.err  # plain lines, because stdout is not a terminal
 
 
 def test_overlap_between_train_and_test_is_reported(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,9 +179,11 @@ def test_overlap_between_train_and_test_is_reported(small: SmallRuns, capsys: py
     (data / "test.jsonl").write_text("".join(lines[16:26]))
     words = ("--task", "jsonl", "--task.path", data, "--task.args", "{}", "--model.tokenizer", "characters")
     assert small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--train.steps", 1) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"warning: [34] of the 10 test problems are also in the train split", said)  # validation is carved
-    assert re.search(r"no overlap between 18 train and 2 validation problems", said)
+    output = capsys.readouterr().out
+    assert re.search(
+        r"warning: [34] of the 10 test problems are also in the train split", output
+    )  # validation is carved
+    assert re.search(r"no overlap between 18 train and 2 validation problems", output)
 
 
 def test_a_single_file_is_trained_and_measured_on_different_rows(
@@ -189,9 +193,9 @@ def test_a_single_file_is_trained_and_measured_on_different_rows(
     file.write_text("".join(json.dumps({"question": f"{n} + 1", "answer": n + 1}) + "\n" for n in range(40)))
     words = ("--task", "jsonl", "--task.path", file, "--task.args", "{}", "--model.tokenizer", "characters")
     assert small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--train.epochs", 1) == 0
-    said = capsys.readouterr().out
-    assert "no overlap between 32 train and 4 test problems" in said
-    assert "no overlap between 32 train and 4 validation problems" in said and "warning" not in said
+    output = capsys.readouterr().out
+    assert "no overlap between 32 train and 4 test problems" in output
+    assert "no overlap between 32 train and 4 validation problems" in output and "warning" not in output
     folder = small.runs / "small"
     trained = {json.loads(line)["prompt_id"] for f in folder.glob("rollouts/*.jsonl") for line in f.open()}
     tested = {json.loads(line)["prompt_id"] for f in folder.glob("evals/*after-test*.jsonl") for line in f.open()}
@@ -243,11 +247,11 @@ def test_prepared_files_are_trained_on(small: SmallRuns) -> None:
 def test_a_dry_run_checks_everything_and_writes_nothing(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     before = small.files()
     assert small.train("--dry-run", "--algo.kl_coef", 0.1) == 0
-    said = capsys.readouterr().out
-    assert "all checks passed" in said and "24 train problems; 2 steps" in said
-    assert re.search(r"estimated total +\d+\.\d\d GiB on cpu", said)
+    output = capsys.readouterr().out
+    assert "all checks passed" in output and "24 train problems; 2 steps" in output
+    assert re.search(r"estimated total +\d+\.\d\d GiB on cpu", output)
     for part in ("weights, gradients, AdamW", "engine's copy", "reference", "KV cache", "activations", "logits"):
-        assert part in said
+        assert part in output
     assert {k: v for k, v in small.files().items() if "__pycache__" not in k} == before and not small.runs.exists()
 
 
@@ -417,9 +421,11 @@ def test_bad_input_is_one_line_and_writes_no_files(
     before = small.files()
     runs_dir = [] if "--runs_dir" in given else ["--runs_dir", str(small.runs)]
     assert main(["train", str(small.config), *given, *runs_dir]) == 2
-    found = capsys.readouterr()
-    assert message in found.err, found.err
-    assert found.err.startswith("assay: ") and found.err.count("\n") == 1 and "Traceback" not in found.out + found.err
+    result = capsys.readouterr()
+    assert message in result.err, result.err
+    assert (
+        result.err.startswith("assay: ") and result.err.count("\n") == 1 and "Traceback" not in result.out + result.err
+    )
     assert {k: v for k, v in small.files().items() if "__pycache__" not in k} == before
     assert not small.runs.exists() or not list(small.runs.iterdir())
 
@@ -438,8 +444,8 @@ def test_a_judge_that_always_fails_is_rejected_before_the_run_starts(
     monkeypatch.chdir(small.folder)
     words, message = BROKEN_JUDGES[name]
     assert small.train(*words, "--reward.workers", workers) == 2
-    found = capsys.readouterr()
-    assert message in found.err and found.err.count("\n") == 1 and "Traceback" not in found.out + found.err
+    result = capsys.readouterr()
+    assert message in result.err and result.err.count("\n") == 1 and "Traceback" not in result.out + result.err
     assert not small.runs.exists()
 
 
@@ -453,18 +459,18 @@ def test_a_judge_that_always_fails_is_rejected_before_the_run_starts(
         ("", "no model"),
     ],
 )
-def test_bad_config_files_are_named(
+def test_bad_config_files_are_reported(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     file = small.folder / "bad.toml"
     file.write_text(text)
     assert small.train(config=file) == 2
-    found = capsys.readouterr()
-    assert message in found.err and found.err.count("\n") == 1
+    result = capsys.readouterr()
+    assert message in result.err and result.err.count("\n") == 1
     assert not small.runs.exists()
 
 
-def test_no_config_and_a_config_that_is_not_there(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_config_file(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train"]) == 2
     assert "give a TOML file" in capsys.readouterr().err
     assert small.train(config=small.folder / "none.toml") == 2
@@ -489,7 +495,7 @@ def test_an_interrupted_run_prints_how_to_resume(
     with monkeypatch.context() as patch:
         patch.setattr(OnPolicySource, "next", interrupted)
         assert small.train() == 130
-    found = capsys.readouterr()
-    assert f"assay train --resume {small.runs / 'small'}" in found.out and "Traceback" not in found.err
+    result = capsys.readouterr()
+    assert f"assay train --resume {small.runs / 'small'}" in result.out and "Traceback" not in result.err
     assert main(["train", "--resume", str(small.runs / "small")]) == 0
     assert small.summary()["steps"] == 2

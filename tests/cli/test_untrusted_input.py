@@ -1,4 +1,4 @@
-"""Whatever is in files that come from elsewhere: a command ends with 0, or with 2 and one line, and prints no codes."""
+"""Untrusted files: a command exits with 0, or with 2 and one line, and prints no control characters."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Command = Callable[..., str]
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Runs `assay` and checks what holds for all input. Gives what was printed."""
+    """Runs `assay`, checks what must hold for all input, and returns the output."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words: object, code: int | None = None) -> str:
         capsys.readouterr()
-        found = main([*map(str, words)])
+        result = main([*map(str, words)])
         out, err = capsys.readouterr()
-        assert found in ((0, 2) if code is None else (code,)), err
+        assert result in ((0, 2) if code is None else (code,)), err
         assert "Traceback" not in err
         assert not set(out + err) & set("\x1b\x07\x9b\u202e\u2066\r")
-        if found == 2:
+        if result == 2:
             lines = [line for line in err.splitlines() if line.startswith("assay: ")]
             assert len(lines) == 1 and len(lines[0]) < 1_100, err
         return out + err
@@ -71,7 +71,7 @@ def changed(model: Path, tmp_path: Path) -> Callable[..., Path]:
     return change
 
 
-def test_names_of_5000_characters(command: Command, model: Path) -> None:
+def test_very_long_names(command: Command, model: Path) -> None:
     for words in (
         ("eval", f"run:{LONG}@last"),
         ("chat", f"run:{LONG}@last"),
@@ -118,8 +118,8 @@ def test_input_output_errors_name_the_file_and_the_reason(command: Command, tmp_
         ("eval", "x", "--task", "abacus", "--prompt.few_shot_file", "/proc/self/mem"),
         ("chat", tmp_path, "--prompt", "x"),
     ):
-        said = command(*words, code=2)
-        assert words[1] is tmp_path or "/proc/self/mem" in said or words[0] == "eval", said
+        output = command(*words, code=2)
+        assert words[1] is tmp_path or "/proc/self/mem" in output or words[0] == "eval", output
     run = tmp_path / "runs" / "odd"
     (run / "config.toml").mkdir(parents=True)
     (run / "metrics.jsonl").mkdir()
@@ -178,7 +178,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_absurd_config_json(part: int, command: Command, changed: Callable[..., Path]) -> None:
+def test_invalid_values_in_config_json(part: int, command: Command, changed: Callable[..., Path]) -> None:
     for index, change in list(enumerate(CONFIGS))[part::6]:
         command("export", changed("config.json", change), f"out-{index}")
 
@@ -281,7 +281,7 @@ def test_tokenizers_of_malformed_gguf_files(command: Command, tmp_path: Path) ->
         command("chat", tmp_path / "model.gguf", "--prompt", "1", code=2)
 
 
-def test_answers_of_a_model_are_printed_without_codes(
+def test_answers_of_a_model_are_printed_without_control_characters(
     command: Command, model: Path, changed: Callable[..., Path]
 ) -> None:
     """The model's own tokens are escape sequences."""
