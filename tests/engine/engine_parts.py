@@ -1,4 +1,4 @@
-"""Small models and the comparison that house rules define, shared by the engine's tests."""
+"""Small models, and the comparison of tokens that the design defines, shared by the engine's tests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def small_decoder(spec: ModelSpec, seed: int = 0) -> Decoder:
 
 
 def needed_library() -> Any:
-    """The engine's C, for tests that make no sense without."""
+    """The compiled C library; skips the test without a C compiler."""
     found = library(os.environ.get("CC", "cc"))
     if found is None:
         pytest.skip("there is no C compiler here")
@@ -63,12 +63,12 @@ def random_prompts(count: int, vocabulary: int, seed: int = 0, shortest: int = 1
 
 @torch.no_grad()
 def logits_after(model: PolicyModel, ids: Sequence[int]) -> Tensor:
-    """Logits [len(ids), V] of a whole sequence, by the trainer's own path."""
+    """Logits [len(ids), V] of a whole sequence, by the trainer's forward pass."""
     return model.unembed(model.hidden(torch.tensor(list(ids)), [len(ids)])).float()
 
 
 def assert_same_tokens(model: PolicyModel, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> None:
-    """Identical, or a first divergence at a top-two gap under `GAP`."""
+    """Identical, or a first divergence at a top-two gap below `GAP`."""
     for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             best, second = logits_after(model, [*prompt, *ours[:place]])[-1].topk(2).values

@@ -1,4 +1,4 @@
-"""Engines behind the interface of `assay.engine.base` and a record of their events, shared by tests."""
+"""Engines of all backends, and a recorder of their events, shared by tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GPU_LIKE = Mode(max_batch=8, window=4, ahead=1)  # results are read one window l
 
 
 class Recorder:
-    """The events of an engine, by request and sample. No event may follow a request's or a sample's last one."""
+    """Records events by request and sample. No event may follow the last one of a request or a sample."""
 
     def __init__(self) -> None:
         self.chunks: dict[tuple[int, int], list[TokenChunk]] = defaultdict(list)
@@ -67,12 +67,12 @@ class Recorder:
         return ids, [value for chunk in chunks for value in chunk.logprobs]
 
     def ids(self) -> set[int]:
-        """Every request that had an event."""
+        """Ids of all requests that had an event."""
         return {key[0] for key in (*self.chunks, *self.completions)} | set(self.errors)
 
 
 def run(engine: Engine, recorder: Recorder | None = None) -> Recorder:
-    """Step until nothing is unfinished."""
+    """Step until all requests are finished."""
     recorder = recorder or Recorder()
     while events := engine.step():
         recorder.record(events)
@@ -80,7 +80,7 @@ def run(engine: Engine, recorder: Recorder | None = None) -> Recorder:
 
 
 def run_slowly(engine: NativeEngine, recorder: Recorder, between: Callable[[int], None]) -> Recorder:
-    """One iteration after the other; `between` is called with their number after each."""
+    """Step without waiting; `between` is called with the number of the iteration after each."""
     iteration = 0
     while engine.incoming or engine.scheduler.unfinished:
         recorder.record(engine.step(wait=False))
@@ -97,7 +97,7 @@ def add_all(engine: Engine, requests: Iterable[Request]) -> list[int]:
 
 @cache
 def policy(backend: str, seed: int = 0, dtype: torch.dtype | None = None) -> PolicyModel:
-    """The same weights for every backend; not to be changed."""
+    """A model with the same weights for every backend; must not be changed."""
     decoder = small_decoder(SPECS["llama"], seed)
     model = HFModel(transformers_model(SPECS["llama"], decoder)) if backend == "hf" else decoder
     return model.to(dtype or dtype_of(backend))
@@ -108,7 +108,7 @@ def dtype_of(backend: str) -> torch.dtype:
 
 
 def build(backend: str, model: PolicyModel | None = None, mode: Mode | None = None) -> Engine:
-    """`mode` is for native engines; of another one only the number of rows is heeded."""
+    """`mode` is for native engines; others use its `max_batch` only."""
     model, mode = model or policy(backend), mode or Mode(max_batch=8)
     if isinstance(model, Decoder):
         return engine_for(model, mode, dtype=dtype_of(backend), decode=words)
@@ -131,7 +131,7 @@ def native(
 
 
 def varied_requests(stream: bool = False, max_new_tokens: int = 24) -> list[Request]:
-    """Greedy and sampled, with and without truncation, with stop tokens, stop strings and least lengths."""
+    """Greedy and sampled, with and without truncation, with stop tokens, stop strings and minimum lengths."""
     plain = SamplingParams(n=2, max_new_tokens=max_new_tokens)
     kinds = [
         plain,

@@ -1,4 +1,4 @@
-"""Requests that come while others are being served: turns go on at their own pace, and come out as if asked alone."""
+"""Requests added while others are running: conversations whose turns continue independently of each other."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def model() -> Decoder:
 
 @dataclass
 class Talks:
-    """Conversations of a few turns of uneven lengths, every one continued as soon as its turn has ended."""
+    """Conversations with a few turns of different lengths; each continues as soon as its turn has ended."""
 
     first: Sequence[Request]
     turns: int = TURNS
-    long: int = 0  # tokens that some begin with
+    long: int = 0  # prompt tokens of some conversations
     asked: list[tuple[int, int, list[int], Request]] = field(default_factory=list)  # talk, turn, tokens before, request
     ended: list[tuple[int, Completion]] = field(default_factory=list)
     calls: list[bool] = field(default_factory=list)
@@ -95,7 +95,7 @@ def talks(count: int = 9, turns: int = TURNS, long: int = 0) -> Talks:
 
 
 def in_rounds(engine: Engine, talk: Talks) -> None:
-    """What `more` spares: every turn waits for the longest of its round."""
+    """The same in synchronous rounds: every turn waits for the longest of its round."""
     count = 0
     while requests := talk.more(True):
         for place, group in enumerate(generate(engine, requests)):
@@ -131,13 +131,13 @@ def test_continuations_added_while_others_run_equal_whole_prompts(kind: str) -> 
         whole = Request([*before, *request.prompt_ids], request.params, request.seed)
         fresh.reset_prefix_cache()
         assert_same_draws(model(), whole, [talk.done[number, turn]], generate(fresh, [whole])[0])
-    assert talk.calls[0] and talk.calls[-1]  # the last finds nothing to do, and brings nothing
+    assert talk.calls[0] and talk.calls[-1]  # the last call adds nothing
     if isinstance(engine, NativeEngine):
         assert idle(engine) and not engine.scheduler.kept
         assert (engine.stats.preemptions > 0) == (kind in ("small cache", "all at once"))
         ahead = any(first[1] > second[1] for first, second in pairwise(talk.order))  # some are turns ahead of others
-        assert ahead or kind == "all at once"  # where there is so little room that all queue up
-        assert sum(talk.calls) <= 1 + TURNS  # all was done at the end, and where one alone was left
+        assert ahead or kind == "all at once"  # there the cache is so small that requests are queued
+        assert sum(talk.calls) <= 1 + TURNS  # at the end, and when one conversation was left
 
 
 def test_continuations_do_not_wait_for_longer_sequences() -> None:
@@ -183,13 +183,13 @@ def test_exception_in_a_consumer_aborts_only_its_requests(kind: str) -> None:
 
     def more(nothing_else: bool) -> list[Request]:
         if len(talk.done) > 9:
-            raise ConnectionError("nobody knows")
+            raise ConnectionError("closed")
         return talk.more(nothing_else)
 
     consumer = Consumer(engine, on_finish=talk.on_finish, more=more)
     take = consumer.take
     consumer.take = lambda event: (other.take if event.request_id in other.ids else take)(event)  # type: ignore[method-assign]
-    with pytest.raises(ConnectionError, match="nobody knows"):
+    with pytest.raises(ConnectionError, match="closed"):
         consumer.run()
     other.run()
     assert_same_draws(model(), foreign, other.groups()[0], generate(engine_for(model()), [foreign])[0])
@@ -202,7 +202,7 @@ def test_exception_in_a_consumer_aborts_only_its_requests(kind: str) -> None:
 
 @pytest.mark.parametrize(("running", "first"), [(40, MAX_WAIT), (4, 8)])  # 1 + ... + 8 > 4 x ADMISSION_COST
 def test_requests_that_arrive_one_by_one_are_admitted_together(running: int, first: int) -> None:
-    """One comes after each step: they enter together, since each entry costs a pass."""
+    """One request arrives after each step; they are admitted together, since each admission costs a prefill."""
     engine = engine_for(model(), Mode(max_batch=64))
     seen: list[int] = []
     enter = engine.rows.enter

@@ -1,4 +1,4 @@
-"""Finished sequences that are kept and continued by their handles, held against a fresh engine given all tokens."""
+"""Continuation by handle, compared with a new engine that gets all tokens as a prompt."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fresh() -> NativeEngine:
 
 
 def assert_as_fresh(before: list[int], request: Request, group: list[Completion]) -> None:
-    """`before`: all tokens that the completions follow."""
+    """`before`: all tokens before the completions."""
     fresh().reset_prefix_cache()
     whole = Request(before, request.params, request.seed)
     assert_same_draws(model(), whole, group, generate(fresh(), [whole])[0])
@@ -69,7 +69,7 @@ def test_continuations_equal_whole_prompts(mode: str) -> None:
     for turn in range(4):
         engine.reset_stats()
         groups = generate(engine, requests)
-        if turn > 0 and mode != "all at once":  # what was kept is used: only what is new, and the token drawn last
+        if turn > 0 and mode != "all at once":  # only new tokens and the last sampled one are computed
             assert engine.stats.prefill_tokens == sum(len(request.prompt_ids) + 1 for request in requests)
         for i, (request, group) in enumerate(zip(requests, groups, strict=True)):
             assert_as_fresh(sequences[i], request, group)
@@ -95,7 +95,7 @@ def test_one_kept_sequence_continues_with_several_samples(mode: str) -> None:
     before = [
         [*prompt, *completion.token_ids] for prompt, group in zip(prompts, first, strict=True) for completion in group
     ]
-    # Each of the samples of a group, in another order, and each in several ways.
+    # All samples of a group, in another order, each with several continuations.
     requests = [Request([i], params, seed=i, continues=handle) for i, handle in enumerate(handles)][::-1]
     groups = generate(engine, requests)
     assert (engine.stats.preemptions > 0) == (mode == "all at once")
@@ -181,7 +181,7 @@ def test_unknown_handles_fail_with_a_clear_error() -> None:
     assert_as_fresh([5], good, groups[0])
 
     going_on = Request([6], params, seed=2, continues=completion.handle)
-    groups, errors = served(engine, [going_on, going_on])  # the first uses it up
+    groups, errors = served(engine, [going_on, going_on])  # the first one consumes the handle
     assert list(errors) == [1] and "continued or released before" in errors[1]
     assert_as_fresh([*before, 6], going_on, groups[0])
     assert list(served(engine, [going_on])[1]) == [0]

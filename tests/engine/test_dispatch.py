@@ -52,7 +52,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def nothing_left(dispatcher: Dispatcher) -> bool:
-    """Whether dispatcher and engine hold nothing of any request."""
+    """Whether dispatcher and engine have no state of any request."""
     engine = dispatcher.engine
     assert isinstance(engine, NativeEngine)
     held = (dispatcher._owners, engine.outputs.jobs, engine.outputs.events, engine.incoming, engine.scheduler.kept)
@@ -217,7 +217,7 @@ def test_aborted_requests_and_samples_yield_no_event(what: str, monkeypatch: pyt
     engine = engine_for(model())
     gate = Gate(engine, monkeypatch)
     with Dispatcher(engine) as dispatcher, dispatcher.connect() as client:
-        short = SamplingParams(n=2, max_new_tokens=1)  # its results are there after the step that is held
+        short = SamplingParams(n=2, max_new_tokens=1)  # finished after the blocked step
         first, second = (client.add(Request([1, 2, i], short, seed=i, keep=True)) for i in range(2))
         assert gate.reached.wait(60)
         client.abort([first] if what == "request" else [(first, 1)])
@@ -226,7 +226,7 @@ def test_aborted_requests_and_samples_yield_no_event(what: str, monkeypatch: pyt
         keys = {(event.request_id, event.sample) for event in events if isinstance(event, Finished)}
         assert keys == {(second, 0), (second, 1)} | ({(first, 0)} if what == "sample" else set())
         client.release(event.completion.handle for event in events if isinstance(event, Finished))  # type: ignore[misc]
-        eventually(lambda: nothing_left(dispatcher))  # also the kept sequences of which nobody was told
+        eventually(lambda: nothing_left(dispatcher))  # also kept sequences whose handles were never returned
 
 
 def test_abort_drops_finished_results_that_were_not_taken_and_releases_their_handles() -> None:
@@ -290,7 +290,7 @@ def test_engine_exception_reaches_clients_with_requests_and_later_requests_are_s
     def fail(*args: Any) -> None:
         gate.reached.set()
         assert gate.passed.wait(60)
-        raise MemoryError("no room")
+        raise MemoryError("out of memory")
 
     monkeypatch.setattr(engine.runner, "decode", fail)
     with Dispatcher(engine) as dispatcher:
@@ -301,7 +301,7 @@ def test_engine_exception_reaches_clients_with_requests_and_later_requests_are_s
         assert gate.reached.wait(60)
         gate.open()
         for client in clients[:2]:
-            with pytest.raises(MemoryError, match="no room"):
+            with pytest.raises(MemoryError, match="out of memory"):
                 client.step()
             assert client.step() == []
         assert clients[2].step() == []
@@ -316,7 +316,7 @@ def test_engine_exception_is_not_raised_for_aborted_requests(monkeypatch: pytest
     decode = engine.runner.decode
 
     def fail(*args: Any) -> None:
-        raise MemoryError("no room")
+        raise MemoryError("out of memory")
 
     monkeypatch.setattr(engine.runner, "decode", fail)
     with Dispatcher(engine) as dispatcher, dispatcher.connect() as client:

@@ -1,4 +1,4 @@
-"""Requests that cannot be served, or break on the way: they are named, and the others are finished as if alone."""
+"""Invalid requests and requests with NaN logits fail by name; other requests are not affected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS
 from assay.models.decoder import Decoder
 
 WAYS = {"plain": Mode(), "all at once": MODES["all at once"]}
-ODD = 60  # the token whose weights are broken
+ODD = 60  # the token whose embedding is NaN
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def test_invalid_requests_fail_by_name_and_others_finish() -> None:
 def test_requests_at_the_limits_are_served() -> None:
     engine = engine_for(model(), Mode(cache=80))
     requests = [
-        Request([1] * 40, SamplingParams(max_new_tokens=90), seed=0),  # cut off; the last token is not stored
+        Request([1] * 40, SamplingParams(max_new_tokens=90), seed=0),  # truncated; the last token is not stored
         Request([1] * 80, SamplingParams(max_new_tokens=1), seed=0),
         Request([1], SamplingParams(forbidden_token_ids=tuple(range(60)), max_new_tokens=3), seed=0),
         Request([1], SamplingParams(stop_token_ids=tuple(range(100, 100 + STOP_SLOTS)), max_new_tokens=3), seed=0),
@@ -116,7 +116,7 @@ def broken_engine(mode: Mode, token: int = ODD) -> NativeEngine:
 
 
 def odd_and_good(params: SamplingParams) -> tuple[list[Request], set[int]]:
-    """Prompts with the odd token at the end, in the middle, and behind what others begin with as well."""
+    """Prompts with the NaN token at the end, in the middle, and after a prefix that others share."""
     good = [[token % 60 for token in prompt] for prompt in mixed_prompts(seed=7)]
     system = good[6][:21]
     odd = [[ODD], [*system, ODD, 4, 5], [*system[:16], ODD], [*range(20), ODD, *range(30)], [ODD, *range(40)]]
@@ -142,7 +142,7 @@ def test_nan_logits_of_a_prompt_fail_only_its_request(mode: str) -> None:
         assert_same_groups(model(), requests, ours, [[] if i in odd else group for i, group in enumerate(expected)])
         assert idle(engine)
     assert seen == {(r, s): completion.token_ids for r, group in enumerate(ours) for s, completion in enumerate(group)}
-    # Those who use the blocks after it are right too, and nothing of a broken prefix is found again.
+    # Later users of the blocks are not affected, and no NaN prefix is cached.
     good = [request for index, request in enumerate(requests) if index not in odd]
     assert_same_groups(
         model(), good, generate(engine, good), [group for index, group in enumerate(expected) if index not in odd]
@@ -153,11 +153,11 @@ def test_nan_logits_of_a_prompt_fail_only_its_request(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", WAYS)
 def test_nan_logits_while_decoding_fail_only_their_request(mode: str) -> None:
-    """Drawn on the way: some samples of a request break, others of the same prompt would not."""
+    """The token is sampled by some samples of a request and not by others."""
     params = SamplingParams(n=2, max_new_tokens=24)
     requests = requests_for([[t % 60 for t in prompt] for prompt in mixed_prompts(seed=9)], params)
     expected = generate(engine_for(model()), requests)
-    # A sequence breaks one step after the odd token is drawn, if there is such a step.
+    # A sequence fails one step after the token is sampled, if there is such a step.
     places = [[c.token_ids.index(ODD) if ODD in c.token_ids[:-1] else None for c in group] for group in expected]
     odd = {index for index, group in enumerate(places) if group != [None, None]}
     assert 1 < len(odd) < len(requests) and any(None in places[index] for index in odd)
@@ -173,7 +173,7 @@ def test_nan_logits_while_decoding_fail_only_their_request(mode: str) -> None:
 
 
 def test_nan_logits_after_a_stop_string_are_ignored() -> None:
-    """The device does not know of stop strings: it goes on to the odd token, in blocks that others use next."""
+    """The device does not check for stop strings and continues to the NaN token, in blocks that others use next."""
     params = SamplingParams(temperature=1.0, max_new_tokens=16)
     prompt = [1, 2, 3]
     (free,) = generate(engine_for(model()), [Request(prompt, params, seed=2)])[0]
@@ -184,7 +184,7 @@ def test_nan_logits_after_a_stop_string_are_ignored() -> None:
     (stopped,) = generate(engine, [stopping])[0]
     assert stopped.token_ids == free.token_ids[:4]
     assert stopped.handle is not None
-    assert engine.runner.kv[:, :, :, engine.scheduler.kept[stopped.handle].blocks].isnan().any()  # there it lies
+    assert engine.runner.kv[:, :, :, engine.scheduler.kept[stopped.handle].blocks].isnan().any()
     healthy = engine_for(model())
     more = SamplingParams(max_new_tokens=8, forbidden_token_ids=(odd,))
     continued = generate(engine, [Request([4], more, seed=3, continues=stopped.handle)])

@@ -36,7 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "sliding_window": 6,
     },
-    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": 64},  # takes no positions
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": 64},  # no position_ids
 }
 
 
@@ -178,7 +178,7 @@ def test_handle_is_consumed_unless_its_continuation_fails() -> None:
     assert list(served(engine, [Request([1] * 64, params, seed=1, continues=first.handle)])[1]) == [0]  # too long
 
     def complain(request: int, sample: int, token: int) -> None:
-        raise ConnectionError("nobody listens")
+        raise ConnectionError("closed")
 
     with pytest.raises(ConnectionError):
         Consumer(engine, on_token=complain).run([Request([1, 2], params, seed=0)])
@@ -219,7 +219,7 @@ def test_invalid_requests_fail_by_name_and_others_finish() -> None:
     good = [Request([i + 1, i + 2], params, seed=i) for i in range(3)]
     expected = generate(engine, good)
     weights = {name: weight.detach().clone() for name, weight in model.weights()}
-    weights["transformer.wte.weight"][9] = float("nan")  # of the tied head too, so that all its logits are none
+    weights["transformer.wte.weight"][9] = float("nan")  # also in the tied head, so all logits are NaN
     bad = [Request([], params, seed=0, name="empty"), Request([1], replace(params, n=0), seed=0, name="none")]
     with pytest.raises(RequestError, match=r"'empty': the prompt is empty.*\(1 more requests failed\)") as caught:
         generate(engine, [good[0], bad[0], good[1], bad[1], good[2]])

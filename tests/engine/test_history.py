@@ -17,7 +17,7 @@ def new_sample(index: int, limit: int = 10_000) -> Sample:
 
 
 def look_at(running: list[Sample], first: int, steps: int) -> StepOutput:
-    """What a device would have logged: a token is told by its step and row, scores by both and their kind."""
+    """A log with distinct values: tokens encode step and row, scores also their kind."""
     step = torch.arange(first, first + steps)[:, None]
     tokens = step * 100 + torch.arange(len(running))
     scores = torch.stack([tokens + 0.125 * kind for kind in range(4)])
@@ -36,13 +36,13 @@ def assert_reads(history: History, samples: list[Sample], told: dict[Sample, lis
 
 @pytest.mark.parametrize(("window", "late"), [(1, 0), (4, 0), (4, 1), (7, 2)])
 def test_history_follows_sequences_that_change_rows(window: int, late: int) -> None:
-    """Samples come, go, move between rows; looks are written late; and all of it for longer than there is room."""
+    """Random samples enter, leave and move between rows for longer than the initial capacity; results arrive late."""
     draw = random.Random(window)
     history = History(6)
     first = history.first = 37
     step, named = first, 0
     running: list[Sample] = []
-    told: dict[Sample, list[int]] = {}  # the tokens of each, written down one by one
+    told: dict[Sample, list[int]] = {}  # expected tokens of each sample
     looks: list[StepOutput] = []
     for _ in range(5 * HISTORY_STEPS // window):
         while len(running) < 6 and draw.random() < 0.3:
@@ -87,7 +87,7 @@ def test_history_reads_several_sequences_at_once() -> None:
 def test_history_drops_steps_before_the_oldest_running_sample() -> None:
     history = History(2)
     running: list[Sample] = []
-    for start in range(0, 8 * HISTORY_STEPS, 50):  # one after the other
+    for start in range(0, 8 * HISTORY_STEPS, 50):  # short sequences
         assign_slot(new_sample(start), running, start)
         history.write(look_at(running, start, 50), running)
         assert_reads(history, running, {running[0]: [step * 100 for step in range(start, start + 50)]})
@@ -95,7 +95,7 @@ def test_history_drops_steps_before_the_oldest_running_sample() -> None:
     assert history.tokens.shape == (2, HISTORY_STEPS) and history.scores.shape == (4, 2, HISTORY_STEPS)
     assign_slot(new_sample(0), running, 8 * HISTORY_STEPS)
     told: list[int] = []
-    for start in range(8 * HISTORY_STEPS, 11 * HISTORY_STEPS, 64):  # one that stays
+    for start in range(8 * HISTORY_STEPS, 11 * HISTORY_STEPS, 64):  # one long sequence
         history.write(look_at(running, start, 64), running)
         told += [step * 100 for step in range(start, start + 64)]
     assert_reads(history, running, {running[0]: told})

@@ -1,4 +1,4 @@
-"""Completions and streams made from what rows have sampled; stop strings; what is left after an error."""
+"""Completions and streams from sampled tokens; stop strings; state after errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model() -> Decoder:
 
 
 class Watcher:
-    """Notes what it is told, and that it is told in order."""
+    """Records events and checks their order."""
 
     def __init__(self, tokens_before_error: int = 10**9, finished_before_error: int = 10**9) -> None:
         self.tokens: dict[tuple[int, int], list[int]] = {}
@@ -63,7 +63,7 @@ class Watcher:
     def _count(self, kind: int) -> None:
         self.left[kind] -= 1
         if self.left[kind] < 0:
-            raise ConnectionError("nobody listens")
+            raise ConnectionError("closed")
 
 
 STREAMS = [("both", mode) for mode in WAYS] + [("tokens", "wide windows"), ("completions", "wide windows")]
@@ -87,7 +87,7 @@ def test_streamed_tokens_are_complete_and_in_order(mode: str, streams: str) -> N
         assert consumer.logprobs == {key: completion.engine_logprobs for key, completion in every.items()}
     if streams != "tokens":
         assert watcher.finished == every
-        assert list(watcher.finished) != sorted(watcher.finished)  # as they finish, not as they were asked for
+        assert list(watcher.finished) != sorted(watcher.finished)  # in the order in which they finish
     assert (engine.stats.preemptions > 0) == (mode == "all at once")
 
 
@@ -107,19 +107,19 @@ def test_chunks_arrive_while_other_samples_are_running() -> None:
 
 @pytest.mark.parametrize("mode", WAYS)
 def test_completion_ends_with_the_token_that_completes_a_stop_string(mode: str) -> None:
-    """Also inside a window, when the device has already gone on."""
+    """Also inside a window, when the device has already continued."""
     plain = SamplingParams(n=2, max_new_tokens=30)
     engine = engine_for(model(), WAYS[mode], decode=words)
     requests = requests_for(mixed_prompts(seed=2)[2:10], plain)
     free = generate(engine, requests)
-    ends = [5 + 2 * i for i in range(len(requests))]  # where the first sample is to stop
+    ends = [5 + 2 * i for i in range(len(requests))]  # where the first sample should stop
     wanted = [words(group[0].token_ids[end - 3 : end]) for group, end in zip(free, ends, strict=True)]
     stopping = [
         replace(request, params=replace(plain, stop=("no such thing", text)), keep=True)
         for request, text in zip(requests, wanted, strict=True)
     ]
     for i in (1, 3):
-        stopping[i] = replace(requests[i], keep=True)  # not everyone has stop strings
+        stopping[i] = replace(requests[i], keep=True)  # some requests have no stop strings
     groups = generate(engine, stopping)
     for request, group, without in zip(stopping, groups, free, strict=True):
         for completion, whole in zip(group, without, strict=True):
@@ -131,7 +131,7 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(mode: str) 
     assert sum(completion.finish is Finish.STOP for group in groups for completion in group) >= 6
     if mode == "wide windows":
         assert engine.stats.windows < engine.stats.decode_steps
-    # What the device wrote behind the end is not taken for part of the sequence.
+    # Tokens that the device sampled after the end are not part of the sequence.
     more = [Request([9, 9, 9], plain, seed=5, continues=group[0].handle) for group in groups]
     fresh = engine_for(model(), decode=words)
     whole_lists = [[*r.prompt_ids, *g[0].token_ids, 9, 9, 9] for r, g in zip(stopping, groups, strict=True)]
@@ -151,13 +151,13 @@ def test_requests_of_a_failing_consumer_are_aborted_and_others_are_not(mode: str
     kept = generate(engine, [Request([4, 5, 6], params, seed=1, keep=True), Request([7], params, seed=2, keep=True)])
     after = 0 if where.startswith("first") else 9
     watcher = Watcher(after) if where.endswith("token") else Watcher(finished_before_error=after)
-    with pytest.raises(ConnectionError, match="nobody listens"):
+    with pytest.raises(ConnectionError, match="closed"):
         Consumer(engine, watcher.on_token, watcher.on_finish).run(requests)
     assert not engine.step() and not (engine.outputs.jobs or engine.scheduler.running or engine.scheduler.waiting)
     fresh = engine_for(model())
     assert_same_groups(model(), requests, generate(engine, requests), generate(fresh, requests))
     assert (engine.stats.preemptions > 0) == (mode == "all at once")
-    # What was kept before can still be continued.
+    # Sequences that were kept before can still be continued.
     for handle, before in (
         (kept[0][0].handle, [4, 5, 6, *kept[0][0].token_ids]),
         (kept[1][1].handle, [7, *kept[1][1].token_ids]),
@@ -168,18 +168,18 @@ def test_requests_of_a_failing_consumer_are_aborted_and_others_are_not(mode: str
 
 
 def test_device_error_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside a window: some of its steps are taken, and were never counted."""
+    """Within a window: some of its steps were taken but not recorded."""
     requests = mixed_requests(SamplingParams(max_new_tokens=30, stop_token_ids=(1, 2, 3)), seed=5)[3:9]
     engine = engine_for(model(), WIDE)
     step, calls = engine.runner._step, itertools.count()
 
     def fail(size: int, span: int) -> None:
         if next(calls) == 13:
-            raise MemoryError("no room")
+            raise MemoryError("out of memory")
         step(size, span)
 
     monkeypatch.setattr(engine.runner, "_step", fail)
-    with pytest.raises(MemoryError, match="no room"):
+    with pytest.raises(MemoryError, match="out of memory"):
         generate(engine, requests)
     assert idle(engine)
     assert_same_groups(model(), requests, generate(engine, requests), generate(engine_for(model()), requests))
@@ -252,7 +252,7 @@ def test_tokens_before_a_preemption_are_prepended_and_means_are_weighted_by_leng
     job = Job(0, Request([1], SamplingParams(), seed=0, keep=True), [1], 4)
     outputs.add(job)
     (sample,) = job.samples
-    for step, count in ((0, 3), (5, 0), (6, 1)):  # a stay of three tokens, one of none, and the last
+    for step, count in ((0, 3), (5, 0), (6, 1)):  # periods of three tokens and of none, and the last one
         assign_slot(sample, running, step)
         outputs.history.first = min(outputs.history.first, step)
         if count:
@@ -290,4 +290,4 @@ def test_stop_strings_apply_only_to_requests_that_set_them() -> None:
     assert {index: completion.token_ids for index, completion in done.items()} == {0: [8, 9, 7], 2: [12, 8]}
     assert outputs.stopping is not None
     known = {stop: np.flatnonzero(kinds).tolist() for stop, kinds in outputs.stopping.kinds.items()}
-    assert known == {stops[0]: [7, 8, 9], stops[2]: [8, 12, 13]}  # no others were decoded for them
+    assert known == {stops[0]: [7, 8, 9], stops[2]: [8, 12, 13]}  # no other tokens were decoded

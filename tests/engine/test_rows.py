@@ -67,7 +67,7 @@ def test_enter_fills_only_the_rows_of_new_samples() -> None:
     assert rows.ints[2, Column.KEY] == noise_keys(torch.tensor([signed(5)]), torch.tensor([3]))[0]
     assert rows.ints[2, Column.FORBIDDEN] == 2
     assert rows.forbidden[2].tolist() == [3, 5] + [-1] * (FORBIDDEN_SLOTS - 2)
-    assert stops_of(rows, 2) == [1] + [-1] * (STOP_SLOTS - 1)  # what is forbidden never stops
+    assert stops_of(rows, 2) == [1] + [-1] * (STOP_SLOTS - 1)  # forbidden tokens are no stop tokens
     assert rows.floats[2].tolist() == [1.0, 1.0, 0.125, 0.0]
     assert rows.ints[3:, Column.STATE].tolist() == [RowState.IDLE] * 2 and not rows.ints[3:, Column.TOKEN].any()
 
@@ -142,7 +142,7 @@ def test_block_tables_are_uploaded_only_after_changes() -> None:
     assert rows.tables.tolist() == [[1, 0, 0, 0], [2, 7, 8, 0], [0, 0, 0, 0]]
     rows.tables.zero_()
     rows.add_blocks([])
-    rows.write_tables(2, 3)  # nothing is new
+    rows.write_tables(2, 3)  # no changes
     assert not rows.tables.any()
 
 
@@ -169,5 +169,5 @@ def test_read_returns_results_across_the_wraparound_of_the_log() -> None:
     window = rows.read(list(running), LOG_STEPS, 5)
     assert window.tokens[:, 1].tolist() == [tokens[1] for tokens in drawn[-5:]]
     assert rows.ints[:2, Column.POSITION].tolist() == [3, LOG_STEPS + 5]
-    assert rows.ints[0, Column.TOKEN] == drawn[2][0]  # it has ended, and stays as it was
+    assert rows.ints[0, Column.TOKEN] == drawn[2][0]  # it has ended and does not change
     assert rows.ints[2, Column.STATE] == RowState.IDLE

@@ -35,7 +35,7 @@ def sequences() -> list[list[int]]:
 
 @torch.no_grad()
 def trainer_scores(ids: list[int], temperature: float, seed: int = 0) -> list[float]:
-    """From the trainer's logits in float64."""
+    """Log-probabilities from the trainer's logits in float64."""
     model = decoder(seed)
     logits = model.unembed(model.hidden(torch.tensor(ids), [len(ids)]))[:-1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
@@ -50,7 +50,7 @@ def assert_scores_equal(ours: list[list[float]], theirs: list[list[float]], tole
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("backend", TOLERANCES)
 def test_scores_equal_logprobs_of_the_trainer(backend: str, temperature: float) -> None:
-    """Of all tokens but the first, of long and short sequences at once."""
+    """For all tokens but the first, with long and short sequences in one call."""
     engine = build(backend, policy(backend), Mode(max_batch=4))
     expected = [trainer_scores(ids, temperature) for ids in sequences()]
     assert_scores_equal(engine.score(sequences(), temperature), expected, TOLERANCES[backend])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, Job, Kept, Prefix, Sample, job_for, name_of
+from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, Job, Kept, Prefix, Sample, display_name, job_for
 from assay.types import UserError
 
 
@@ -17,27 +17,27 @@ def request(tokens: Sequence[int] = (1, 2, 3), name: str = "", **params: Any) ->
     return Request(tokens, SamplingParams(**params), seed=0, name=name)
 
 
-def job_of(asked: Request, before: Sequence[int] = (), **changes: Any) -> Job:
+def job_of(submitted: Request, before: Sequence[int] = (), **changes: Any) -> Job:
     options: dict[str, Any] = {"max_length": 100, "vocabulary": 200, "can_decode": False} | changes
-    return job_for(asked, 4, before, **options)
+    return job_for(submitted, 4, before, **options)
 
 
 def test_error_messages_use_the_request_name_or_id() -> None:
-    assert name_of(request(), 4) == job_of(request()).name == "request 4"
-    assert name_of(request(name="gsm8k/7"), 4) == job_of(request(name="gsm8k/7")).name == "request 'gsm8k/7'"
+    assert display_name(request(), 4) == job_of(request()).name == "request 4"
+    assert display_name(request(name="gsm8k/7"), 4) == job_of(request(name="gsm8k/7")).name == "request 'gsm8k/7'"
 
 
 def test_job_tokens_start_with_the_kept_sequence_and_limit_ends_at_max_length() -> None:
-    asked = request([5, 6], max_new_tokens=50)
-    assert job_of(asked) == Job(4, asked, [5, 6], 50)
-    assert job_of(asked, [1] * 60).tokens == [1] * 60 + [5, 6]
-    assert job_of(asked, [1] * 60).limit == 38
+    submitted = request([5, 6], max_new_tokens=50)
+    assert job_of(submitted) == Job(4, submitted, [5, 6], 50)
+    assert job_of(submitted, [1] * 60).tokens == [1] * 60 + [5, 6]
+    assert job_of(submitted, [1] * 60).limit == 38
     assert job_of(request([]), [1, 2]).tokens == [1, 2]
     assert job_of(request([7] * 99)).limit == 1
 
 
 @pytest.mark.parametrize(
-    ("asked", "before", "complaint"),
+    ("submitted", "before", "message"),
     [
         (request(n=0), [], "samples must be at least 1, not 0"),
         (request(temperature=-0.5), [], "temperature must be 0"),
@@ -67,33 +67,33 @@ def test_job_tokens_start_with_the_kept_sequence_and_limit_ends_at_max_length() 
     ],
 )
 def test_invalid_requests_raise_an_error_with_the_request_name(
-    asked: Request, before: list[int], complaint: str
+    submitted: Request, before: list[int], message: str
 ) -> None:
-    with pytest.raises(UserError, match=f"^request 4: .*{complaint}"):
-        job_of(asked, before)
-    named = Request(asked.prompt_ids, asked.params, seed=0, name="the odd one")
-    with pytest.raises(UserError, match=f"^request 'the odd one': .*{complaint}"):
+    with pytest.raises(UserError, match=f"^request 4: .*{message}"):
+        job_of(submitted, before)
+    named = Request(submitted.prompt_ids, submitted.params, seed=0, name="the odd one")
+    with pytest.raises(UserError, match=f"^request 'the odd one': .*{message}"):
         job_of(named, before)
 
 
 def test_token_limit_ends_at_max_length() -> None:
-    asked = request([1] * 20, max_new_tokens=13)
-    assert job_of(asked, max_length=33).limit == 13 and job_of(asked, max_length=32).limit == 12
-    assert job_of(asked, [1] * 5, max_length=32).limit == 7
+    submitted = request([1] * 20, max_new_tokens=13)
+    assert job_of(submitted, max_length=33).limit == 13 and job_of(submitted, max_length=32).limit == 12
+    assert job_of(submitted, [1] * 5, max_length=32).limit == 7
 
 
 def test_unusual_but_valid_requests_are_accepted() -> None:
     most = tuple(range(STOP_SLOTS))
-    for asked in (
+    for submitted in (
         request(stop_token_ids=most * 2),
-        request(stop_token_ids=(*most, 50), forbidden_token_ids=(50,)),  # never drawn, so it needs no place
+        request(stop_token_ids=(*most, 50), forbidden_token_ids=(50,)),  # never sampled, so it needs no slot
         request(forbidden_token_ids=tuple(range(FORBIDDEN_SLOTS)) * 2),
         request(stop=("x",)),
-        request(stop_token_ids=(200,)),  # never drawn
+        request(stop_token_ids=(200,)),  # never sampled
         request(max_new_tokens=3, min_new_tokens=9),
     ):
-        job = job_of(asked, can_decode=True)
-        assert list(job.tokens) == [1, 2, 3] and job.limit == min(asked.params.max_new_tokens, 97)
+        job = job_of(submitted, can_decode=True)
+        assert list(job.tokens) == [1, 2, 3] and job.limit == min(submitted.params.max_new_tokens, 97)
 
 
 def test_at_least_one_token_must_be_allowed() -> None:
@@ -108,12 +108,12 @@ def test_at_least_one_token_must_be_allowed() -> None:
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 19), st.integers(0, 30))
 def test_stored_equals_simulated_decoding(prompt: int, limit: int, drawn: int, steps: int) -> None:
     drawn = min(drawn, limit - 1)
-    asked = request([1] * prompt, max_new_tokens=limit)
-    sample = Sample(Job(0, asked, asked.prompt_ids, limit), 0, drawn=[2] * drawn)
+    submitted = request([1] * prompt, max_new_tokens=limit)
+    sample = Sample(Job(0, submitted, submitted.prompt_ids, limit), 0, drawn=[2] * drawn)
     assert sample.start == prompt + drawn
-    stored, position = prompt + drawn, prompt + drawn - 1  # of the token to be fed
+    stored, position = prompt + drawn, prompt + drawn - 1  # of the next input token
     for _ in range(steps):
-        if position + 1 < prompt + limit:  # it may draw one more
+        if position + 1 < prompt + limit:  # one more token is allowed
             stored = max(stored, position + 1)
             position += 1
     assert sample.stored(steps) == stored
@@ -125,8 +125,10 @@ def test_stored_equals_simulated_decoding(prompt: int, limit: int, drawn: int, s
 def test_exhausts_blocks_at_is_the_last_step_that_fits(
     prompt: int, limit: int, drawn: int, size: int, spare: int, entered: int
 ) -> None:
-    asked = request([1] * prompt, max_new_tokens=limit)
-    sample = Sample(Job(0, asked, asked.prompt_ids, limit), 0, drawn=[2] * min(drawn, limit - 1), entered=entered)
+    submitted = request([1] * prompt, max_new_tokens=limit)
+    sample = Sample(
+        Job(0, submitted, submitted.prompt_ids, limit), 0, drawn=[2] * min(drawn, limit - 1), entered=entered
+    )
     blocks = -(-sample.start // size) + spare
     sample.blocks = list(range(blocks))
     enough = [steps for steps in range(200) if sample.stored(steps) <= blocks * size]

@@ -38,7 +38,7 @@ def test_stop_string_is_found_at_the_token_that_completes_it(ids: list[int], sto
 
 @cache
 def tokenizers() -> dict[str, tuple[int, Decode]]:
-    """Tokens of all kinds by decoders of all kinds: how many, and how they become text."""
+    """Kinds of tokenizers: the number of tokens, and the decode function."""
     signs = sorted(ByteLevel.alphabet())
     every = [*signs, *(a + b for a in signs[::9] for b in signs[::7]), "Ġa", "aĠ", "Ċ", "ab", "</", "x>Ċ", "Ã©"]
     levels = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(dict.fromkeys(every))}, merges=[]))
@@ -71,12 +71,10 @@ def test_suspects_include_every_token_that_completes_a_stop_string(
 ) -> None:
     size, decoded = tokenizers()[kind]
     ids = [draw % size for draw in draws]
-    if (text := decoded(ids[copied : copied + 3])) and BROKEN not in text:  # one that does occur, more often than not
+    if (text := decoded(ids[copied : copied + 3])) and BROKEN not in text:  # usually a stop string that occurs
         stops = [*stops, text]
     stopping, names = StopStrings(decoded), tuple(stops)
-    stopping.suspects(
-        np.array(ids[: len(ids) // 2], dtype=np.int64), names
-    )  # what is learned later holds for these too
+    stopping.suspects(np.array(ids[: len(ids) // 2], dtype=np.int64), names)  # the cache must stay valid for these
     suspects = stopping.suspects(np.array(ids), names)
     for end in range(1, len(ids) + 1):
         if any(stop in decoded(ids[:end]) for stop in stops):
@@ -96,7 +94,7 @@ def test_text_added_by_a_token_depends_on_its_position(kind: str, ids: list[int]
 
 @pytest.mark.parametrize("stop", ["😀", "😁😀", "b😁😁😀"])
 def test_incomplete_bytes_before_a_stop_string(stop: str) -> None:
-    """A tail that begins within a character would show nothing but broken ones."""
+    """A tail that starts within a character would decode to replacement characters."""
     size, decoded = tokenizers()["fallback"]
     first = size - 256  # the token of byte 0
     ids = [4, *(first + byte for byte in "😁😁😀".encode())]
@@ -105,7 +103,7 @@ def test_incomplete_bytes_before_a_stop_string(stop: str) -> None:
 
 
 def test_start_of_the_tail_is_not_decoded_as_start_of_the_text() -> None:
-    """Where some tokens look otherwise."""
+    """Some tokens decode differently at the start of a text."""
     _, decoded = tokenizers()["words"]
     ids = [1, 2, 1, 2, 2, 2, 2, 2, 2]
     assert decoded(ids) == "aa aaaaaaa" and decoded(ids[-6:]) == "##aaaaaa"
@@ -113,7 +111,7 @@ def test_start_of_the_tail_is_not_decoded_as_start_of_the_text() -> None:
 
 
 def test_trailing_space_of_a_word_is_found_with_the_next_token() -> None:
-    """The decoder of GPT-1 writes the space of "a</w>" only when another token follows, whichever that is."""
+    """The decoder of GPT-1 writes the space of "a</w>" only if another token follows."""
     size, decoded = tokenizers()["suffixed"]
     ends, stopping = [2, 3, 4, 5], StopStrings(decoded)
     for first in ends:
@@ -121,7 +119,7 @@ def test_trailing_space_of_a_word_is_found_with_the_next_token() -> None:
         for following in range(size):
             ids = [0, first, following]
             assert StopStrings(decoded).suspects(np.array(ids), (stop,)).tolist()[-1]
-            assert [stopping.suspects(np.array([token]), (stop,)).item() for token in ids][-1]  # one call a token
+            assert [stopping.suspects(np.array([token]), (stop,)).item() for token in ids][-1]  # one call per token
             assert stopping.completed(ids, (stop,)) and not stopping.completed(ids[:2], (stop,))
 
 
@@ -131,7 +129,7 @@ def test_few_tokens_are_suspects() -> None:
     kinds = {decoded([i]): may_complete(added[i], ["</x>\n"]) for i in added}
     assert [text for text, may in kinds.items() if may and "\n" not in text and ">" not in text] == []
     assert kinds["x>\n"] and kinds["\n"] and not kinds["</"] and not kinds["x"] and not kinds["ab"]
-    assert not kinds[">"]  # the string goes on behind it
+    assert not kinds[">"]  # the stop string continues after it
 
 
 def test_incomplete_characters_do_not_make_all_tokens_suspects() -> None:

@@ -66,7 +66,7 @@ def test_summary_equals_counting_by_hand(questions: int, samples: int) -> None:
     if samples == 1:
         assert (low, high) == wilson(sum(v.correct for v in verdicts), questions)
         assert "pass_at_k" not in found
-    json.dumps(found)  # plain numbers only
+    json.dumps(found)  # JSON numbers only
 
 
 def test_pass_at_k_and_majority_by_brute_force() -> None:
@@ -85,7 +85,7 @@ def test_pass_at_k_and_majority_by_brute_force() -> None:
         assert found["majority_at_k"][str(k)] == pytest.approx(fmean(majorities))
         if k < 4:
             assert tuple(found["pass_at_k_ci95"][str(k)]) == pytest.approx(bootstrap(passes, seed=0))
-        else:  # any of all four: a question passed or it did not
+        else:  # k = 4 of 4: values are 0 or 1
             assert tuple(found["pass_at_k_ci95"]["4"]) == wilson(int(sum(passes)), 12)
 
 
@@ -105,7 +105,7 @@ def test_majority_is_omitted_without_parsed_answers() -> None:
     unread = Report.of([one_group(Prompt("q/0", ()), statuses, None)]).summary()
     assert "majority_at_k" not in unread and unread["pass_at_k"]["1"] == pytest.approx(2 / 3)
     groups = [one_group(Prompt("q/0", ()), statuses, None), one_group(Prompt("q/1", ()), statuses, "7")]
-    assert Report.of(groups).summary()["majority_at_k"]["3"] == 0.5  # one question's answers are enough
+    assert Report.of(groups).summary()["majority_at_k"]["3"] == 0.5  # one question with parsed answers is enough
 
 
 @pytest.mark.parametrize("samples", [1, 3])

@@ -23,7 +23,7 @@ PARAMS = SamplingParams(n=3, temperature=1.0, max_new_tokens=6)
 
 @dataclass(frozen=True)
 class Echo:
-    """Says in its verdict what it was shown."""
+    """Returns its arguments in the verdict."""
 
     def __call__(self, completion: str, answer: str, fields: Any) -> Verdict:
         return Verdict(float(len(completion)), Status.WRONG, parsed=f"{completion}|{answer}|{fields['start']}")
@@ -34,7 +34,7 @@ def collector(judge: Any = None, max_length: int = 64, workers: int = 0) -> Coll
     policy = build_preset("nano", tokenizer.vocab_size, 64, seed=3)
     with torch.no_grad():
         for weight in policy.parameters():
-            weight.mul_(3.0 if weight.dim() == 2 else 1.0)  # sharper than fresh weights: answers should differ
+            weight.mul_(3.0 if weight.dim() == 2 else 1.0)  # sharper distributions than those of initial weights
     renderer = Renderer(tokenizer)
     engine = make_engine(
         "native", policy, device="cpu", dtype=torch.float32, max_length=max_length, decode=renderer.decode
@@ -50,12 +50,12 @@ def test_request_seed_depends_on_all_four_arguments() -> None:
     base = (1, 2, "abacus/train/3", 0)
     assert request_seed(*base) == request_seed(1, 2, "abacus/train/3") == request_seed(*base)
     others = [(2, 2, base[2], 0), (1, 3, base[2], 0), (1, 2, "abacus/train/4", 0), (1, 2, base[2], 1)]
-    # Digits must not run into each other: (1, 12) is not (11, 2), nor is a step part of an id.
+    # Arguments are separated: (1, 12) differs from (11, 2), and a step from a part of an id.
     others += [(11, 2, "x", 0), (1, 12, "x", 0), (1, 1, "2|x", 0), (1, -1, "x", 0), (-1, 1, "x", 0)]
     seeds = {request_seed(*each) for each in [base, *others]}
     assert len(seeds) == 1 + len(others)
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
-    assert isinstance(request_seed(0, 0, "\ud800"), int)  # an id may hold any text that JSON can
+    assert isinstance(request_seed(0, 0, "\ud800"), int)  # an id can be any JSON string
 
 
 def test_request_seed_is_a_fixed_hash() -> None:
@@ -85,7 +85,9 @@ def test_repeated_prompt_within_a_step_gets_different_noise() -> None:
     first, _, again, third = part.collect([one, other, one, one], PARAMS, (5, 2))
     assert first.prompt == again.prompt == third.prompt == one
     assert len({str(written(group)) for group in (first, again, third)}) == 3
-    assert written(first) == written(part.collect([one], PARAMS, (5, 2))[0])  # the first is as if it were alone
+    assert written(first) == written(
+        part.collect([one], PARAMS, (5, 2))[0]
+    )  # the first one does not depend on repetitions
     seen: Counter[str] = Counter()
     calls = [part.collect([one], PARAMS, (5, 2), seen=seen)[0] for _ in range(3)]
     assert [written(group) for group in calls] == [written(group) for group in (first, again, third)]

@@ -1,4 +1,4 @@
-"""Prompts shared over ranks: everybody ends up with the same groups, and with the same bad news."""
+"""Prompts are divided among ranks: all ranks return the same groups and raise the same errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS = TASK.prompts("test")[:5]
 
 
 class SeedEngine:
-    """Answers with what it was seeded with, and remembers the names of the requests of the last call."""
+    """Samples a token that depends on the seed, and records the names of the requests of the last call."""
 
     info = EngineInfo(0, 64, 8, torch.float32, Capabilities())
 
@@ -54,7 +54,7 @@ class SeedEngine:
 
 
 class Leaves:
-    """Breaks the work off on one rank, and tells all of them when they ask."""
+    """Interrupts the work on one rank, and all ranks in `check`."""
 
     def __init__(self, leaves: bool) -> None:
         self.leaves = leaves
@@ -97,7 +97,7 @@ def share(flat: Mesh) -> None:
         failing.collect(PROMPTS, PARAMS, (3, 1))
     with pytest.raises(UserError, match="the judge failed on all 10 answers"):
         collector(flat, fails_on_all).collect(PROMPTS, PARAMS, (3, 1))
-    # It fails on all answers of one rank only: that is for the rollouts to show, not the end of a run.
+    # A judge that fails on all answers of one rank only is no error of the run.
     some = collector(flat, fails_on_all if flat.rank == 1 else judge).collect(PROMPTS, PARAMS, (3, 1))
     assert {r.verdict.status for r in some[1].rollouts if r.verdict} == {Status.ERROR}
 

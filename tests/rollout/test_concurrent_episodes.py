@@ -32,7 +32,7 @@ PARAMS = SamplingParams(n=3, max_new_tokens=60)
 
 
 class Chatter(bench.Chatter):
-    """Asks for more up to four times, whatever is said; actions of a random policy have many lengths."""
+    """Continues up to four times after any action; actions of a random policy have many lengths."""
 
     max_steps = 5
 
@@ -51,7 +51,7 @@ def collector(
     engine = make_engine(
         "native", policy, device="cpu", dtype=dtype, max_length=length, decode=renderer.decode, **options
     )
-    # A GPU by name, on which slow environments are stepped in threads; the engine is on the CPU all the same.
+    # The mesh names a GPU, so slow environments are stepped in threads; the engine runs on the CPU.
     mesh = Mesh(device=torch.device("cuda"))
     return Collector(engine, renderer, JudgePool(env.judge(), 0, 5.0), mesh, env=env, limits=limits)
 
@@ -136,13 +136,13 @@ def test_small_kv_cache_changes_no_trajectory_and_leaks_no_blocks() -> None:
 
 
 def test_episode_longer_than_the_kv_cache_is_truncated() -> None:
-    """As at the end of the context, which it is in effect: one sequence cannot be longer than the whole cache."""
+    """As at the end of the context: a sequence cannot be longer than the whole cache."""
     env = Chatter()
     prompts = env.prompts("train")[:6]
     part = collector(env, max_batch=4, memory=6.5e-5)
     engine: Any = part.engine
     held = engine.blocks.total * BLOCK_SIZE
-    assert held < 80 and engine.info.max_length == held + 1  # the last token is drawn, and stored nowhere
+    assert held < 80 and engine.info.max_length == held + 1  # the last token is sampled and not stored
     found = rollouts(part.collect(prompts, PARAMS, (7, 1)))
     cut = [rollout for rollout in found if rollout.cut_off]
     assert cut and len(cut) < len(found)
@@ -158,7 +158,7 @@ class WithoutHandles:
     def __init__(self, engine: Any) -> None:
         self.engine, self.step, self.abort, self.release = engine, engine.step, engine.abort, engine.release
         self.info = replace(engine.info, capabilities=replace(engine.info.capabilities, handles=False))
-        self.lengths: list[int] = []  # of prompts
+        self.lengths: list[int] = []  # prompt lengths
 
     def add(self, request: Request) -> int:
         assert not request.keep and request.continues is None
@@ -188,7 +188,7 @@ def test_engine_without_handles_gets_all_tokens_again(name: str) -> None:
 
 
 class Sleeper(Chatter):
-    """The first episode's step does not return before others have taken many."""
+    """The first step of the first episode does not return until other episodes have taken 20 steps."""
 
     slow = True
     max_steps = 4
@@ -239,7 +239,7 @@ def test_slow_environments_use_no_threads_on_a_cpu() -> None:
     assert Status.ERROR not in {r.verdict.status for r in rollouts(found) if r.verdict}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])  # by name: with threads for slow environments, and without
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # of the mesh only: without and with threads
 def test_step_that_exceeds_the_time_limit_ends_its_episode(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(episodes, "MIN_STEP_S", 0.2)
 
@@ -260,7 +260,7 @@ def test_step_that_exceeds_the_time_limit_ends_its_episode(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_steps_with_a_time_limit_run_concurrently(device: str) -> None:
-    """Each first step returns only when four of them are under way."""
+    """Each first step returns only when four of them are running."""
     meeting = threading.Barrier(4)
 
     class Meeting(Chatter):

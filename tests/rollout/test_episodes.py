@@ -1,4 +1,4 @@
-"""Episodes: exact tokens and masks, limits, seeds, and log-probabilities that the trainer finds again."""
+"""Episodes: exact tokens and masks, limits, seeds, log-probabilities equal to the trainer's, closing environments."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def idle(part: Collector) -> bool:
 def test_episode_tokens_and_loss_mask_equal_a_replay() -> None:
     part = collector(guess())
     found = rollouts(part.collect(guess().prompts("train")[:6], PARAMS, (0, 0)))
-    assert len({len(rollout.turns) for rollout in found}) > 1  # each at its own pace
+    assert len({len(rollout.turns) for rollout in found}) > 1  # episodes have different numbers of turns
     renderer = part.renderer
     for rollout in found:
         env = guess()
@@ -97,7 +97,7 @@ def test_stepwise_episode_is_one_reply_in_several_turns() -> None:
 
 
 def test_tool_results_have_loss_mask_0() -> None:
-    """A policy that can only write << 1 + 1 = : its calls are answered, on what the engine kept."""
+    """The policy can only write << 1 + 1 = , so its tool calls get results."""
     task = make_task("abacus", max_value=15)
     env: Any = make_env("calculator", task=task)
     env.defer_judging = True
@@ -147,7 +147,7 @@ def test_episodes_do_not_depend_on_other_episodes() -> None:
 
 
 class Endless(Env):
-    """Never content."""
+    """Never terminates."""
 
     name = "endless"
     max_steps = 50
@@ -206,10 +206,10 @@ def test_action_token_limit_does_not_truncate_the_episode() -> None:
     assert {r.turns[-1].completion.finish for r in found} <= {Finish.ACTION, Finish.STOP}
     short = rollouts(part.collect(guess(tries=3).prompts("train")[:8], replace(PARAMS, max_new_tokens=5), (0, 0)))
     cut = [r for r in short if len(r.turns) == 3 and r.length == 5 and r.turns[-1].completion.finish is Finish.LENGTH]
-    assert cut and all(r.truncated for r in cut)  # the episode's own limit has cut its last action short
+    assert cut and all(r.truncated for r in cut)  # the token limit of the episode ended its last action
     line = collector(stepwise(), Limits(step_tokens=2))
     lines = rollouts(line.collect(stepwise().prompts("train")[:4], PARAMS, (0, 0)))
-    assert any(r.truncated for r in lines)  # a reply without its end
+    assert any(r.truncated for r in lines)  # a reply that did not end
 
 
 def test_environment_that_fails_in_all_episodes_raises() -> None:
@@ -233,7 +233,7 @@ def test_interrupted_episodes_release_kept_sequences() -> None:
 
 
 def test_single_step_environment_equals_the_task() -> None:
-    """A task as an environment gives what the task itself gives: the same tokens, the same verdicts."""
+    """A task and the same task as an environment give the same tokens and verdicts."""
     task: Any = make_task("abacus")
     env: Any = make_env("single", task=task)
     env.defer_judging = True

@@ -12,7 +12,7 @@ from typing import Self
 
 from assay.engine.base import Engine, EngineInfo, Event, Failed, Finished, Request, WeightSource
 from assay.engine.outputs import handles_of
-from assay.engine.sequence import nothing_kept
+from assay.engine.sequence import unknown_handle
 
 POLL_S = 0.001  # `EngineClient.step(wait=False)` waits this long for an event, so that a polling client does not spin
 
@@ -181,7 +181,7 @@ class Dispatcher(Closeable):
             self._check_open(inbox)
             if request.continues is not None and request.continues not in inbox.handles:
                 request_id = next(self._rejected_ids)
-                inbox.events.append(Failed(request_id, str(nothing_kept(request, request_id))))
+                inbox.events.append(Failed(request_id, str(unknown_handle(request, request_id))))
                 inbox.arrived.notify_all()
                 return request_id
             request_id = self.engine.add(request)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from assay.engine.base import EngineInfo, Event, Request, WeightSource
 from assay.engine.outputs import OutputProcessor, handles_of
-from assay.engine.sequence import Job, Sample, check_scored, job_for, nothing_kept
+from assay.engine.sequence import Job, Sample, check_scored, job_for, unknown_handle
 from assay.models.fingerprint import fingerprint
 from assay.types import UserError
 
@@ -212,7 +212,7 @@ class LocalEngine(ABC):
         try:
             before = [] if request.continues is None else self._kept_tokens(request.continues)
             if before is None:
-                raise nothing_kept(request, request_id)
+                raise unknown_handle(request, request_id)
             job = job_for(
                 request,
                 request_id,

@@ -374,7 +374,7 @@ class OutputProcessor:
             sample.done = True
             if state == RowState.BROKEN:
                 if sample.job.id in self.jobs:
-                    self.fail(sample.job.id, not_a_number(sample, count - 1))
+                    self.fail(sample.job.id, nan_message(sample, count - 1))
                     self.remove(sample.job)
             else:
                 batches[sample.entered, count - len(sample.drawn)].append(sample)
@@ -436,7 +436,7 @@ def prepend_earlier(completion: Completion, sample: Sample) -> None:
     completion.entropy = (entropy * before + completion.entropy * new) / (before + new)
 
 
-def not_a_number(sample: Sample, position: int) -> str:
+def nan_message(sample: Sample, position: int) -> str:
     return (
         f"{sample.job.name}: the logits of token {position} of sample {sample.index} are not numbers (NaN): "
         "the weights may come from a diverged training run; use an earlier checkpoint"

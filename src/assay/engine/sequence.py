@@ -71,7 +71,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return name_of(self.request, self.id)
+        return display_name(self.request, self.id)
 
 
 @dataclass(slots=True, eq=False)
@@ -173,13 +173,13 @@ def assign_slot(sample: Sample, running: list[Sample], step: int) -> None:
     running.append(sample)
 
 
-def name_of(request: Request, request_id: int) -> str:
+def display_name(request: Request, request_id: int) -> str:
     return f"request '{request.name}'" if request.name else f"request {request_id}"
 
 
-def nothing_kept(request: Request, request_id: int) -> UserError:
+def unknown_handle(request: Request, request_id: int) -> UserError:
     return UserError(
-        f"{name_of(request, request_id)}: handle {request.continues} cannot be continued: "
+        f"{display_name(request, request_id)}: handle {request.continues} cannot be continued: "
         "it is unknown, or it was continued or released before"
     )
 
@@ -194,7 +194,7 @@ def job_for(
     can_decode: bool,
 ) -> Job:
     """Validate a request before anything is computed. `before`: tokens of the sequence that it continues."""
-    name, params = name_of(request, request_id), request.params
+    name, params = display_name(request, request_id), request.params
     if problem := params.problem():
         raise UserError(f"{name}: {problem}")
     tokens = [*before, *request.prompt_ids]
