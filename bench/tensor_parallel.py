@@ -103,15 +103,15 @@ def main() -> None:
     if mesh.is_main:
         command = " ".join(["torchrun", "--nproc-per-node", str(mesh.tp_size), *sys.argv])
         load = {"load_average": [round(load, 1) for load in os.getloadavg()]}  # of other processes, too
-        found = {
+        content = {
             "machine": describe_machine() | load,
             "versions": describe_versions(),
             "command": command,
             "rows": [row],
         }
-        print(json.dumps(found, indent=2))
+        print(json.dumps(content, indent=2))
         if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=2) + "\n")
+            options.json.write_text(json.dumps(content, indent=2) + "\n")
     mesh.close()
 
 
