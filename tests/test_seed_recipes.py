@@ -1,4 +1,4 @@
-"""The five seed recipes (configs/seeds): each config as it stands, and a small run that keeps what is its own."""
+"""The five seed recipes (configs/seeds): each config is loaded, and a small run checks what is specific to it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SMALL: dict[str, object] = {  # a nano model that spells, taught the form of the
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread, which tiny models are quickest with, and no picture."""
+    """One thread, which is fastest for tiny models, and no curves.png."""
     monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -59,7 +59,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def rows(folder: Path) -> Path:
-    """Problems of GSM8K's form, short enough to be learnt in a few seconds; one gold has a comma."""
+    """Problems in the format of GSM8K that can be learned in a few seconds; one gold answer has a comma."""
     sums = [(a, b) for a in range(1, 7) for b in range(1, 7)]
     worked = [(f"{a} and {b}?", f"{a}+{b}=<<{a}+{b}={a + b}>>{a + b}\n#### {a + b}") for a, b in sums]
     parts = {"train": worked[:28], "test": [*worked[28:], ("A dozen hundreds?", "12*100=1200\n#### 1,200")]}
@@ -76,7 +76,7 @@ def data(tmp_path: Path) -> Path:
 
 
 class Seed:
-    """A recipe, run small: its file with overrides, as on the command line."""
+    """A small run of a recipe: its config with overrides, as on the command line."""
 
     def __init__(self, recipe: str, folder: Path, **words: object) -> None:
         self.recipe, self.path = recipe, folder / "runs" / recipe
@@ -98,12 +98,12 @@ def settings(name: str, **changes: object) -> TrainConfig:
     return load_settings(TrainConfig, ROOT / "configs" / "seeds" / f"{name}.toml", changes)
 
 
-def test_there_is_one_config_a_seed() -> None:
+def test_there_is_one_config_per_seed_recipe() -> None:
     assert {file.stem for file in (ROOT / "configs" / "seeds").glob("*.toml")} == set(SEEDS)
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_it_loads_and_its_algorithm_judge_and_problems_can_be_made(name: str, data: Path) -> None:
+def test_seed_recipes_load_and_judge_gold_answers_as_correct(name: str, data: Path) -> None:
     cfg = settings(name, **({} if name == "single_file" else {"task.path": str(data)}))
     build_algorithm(cfg)
     problems = build_problems(cfg.task, cfg.env)
@@ -127,7 +127,7 @@ def test_tapes_judges_strictly() -> None:
 
 
 @pytest.mark.slow
-def test_tapes_keeps_its_rollouts_and_trains_apart_against_a_larger_reference(
+def test_tapes_trains_in_a_separate_process_with_a_larger_reference(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer, larger = char_tokenizer(), tmp_path / "larger"
@@ -180,7 +180,7 @@ def rollout(reward: float) -> Rollout:
 
 
 def test_gym_reinforce_keeps_the_size_of_a_mini_batch_and_not_the_number_of_updates() -> None:
-    """About 32 lines per optimizer step at five lines a solution, however many episodes there are to learn from."""
+    """About 32 lines per optimizer step at five lines per solution, for any number of episodes."""
     cfg = settings("gym_reinforce")
     algo = build_algorithm(cfg)
     for episodes in (cfg.train.prompts, cfg.train.prompts + cfg.replay.groups):
@@ -188,7 +188,7 @@ def test_gym_reinforce_keeps_the_size_of_a_mini_batch_and_not_the_number_of_upda
     assert algo.update_count(cfg.train.prompts + cfg.replay.groups) == 134 and cfg.train.passes == 1
 
 
-def test_single_file_judges_numbers_as_they_are_given() -> None:
+def test_single_file_requires_exactly_the_given_numbers() -> None:
     texts = ["<answer>1 + 2 = 3</answer>", "<answer>1 * 2</answer>", "<answer>1 + 1 + 1</answer>", "3", "<answer>x"]
     found = verdicts("single_file", texts, {"answer": "3", "fields": {"nums": [1, 2], "target": 3}})
     assert found == [(1.01, "ok"), (0.02, "wrong"), (0.02, "wrong"), (0.01, "no_answer"), (0.01, "unparsable")]
@@ -202,7 +202,7 @@ SINGLE_FILE = {"sft.steps": 0, "sampling.max_new_tokens": 16, "model.max_length"
 
 
 @pytest.mark.slow
-def test_single_file_asks_in_plain_text_and_keeps_the_entropy_up(tmp_path: Path) -> None:
+def test_single_file_uses_raw_prompts_and_an_entropy_bonus(tmp_path: Path) -> None:
     seed = Seed("single_file", tmp_path, **SINGLE_FILE, **{"parallel.tp": 1, "train.samples": 2})
     assert seed() == 0
     first = seed.rollouts(1)[0]
@@ -220,7 +220,7 @@ def test_single_file_asks_in_plain_text_and_keeps_the_entropy_up(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_single_file_runs_on_two_processes_that_hold_one_model(tmp_path: Path) -> None:
+def test_single_file_runs_with_tensor_parallelism(tmp_path: Path) -> None:
     seed = Seed("single_file", tmp_path, **SINGLE_FILE)
     words = [f"--{key}={value}" for key, value in seed.words.items()]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "assay", "train"]
@@ -230,7 +230,7 @@ def test_single_file_runs_on_two_processes_that_hold_one_model(tmp_path: Path) -
     assert len(seed.rollouts(2)) == 16 and all(norm > 0 for norm in seed.metrics("optim/grad_norm"))
 
 
-def test_dr_grpo_judges_right_whatever_the_form() -> None:
+def test_dr_grpo_rewards_accuracy_format_and_length() -> None:
     long = "We add and add until we are there. "
     texts = [f"{long}#### 1,200", f"{long}It is 1,200", f"{long}#### 1", "1200", "#### 1200"]
     found = verdicts(
@@ -262,7 +262,7 @@ def test_dr_grpo_divides_neither_by_the_std_nor_by_lengths(tmp_path: Path, data:
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs with one in them called chat: a warm start that answers in GSM8K's form and calls the calculator."""
+    """A folder with the run `chat`: a warm start that answers in the format of GSM8K and calls the calculator."""
     folder = tmp_path_factory.mktemp("chat")
     seed = Seed("simple", folder, **{"task.path": rows(folder), "name": "chat", "eval.samples": 1})
     assert seed("sft") == 0
@@ -275,7 +275,7 @@ def with_chat(name: str, chat: Path, **words: object) -> Seed:
     return seed
 
 
-def test_simple_goes_on_from_a_warm_start_with_muon(chat: Path) -> None:
+def test_simple_continues_from_a_warm_start_with_muon(chat: Path) -> None:
     seed = with_chat("simple", chat, **{"sampling.max_new_tokens": 24, "train.prompts": 3, "train.samples": 6})
     del seed.words["model"]  # the recipe's own: run:chat@last
     assert seed() == 0

@@ -27,7 +27,7 @@ def names(run: Path) -> set[str]:
     return {path.name for path in (run / "checkpoints").iterdir()}
 
 
-def test_layout_and_marker(tmp_path: Path) -> None:
+def test_a_checkpoint_has_a_marker_with_sizes_and_checksums(tmp_path: Path) -> None:
     save(tmp_path, 12)
     folder = tmp_path / "checkpoints" / "step-000012"
     assert checkpoints.folder(tmp_path, 12) == folder
@@ -39,10 +39,8 @@ def test_layout_and_marker(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-000012"}
 
 
-def test_what_a_checkpoint_counts_on_is_on_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A power cut takes what was not: then the metrics would be shorter than the checkpoint says."""
+def test_files_are_flushed_before_a_checkpoint_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise metrics could be shorter after a power failure than the checkpoint says."""
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n')
     on_disk: list[int] = []
@@ -60,7 +58,7 @@ def test_what_a_checkpoint_counts_on_is_on_disk_before_it_has_its_name(
     assert {tmp_path.stat().st_ino, (tmp_path / "checkpoints").stat().st_ino} <= set(on_disk)
 
 
-def test_nothing_saved_yet(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints(tmp_path: Path) -> None:
     assert checkpoints.steps(tmp_path) == []
     assert checkpoints.last(tmp_path) is None
     assert checkpoints.read_best(tmp_path) is None
@@ -76,7 +74,7 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     assert checkpoints.last(tmp_path) == 2_000_000
 
 
-def test_a_failed_save_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_failed_save_is_deleted(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(KeyboardInterrupt), checkpoints.saving(tmp_path, 2) as folder:
         (folder / "big").write_bytes(b"x" * 1000)
@@ -84,7 +82,7 @@ def test_a_failed_save_leaves_no_trace(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-000001"}
 
 
-def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(UserError, match="disk is full"), checkpoints.saving(tmp_path, 2):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -97,7 +95,7 @@ def test_other_io_errors_keep_their_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["marker", "missing", "shorter"])
-def test_an_incomplete_one_does_not_count(tmp_path: Path, damage: str) -> None:
+def test_an_incomplete_checkpoint_is_ignored(tmp_path: Path, damage: str) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     folder = checkpoints.folder(tmp_path, 2)
@@ -162,7 +160,7 @@ def test_problems_of_a_part_reads_only_that_part(tmp_path: Path) -> None:
     assert checkpoints.problems(folder) == [f"{folder / 'state.json'} is damaged"]
 
 
-def test_verify_checks_sealed_folders_and_their_subfolders(tmp_path: Path) -> None:
+def test_verify_checks_folders_with_a_marker_and_their_subfolders(tmp_path: Path) -> None:
     save(tmp_path, 1)
     folder = checkpoints.folder(tmp_path, 1)
     for path in (folder, folder / "model", tmp_path):
@@ -174,14 +172,14 @@ def test_verify_checks_sealed_folders_and_their_subfolders(tmp_path: Path) -> No
             checkpoints.verify(path)
 
 
-def test_saving_again_replaces(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 5, "first")
     save(tmp_path, 5, "second")
     assert (checkpoints.folder(tmp_path, 5) / "model" / "model.safetensors").read_text() == "second 5"
     assert names(tmp_path) == {"step-000005"}
 
 
-def test_best(tmp_path: Path) -> None:
+def test_best_is_recorded_and_requires_its_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 5)
     checkpoints.set_best(tmp_path, 5, 0.5)
     best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
@@ -251,7 +249,7 @@ def test_kill_while_saving(tmp_path: Path, place: str) -> None:
     assert checkpoints.last_intact(tmp_path) == (3, [])
 
 
-def test_kill_while_replacing_the_only_one(tmp_path: Path) -> None:
+def test_kill_while_replacing_the_only_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _DYING_SAVER, str(tmp_path), "between renames", "1"], check=False)
     assert done.returncode == -9
     checkpoints.recover(tmp_path)
@@ -294,14 +292,14 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
     assert reached > 0
 
 
-def test_prune_keeps_the_start_for_comparisons(tmp_path: Path) -> None:
+def test_prune_keeps_step_0(tmp_path: Path) -> None:
     for step in (0, 10, 20):
         save(tmp_path, step)
     assert checkpoints.prune(tmp_path, 1) == [10]
     assert checkpoints.steps(tmp_path) == [0, 20]
 
 
-def test_an_interrupt_between_the_two_renames_of_a_replacement_loses_neither(
+def test_an_interrupt_between_the_two_renames_of_a_replacement_loses_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1, "first")

@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_show_metrics_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0, 2)  # two seconds a step
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     out = io.StringIO()
@@ -46,13 +46,13 @@ def test_eta_of_a_resumed_run_counts_its_own_steps(monkeypatch: pytest.MonkeyPat
     assert out.getvalue().splitlines() == ["demo: 40 steps, from step 200", "step 201/240  eta 6m30s"]
 
 
-def test_a_run_that_has_made_more_steps_than_it_is_asked_for() -> None:
+def test_a_run_with_more_steps_than_its_total() -> None:
     out = io.StringIO()
     Console(out).start(2, "demo", done=4)
     assert out.getvalue() == "demo: 0 steps, from step 4\n"
 
 
-def test_a_resumed_run_that_does_not_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_time_of_a_resumed_run_without_start_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0, 10)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     out = io.StringIO()
@@ -62,7 +62,7 @@ def test_a_resumed_run_that_does_not_say_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert out.getvalue().splitlines()[-1] == "step 201/240  eta 6m30s"
 
 
-def test_short_steps_do_not_flood_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_steps_are_not_all_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock) / 100)
     out = io.StringIO()
@@ -75,7 +75,7 @@ def test_short_steps_do_not_flood_a_log(monkeypatch: pytest.MonkeyPatch) -> None
     assert "loss 1.250" in out.getvalue()
 
 
-def test_steps_outside_of_a_count() -> None:
+def test_steps_without_a_progress_display() -> None:
     out = io.StringIO()
     console = Console(out)
     console.step(0, {"before/accuracy": 0.5})
@@ -89,13 +89,13 @@ def test_steps_outside_of_a_count() -> None:
     ]
 
 
-def test_plain_table() -> None:
+def test_tables_are_aligned_in_plain_output() -> None:
     out = io.StringIO()
     Console(out).table("Results", ["", "accuracy"], [["before", "33.0%"], ["after", "67.0%"]])
     assert out.getvalue() == "Results\n        accuracy\nbefore  33.0%\nafter   67.0%\n"
 
 
-def test_terminal_shows_progress_and_takes_text_literally() -> None:
+def test_terminal_shows_progress_and_escapes_markup() -> None:
     out = Terminal()
     with Console(out) as console:
         console.start(10, "de[mo]")
@@ -108,7 +108,7 @@ def test_terminal_shows_progress_and_takes_text_literally() -> None:
         assert wanted in text, wanted
 
 
-def test_quiet_says_warnings_only() -> None:
+def test_quiet_shows_warnings_only() -> None:
     out = io.StringIO()
     console = Console(out, quiet=True)
     console.start(2, "demo")

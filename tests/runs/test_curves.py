@@ -12,7 +12,7 @@ from assay.runs.curves import PANELS, _against_time, _has_points, _points, _smoo
 from assay.runs.directory import read_metrics
 
 
-def test_full_run(tmp_path: Path) -> None:
+def test_curves_of_a_full_run(tmp_path: Path) -> None:
     run = Run.create(tmp_path, "demo", "")
     noise = np.random.default_rng(0)
     run.log(0, {"before/accuracy": 0.32, "before/low": 0.28, "before/high": 0.36})
@@ -48,13 +48,13 @@ def test_full_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "metrics", [{"reward/mean": 0.5}, {"eval/accuracy": 0.5}, {"before/accuracy": 0.5}, {"time/step": 1, "odd": "text"}]
 )
-def test_one_metric_is_enough(tmp_path: Path, metrics: dict[str, object]) -> None:
+def test_curves_of_a_single_metric(tmp_path: Path, metrics: dict[str, object]) -> None:
     run = Run.create(tmp_path, "one", "")
     run.log(1, metrics)
     assert draw_curves(run.path) is not None
 
 
-def test_accuracy_is_drawn_against_minutes_too(tmp_path: Path) -> None:
+def test_accuracy_is_also_plotted_by_time(tmp_path: Path) -> None:
     run = Run.create(tmp_path, "timed", "")
     for step, wall in ((0, 30.0), (10, 90.0), (20, 240.0)):
         run.log(step, {"eval/accuracy": 0.1 * step, "time/wall": wall})
@@ -66,14 +66,14 @@ def test_accuracy_is_drawn_against_minutes_too(tmp_path: Path) -> None:
     assert not any(_has_points(panel, [{"step": 1, "eval/accuracy": 0.5}]) for panel in by_time)
 
 
-def test_nothing_to_draw(tmp_path: Path) -> None:
+def test_no_curves_without_metrics(tmp_path: Path) -> None:
     run = Run.create(tmp_path, "none", "")
     assert draw_curves(run.path) is None
     run.log(1, {"odd": 1, "reward/mean": math.nan})
     assert draw_curves(run.path) is None
 
 
-def test_points_skip_gaps_and_take_the_last_of_a_step() -> None:
+def test_points_skip_missing_values_and_use_the_last_value_of_a_step() -> None:
     rows: list[dict[str, object]] = [
         {"step": 2, "reward/mean": 1.0},
         {"step": 1, "reward/mean": 0.5},
@@ -85,14 +85,14 @@ def test_points_skip_gaps_and_take_the_last_of_a_step() -> None:
     assert _points(rows, "reward") == ([1, 2], [0.5, 2.0])
 
 
-def test_smoothing_leaves_a_straight_line_alone() -> None:
+def test_smoothing_keeps_a_straight_line() -> None:
     line = [0.5 * n for n in range(100)]
     assert _smooth(line)[2:-2] == pytest.approx(line[2:-2])
     assert _smooth(line[:10]) == line[:10]
     assert np.std(_smooth([(-1.0) ** n for n in range(200)])) < 0.3
 
 
-def test_the_legend_tells_which_problems(tmp_path: Path) -> None:
+def test_the_legend_names_the_splits(tmp_path: Path) -> None:
     run = Run.create(tmp_path, "named", '[eval]\nsplit = "validation"\nfinal_split = "test"\n')
     assert _splits(run.path) == (" (validation)", " (test)")
     assert _splits(Run.create(tmp_path, "unnamed", "").path) == ("", "")

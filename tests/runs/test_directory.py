@@ -53,7 +53,7 @@ def _create_together(runs_dir: Path, barrier: Barrier, number: int) -> None:
     Run.create(runs_dir, "race", f"number = {number}\n")
 
 
-def test_racing_creators_get_a_folder_each(tmp_path: Path) -> None:
+def test_concurrent_processes_create_different_runs(tmp_path: Path) -> None:
     (tmp_path / "race").mkdir()  # empty: all of them want this one
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(8)
@@ -69,19 +69,19 @@ def test_racing_creators_get_a_folder_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a@b", ".hidden", "a b", "x" * 300])
-def test_bad_names(tmp_path: Path, name: str) -> None:
+def test_invalid_run_names_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="cannot name a run"):
         Run.create(tmp_path, name, "")
     assert not any(tmp_path.iterdir())
 
 
-def test_unwritable_place(tmp_path: Path) -> None:
+def test_an_unwritable_runs_folder_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot create a run in"):
         Run.create(tmp_path / "file" / "runs", "demo", "")
 
 
-def test_a_full_disk_takes_no_name(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_run_name_free(tmp_path: Path) -> None:
     before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5, most))
     try:
@@ -99,7 +99,7 @@ def test_read_only_file_system() -> None:
         Run.create(Path("/proc"), "demo", "")
 
 
-def test_open_wants_a_run(tmp_path: Path) -> None:
+def test_open_refuses_other_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run directory"):
         Run.open(tmp_path)
 
@@ -117,7 +117,7 @@ def test_metrics_round_trip(run: Run) -> None:
     assert second == {"step": 2, "reward/mean": 0.5}
 
 
-def test_torn_last_line_is_left_out_and_then_replaced(run: Run) -> None:
+def test_an_incomplete_last_line_is_ignored_and_replaced(run: Run) -> None:
     run.log(1, {"reward/mean": 1.0})
     run.close()
     with (run.path / "metrics.jsonl").open("a") as file:
@@ -131,7 +131,7 @@ def test_torn_last_line_is_left_out_and_then_replaced(run: Run) -> None:
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"reward/mean": 1}', ""])
-def test_damage_in_the_middle_is_named(run: Run, line: str) -> None:
+def test_damaged_lines_are_reported_with_their_number(run: Run, line: str) -> None:
     (run.path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(UserError, match="line 2"):
         run.read_metrics()
@@ -141,7 +141,7 @@ def test_no_metrics_yet(run: Run) -> None:
     assert run.read_metrics() == []
 
 
-def test_cut_back_forgets_what_is_later(run: Run) -> None:
+def test_truncate_after_deletes_later_files_and_lines(run: Run) -> None:
     for step in range(1, 7):
         run.log(step, {"reward/mean": step / 10, "odd": math.nan})
         write_rollouts(run.path, step, [])
@@ -164,7 +164,7 @@ def test_cut_back_forgets_what_is_later(run: Run) -> None:
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]
 
 
-def test_metrics_that_cannot_be_cut_back_leave_all_else_as_it_was(run: Run) -> None:
+def test_truncate_after_changes_nothing_if_metrics_are_damaged(run: Run) -> None:
     for step in (1, 2):
         run.log(step, {"reward/mean": 0.5})
         with checkpoints.saving(run.path, step) as folder:
@@ -177,7 +177,7 @@ def test_metrics_that_cannot_be_cut_back_leave_all_else_as_it_was(run: Run) -> N
     assert checkpoints.steps(run.path) == [1, 2] and run.read_summary() == {"steps": 2}
 
 
-def test_cut_back_to_a_checkpoint_drops_what_its_step_logged_later(run: Run) -> None:
+def test_truncate_after_deletes_lines_logged_after_the_checkpoint(run: Run) -> None:
     run.log(1, {"reward/mean": 0.5})
     run.log(2, {"reward/mean": math.nan})
     with checkpoints.saving(run.path, 2) as folder:
@@ -189,7 +189,7 @@ def test_cut_back_to_a_checkpoint_drops_what_its_step_logged_later(run: Run) -> 
     assert (run.path / "metrics.jsonl").read_bytes() == saved
 
 
-def test_cut_back_to_before_the_start(run: Run) -> None:
+def test_truncate_after_without_checkpoint_deletes_everything(run: Run) -> None:
     run.truncate_after(-1)
     assert run.read_metrics() == []
     run.log(0, {"before/accuracy": 0.5})
@@ -203,7 +203,7 @@ def test_cut_back_to_before_the_start(run: Run) -> None:
     assert not (run.path / "checkpoints" / "best.json").exists()
 
 
-def test_summary_of_what_is_kept_stays(run: Run) -> None:
+def test_truncate_after_keeps_the_summary_of_an_earlier_step(run: Run) -> None:
     run.write_summary({"steps": 6})
     run.truncate_after(6)
     assert run.read_summary() == {"steps": 6}
@@ -219,7 +219,7 @@ time.sleep(60)
 """
 
 
-def test_one_writer_at_a_time_and_death_frees_the_run(tmp_path: Path) -> None:
+def test_one_writer_at_a_time_and_the_lock_is_released_on_death(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None
@@ -255,7 +255,7 @@ def test_list_runs_oldest_first(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "nowhere") == []
 
 
-def test_resuming_deletes_what_dead_writers_left_and_nothing_of_the_user(run: Run) -> None:
+def test_resuming_deletes_temporary_files_and_nothing_else(run: Run) -> None:
     run.close()
     leftovers = [".summary.json.tmp-12", ".config.toml.tmp-12", ".curves.png.tmp-4", "checkpoints/.best.json.tmp-12"]
     folders = [".saving-reference", ".deleting-base", "checkpoints/.saving-step-000004"]
@@ -290,7 +290,7 @@ def test_a_crash_before_the_config_is_written_leaves_the_name_free(tmp_path: Pat
     assert {path.name for path in run.path.iterdir()} == {".lock", "config.toml", "environment.json"}
 
 
-def test_threads_of_one_process_get_a_folder_each(tmp_path: Path) -> None:
+def test_concurrent_threads_create_different_runs(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         runs = list(threads.map(lambda number: Run.create(tmp_path, "race", f"n = {number}\n"), range(4)))
     assert {run.name for run in runs} == {"race", "race-2", "race-3", "race-4"}

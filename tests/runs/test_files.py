@@ -22,7 +22,7 @@ from assay.runs.files import (
 from assay.types import Status
 
 
-def test_numbers_that_json_lacks_become_strings_that_read_back() -> None:
+def test_non_finite_numbers_round_trip_as_strings() -> None:
     line = json_line({"nan": math.nan, "up": math.inf, "down": -math.inf, "numpy": np.float32("nan")})
     saved = json.loads(line, parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
     assert saved == {"nan": "NaN", "up": "Infinity", "down": "-Infinity", "numpy": "NaN"}
@@ -38,14 +38,14 @@ def test_to_json_keeps_values_and_converts_other_types() -> None:
     assert type(to_json(Status.OK)) is str
 
 
-def test_json_line_is_one_line_whatever_the_text() -> None:
+def test_json_line_has_no_line_separators() -> None:
     text = "a\nb\r\u2028\u2029\ud800\x00é"
     line = json_line({"text": text})
     assert line.splitlines() == [line[:-1]]
     assert json.loads(line) == {"text": text}
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_atomic_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_json(path, {"old": 1})
     with pytest.raises(RuntimeError), atomic_write(path) as file:
@@ -56,15 +56,15 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", "\x00"])
-def test_unreadable_json_reads_as_nothing(tmp_path: Path, content: str | None) -> None:
+def test_unreadable_json_is_read_as_an_empty_object(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "file.json"
     if content is not None:
         path.write_text(content)
     assert read_json(path) == {}
 
 
-def test_the_new_name_is_on_disk_when_a_file_has_been_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut may undo a rename whose folder was not synchronised."""
+def test_atomic_write_flushes_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power failure may undo a rename whose folder was not flushed."""
     calls: list[str] = []
     replace, fsync = os.replace, os.fsync
     monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
@@ -79,7 +79,7 @@ def test_the_new_name_is_on_disk_when_a_file_has_been_replaced(tmp_path: Path, m
     assert calls == ["rename", str(tmp_path), f"{tmp_path}/runs", f"{tmp_path}/runs/a"]
 
 
-def test_only_our_own_temporary_files_are_deleted(tmp_path: Path) -> None:
+def test_remove_temporaries_keeps_other_files(tmp_path: Path) -> None:
     kept = ["summary.json", ".notes.tmp-old", "results.tmp-12", ".tmp-12", ".a.tmp-12.txt", ".lock"]
     for name in (*kept, ".summary.json.tmp-12", ".step-000001.npz.tmp-4194304"):
         (tmp_path / name).write_text("x")

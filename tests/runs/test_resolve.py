@@ -28,7 +28,7 @@ def runs_dir(tmp_path: Path) -> Path:
     ("source", "step"),
     [("run:demo", 30), ("run:demo@last", 30), ("run:demo@best", 20), ("run:demo@10", 10), ("run:demo@000010", 10)],
 )
-def test_tags(runs_dir: Path, source: str, step: int) -> None:
+def test_run_tags_resolve_to_checkpoints(runs_dir: Path, source: str, step: int) -> None:
     wanted = runs_dir / "demo" / "checkpoints" / f"step-0000{step}" / "model"
     assert Path(resolve_model(source, runs_dir)) == wanted
     by_path = source.replace("demo", str(runs_dir / "demo"))
@@ -36,7 +36,7 @@ def test_tags(runs_dir: Path, source: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("source", ["Qwen/Qwen2.5-0.5B", "./folder", "model.gguf", "preset:tiny", "demo@best", ""])
-def test_other_sources_pass_through(runs_dir: Path, source: str) -> None:
+def test_other_model_sources_are_returned_unchanged(runs_dir: Path, source: str) -> None:
     assert resolve_model(source, runs_dir) == source
 
 
@@ -53,7 +53,7 @@ def test_other_sources_pass_through(runs_dir: Path, source: str) -> None:
         ("run:young@best", "no checkpoint yet"),
     ],
 )
-def test_errors_say_what_there_is(runs_dir: Path, source: str, message: str) -> None:
+def test_errors_list_available_runs_and_steps(runs_dir: Path, source: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         resolve_model(source, runs_dir)
 

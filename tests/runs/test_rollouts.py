@@ -29,7 +29,7 @@ from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn
 
 
 def _no_split_pair(text: str) -> bool:
-    """JSON cannot tell a high and a low surrogate side by side from the one character that they spell."""
+    """JSON cannot distinguish a high and a low surrogate from the character that they encode together."""
     return not any("\ud800" <= a <= "\udbff" and "\udc00" <= b <= "\udfff" for a, b in pairwise(text))
 
 
@@ -102,7 +102,7 @@ def groups(draw: st.DrawFn) -> Group:
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(groups(), max_size=3))
-def test_what_is_read_is_what_was_written(written: list[Group]) -> None:
+def test_rollouts_round_trip(written: list[Group]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_rollouts(Path(folder), 12, written)
         assert read_rollouts(Path(folder), 12) == written
@@ -120,7 +120,7 @@ def _group(samples: int = 2, logprob: float = -0.5) -> Group:
     return Group(prompt, rollouts)
 
 
-def test_lines_hold_what_a_reader_wants(tmp_path: Path) -> None:
+def test_lines_contain_text_verdict_and_turns(tmp_path: Path) -> None:
     path = write_rollouts(tmp_path, 12, [_group()])
     assert path == tmp_path / "rollouts" / "step-000012.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -143,8 +143,8 @@ def test_lines_hold_what_a_reader_wants(tmp_path: Path) -> None:
     assert {key: lines[1][key] for key in wanted} == wanted
 
 
-def test_version_spans_are_written_only_where_there_are_some(tmp_path: Path) -> None:
-    """So that files of runs without updates during sampling are as before, and files without the key are read."""
+def test_version_spans_are_written_only_if_there_are_any(tmp_path: Path) -> None:
+    """Files without the key can be read."""
     group = _group()
     group.rollouts[0].turns[0].completion.version_spans = ((7, 1), (8, 1))
     write_rollouts(tmp_path, 3, [group])
@@ -155,7 +155,7 @@ def test_version_spans_are_written_only_where_there_are_some(tmp_path: Path) -> 
     assert [completion.versions for completion in read] == [((7, 1), (8, 1)), ((8, 1),), ((7, 2),), ((8, 1),)]
 
 
-def test_arrays_are_flat_and_cut_by_offsets(tmp_path: Path) -> None:
+def test_arrays_are_flat_and_separated_by_offsets(tmp_path: Path) -> None:
     own = [0.0, 0.0, 0.0, -0.5, -0.25, 0.0, -1.0]
     write_rollouts(tmp_path, 3, [_group()])
     arrays = read_arrays(tmp_path, 3)
@@ -227,13 +227,13 @@ def test_a_newer_schema_version_is_refused(tmp_path: Path, suffix: str) -> None:
         read_rollouts(tmp_path, 3)
 
 
-def test_double_precision_is_kept_where_it_matters(tmp_path: Path) -> None:
+def test_values_beyond_float32_are_stored_as_float64(tmp_path: Path) -> None:
     write_rollouts(tmp_path, 1, [_group(logprob=-0.1)])
     assert read_arrays(tmp_path, 1)["engine_logprobs"].dtype == np.float64
     assert read_rollouts(tmp_path, 1) == [_group(logprob=-0.1)]
 
 
-def test_non_finite_rewards_survive(tmp_path: Path) -> None:
+def test_non_finite_rewards_round_trip(tmp_path: Path) -> None:
     group = _group()
     group.rollouts[0].reward, group.rollouts[1].reward = -math.inf, math.nan
     write_rollouts(tmp_path, 1, [group])
@@ -276,7 +276,7 @@ def test_prune_deletes_arrays_whose_lines_a_crash_has_deleted(tmp_path: Path) ->
     assert not any((tmp_path / "rollouts").iterdir())
 
 
-def test_missing_damaged_or_mixed_up_files_are_named(tmp_path: Path) -> None:
+def test_missing_damaged_or_mismatched_files_are_reported(tmp_path: Path) -> None:
     write_rollouts(tmp_path, 1, [_group()])
     with pytest.raises(UserError, match=r"step-000002.*\[1\]"):
         read_rollouts(tmp_path, 2)

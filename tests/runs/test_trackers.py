@@ -15,7 +15,7 @@ def run(tmp_path: Path) -> Run:
     return Run.create(tmp_path, "tracked", "seed = 1\n")
 
 
-def test_none_asked_for(run: Run) -> None:
+def test_no_trackers_by_default(run: Run) -> None:
     assert make_trackers(None, False, run) == make_trackers("", False, run) == []
 
 

@@ -56,14 +56,14 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None, one_
     return SmallRuns(tmp_path)
 
 
-def test_a_run_with_an_own_engine_equals_one_with_the_engine_that_it_wraps(small: SmallRuns) -> None:
+def test_a_run_with_a_custom_engine_equals_one_with_the_engine_that_it_wraps(small: SmallRuns) -> None:
     assert small.train("--name", "own", "--engine.name", "my_engine.py:make") == 0
     assert small.train("--name", "native") == 0
     small.same_run("own", "native", steps=2)
     assert 'name = "my_engine.py:make"' in (small.runs / "own" / "config.toml").read_text()
 
 
-def test_an_own_engine_serves_evaluations_and_resumed_runs(small: SmallRuns, capsys: pytest.CaptureFixture) -> None:
+def test_a_custom_engine_serves_evaluations_and_resumed_runs(small: SmallRuns, capsys: pytest.CaptureFixture) -> None:
     assert small.train("--engine.name", "my_engine.py:make", "--train.steps", 1) == 0
     assert small.resume("small", "--train.steps", 2) == 0
     assert checkpoints.last(small.runs / "small") == 2
@@ -85,7 +85,7 @@ def test_an_own_engine_serves_evaluations_and_resumed_runs(small: SmallRuns, cap
         ("my_engine.py:no_logprobs", "set engine.name to auto"),
     ],
 )
-def test_an_engine_that_cannot_serve_the_run_is_refused_before_there_is_a_run(
+def test_an_engine_without_required_capabilities_is_refused_before_the_run_starts(
     small: SmallRuns, capsys: pytest.CaptureFixture, name: str, message: str
 ) -> None:
     assert small.train("--engine.name", name) == 2
@@ -94,7 +94,7 @@ def test_an_engine_that_cannot_serve_the_run_is_refused_before_there_is_a_run(
     assert not small.runs.exists()
 
 
-def test_missing_capabilities_are_reported_once_at_the_start_and_their_metrics_left_out(
+def test_missing_capabilities_are_reported_once_and_their_metrics_left_out(
     small: SmallRuns, capsys: pytest.CaptureFixture
 ) -> None:
     assert small.train("--engine.name", "my_engine.py:bare") == 0

@@ -38,7 +38,7 @@ def turns(*examples: tuple[str, str]) -> str:
     return "".join(said) + f"<user> {PROMPT.question} <assistant>"
 
 
-def test_a_file_of_examples_alone_gives_all_of_them_and_a_number_the_first(shots: str) -> None:
+def test_few_shot_examples_come_from_a_file(shots: str) -> None:
     assert asked(few_shot_file=shots) == turns(*SHOTS)
     assert asked(few_shot_file=shots, few_shot=2) == turns(*SHOTS[:2])
     assert asked() == turns()
@@ -46,7 +46,7 @@ def test_a_file_of_examples_alone_gives_all_of_them_and_a_number_the_first(shots
         asked(few_shot_file=shots, few_shot=4)
 
 
-def test_without_a_file_examples_come_from_the_train_split() -> None:
+def test_few_shot_examples_come_from_the_train_split_without_a_file() -> None:
     first = TASK.prompts("train")[0]
     assert asked(few_shot=1) == turns((first.question, first.solution))
 

@@ -72,7 +72,7 @@ def runs(folder: Path, config: str) -> SmallRuns:
     return small
 
 
-def test_a_guessing_run_learns_from_its_steps_and_resumes_exactly(
+def test_an_environment_run_trains_on_its_steps_and_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = runs(tmp_path, GUESS)
@@ -107,7 +107,7 @@ def test_a_guessing_run_learns_from_its_steps_and_resumes_exactly(
 
 
 @pytest.mark.slow
-def test_lines_of_a_warm_started_policy_are_steps(tmp_path: Path) -> None:
+def test_stepwise_environment_turns_lines_into_steps(tmp_path: Path) -> None:
     small = runs(tmp_path, STEPWISE)
     assert small.train() == 0
     found = [r for step in (1, 2) for group in read_rollouts(small.runs / "small", step) for r in group.rollouts]
@@ -128,7 +128,7 @@ def test_lines_of_a_warm_started_policy_are_steps(tmp_path: Path) -> None:
         (("--env.max_step", 3), "max_step"),
     ],
 )
-def test_mistakes_are_told_before_a_run(
+def test_invalid_environment_settings_are_refused_before_the_run_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], message: str
 ) -> None:
     small = runs(tmp_path, GUESS)
@@ -149,7 +149,7 @@ class Shaky(GuessNumber):
 """
 
 
-def test_a_warning_says_who_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_names_what_failed_environment_or_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = runs(tmp_path, GUESS)
     (tmp_path / "shaky.py").write_text(SHAKY)
     few = ("--train.steps", 1, "--train.prompts", 8)
@@ -167,7 +167,7 @@ def test_a_warning_says_who_has_failed(tmp_path: Path, capsys: pytest.CaptureFix
     assert "warning: the judge failed on some answers" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_critic_may_say_what_a_cut_off_episode_was_worth(tmp_path: Path) -> None:
+def test_critic_bootstraps_the_value_of_a_truncated_episode(tmp_path: Path) -> None:
     small = runs(tmp_path, GUESS)
     words = ("--env.max_steps", 1, "--algo.recipe", "ppo", "--algo.step_credit", "false", "--algo.discount", 1.0)
     for name, bootstrap in (("over", "false"), ("goes-on", "true")):

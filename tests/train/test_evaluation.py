@@ -18,7 +18,7 @@ from assay.train.evaluation import sync_weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sync_copies_everything_and_stamps_the_version(dtype: torch.dtype) -> None:
+def test_sync_copies_all_weights_and_sets_the_version(dtype: torch.dtype) -> None:
     first, second = tiny_decoder(0, torch.float32), tiny_decoder(1, torch.float32)
     engine = make_engine("native", first, device="cpu", dtype=dtype)
     before = engine.fingerprint()
@@ -51,7 +51,7 @@ class Deaf(NativeEngine):
 
 
 @pytest.mark.parametrize("kind", [Forgetful, Deaf])
-def test_an_engine_that_serves_other_weights_stops_the_run(kind: type[NativeEngine]) -> None:
+def test_sync_raises_if_the_engine_serves_other_weights(kind: type[NativeEngine]) -> None:
     policy = tiny_decoder(0, torch.float32)
     engine = kind(policy.spec, device="cpu", dtype=torch.float32)
     engine.update_weights(policy, 0)

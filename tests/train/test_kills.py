@@ -25,7 +25,7 @@ WORDS = ("--save.every", 2, "--eval.every", 5, "--sft.steps", 2, "--sft.batch", 
 
 
 class Victim:
-    """A run that is started by the real command line, killed, and resumed, until it ends by itself."""
+    """A run that is started by the command line, killed and resumed, until it ends by itself."""
 
     def __init__(self, small: SmallRuns, steps: int, seed: int) -> None:
         self.small, self.draw = small, random.Random(seed)
@@ -88,13 +88,13 @@ def kill_and_compare(small: SmallRuns, steps: int, moments: list[str], seed: int
 
 
 @pytest.mark.slow
-def test_three_kills_change_nothing(tmp_path: Path) -> None:
+def test_a_run_killed_three_times_has_the_same_files(tmp_path: Path) -> None:
     victim = kill_and_compare(SmallRuns(tmp_path), 14, ["loop", "saving", "loop"], SEED)
     assert len(victim.kills) == 3
 
 
 @pytest.mark.slow
-def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
+def test_a_run_killed_twenty_times_has_the_same_files(tmp_path: Path) -> None:
     draw = random.Random(SEED)
     moments = [*("start", "saving", "loop") * 2, *draw.choices(["start", "saving", "loop"], k=16)]
     victim = kill_and_compare(SmallRuns(tmp_path), 120, moments, SEED)
@@ -112,7 +112,7 @@ NOT_COMPARED = ("environment.json", ".lock")  # when, where and by which process
 
 
 class Lives:
-    """A run that is started, killed and resumed in a folder of its own, by one of a few servers."""
+    """Starts, kills and resumes a run in its own folder, on one of a few servers."""
 
     def __init__(self, folder: Path, words: tuple[object, ...], servers: SimpleQueue[KillServer]) -> None:
         small = SmallRuns(folder)
@@ -161,14 +161,14 @@ class Lives:
 
 
 def sound(cwd: Path) -> None:
-    """Whatever has the name of a checkpoint can be loaded at any time, by other processes as well."""
+    """Assert that every folder with the name of a checkpoint is complete, since other processes may load it."""
     run = cwd / "runs" / "small"
     for folder in (*(run / "checkpoints").glob("step-*"), *filter(Path.is_dir, (run / "base", run / "reference"))):
         assert checkpoints.problems(folder) == []
 
 
 def files_of(cwd: Path) -> dict[str, bytes]:
-    """Every file of the runs folder, byte for byte; clocks stand still in these runs."""
+    """Content of every file of the runs folder. Times in these runs are constant."""
     files = [path for path in (cwd / "runs").rglob("*") if path.is_file() and path.name not in NOT_COMPARED]
     return {path.relative_to(cwd).as_posix(): path.read_bytes() for path in files}
 
@@ -184,7 +184,7 @@ def servers() -> Iterator[SimpleQueue[KillServer]]:
 
 
 def kill_everywhere(lives: Lives, events: list[int]) -> int:
-    """The number of deaths; fails with all differences that were found."""
+    """Kill a run at each event. Returns the number of kills; fails with all differences."""
     failures: list[str] = []
 
     def attempt(event: int) -> int:
@@ -202,10 +202,10 @@ def kill_everywhere(lives: Lives, events: list[int]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [(), LORA], ids=["plain", "lora, replay"])
-def test_files_and_names_are_on_disk_before_a_checkpoint_counts_on_them(
+def test_files_and_names_are_flushed_before_a_checkpoint_is_renamed(
     tmp_path: Path, servers: SimpleQueue[KillServer], words: tuple[object, ...]
 ) -> None:
-    """Each rename is followed by an fsync of its folder, and nothing is unconfirmed when a checkpoint gets its name."""
+    """Each rename is followed by an fsync of its folder, and all files are flushed when a checkpoint is renamed."""
     lives = Lives(tmp_path, (*EVERYTHING, *words), servers)
     assert sum("os.rename" in event for event in lives.events) > 20
     assert lives.volatile == []
@@ -216,7 +216,7 @@ def test_files_and_names_are_on_disk_before_a_checkpoint_counts_on_them(
 
 
 @pytest.mark.slow
-def test_death_at_every_file_operation_changes_no_file(tmp_path: Path, servers: SimpleQueue[KillServer]) -> None:
+def test_a_kill_at_every_file_operation_changes_no_file(tmp_path: Path, servers: SimpleQueue[KillServer]) -> None:
     lives = Lives(tmp_path, EVERYTHING, servers)
     count = len(lives.events)
     deaths = kill_everywhere(lives, list(range(1, count + 1)))
@@ -225,7 +225,7 @@ def test_death_at_every_file_operation_changes_no_file(tmp_path: Path, servers: 
 
 
 @pytest.mark.slow
-def test_death_while_writing_what_lora_and_replay_add_changes_no_file(
+def test_a_kill_while_writing_lora_and_replay_files_changes_no_file(
     tmp_path: Path, servers: SimpleQueue[KillServer]
 ) -> None:
     lives = Lives(tmp_path, (*EVERYTHING, *LORA), servers)

@@ -23,7 +23,7 @@ from assay.train.rank_checks import check_inputs, check_weights, code_versions, 
 from assay.types import Prompt, UserError
 
 
-def test_the_rank_that_differs_from_most_is_named_with_both_values() -> None:
+def test_the_rank_that_differs_is_reported_with_both_values() -> None:
     usual, other = {"seed": "0", "optim.lr": "0.1", "a": "1"}, {"seed": "1", "optim.lr": "0.2", "a": "1"}
     check_equal([("n0", usual), ("n0", dict(usual)), ("n1", {"a": "1", "only here": "x"})], "-")
     said = "rank 0 on n0 differs: seed is 1 there, and 0 on rank 1; optim.lr is 0.2 there, and 0.1 on rank 1; mend it"
@@ -35,7 +35,7 @@ def test_the_rank_that_differs_from_most_is_named_with_both_values() -> None:
         check_equal([("n0", many), ("n1", dict.fromkeys(many, "y"))], "-")
 
 
-def test_settings_of_one_host_may_differ_and_all_others_may_not(tmp_path: Path) -> None:
+def test_only_settings_of_one_host_may_differ(tmp_path: Path) -> None:
     cfg = TrainConfig()
     cfg.model.tokenizer, cfg.task.path, cfg.runs_dir, cfg.reward.workers = "/here/words", "/here/data", "/here", 7
     assert settings(cfg) == settings(TrainConfig())
@@ -55,7 +55,7 @@ def test_settings_of_one_host_may_differ_and_all_others_may_not(tmp_path: Path) 
     assert {key for key in found[0] if found[0][key] != found[1][key]} == {"reward.function"}  # its code differs
 
 
-def test_code_and_prompts_are_described_alike_in_every_process(tmp_path: Path) -> None:
+def test_descriptions_of_code_and_prompts_are_equal_in_every_process(tmp_path: Path) -> None:
     assert code_versions() == code_versions() and len(code_versions()) == 9
     one = Prompt("a/1", ({"role": "user", "content": "1 + 1"},), "2", fields={"odd": object(), (1, 2): 3, "n": {4}})
     same = Prompt("a/1", ({"role": "user", "content": "1 + 1"},), "2", fields={"odd": object(), (1, 2): 3, "n": {5}})
@@ -94,7 +94,7 @@ def flip(weight: torch.Tensor, here: bool) -> None:
         local_tensor(weight.detach()).flatten().view(torch.int32)[:1].bitwise_xor_(1)
 
 
-def test_ranks_with_other_settings_data_or_weights_are_named_on_all_ranks() -> None:
+def test_different_settings_data_or_weights_are_reported_on_all_ranks() -> None:
     start(2, differ)
 
 
@@ -128,5 +128,5 @@ def test_replicas_that_differ_by_a_bit_are_not_saved(tmp_path: Path) -> None:
         (2, "fsdp", "model.norm.weight"),  # whole for tensor parallelism, a part for FSDP
     ],
 )
-def test_parts_that_several_ranks_hold_are_compared(tmp_path: Path, tp: int, mode: str, name: str) -> None:
+def test_shards_held_by_several_ranks_are_compared(tmp_path: Path, tp: int, mode: str, name: str) -> None:
     start(4, spoil_replicas, tmp_path, tp, mode, name)

@@ -215,7 +215,7 @@ def test_resuming_with_a_config_of_another_model_or_other_settings_is_refused(
 def test_an_unknown_run_name_is_refused_with_suggestions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = SmallRuns(tmp_path)
     assert small.resume("nothing") == 2
-    assert "there are none yet" in capsys.readouterr().err
+    assert "has no runs yet" in capsys.readouterr().err
     assert small.train() == 0
     assert small.resume("smal") == 2
     assert "did you mean 'small'?" in capsys.readouterr().err

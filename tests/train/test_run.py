@@ -34,7 +34,7 @@ FIRST_EDITION = {
 
 
 @pytest.mark.parametrize("own, meanwhile", [(700, GC_THRESHOLD), (2 * GC_THRESHOLD, 2 * GC_THRESHOLD), (0, 0)])
-def test_garbage_collection_is_rare_inside_and_restored_afterwards(own: int, meanwhile: int) -> None:
+def test_gc_threshold_is_raised_and_restored(own: int, meanwhile: int) -> None:
     before = gc.get_threshold()
     gc.set_threshold(own, 7, 9)
     try:
@@ -52,7 +52,7 @@ def make_run(tmp_path: Path) -> TrainingRun:
     return new_run(load_settings(TrainConfig, small.config, settings), Console(quiet=True))
 
 
-def test_state_json_of_the_first_edition_is_divided_among_the_components(tmp_path: Path) -> None:
+def test_state_json_of_the_first_edition_is_converted(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     folder = checkpoints.folder(tmp_path, 2)
     folder.mkdir(parents=True)

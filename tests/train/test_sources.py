@@ -28,20 +28,20 @@ def ids(prompts: Sequence[Prompt]) -> list[int]:
     return [int(prompt.id) for prompt in prompts]
 
 
-def test_every_pass_is_an_order_of_its_own_of_all_prompts() -> None:
+def test_every_epoch_has_its_own_order_of_all_prompts() -> None:
     stream = PromptStream(numbered(30), seed=1)
     passes = [ids(stream.next(30)) for _ in range(4)]
     assert all(sorted(order) == list(range(30)) for order in passes)
     assert len({tuple(order) for order in passes}) == 4
 
 
-def test_the_order_depends_on_the_seed_alone() -> None:
+def test_the_order_of_prompts_depends_on_the_seed_only() -> None:
     first, second, other = (ids(PromptStream(numbered(50), seed).next(120)) for seed in (7, 7, 8))
     assert first == second != other
 
 
 @pytest.mark.parametrize("sizes", [[1] * 40, [7, 3, 30], [13, 13, 14], [40]])
-def test_how_many_are_taken_at_a_time_does_not_matter(sizes: list[int]) -> None:
+def test_the_order_does_not_depend_on_the_batch_size(sizes: list[int]) -> None:
     stream = PromptStream(numbered(12), seed=2)
     found = [index for size in sizes for index in ids(stream.next(size))]
     assert found == ids(PromptStream(numbered(12), seed=2).next(40))
@@ -58,7 +58,7 @@ def test_a_prompt_stream_is_resumed_by_its_cursor(cursor: int) -> None:
     assert ids(uninterrupted.next(30)) == ids(resumed.next(30))
 
 
-def test_an_endless_split_is_walked_without_being_made() -> None:
+def test_an_endless_split_is_not_materialized() -> None:
     made: list[int] = []
 
     def make(index: int) -> Prompt:
@@ -140,7 +140,7 @@ def test_an_interrupted_step_leaves_state_and_cursor_as_they_were(
     assert source.state_dict() == saved and (state.answers, state.tokens) == counts
 
 
-def test_pass_rates_decide_which_prompts_are_drawn(letters: JudgePool) -> None:
+def test_pass_rates_determine_which_prompts_are_sampled(letters: JudgePool) -> None:
     source = make_source(letters, pass_rate_low=0.2, pass_rate_high=0.8)
     order = PromptStream(source.prompts.prompts, 3).next(24)
     source.algo.load_state_dict({"pass_rate": {"rates": {prompt.id: [0.0, 1.0] for prompt in order[:10]}}})

@@ -47,7 +47,7 @@ def reloaded(path: Path, optim: OptimConfig = ADAMW) -> Updater:
 
 @pytest.mark.parametrize("file_bytes", [10**9, 2_000], ids=["one file", "many files"])
 @pytest.mark.parametrize("optim", [ADAMW, MUON], ids=lambda optim: optim.name)
-def test_a_checkpoint_comes_back_bit_for_bit_and_goes_on_alike(
+def test_a_checkpoint_restores_weights_and_optimizer_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: OptimConfig, file_bytes: int
 ) -> None:
     monkeypatch.setattr("assay.train.checkpoint.FILE_BYTES", file_bytes)
@@ -72,7 +72,7 @@ def moments(updater: Updater) -> dict[str, torch.Tensor]:
     return {f"{n}|{kind}": v for n, p in updater.policy.named_parameters() for kind, v in state[p].items()}
 
 
-def test_without_the_moments_the_run_would_go_another_way(tmp_path: Path) -> None:
+def test_optimizer_state_affects_the_next_update(tmp_path: Path) -> None:
     original = trained()
     save(tmp_path, STATE, original.policy, original.optimizer, char_tokenizer())
     policy = load_model(str(checkpoints.folder(tmp_path, 3) / "model"))
@@ -82,14 +82,14 @@ def test_without_the_moments_the_run_would_go_another_way(tmp_path: Path) -> Non
     assert not torch.equal(weights_of(original.policy), weights_of(forgetful.policy))
 
 
-def test_a_first_checkpoint_has_no_moments_yet(tmp_path: Path) -> None:
+def test_the_first_checkpoint_has_no_optimizer_state(tmp_path: Path) -> None:
     policy = tiny_decoder(dtype=torch.float32)
     save(tmp_path, {"step": 3}, policy, make_adamw(policy, 1e-2), char_tokenizer())
     assert not reloaded(tmp_path).optimizer.state
     assert read_state(tmp_path, 3, STATE) == {"step": 3}
 
 
-def test_the_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
+def test_the_model_folder_contains_its_tokenizer(tmp_path: Path) -> None:
     original = trained(1)
     tokenizer = char_tokenizer()
     save(tmp_path, STATE, original.policy, original.optimizer, tokenizer)
@@ -125,7 +125,7 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint(tmp_path: Path, monkeyp
     assert read_state(tmp_path, 1, STATE) == {"step": 1}
 
 
-def test_gradients_are_not_part_of_what_is_kept(tmp_path: Path) -> None:
+def test_gradients_are_not_saved(tmp_path: Path) -> None:
     original = trained(1)
     for p in original.policy.parameters():
         p.grad = torch.ones_like(p)
@@ -135,7 +135,7 @@ def test_gradients_are_not_part_of_what_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", '{"step": 3, "colour": 3}', "{", "3"])
-def test_a_state_json_with_other_content_is_named(tmp_path: Path, content: str) -> None:
+def test_an_invalid_state_json_is_refused(tmp_path: Path, content: str) -> None:
     folder = checkpoints.folder(tmp_path, 3)
     folder.mkdir(parents=True)
     (folder / "state.json").write_text(content)

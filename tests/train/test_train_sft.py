@@ -28,7 +28,7 @@ def problem(question: str, solution: str | None) -> Prompt:
 PROMPTS = [problem("1 2 3", "4 5"), problem("6", "7 8 9 10 11 12"), problem("13 14", "0")]
 
 
-def test_the_loss_is_that_of_transformers_over_the_solutions_tokens() -> None:
+def test_sft_loss_equals_transformers_on_solution_tokens() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     policy = tiny_decoder(dtype=torch.float32)
@@ -47,7 +47,7 @@ def test_the_loss_is_that_of_transformers_over_the_solutions_tokens() -> None:
     assert ours == pytest.approx(float(hf(input_ids=ids, labels=labels).loss.detach()), abs=1e-5)
 
 
-def test_the_mask_covers_the_solution_and_one_end() -> None:
+def test_the_loss_mask_covers_the_solution_and_its_end_token() -> None:
     asked = renderer()
     for row, prompt in zip(solution_rows(PROMPTS, asked, 64), PROMPTS, strict=True):
         assert prompt.solution is not None
@@ -57,7 +57,7 @@ def test_the_mask_covers_the_solution_and_one_end() -> None:
         assert row.ids[-1] == asked.tokenizer.eos_id and row.advantage == 1.0
 
 
-def test_a_warm_start_learns_its_solutions_by_heart() -> None:
+def test_a_warm_start_memorizes_its_solutions() -> None:
     policy = tiny_decoder(dtype=torch.float32)
     updater = Updater(policy, make_adamw(policy, 1.0))
     cfg = SftConfig(steps=150, batch=3, lr=1e-2, warmup=5)
@@ -66,7 +66,7 @@ def test_a_warm_start_learns_its_solutions_by_heart() -> None:
     assert not updater.optimizer.state  # reinforcement begins with moments of its own
 
 
-def test_the_learning_rate_rises_and_then_falls_to_nothing() -> None:
+def test_sft_learning_rate_warms_up_and_decays_to_zero() -> None:
     policy = tiny_decoder(dtype=torch.float32)
     cfg = SftConfig(steps=10, batch=2, lr=1e-3, warmup=2)
     updater = Updater(policy, make_adamw(policy, 1.0))
@@ -75,7 +75,7 @@ def test_the_learning_rate_rises_and_then_falls_to_nothing() -> None:
     assert rates == pytest.approx(expected)
 
 
-def test_solutions_that_are_missing_or_have_no_room_are_named() -> None:
+def test_missing_or_too_long_solutions_are_refused() -> None:
     with pytest.raises(UserError, match=r"p/1 .* no worked solution"):
         solution_rows([problem("1", None)], renderer(), 64)
     with pytest.raises(UserError, match=r"p/1 2 3 fills the context of 5 tokens"):

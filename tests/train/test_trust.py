@@ -181,7 +181,7 @@ def test_a_copy_of_trusted_code_in_another_folder_is_not_trusted(
 
 
 @pytest.mark.slow
-def test_ones_own_runs_are_evaluated_and_resumed_without_a_question(tmp_path: Path, capsys) -> None:
+def test_runs_started_by_the_user_need_no_consent(tmp_path: Path, capsys) -> None:
     small = SmallRuns(tmp_path)
     assert small.train("--train.steps", 1) == 0
     assert small("eval", "run:small@last", "--eval.final_examples", 2) == 0
@@ -217,7 +217,7 @@ def test_modules_are_located_without_importing_them(tmp_path: Path, monkeypatch:
     assert trust.code_file("..:x") is None and trust.code_file("a\0b.py:x") is None
 
 
-def test_the_python_interface_asks_for_trust_too(make_gift) -> None:
+def test_the_python_api_requires_trust(make_gift) -> None:
     gift = make_gift(SETTINGS["task"])
 
     class Own(Trainer):
@@ -241,7 +241,7 @@ def test_a_prepared_data_folder_cannot_name_code(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("answer", "trusted"), [("y", True), ("", False), ("n", False)])
-def test_at_a_terminal_the_person_is_asked(answer: str, trusted: bool, make_gift) -> None:
+def test_the_user_is_asked_at_a_terminal(answer: str, trusted: bool, make_gift) -> None:
     gift = make_gift(SETTINGS["task"])
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "assay", "eval", f"run:{gift.folder}@last"]

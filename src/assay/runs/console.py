@@ -1,4 +1,4 @@
-"""Console output of a run: a progress bar in a terminal, plain lines elsewhere. Short names of metrics."""
+"""Console output of a run: a progress bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,43 +16,14 @@ from rich.table import Table
 
 from assay.terminal import one_line, printable, raw_stream
 
-# Short names of metrics for console and curves, with their keys in metrics.jsonl; the first key that exists is used.
-KEYS: dict[str, tuple[str, ...]] = {
-    "reward": ("reward/mean",),
-    "accuracy": ("eval/accuracy",),
-    "accuracy_low": ("eval/low",),
-    "accuracy_high": ("eval/high",),
-    "start": ("start/accuracy",),
-    "start_low": ("start/low",),
-    "start_high": ("start/high",),
-    "before": ("before/accuracy",),
-    "before_low": ("before/low",),
-    "before_high": ("before/high",),
-    "after": ("after/accuracy",),
-    "after_low": ("after/low",),
-    "after_high": ("after/high",),
-    "any_accuracy": ("eval/accuracy", "after/accuracy", "before/accuracy"),
-    "sft_loss": ("sft/loss",),
-    "length": ("length/mean",),
-    "truncated": ("length/truncated",),
-    "entropy": ("policy/entropy",),
-    "kl": ("policy/kl",),
-    "mismatch": ("mismatch/logprob_abs_diff",),
-    "grad_norm": ("optim/grad_norm",),
-    "lr": ("optim/lr",),
-    "seconds": ("time/step",),
-}
 
-
-def find(metrics: Mapping[str, Any], name: str) -> float | None:
+def finite(metrics: Mapping[str, Any], name: str) -> float | None:
     """The value of a metric; None if it is missing or not a finite number."""
-    for key in KEYS[name]:
-        value = metrics.get(key)
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            return float(value)
-    return None
+    value = metrics.get(name)
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
+FINAL_LABELS = ("start", "before", "after")  # evaluations on `eval.final_split`
 _WINDOW = 20  # number of steps from which the remaining time is estimated
 _PAUSE = 0.5  # minimum seconds between plain lines, since the steps of a warm start are short
 
@@ -114,15 +85,16 @@ class Console:
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the metrics of a completed step."""
-        now, accuracy = time.monotonic(), find(metrics, "accuracy")
+        now, accuracy = time.monotonic(), finite(metrics, "eval/accuracy")
         self._accuracy = self._accuracy if accuracy is None else accuracy
         if len(self._clock) == 1 and step > self._clock[0][0] + 1:  # the first step after a resume
             self._clock = [(step - 1, self._clock[0][1])]
         self._clock = [*self._clock, (step, now)][-_WINDOW - 1 :]
         facts = "  ".join(self._facts(step, metrics))
+        evaluated = any(finite(metrics, f"{label}/accuracy") is not None for label in ("eval", "before", "after"))
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step, facts=escape(facts))
-        elif find(metrics, "any_accuracy") is not None or step == self._total or now - self._last_line_at >= _PAUSE:
+        elif evaluated or step == self._total or now - self._last_line_at >= _PAUSE:
             self._last_line_at = now
             self._print(facts)
 
@@ -176,18 +148,18 @@ class Console:
 
     def _facts(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         facts = [f"step {step}/{self._total}" if self._total else f"step {step}"]
-        if (loss := find(metrics, "sft_loss")) is not None:
+        if (loss := finite(metrics, "sft/loss")) is not None:
             facts.append(f"loss {loss:.3f}")
-        if (reward := find(metrics, "reward")) is not None:
+        if (reward := finite(metrics, "reward/mean")) is not None:
             facts.append(f"reward {reward:.2f}")
-        for name in ("start", "before", "after"):
-            if (measured := find(metrics, name)) is not None:
-                facts.append(f"accuracy {name} {measured:.2f}")
+        for label in FINAL_LABELS:
+            if (accuracy := finite(metrics, f"{label}/accuracy")) is not None:
+                facts.append(f"accuracy {label} {accuracy:.2f}")
         if self._accuracy is not None and reward is not None:
             facts.append(f"eval {self._accuracy:.2f}")
-        if (length := find(metrics, "length")) is not None:
+        if (length := finite(metrics, "length/mean")) is not None:
             facts.append(f"len {length:.0f}")
-        if (seconds := find(metrics, "seconds")) is not None:
+        if (seconds := finite(metrics, "time/step")) is not None:
             facts.append(f"{seconds:.2f} s")
         if (left := self._seconds_left(step)) is not None:
             facts.append(f"eta {duration(left)}")

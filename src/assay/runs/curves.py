@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.runs.console import find
+from assay.runs.console import FINAL_LABELS, finite
 from assay.runs.directory import read_metrics
 from assay.runs.files import atomic_write, read_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+ACCURACY = "eval/accuracy"
 _INK, _MUTED, _GRID = "#22303c", "#6b7885", "#e6eaee"
 _LINE, _ACCENT = "#2f6db5", "#d9622b"
 
@@ -31,21 +32,21 @@ class Panel:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return (self.metric, "before", "after") if self.metric == "accuracy" else (self.metric,)
+        return (self.metric, "before/accuracy", "after/accuracy") if self.metric == ACCURACY else (self.metric,)
 
 
 PANELS = (
-    Panel("reward", "Reward (mean)"),
-    Panel("accuracy", "Evaluation accuracy (95 % interval)", share=True),
-    Panel("accuracy", "Evaluation accuracy, by time", share=True, by_time=True),
-    Panel("length", "Completion length (tokens)"),
-    Panel("truncated", "Cut off at the length limit", share=True),
-    Panel("entropy", "Entropy (nats per token)"),
-    Panel("kl", "KL to the reference"),
-    Panel("mismatch", "Engine/trainer log-probability gap"),
-    Panel("grad_norm", "Gradient norm"),
-    Panel("lr", "Learning rate", smooth=False),
-    Panel("seconds", "Seconds per step"),
+    Panel("reward/mean", "Reward (mean)"),
+    Panel(ACCURACY, "Evaluation accuracy (95 % interval)", share=True),
+    Panel(ACCURACY, "Evaluation accuracy, by time", share=True, by_time=True),
+    Panel("length/mean", "Completion length (tokens)"),
+    Panel("length/truncated", "Cut off at the length limit", share=True),
+    Panel("policy/entropy", "Entropy (nats per token)"),
+    Panel("policy/kl", "KL to the reference"),
+    Panel("mismatch/logprob_abs_diff", "Engine/trainer log-probability gap"),
+    Panel("optim/grad_norm", "Gradient norm"),
+    Panel("optim/lr", "Learning rate", smooth=False),
+    Panel("time/step", "Seconds per step"),
 )
 
 
@@ -109,7 +110,7 @@ def _splits(run_path: Path) -> tuple[str, str]:
 
 def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]], splits: tuple[str, str]) -> None:
     steps, values = _points(rows, panel.metric)
-    if panel.metric == "accuracy":
+    if panel.metric == ACCURACY:
         _draw_accuracy(axes, rows, *splits)
     elif len(steps) < 3:
         axes.plot(steps, values, color=_LINE, linewidth=1.8, marker="o", markersize=4)
@@ -131,22 +132,22 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]], spl
 
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    elif panel.metric == "lr":
+    elif panel.metric == "optim/lr":
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter("{x:.1e}")
 
 
 def _draw_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]], periodic: str, final: str) -> None:
     """Plot periodic evaluations as a line with a band, and those before and after, on another split, as bars."""
-    steps, values = _points(rows, "accuracy")
+    steps, values = _points(rows, ACCURACY)
     if steps:
         axes.plot(steps, values, color=_ACCENT, linewidth=1.8, marker="o", markersize=4, label="periodic" + periodic)
-    bounds = _bounds(rows, "accuracy")
+    bounds = _bounds(rows, "eval")
     if bounds:
         lows, highs = zip(*bounds.values(), strict=True)
         axes.fill_between(list(bounds), lows, highs, color=_ACCENT, alpha=0.15, linewidth=0)
-    for name in ("start", "before", "after"):
-        steps, values = _points(rows, name)
+    for name in FINAL_LABELS:
+        steps, values = _points(rows, f"{name}/accuracy")
         label = "before and after" + final if steps and name == "before" else None
         axes.plot(steps, values, color=_INK, linestyle="", marker="D", markersize=5, label=label)
         for step, (low, high) in _bounds(rows, name).items():
@@ -156,13 +157,13 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]], periodic: str,
 
 def _bounds(rows: Sequence[Mapping[str, Any]], name: str) -> dict[float, tuple[float, float]]:
     """Interval by step, if both of its bounds were logged."""
-    low, high = (dict(zip(*_points(rows, f"{name}_{end}"), strict=True)) for end in ("low", "high"))
+    low, high = (dict(zip(*_points(rows, f"{name}/{end}"), strict=True)) for end in ("low", "high"))
     return {step: (low[step], high[step]) for step in sorted(low.keys() & high.keys())}
 
 
 def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[float], list[float]]:
     """Steps and values of the metric, if it is finite. If a step has several values, the last one counts."""
-    points = {row["step"]: value for row in rows if (value := find(row, metric)) is not None}
+    points = {row["step"]: value for row in rows if (value := finite(row, metric)) is not None}
     ordered = sorted(points.items())
     return [step for step, _ in ordered], [value for _, value in ordered]
 
