@@ -221,7 +221,8 @@ def _computed(values: Sequence[Any], rollouts: Sequence[Rollout], mask: np.ndarr
     """Values of the trained tokens, aligned with all token ids; NaN for tokens without one."""
     nan = np.array(np.nan, np.float32)
     parts = [nan.repeat(r.trained) if own is None else np.asarray(own) for own, r in zip(values, rollouts, strict=True)]
-    own = _shortened(np.concatenate(parts))
+    own = np.concatenate(parts)
+    own = own if own.dtype == np.float32 else _shortened(own)
     aligned = np.full(len(mask), np.nan, own.dtype)
     aligned[mask == 1] = own
     return aligned

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import numpy as np
@@ -66,11 +66,13 @@ class LogprobRecord:
         """The values of each row, gathered from all ranks."""
         index = {id(row): position for position, row in enumerate(rows)}
         own: dict[int, RowLogprobs] = {}
-        for part, trainer, ref in self.parts:
-            counts = [row.count for row in part]
-            columns = [values.cpu().split(counts) for values in (trainer, ref) if values is not None]
-            for row, *values in zip(part, *columns, strict=True):
-                own[index.get(id(row), -1)] = (values[0].numpy(), values[1].numpy() if ref is not None else None)
+        for part, trainer_logprobs, ref_logprobs in self.parts:
+            trainer = trainer_logprobs.cpu().numpy()
+            ref = None if ref_logprobs is None else ref_logprobs.cpu().numpy()
+            ends = accumulate(row.count for row in part)
+            for row, end in zip(part, ends, strict=True):
+                start = end - row.count
+                own[index.get(id(row), -1)] = (trainer[start:end], None if ref is None else ref[start:end])
         every = {position: values for share in mesh.all_gather_objects(own) for position, values in share.items()}
         return [every[position] for position in range(len(rows))]
 
