@@ -29,7 +29,7 @@ TASK, ENVIRONMENT, ENGINE, FAMILY = "A task", "An environment", "An engine backe
 PACKAGES = {TASK: "tasks", ENVIRONMENT: "envs", ENGINE: "engine"}  # to which the first file of the section moves
 
 
-LONG = ("--sampling.max_new_tokens", "60")  # answers that are long enough to repeat n-grams
+LONG = ("--sampling.max_new_tokens", "120")  # answers that are long enough to repeat n-grams
 
 
 def section(title: str) -> tuple[str, str]:
