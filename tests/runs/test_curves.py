@@ -60,9 +60,9 @@ def test_accuracy_is_also_plotted_by_time(tmp_path: Path) -> None:
         run.log(step, {"eval/accuracy": 0.1 * step, "time/wall": wall})
     run.log(20, {"sft/step": 1})
     rows = read_metrics(run.path)
-    assert _points(_against_time(rows), "accuracy") == ([0.5, 1.5, 4.0], [0.0, 1.0, 2.0])
+    assert _points(_against_time(rows), "eval/accuracy") == ([0.5, 1.5, 4.0], [0.0, 1.0, 2.0])
     by_time = [panel for panel in PANELS if panel.by_time and _has_points(panel, rows)]
-    assert [panel.metric for panel in by_time] == ["accuracy"]
+    assert [panel.metric for panel in by_time] == ["eval/accuracy"]
     assert not any(_has_points(panel, [{"step": 1, "eval/accuracy": 0.5}]) for panel in by_time)
 
 
@@ -82,7 +82,7 @@ def test_points_skip_missing_values_and_use_the_last_value_of_a_step() -> None:
         {"step": 4, "reward/mean": math.inf},
         {"step": 5, "reward/mean": "text"},
     ]
-    assert _points(rows, "reward") == ([1, 2], [0.5, 2.0])
+    assert _points(rows, "reward/mean") == ([1, 2], [0.5, 2.0])
 
 
 def test_smoothing_keeps_a_straight_line() -> None:
