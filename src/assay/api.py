@@ -31,7 +31,7 @@ from assay.train import checkpoint
 from assay.train.build import inherit_replay, new_run, resume_run
 from assay.train.learner.replay import ReplayBuffer, version_of
 from assay.train.run import TrainingRun
-from assay.train.sources import Sampled
+from assay.train.sources import SampledGroups
 from assay.train.trust import guard_run
 from assay.types import Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
@@ -193,7 +193,7 @@ class Trainer(ABC):
 
     def record(self, groups: list[Group], metrics: Mapping[str, float]) -> None:
         """End a step that sampled these groups: write files and metrics; evaluate and save when due."""
-        sampled, self._dropped = Sampled(groups, self._dropped), []
+        sampled, self._dropped = SampledGroups(groups, self._dropped), []
         if not sampled.all_groups:
             raise UserError("record was given no groups: pass the groups that this step has sampled")
         metrics, self._metrics = {**metrics, **self._metrics}, {}

@@ -11,7 +11,7 @@ from small_run import SmallRuns, mostly_slow
 
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
-from assay.train.sources import OnPolicySource, Sampled
+from assay.train.sources import OnPolicySource, SampledGroups
 from assay.train.state import RunState
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
@@ -74,7 +74,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The process dies while it samples for the step after `step`."""
     sample = OnPolicySource.next
 
-    def stopped(self: OnPolicySource, state: RunState) -> Sampled:
+    def stopped(self: OnPolicySource, state: RunState) -> SampledGroups:
         if state.step == step:
             raise Stop
         return sample(self, state)

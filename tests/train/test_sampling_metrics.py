@@ -14,7 +14,7 @@ from assay.tasks import make_task
 from assay.text import Renderer, word_tokenizer
 from assay.train.components import build_algorithm
 from assay.train.recorder import rollout_metrics
-from assay.train.sources import Sampled
+from assay.train.sources import SampledGroups
 
 TASK = make_task("abacus", eval_size=8)
 
@@ -26,7 +26,7 @@ def test_truncation_kl_is_the_mean_log_of_the_kept_mass_and_absent_without_trunc
     engine = make_engine("native", policy, device="cpu", dtype=torch.float32, decode=renderer.decode)
     collector = Collector(engine, renderer, JudgePool(TASK.judge(), 0, 5.0))
     groups = collector.collect(TASK.prompts("test")[:3], SamplingParams(n=2, max_new_tokens=6, top_k=top_k), (0, 0))
-    metrics = rollout_metrics(Sampled(groups), build_algorithm(TrainConfig()), engine.info.capabilities)
+    metrics = rollout_metrics(SampledGroups(groups), build_algorithm(TrainConfig()), engine.info.capabilities)
     if not top_k:
         assert "sampling/truncation_kl" not in metrics and metrics["sampling/kept_mass"] == 1.0
         return

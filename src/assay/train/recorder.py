@@ -17,7 +17,7 @@ from assay.runs.console import Console
 from assay.runs.directory import read_metrics
 from assay.runs.trackers import Tracker, make_trackers
 from assay.train import faults
-from assay.train.sources import Sampled
+from assay.train.sources import SampledGroups
 from assay.train.state import RunState
 from assay.types import Group
 
@@ -94,7 +94,7 @@ class Recorder:
         return sum(row["time/step"] - row.get("time/eval", 0.0) for row in rows)
 
 
-def rollout_metrics(sampled: Sampled, algo: Algorithm, engine: Capabilities) -> dict[str, float]:
+def rollout_metrics(sampled: SampledGroups, algo: Algorithm, engine: Capabilities) -> dict[str, float]:
     """Metrics of the rollouts of a step: rewards, lengths, verdicts, sampling. Metrics that the engine does not report
     are left out.
     """

@@ -24,7 +24,7 @@ from assay.train.learner.replay import Replay
 from assay.train.recorder import Recorder, rollout_metrics
 from assay.train.reference import freeze_reference
 from assay.train.sft import warm_start
-from assay.train.sources import GroupSource, Sampled
+from assay.train.sources import GroupSource, SampledGroups
 from assay.train.state import RunState, Schedule
 from assay.train.stopping import Stopped, Stopping
 from assay.types import Group, Prompt
@@ -92,7 +92,7 @@ class TrainingRun:
         sync_weights(self.learner.policy, self.collector.engine, version=self.state.step)
         return {"time/sync": time.perf_counter() - started}
 
-    def record(self, sampled: Sampled, batch: Sequence[Group], metrics: Mapping[str, float]) -> None:
+    def record(self, sampled: SampledGroups, batch: Sequence[Group], metrics: Mapping[str, float]) -> None:
         """End a step that sampled `sampled` and trained on `batch`: write files; evaluate and save when due."""
         groups, step = sampled.all_groups, self.state.step
         metrics = {**metrics, **rollout_metrics(sampled, self.learner.algo, self.collector.engine.info.capabilities)}

@@ -47,7 +47,7 @@ class PromptStream:
 
 
 @dataclass
-class Sampled:
+class SampledGroups:
     """Groups sampled for one step."""
 
     groups: list[Group]  # to train on
@@ -68,7 +68,7 @@ class GroupSource(Protocol):
 
     prompts: PromptStream
 
-    def next(self, state: RunState) -> Sampled: ...
+    def next(self, state: RunState) -> SampledGroups: ...
 
     def next_prompts(self, count: int) -> list[Prompt]: ...
 
@@ -95,13 +95,13 @@ class OnPolicySource:
         self.stopping = stopping
         self.cursor = prompts.cursor  # after the last complete step: an interrupted step is sampled again
 
-    def next(self, state: RunState) -> Sampled:
+    def next(self, state: RunState) -> SampledGroups:
         """Sample `train.prompts` groups. Dropped groups are replaced, for as many rounds as the algorithm allows."""
         if self.stopping:
             self.stopping.check()
         self.collector.engine.reset_prefix_cache()  # as in a resumed run, which has no cached prompts
         self.collector.seconds.clear()
-        sampled, baselines = Sampled([]), list[Group]()
+        sampled, baselines = SampledGroups([]), list[Group]()
         seen: Counter[str] = Counter()
         for _ in range(self.algo.sampling_rounds):
             prompts = self._next_accepted(self.prompts_per_step - len(sampled.groups), state.step)
