@@ -1,4 +1,4 @@
-"""Which processes there are, read from /proc."""
+"""The processes of this machine, read from /proc."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from pathlib import Path
 
 def table() -> dict[int, tuple[int, str, str]]:
     """Process id -> parent, state, command line."""
-    found = {}
+    processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
             command = (folder / "cmdline").read_bytes().decode(errors="replace")
         except OSError:
             continue
-        found[int(folder.name)] = int(parent), state, command
-    return found
+        processes[int(folder.name)] = int(parent), state, command
+    return processes
 
 
 def descendants(pid: int) -> list[int]:
-    """All below a process, parents first."""
-    processes, found = table(), [pid]
-    for parent in found:
-        found += [child for child, (its_parent, _, _) in processes.items() if its_parent == parent]
-    return found[1:]
+    """Return all descendants of a process, parents first."""
+    processes, tree = table(), [pid]
+    for parent in tree:
+        tree += [child for child, (its_parent, _, _) in processes.items() if its_parent == parent]
+    return tree[1:]
 
 
 def alive(mark: str) -> list[int]:
-    """Processes with the mark in their command line, zombies not counted."""
+    """Return processes with the mark in their command line, except zombies."""
     return [pid for pid, (_, state, line) in table().items() if mark in line and state != "Z" and pid != os.getpid()]
 
 
 def gone(mark: str, within: float = 10.0) -> bool:
-    """Whether soon no process has the mark in its command line."""
-    return _soon(lambda: not alive(mark), within)
+    """Wait until no process has the mark in its command line; return whether that happened."""
+    return _wait_for(lambda: not alive(mark), within)
 
 
 def started(mark: str, count: int, within: float = 20.0) -> bool:
-    return _soon(lambda: len(alive(mark)) == count, within)
+    return _wait_for(lambda: len(alive(mark)) == count, within)
 
 
 def ended(pids: list[int], within: float = 10.0) -> bool:
-    return _soon(lambda: all(table().get(pid, (0, "Z"))[1] == "Z" for pid in pids), within)
+    return _wait_for(lambda: all(table().get(pid, (0, "Z"))[1] == "Z" for pid in pids), within)
 
 
 def zombies() -> list[int]:
-    """Children of this process that nobody has waited for."""
+    """Return children of this process that were not reaped."""
     return [pid for pid, (parent, state, _) in table().items() if parent == os.getpid() and state == "Z"]
 
 
-def _soon(condition: Callable[[], bool], within: float) -> bool:
+def _wait_for(condition: Callable[[], bool], within: float) -> bool:
     deadline = time.monotonic() + within
     while not condition():
         if time.monotonic() > deadline:

@@ -58,7 +58,7 @@ def clip(text: str, limit: int = 200) -> str:
 
 
 def check_expression(text: str) -> None:
-    """Refuse what would cost a computer algebra system too much; the time limit of the pool catches the rest."""
+    """Reject expressions that are too expensive for a computer algebra system; the time limit handles the rest."""
     if len(text) > MAX_SYMBOLIC_CHARS:
         raise Unreadable(f"the expression is longer than {MAX_SYMBOLIC_CHARS} characters")
     depth = 0

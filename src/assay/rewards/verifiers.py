@@ -55,18 +55,18 @@ class FinalAnswerJudge(ABC):
             problem = self.problem(answer, fields)
         except UnreadableGold as error:
             return Verdict(0.0, Status.ERROR, detail=str(error))
-        found = extract(completion, self.extract, self.strict, self.any_number)
-        in_form = float(found.found and found.form == self.extract)
-        if not found.found:
-            return binary_verdict(found.status, found.text or None, in_form, found.detail)
+        extraction = extract(completion, self.extract, self.strict, self.any_number)
+        in_form = float(extraction.found and extraction.form == self.extract)
+        if not extraction.found:
+            return binary_verdict(extraction.status, extraction.text or None, in_form, extraction.detail)
         try:
-            score, detail = self.score(found.text, problem)
+            score, detail = self.score(extraction.text, problem)
         except Unreadable as error:
-            return binary_verdict(Status.UNPARSABLE, clip(found.text), in_form, str(error))
+            return binary_verdict(Status.UNPARSABLE, clip(extraction.text), in_form, str(error))
         except UnreadableGold as error:
-            return Verdict(0.0, Status.ERROR, clip(found.text), detail=str(error))
+            return Verdict(0.0, Status.ERROR, clip(extraction.text), detail=str(error))
         status = Status.OK if score >= 1.0 else Status.WRONG
-        return Verdict(score, status, found.text, {"accuracy": score, "format": in_form}, detail)
+        return Verdict(score, status, extraction.text, {"accuracy": score, "format": in_form}, detail)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ BOXED_INSTRUCTION = "Please reason step by step, and put your final answer withi
 
 
 class NoSuchSplit(UserError):
-    """The source of a task does not hold this split."""
+    """The source of a task has no such split."""
 
 
 def _with_user_errors(prompts: Callable[[Any, str], Sequence[Prompt]]) -> Callable[[Any, str], Sequence[Prompt]]:

@@ -90,25 +90,21 @@ MANIFEST = "manifest.json"  # written with prepared files
 
 
 class Source(Protocol):
+    name: str  # for messages
     whole: bool  # it has no splits: `read` returns all rows for every split
 
     def read(self, split: str) -> list[DataRow] | None:
         """Return the rows of a split, or None if the source has no such split."""
-
-    def describe(self) -> str: ...
 
 
 class FileSource:
     whole = True
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.name = path, str(path)
 
     def read(self, split: str) -> list[DataRow]:
         return read_jsonl(self.path)
-
-    def describe(self) -> str:
-        return str(self.path)
 
 
 class ListSource:
@@ -131,9 +127,6 @@ class ListSource:
                 )
         return [DataRow(row, f"{self.name}[{index}]", str(index)) for index, row in enumerate(rows)]
 
-    def describe(self) -> str:
-        return self.name
-
 
 class FolderSource:
     """train.jsonl, validation.jsonl, test.jsonl (or the only test*.jsonl); or one .json file per problem in train/."""
@@ -141,7 +134,7 @@ class FolderSource:
     whole = False
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.name = path, str(path)
 
     def read(self, split: str) -> list[DataRow] | None:
         for stem in SPLIT_STEMS[split]:
@@ -166,9 +159,6 @@ class FolderSource:
             for file, key in zip(files, keys, strict=True)
         ]
 
-    def describe(self) -> str:
-        return str(self.path)
-
 
 class HubSource:
     """Datasets of the Hugging Face hub: for each split the name of the dataset, its configurations and its split."""
@@ -177,6 +167,7 @@ class HubSource:
 
     def __init__(self, parts: Mapping[str, tuple[str, Sequence[str | None], str]]) -> None:
         self.parts = parts
+        self.name = " + ".join(sorted({dataset for dataset, _, _ in parts.values()}))
 
     def read(self, split: str) -> list[DataRow] | None:
         if split not in self.parts:
@@ -184,9 +175,6 @@ class HubSource:
         dataset, configurations, hub_split = self.parts[split]
         rows = [row for name in configurations for row in load_hub(dataset, name, hub_split)]
         return [DataRow(row, f"{dataset} {hub_split}[{index}]", str(index)) for index, row in enumerate(rows)]
-
-    def describe(self) -> str:
-        return " + ".join(sorted({dataset for dataset, _, _ in self.parts.values()}))
 
 
 def load_hub(dataset: str, configuration: str | None, split: str) -> list[dict[str, Any]]:
@@ -263,9 +251,7 @@ class RowTask(Task):
         if split not in self._cache:
             self._cache[split] = [self._convert(row, origin) for row, origin in self._rows(split)]
         if not self._cache[split]:
-            raise NoSuchSplit(
-                f"{self.source.describe()} has no {split} problems: set val_size, or add a file for the split"
-            )
+            raise NoSuchSplit(f"{self.source.name} has no {split} problems: set val_size, or add a file for the split")
         return self._cache[split]
 
     def _convert(self, row: DataRow, origin: str) -> Prompt:
@@ -276,9 +262,7 @@ class RowTask(Task):
         if self.source.whole:
             return [(row, ALL) for row in self._part_of_whole(split)]
         if split == ALL:
-            raise NoSuchSplit(
-                f"{self.source.describe()} consists of splits: name one of them, or set the path to one file"
-            )
+            raise NoSuchSplit(f"{self.source.name} consists of splits: name one of them, or set the path to one file")
         rows = self.source.read(split)
         if split == "test" or (split == "validation" and rows is not None):
             return [(row, split) for row in self._present(rows, split)]
@@ -296,7 +280,7 @@ class RowTask(Task):
         size = self._held_out(len(rows))
         if size and 2 * size >= len(rows):
             raise UserError(
-                f"{self.source.describe()} has {len(rows)} rows, too few for {size} each of test and validation: "
+                f"{self.source.name} has {len(rows)} rows, too few for {size} each of test and validation: "
                 f"set val_size between 0 and {max((len(rows) - 1) // 2, 0)}"
             )
         rest, test = carve_validation(len(rows), size, self.seed)
@@ -311,7 +295,7 @@ class RowTask(Task):
     def _present(self, rows: list[DataRow] | None, split: str) -> list[DataRow]:
         if rows is None:
             raise NoSuchSplit(
-                f"{self.source.describe()} has no {split} split: add {split}.jsonl, or set the path to one file"
+                f"{self.source.name} has no {split} split: add {split}.jsonl, or set the path to one file"
             )
         return rows
 
