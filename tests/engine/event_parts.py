@@ -130,7 +130,7 @@ def native(
     return engine
 
 
-def varied_requests(stream: bool = False, max_new_tokens: int = 24) -> list[Request]:
+def varied_requests(stream: bool = False, max_new_tokens: int = 16) -> list[Request]:
     """Greedy and sampled, with and without truncation, with stop tokens, stop strings and minimum lengths."""
     plain = SamplingParams(n=2, max_new_tokens=max_new_tokens)
     kinds = [

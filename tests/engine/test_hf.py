@@ -67,11 +67,11 @@ def engine_for(model: HFModel, max_batch: int = 64, max_length: int = 64) -> HFE
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_transformers_with_mixed_prompts(kind: str) -> None:
     model = small_model(kind)
-    prompts = random_prompts(7, VOCABULARY, seed=1, longest=14)
-    params = SamplingParams(n=2, temperature=0.0, max_new_tokens=16, stop_token_ids=(3, 5, 7))
-    groups = generate(engine_for(model, max_batch=5), [Request(p, params, seed=i) for i, p in enumerate(prompts)])
+    prompts = random_prompts(5, VOCABULARY, seed=1, longest=14)
+    params = SamplingParams(n=2, temperature=0.0, max_new_tokens=12, stop_token_ids=(3, 5, 7))
+    groups = generate(engine_for(model, max_batch=4), [Request(p, params, seed=i) for i, p in enumerate(prompts)])
     for prompt, group in zip(prompts, groups, strict=True):
-        theirs = greedy_by_transformers(model.hf, prompt, 16, params.stop_token_ids)
+        theirs = greedy_by_transformers(model.hf, prompt, 12, params.stop_token_ids)
         for completion in group:
             assert_same_tokens(model, prompt, completion.token_ids, theirs)
 
@@ -101,7 +101,7 @@ def test_engine_has_its_own_copy_of_the_weights() -> None:
     model = small_model("gpt2")
     engine = engine_for(model)
     assert engine.fingerprint() == fingerprint(model.weights(), torch.float32)
-    request = Request([1, 2, 3], SamplingParams(max_new_tokens=60, n=2), seed=4)
+    request = Request([1, 2, 3], SamplingParams(max_new_tokens=20, n=2), seed=4)
     before = [c.token_ids for c in generate(engine, [request])[0]]
     with torch.no_grad():
         for weight in model.parameters():
@@ -141,8 +141,8 @@ def test_completions_end_at_max_length_and_long_prompts_fail() -> None:
 
 def test_generations_longer_than_the_log() -> None:
     model = small_model("gpt2")
-    params = SamplingParams(n=2, max_new_tokens=LOG_STEPS + 20)
-    requests = [Request([i + 1], replace(params, max_new_tokens=LOG_STEPS + 20 - 9 * i), seed=i) for i in range(3)]
+    params = SamplingParams(n=2)
+    requests = [Request([i + 1], replace(params, max_new_tokens=LOG_STEPS + 6 - 9 * i), seed=i) for i in range(2)]
     groups = generate(engine_for(model, max_batch=3, max_length=128), requests)
     for request, group in zip(requests, groups, strict=True):
         for completion in group:
@@ -155,9 +155,9 @@ def test_continuations_equal_whole_prompts(kind: str) -> None:
     model = small_model(kind)
     engine = engine_for(model, max_batch=3)
     params = SamplingParams(n=2, max_new_tokens=6, stop_token_ids=(3, 5))
-    sequences = random_prompts(4, VOCABULARY, seed=3, longest=9)
+    sequences = random_prompts(3, VOCABULARY, seed=3, longest=9)
     requests = [Request(ids, params, seed=i, keep=True) for i, ids in enumerate(sequences)]
-    for turn in range(3):
+    for turn in range(2):
         groups = generate(engine, requests)
         for i, (request, group) in enumerate(zip(requests, groups, strict=True)):
             whole = Request(sequences[i], params, seed=request.seed)
@@ -191,9 +191,9 @@ def test_handle_is_consumed_unless_its_continuation_fails() -> None:
 
 def test_stop_strings_with_and_without_streaming() -> None:
     model = small_model("gpt2")
-    engine = engine_for(model, max_batch=3)
+    engine = engine_for(model, max_batch=4)
     free = SamplingParams(n=2, max_new_tokens=20)
-    requests = [Request([i + 1], free, seed=i) for i in range(4)]
+    requests = [Request([i + 1], free, seed=i) for i in range(3)]
     whole = generate(engine, requests)
     stops = [words(group[0].token_ids[8:10]) for group in whole]
     stopping = [replace(r, params=replace(free, stop=(stop,))) for r, stop in zip(requests, stops, strict=True)]

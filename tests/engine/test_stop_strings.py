@@ -20,7 +20,7 @@ def decode(ids: Sequence[int]) -> str:
     return "".join(PIECES[i] for i in ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(0, len(PIECES) - 1), max_size=60),
     st.lists(st.text("ab\n</x>é", min_size=1, max_size=6), min_size=1, max_size=3),
@@ -60,7 +60,7 @@ def tokenizers() -> dict[str, tuple[int, Decode]]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "bytes", "fallback", "words", "suffixed"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     draws=st.lists(st.integers(0, 1 << 20), min_size=1, max_size=40),
     stops=st.lists(st.text("ab\n</x>é .s", min_size=1, max_size=5), min_size=1, max_size=3),
