@@ -1,0 +1,47 @@
+"""The sections of settings: help texts, shipped configs, and values that a section rejects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from assay.config import MeasureConfig, TrainConfig
+from assay.config.settings import keys, load_settings, parse_overrides
+from assay.types import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_setting_has_a_help_text() -> None:
+    for kind in (TrainConfig, MeasureConfig):
+        assert not [key for key, field in keys(kind) if not field.description]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda f: f.name)
+def test_every_shipped_config_is_valid(file: Path) -> None:
+    cfg = load_settings(TrainConfig, file, {})
+    assert cfg.model.source and cfg.task.name
+
+
+def test_an_evaluation_has_the_sections_of_a_training_run() -> None:
+    for name, field in MeasureConfig.model_fields.items():
+        assert field.annotation is TrainConfig.model_fields[name].annotation
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("--engine.name vlm", "engine.name"),
+        ("--sampling.temperature 0", "sampling.temperature"),
+        ("--sampling.top_p 1.5", "sampling.top_p"),
+        ("--optim.betas [0.9,1.0]", "optim.betas"),
+        ("--lora.targets []", "lora.targets"),
+        ("--reward.timeout_s 0", "reward.timeout_s"),
+        ("--save.rollouts -2", "save.rollouts"),
+        ("--eval.split dev", "eval.split"),
+    ],
+)
+def test_values_out_of_range_are_reported_with_their_key(words: str, key: str) -> None:
+    with pytest.raises(UserError, match=f"bad value for '{key}"):
+        load_settings(TrainConfig, None, parse_overrides(words.split()))
