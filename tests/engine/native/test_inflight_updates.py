@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,16 @@ MODES = {
 # Iterations between two updates. (Sequences whose recomputation takes longer than that would never continue.)
 EVERY = {"plain": 6, "few rows": 6, "chunks": 16, "windows": 2, "small cache": 6, "all at once": 10}
 KV = ("recompute", "keep")
+QUICK = {("plain", "keep"), ("windows", "recompute"), ("all at once", "recompute"), ("all at once", "keep")}
+QUICK64 = ("plain", "all at once")
+
+
+def mode_and_kv(*modes: str) -> list[Any]:
+    """Pairs of a mode and what happens to the KV cache; all but the pairs in `QUICK` are slow tests."""
+    slow = pytest.mark.slow
+    return [pytest.param(m, kv, marks=() if (m, kv) in QUICK else slow) for m in modes for kv in KV]
+
+
 TRANSFORMERS = 2e-5  # its rotary angles are float32
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-9}
 VERSIONS = {version: version for version in range(6)}  # weights of the version, as seed of `decoder`
@@ -81,8 +92,7 @@ def long_requests(stream: bool = False) -> list[Request]:
 # -- identical weights
 
 
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "kv"), mode_and_kv(*MODES))
 def test_an_update_with_identical_weights_changes_no_token(mode: str, kv: str) -> None:
     expected = generate(native(decoder(0), MODES[mode]), long_requests())
     engine, recorder = native(decoder(0), MODES[mode], kv_on_update=kv), Recorder()
@@ -186,8 +196,13 @@ def test_the_version_log_is_dropped_with_the_sequences_that_need_it() -> None:
 # -- recomputed KV
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        *(pytest.param(mode, torch.float32, marks=() if mode == "windows" else pytest.mark.slow) for mode in MODES),
+        *(pytest.param(mode, torch.float64, marks=() if mode in QUICK64 else pytest.mark.slow) for mode in MODES),
+    ],
+)
 def test_log_probabilities_with_recomputed_kv_are_the_trainers_for_version_and_context(
     mode: str, dtype: torch.dtype
 ) -> None:
@@ -224,7 +239,9 @@ def assert_trainers_logprobs(
 # -- kept KV
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode in QUICK64 else pytest.mark.slow) for mode in MODES]
+)
 def test_log_probabilities_with_kept_kv_are_those_of_a_cache_from_several_versions(mode: str) -> None:
     engine, requests = native(decoder(0), MODES[mode], kv_on_update="keep"), long_requests()
     entries = Entries(engine)
@@ -283,8 +300,7 @@ def assert_as_fresh(version: int, request: Request, group: Sequence[Completion])
     assert_equal_completions([replace(completion, handle=None) for completion in group], expected, 1e-9)
 
 
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("mode", ["plain", "chunks", "windows"])
+@pytest.mark.parametrize(("mode", "kv"), mode_and_kv("plain", "chunks", "windows"))
 def test_requests_added_after_an_update_never_use_prefixes_of_earlier_weights(mode: str, kv: str) -> None:
     engine, recorder = native(decoder(0), MODES[mode], kv_on_update=kv), Recorder()
     params = SamplingParams(n=2, max_new_tokens=30)
@@ -336,7 +352,7 @@ def test_samples_that_wait_during_an_update_start_from_a_prompt_of_the_new_weigh
 
 
 @pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("iterations", [1, 2, 3, 4])
+@pytest.mark.parametrize("iterations", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_an_update_within_the_chunks_of_a_prompt_computes_the_prompt_again(kv: str, iterations: int) -> None:
     engine, recorder = native(decoder(0), Mode(max_batch=4, prefill_tokens=9), kv_on_update=kv), Recorder()
     request = Request([*PROMPT, *PROMPT], SamplingParams(n=3, max_new_tokens=10), seed=3)
@@ -418,8 +434,7 @@ def test_kept_sequences_whose_blocks_were_needed_are_computed_with_the_current_w
 # -- streaming, abort, errors
 
 
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("mode", ["plain", "windows", "all at once"])
+@pytest.mark.parametrize(("mode", "kv"), mode_and_kv("plain", "windows", "all at once"))
 def test_streams_equal_completions_across_updates(mode: str, kv: str) -> None:
     engine, requests = native(decoder(0), MODES[mode], kv_on_update=kv), long_requests(stream=True)
     recorder, ids = with_updates(engine, requests, EVERY[mode])
@@ -427,7 +442,7 @@ def test_streams_equal_completions_across_updates(mode: str, kv: str) -> None:
         assert recorder.streamed(*key) == (completion.token_ids, completion.engine_logprobs)
 
 
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", [pytest.param("recompute", marks=pytest.mark.slow), "keep"])
 def test_no_event_follows_an_abort_right_after_an_update(kv: str) -> None:
     """An update may read results whose events were not returned yet."""
     queued = 0
@@ -445,8 +460,7 @@ def test_no_event_follows_an_abort_right_after_an_update(kv: str) -> None:
     assert queued or kv == "keep"
 
 
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("source", [{"rename": 0}, {"fail_after": 0}], ids=str)
+@pytest.mark.parametrize(("source", "kv"), [({"rename": 0}, "keep"), ({"fail_after": 0}, "recompute")], ids=str)
 def test_an_update_that_fails_at_once_changes_nothing(source: dict[str, int], kv: str) -> None:
     engine, recorder = native(decoder(0), kv_on_update=kv), Recorder()
     ids = add_all(engine, long_requests())
@@ -461,8 +475,7 @@ def test_an_update_that_fails_at_once_changes_nothing(source: dict[str, int], kv
         assert_as_fresh(0, request, recorder.group(request_id))
 
 
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("source", [{"rename": 9}, {"fail_after": 9}], ids=str)
+@pytest.mark.parametrize(("source", "kv"), [({"rename": 9}, "recompute"), ({"fail_after": 9}, "keep")], ids=str)
 def test_after_an_update_that_failed_midway_the_next_one_sets_all_weights(source: dict[str, int], kv: str) -> None:
     engine, recorder = native(decoder(0), kv_on_update=kv), Recorder()
     add_all(engine, long_requests())
@@ -483,7 +496,7 @@ def test_after_an_update_that_failed_midway_the_next_one_sets_all_weights(source
 # -- threads
 
 
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", [pytest.param("recompute", marks=pytest.mark.slow), "keep"])
 def test_updates_from_another_thread_while_the_owner_steps(kv: str) -> None:
     engine, requests = native(decoder(0), MODES["windows"], kv_on_update=kv), long_requests()
     entries, recorder = Entries(engine), Recorder()

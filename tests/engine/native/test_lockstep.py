@@ -1,4 +1,4 @@
-"""One model on several processes writes what it writes on one."""
+"""Tensor-parallel ranks generate the same as one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check(world: int, tp: int, cases: list[tuple[str, str]], folder: Path) -> No
     start(world, serve_cases, folder, tp, cases)
     for family, mode in cases:
         files = [(folder / f"{family}-{mode}-{rank}.json").read_text() for rank in range(world)]
-        assert len(set(files)) == 1, "ranks found different things"  # to the last bit
+        assert len(set(files)) == 1, "ranks have different results"  # to the last bit
         found, expected = json.loads(files[0]), serve_alone(family, mode)
         assert_same(found, expected)
         assert expected["stats"]["preemptions"] > 0 or not MODES[mode].blocks  # type: ignore[index]
@@ -49,28 +49,29 @@ def close(one: object, other: object) -> bool:
     return one == other
 
 
-def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks_generate_the_same_as_one_process(tmp_path: Path) -> None:
     check(2, 2, [("qwen2", "all at once")], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_in_every_mode(family: str, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_generate_the_same_for_every_family_and_mode(family: str, tmp_path: Path) -> None:
     check(2, 2, [(family, mode) for mode in MODES], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "family"), [(4, "llama"), (2, "qwen3"), (1, "qwen2")])
-def test_four_processes_as_one_group_or_several(tp: int, family: str, tmp_path: Path) -> None:
+def test_four_processes_as_one_or_several_tensor_parallel_groups(tp: int, family: str, tmp_path: Path) -> None:
     check(4, tp, [(family, "all at once")], tmp_path)
 
 
 @pytest.mark.slow
-def test_wrong_parts_mistakes_small_memories_and_broken_weights() -> None:
+def test_tensor_parallel_fingerprints_errors_memory_and_broken_weights() -> None:
     start(2, other_cases)
 
 
-def test_every_weight_is_split_as_the_trainer_splits_it() -> None:
+def test_split_dim_of_every_weight() -> None:
     """Outputs of projections into a block, inputs of those out of it, tokens; norms and biases of the latter not."""
     names = {name for spec in FAMILIES.values() for name, _ in Decoder(spec).named_parameters()}
     layer = "model.layers.0."

@@ -52,8 +52,14 @@ STOPS = (3, 5, 7, 11)
 GREEDY = SamplingParams(n=2, temperature=0.0, max_new_tokens=40, stop_token_ids=STOPS)
 
 
-# Each way on its own for one family, and all ways at once for every family.
-WAYS = [*(("qwen3", mode) for mode in MODES), *((name, "all at once") for name in SPECS if name != "qwen3")]
+# Each mode for one family, and the combined mode for every family. Some are slow tests.
+WAYS = [
+    *(
+        pytest.param("qwen3", mode, marks=() if mode in ("plain", "all at once") else pytest.mark.slow)
+        for mode in MODES
+    ),
+    *((name, "all at once") for name in SPECS if name != "qwen3"),
+]
 
 
 @functools.cache
@@ -93,7 +99,7 @@ def test_greedy_equals_transformers(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "mode"), WAYS)
-def test_log_probabilities_equal_the_trainers(name: str, mode: str) -> None:
+def test_logprobs_equal_those_of_the_trainer(name: str, mode: str) -> None:
     model = model_of(name)
     params = SamplingParams(n=2, temperature=1.7, max_new_tokens=40, stop_token_ids=(1, 2))
     requests = mixed_requests(params, seed=4)[4:12]
@@ -138,7 +144,7 @@ def test_smollm2_equals_transformers() -> None:
         assert_ran_as_asked(engine, mode)
 
 
-def test_a_sample_depends_on_nothing_else() -> None:
+def test_a_sample_does_not_depend_on_other_requests() -> None:
     model, prompts = model_of("qwen3"), mixed_prompts(seed=6)[3:11]
     plain = SamplingParams(n=2, temperature=1.2, max_new_tokens=40, stop_token_ids=(1, 2))
     kinds = [
@@ -202,13 +208,13 @@ def assert_settings_do_not_matter(seed: int) -> None:
         assert_same_groups(model, requests, ours, theirs)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 3])
-def test_settings_do_not_matter(seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 3))])
+def test_samples_do_not_depend_on_engine_settings(seed: int) -> None:
     assert_settings_do_not_matter(seed)
 
 
 @pytest.mark.slow
-def test_settings_do_not_matter_many_times() -> None:
+def test_samples_do_not_depend_on_many_random_engine_settings() -> None:
     for seed in range(4, 100):
         assert_settings_do_not_matter(seed)
 
@@ -226,7 +232,7 @@ def computed_chunks(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> li
     return passes
 
 
-def test_prompts_are_computed_once_whatever_their_samples_and_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_computed_once_for_all_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[first, *rest] for first, rest in enumerate(random_prompts(5, 61, seed=7, longest=40))]  # not alike
     for mode in (Mode(max_batch=4), Mode(max_batch=4, prefill_tokens=6, window=3, ahead=1)):
         engine = engine_for(model_of("qwen2"), mode)
@@ -243,7 +249,7 @@ def test_prompts_are_computed_once_whatever_their_samples_and_the_rows(monkeypat
             assert any(chunk.start % BLOCK_SIZE for chunks in passes for chunk in chunks)
 
 
-def test_common_beginnings_are_computed_once_and_found_by_later_calls() -> None:
+def test_common_prefixes_are_computed_once_and_cached_for_later_calls() -> None:
     draw = random.Random(8)
     full = 2 * BLOCK_SIZE
     system = draw.choices(range(61), k=full + BLOCK_SIZE // 2)  # two full blocks, and some more
@@ -269,7 +275,7 @@ def test_common_beginnings_are_computed_once_and_found_by_later_calls() -> None:
 
 
 @pytest.mark.parametrize("mode", ["plain", "all at once"])
-def test_decoding_writes_only_to_blocks_of_its_own(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_writes_only_to_unshared_blocks(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model_of("qwen3"), MODES[mode])
     step, cache = engine.runner._step, engine.runner.kv
     written = []
@@ -289,7 +295,7 @@ def test_decoding_writes_only_to_blocks_of_its_own(mode: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("mode", ["plain", "all at once"])
-def test_nothing_of_earlier_weights_is_used(mode: str) -> None:
+def test_no_cached_prefix_of_earlier_weights_is_used(mode: str) -> None:
     before, after = model_of("qwen3"), small_decoder(SPECS["qwen3"], seed=2)
     prompts = mixed_prompts(seed=9)[4:10]
     params = SamplingParams(n=2, max_new_tokens=20)
@@ -307,7 +313,7 @@ def test_nothing_of_earlier_weights_is_used(mode: str) -> None:
     assert engine.info.version == 7 and engine.fingerprint() == fingerprint(after.weights(), torch.float32)
 
 
-def test_all_may_be_found_to_have_ended_when_blocks_run_short() -> None:
+def test_all_samples_may_have_ended_when_blocks_run_short() -> None:
     """Both stop in the first window, which is looked at because the second needs more blocks than there are."""
     model, greedy = model_of("qwen3"), SamplingParams(temperature=0.0, max_new_tokens=2 * BLOCK_SIZE)
     first = BLOCK_SIZE - 3  # tokens, which with those of a window just fill a block
@@ -357,7 +363,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("mode", ["plain", "all at once"])
-def test_scores_are_those_of_float64(mode: str) -> None:
+def test_float32_scores_are_close_to_float64(mode: str) -> None:
     """All kinds in one batch: log-probabilities, kept mass and entropy, and nothing is drawn that may not be."""
     model = model_of("qwen3")
     exact = copy.deepcopy(model).double()
@@ -395,7 +401,7 @@ def test_stop_tokens_and_limits() -> None:
     assert stop not in generate(engine, [Request([4, 5], forbidden, seed=1)])[0][0].token_ids
 
 
-def test_the_cache_wastes_only_last_partial_blocks() -> None:
+def test_kv_waste_is_limited_to_partial_last_blocks() -> None:
     model = small_decoder(small_spec(max_length=400, layers=1), seed=3)
     prompts = random_prompts(6, 61, seed=13, shortest=50, longest=80)
     engine = engine_for(model, Mode(cache=7360))
@@ -418,7 +424,7 @@ def test_the_cache_wastes_only_last_partial_blocks() -> None:
         assert stats.kv_waste == pytest.approx(empty / slots, abs=tolerance)
 
 
-def test_no_logits_outlive_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_freed_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = 509  # like no other size
     model = small_decoder(small_spec(vocab_size=vocabulary, tied=False), seed=3)
     engine = engine_for(model, Mode(max_batch=5, window=3, ahead=1))
@@ -469,7 +475,7 @@ def test_a_float64_engine_computes_in_float64(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("mode", ["plain", "all at once"])
-def test_bf16_follows_the_trainer(mode: str) -> None:
+def test_bfloat16_logprobs_are_close_to_those_of_the_trainer(mode: str) -> None:
     model = small_decoder(small_spec(), seed=13)
     engine = engine_for(model, MODES[mode], dtype=torch.bfloat16)
     prompts = mixed_prompts(seed=14)[4:10]
@@ -483,7 +489,7 @@ def test_bf16_follows_the_trainer(mode: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SPECS)
-def test_fingerprint_is_over_canonical_weights(name: str, dtype: torch.dtype) -> None:
+def test_fingerprint_equals_that_of_the_canonical_weights(name: str, dtype: torch.dtype) -> None:
     model = small_decoder(SPECS[name])
     engine = make_engine("auto", model, device="cpu", dtype=dtype)
     assert isinstance(engine, NativeEngine) and engine.info.version == 0
@@ -493,7 +499,7 @@ def test_fingerprint_is_over_canonical_weights(name: str, dtype: torch.dtype) ->
     assert engine.fingerprint() != fingerprint(model.weights(), dtype)
 
 
-def test_weights_that_do_not_fit_are_named() -> None:
+def test_weights_of_another_model_are_named_in_the_error() -> None:
     model = small_decoder(small_spec())
     engine = engine_for(model)
     weights = dict(model.weights())
@@ -510,7 +516,7 @@ def test_weights_that_do_not_fit_are_named() -> None:
         generate(empty, requests_for([[1]], SamplingParams()))
 
 
-def test_unknown_or_unfit_engines() -> None:
+def test_unknown_or_unsuitable_engines_are_errors() -> None:
     model = small_decoder(small_spec())
     with pytest.raises(UserError, match=r"unknown engine 'fast'.*native"):
         make_engine("fast", model, device="cpu", dtype=torch.float32)
