@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.engine.native.compiled import library
+from assay.engine.native.compiled import load_library
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.spec import ModelSpec
@@ -50,10 +50,10 @@ def small_decoder(spec: ModelSpec, seed: int = 0) -> Decoder:
 
 def needed_library() -> Any:
     """The compiled C library; skips the test without a C compiler."""
-    found = library(os.environ.get("CC", "cc"))
-    if found is None:
+    library = load_library(os.environ.get("CC", "cc"))
+    if library is None:
         pytest.skip("there is no C compiler here")
-    return found
+    return library
 
 
 def random_prompts(count: int, vocabulary: int, seed: int = 0, shortest: int = 1, longest: int = 20) -> list[list[int]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.native import kv_cache
-from assay.engine.native.kv_cache import SHARE
+from assay.engine.native.kv_cache import MEMORY_FRACTION
 from assay.engine.sequence import BLOCK_SIZE
 from assay.mesh import Mesh, init_mesh
 from assay.models.decoder import Decoder
@@ -172,7 +172,7 @@ def caches_are_of_one_size(mesh: Mesh) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_cache, "free_memory", lambda device: 1000 * block * (3, 1)[mesh.tp_rank])
         engine = engine_for(model, group=mesh.tp_group)
-    assert engine.blocks.total == int(1000 * SHARE["cpu"])  # what the second rank can have
+    assert engine.blocks.total == int(1000 * MEMORY_FRACTION["cpu"])  # what the second rank can have
     assert engine.runner.kv.shape == (2, 2, 1, engine.blocks.total + 1, BLOCK_SIZE, 12)
 
 

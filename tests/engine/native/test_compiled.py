@@ -12,7 +12,7 @@ from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate
 from assay.engine.native import compiled
-from assay.engine.native.compiled import CompiledAttention, CompiledRunner, SmallModel, library, library_for
+from assay.engine.native.compiled import CompiledAttention, CompiledRunner, SmallModel, library_for, load_library
 from assay.engine.native.runner import Runner
 from assay.engine.rows import Rows
 from assay.engine.sampler import noise_keys
@@ -179,4 +179,4 @@ def test_it_is_for_float32_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("compiler", ["/no/compiler", "false", "true"])  # absent, failing, and one that writes nothing
 def test_what_does_not_compile_is_done_without(compiler: str) -> None:
-    assert library(compiler) is None
+    assert load_library(compiler) is None

@@ -138,7 +138,7 @@ def test_long_shared_prompts_are_read_together_and_nothing_changes() -> None:
     engine = native(model, "cuda", torch.bfloat16, max_batch=256)
     together = flat(generate(engine, asked))
     assert (256, True, 1) in engine.runner.graphs  # type: ignore[attr-defined]
-    engine.runner.least_shared = 1 << 20  # type: ignore[attr-defined]
+    engine.runner.min_shared_blocks = 1 << 20  # type: ignore[attr-defined]
     engine.update_weights(model, 1)
     alone = flat(generate(engine, asked))
     assert any(key[:2] == (256, False) for key in engine.runner.graphs)  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ import torch
 from engine_parts import small_spec
 
 from assay.engine.native import kv_cache
-from assay.engine.native.kv_cache import GIB, SHARE, UNKNOWN, cache_blocks, new_cache
+from assay.engine.native.kv_cache import DEFAULT_FREE, GIB, MEMORY_FRACTION, cache_blocks, new_cache
 from assay.engine.sequence import BLOCK_SIZE
 from assay.types import UserError
 
@@ -39,13 +39,13 @@ def test_without_a_budget_the_cache_is_limited_by_use_and_free_memory(
     assert cache_blocks(SPEC, 4, 96, CPU, torch.float32, 0.0) == 4 * 96 // BLOCK_SIZE
     assert cache_blocks(SPEC, 4, 97, CPU, torch.float32, 0.0) == 4 * (96 // BLOCK_SIZE + 1)
     free(monkeypatch, 40 * BLOCK)
-    assert cache_blocks(SPEC, 1000, 96, CPU, torch.float32, 0.0) == int(40 * SHARE["cpu"])
-    assert cache_blocks(SPEC, 1000, 96, CPU, torch.bfloat16, 0.0) == int(80 * SHARE["cpu"])
+    assert cache_blocks(SPEC, 1000, 96, CPU, torch.float32, 0.0) == int(40 * MEMORY_FRACTION["cpu"])
+    assert cache_blocks(SPEC, 1000, 96, CPU, torch.bfloat16, 0.0) == int(80 * MEMORY_FRACTION["cpu"])
     free(monkeypatch, 1)
     assert cache_blocks(SPEC, 1000, 96, CPU, torch.float32, 0.0) == 1
     free(monkeypatch, None)  # a machine that does not say
     assert cache_blocks(SPEC, 10**6, 96, CPU, torch.float32, 0.0) == min(
-        96 // BLOCK_SIZE * 10**6, int(UNKNOWN * SHARE["cpu"]) // BLOCK
+        96 // BLOCK_SIZE * 10**6, int(DEFAULT_FREE * MEMORY_FRACTION["cpu"]) // BLOCK
     )
 
 

@@ -79,7 +79,7 @@ def test_rotating_and_storing(
     qkv = normal(5, (4 + 2 * 2) * 8, dtype=dtype)
     q_norm, k_norm = (normal(8, seed=seed, dtype=dtype) if normed else None for seed in (1, 2))
     cache = torch.full((2, 2, 4, BLOCK_SIZE, 8), 7.0, dtype=dtype)
-    out = ops.rotate_and_store(qkv.clone(), ops.places(positions, slots), q_norm, k_norm, cache)
+    out = ops.rotate_and_store(qkv.clone(), ops.token_positions(positions, slots), q_norm, k_norm, cache)
     q, k, v = qkv.view(5, 8, 8).split([4, 2, 2], dim=1)
     for token, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist(), strict=True)):
         query, key = q[token].double(), k[token].double()

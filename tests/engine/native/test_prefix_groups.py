@@ -8,22 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.engine.native.blocks import Blocks
-from assay.engine.native.prefix_groups import ALONE, find_shared, max_tiles, plan_sharing
+from assay.engine.native.prefix_groups import NO_GROUP, find_groups, max_tiles, plan_tiles
 from assay.engine.sequence import BLOCK_SIZE
 
-KEYS = st.lists(st.integers(ALONE, 6), max_size=60)
+KEYS = st.lists(st.integers(NO_GROUP, 6), max_size=60)
 
 
 @given(KEYS, st.integers(1, 9), st.integers(1, 6), st.integers(0, 9))
 def test_plan_groups_rows_of_equal_keys_into_tiles(listed: list[int], height: int, least: int, spare: int) -> None:
     keys = np.array(listed, dtype=np.int64)
     tokens = np.maximum(keys + 1, 0) * BLOCK_SIZE  # by key, so that those of a tile can be told
-    members, lengths, skip = plan_sharing(keys, tokens, height, least, len(listed) + spare)
+    members, lengths, skip = plan_tiles(keys, tokens, height, least, len(listed) + spare)
     assert members.shape == (max_tiles(len(listed) + spare, height, least), height)
     assert members.dtype == lengths.dtype == skip.dtype == np.int32 and len(skip) == len(listed) + spare
     sizes = Counter(listed)
     placed = Counter(members[members >= 0].tolist())
-    assert placed == {row: 1 for row, key in enumerate(listed) if key != ALONE and sizes[key] >= least}
+    assert placed == {row: 1 for row, key in enumerate(listed) if key != NO_GROUP and sizes[key] >= least}
     expected = [(key + 1) * BLOCK_SIZE if row in placed else 0 for row, key in enumerate(listed)]
     assert skip.tolist() == expected + [0] * spare
     used = 0
@@ -32,7 +32,7 @@ def test_plan_groups_rows_of_equal_keys_into_tiles(listed: list[int], height: in
         assert tile == rows + [-1] * (height - len(rows))
         assert {int(skip[row]) for row in rows} == ({length} if length else set())
         used += bool(rows)
-    assert used == sum(-(-n // height) for key, n in sizes.items() if key != ALONE and n >= least)
+    assert used == sum(-(-n // height) for key, n in sizes.items() if key != NO_GROUP and n >= least)
     assert lengths[:used].all()  # what is empty comes last
 
 
@@ -57,9 +57,9 @@ def shared_rows(tables: list[list[int]], counts: list[int], least: int = 4) -> l
     """Groups of rows and the tokens they share."""
     width = max(len(table) for table in tables)
     array = np.array([table + [0] * (width - len(table)) for table in tables], dtype=np.int32)
-    keys, tokens = find_shared(array, np.array(counts), least)
+    keys, tokens = find_groups(array, np.array(counts), least)
     assert keys.shape == tokens.shape == (len(tables),)
-    groups = [np.flatnonzero(keys == key) for key in sorted(set(keys.tolist()) - {ALONE})]
+    groups = [np.flatnonzero(keys == key) for key in sorted(set(keys.tolist()) - {NO_GROUP})]
     assert all(len(set(tokens[group].tolist())) == 1 for group in groups)
     return [(group.tolist(), int(tokens[group[0]])) for group in groups if len(group) >= least]
 
@@ -99,9 +99,9 @@ def test_prompts_with_a_common_prefix_form_a_group() -> None:
 
 def test_rows_without_common_blocks_form_no_group() -> None:
     assert shared_rows([[1], [2], [3]], [0, 0, 0], 1) == []
-    keys, tokens = find_shared(np.zeros((0, 4), dtype=np.int32), np.zeros(0, dtype=np.int64))
+    keys, tokens = find_groups(np.zeros((0, 4), dtype=np.int32), np.zeros(0, dtype=np.int64))
     assert len(keys) == len(tokens) == 0
-    members, lengths, skip = plan_sharing(keys, tokens, 8, rows=16)
+    members, lengths, skip = plan_tiles(keys, tokens, 8, rows=16)
     assert (members == -1).all() and not lengths.any() and not skip.any()
 
 
@@ -109,8 +109,8 @@ def test_rows_without_common_blocks_form_no_group() -> None:
 def test_rows_of_a_group_have_the_same_shared_blocks(rows: list[tuple[int, int, int, int]]) -> None:
     tables = np.array([row[:3] for row in rows], dtype=np.int32).reshape(-1, 3)
     counts = np.array([row[3] for row in rows], dtype=np.int64)
-    keys, tokens = find_shared(tables, counts, 2)
-    for key in set(keys.tolist()) - {ALONE}:
+    keys, tokens = find_groups(tables, counts, 2)
+    for key in set(keys.tolist()) - {NO_GROUP}:
         group = np.flatnonzero(keys == key)
         (length,) = set(tokens[group].tolist())
         assert 0 < length <= counts[group].min() * BLOCK_SIZE and length % BLOCK_SIZE == 0

@@ -24,7 +24,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Gather:
-    """The same blocks of every layer, one behind the other, into memory that the next layer uses again."""
+    """Gathers the same blocks of every layer, concatenated, into memory that is reused by the next layer."""
 
     def __init__(self, blocks: Tensor) -> None:
         self.blocks = blocks
@@ -33,7 +33,7 @@ class Gather:
 
     def __call__(self, kv: Tensor) -> Tensor:
         """kv [2, K, blocks, block size, d] -> [2 x K x blocks chosen, block size x d]"""
-        lines = kv.view(-1, kv.shape[3] * kv.shape[4])  # a block of one head each: copied faster than along an axis
+        lines = kv.view(-1, kv.shape[3] * kv.shape[4])  # one line per block and head: faster than along an axis
         if self.index is None:
             heads = torch.arange(kv.shape[0] * kv.shape[1], device=kv.device)[:, None]
             self.index = (heads * kv.shape[2] + self.blocks).view(-1)
@@ -43,33 +43,33 @@ class Gather:
 
 
 class RowAttention:
-    """One query for each row."""
+    """One query per row."""
 
     def __init__(self, tables: Tensor, lengths: Tensor, span: int, block_size: int, dtype: torch.dtype) -> None:
-        """`tables` [B, *]: blocks of the rows; `lengths` [B]: keys that each sees, at most `span`."""
+        """`tables` [B, *]: blocks of the rows; `lengths` [B]: number of keys that each row sees, at most `span`."""
         self.rows, blocks = tables.shape[0], -(-span // block_size)
         self.span = blocks * block_size
         self.gather = Gather(tables[:, :blocks].reshape(-1))
         unseen = torch.arange(self.span, device=tables.device) >= lengths[:, None]
         self.bias = torch.zeros(unseen.shape, device=tables.device, dtype=dtype).masked_fill_(unseen, -math.inf)
         self.last = lengths[:, None] - 1
-        # With MKL at 32 bits two batched products beat the fused kernel; at 16 bits its 32-bit inside is needed.
-        # Other libraries have no batched product: it is one call for each row and head.
+        # In float32 with MKL, two batched products are faster than the fused kernel. In bfloat16 the fused kernel is
+        # needed for its float32 accumulation. Libraries without batched products need one call per row and head.
         self.plain = dtype != torch.bfloat16 and tables.device.type == "cpu" and mkl.is_available()
         self.wide_bias: Tensor | None = None
 
     def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
         kv_heads, head_dim = kv.shape[1], kv.shape[-1]
         keys, values = self.gather(kv).view(2, kv_heads, self.rows, self.span, head_dim)
-        # Query heads that share a key head stand where a sequence of queries usually does: no key is repeated.
+        # Query heads that share a key-value head take the place of the query sequence, so that no key is repeated.
         queries = q.view(self.rows, kv_heads, -1, head_dim).transpose(0, 1)
-        out = unseen_silenced(self._attend, queries, keys, values, self.last)
+        out = attend_without_unseen(self._attend, queries, keys, values, self.last)
         return out.transpose(0, 1).reshape(q.shape)
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if self.plain:
             return self._products(*(x.flatten(0, 1) for x in (queries, keys, values))).view(queries.shape)
-        # Rows first: the other way round the mask makes it slow.
+        # Rows first: with heads first, the mask makes it slow.
         q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias[:, None, None]).transpose(0, 1)
 
@@ -83,7 +83,7 @@ class RowAttention:
 
 
 class ChunkAttention:
-    """Queries of several chunks of prompts, one behind the other, each over all that comes before it in its own."""
+    """Concatenated queries of several prompt chunks, each over all earlier tokens of its own sequence."""
 
     def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device, dtype: torch.dtype) -> None:
         starts, stops = (np.array([getattr(chunk, side) for chunk in chunks]) for side in ("start", "stop"))
@@ -93,9 +93,9 @@ class ChunkAttention:
         for row, chunk in enumerate(chunks):
             tables[row, : blocks[row]] = chunk.blocks[: blocks[row]]
         self.gather = Gather(torch.from_numpy(tables.reshape(-1)).to(device))
-        places = np.arange(self.longest) < sizes[:, None]
-        self.even = bool(places.all())
-        self.places = torch.from_numpy(np.flatnonzero(places)).to(device)  # of real queries in the padded batch
+        is_query = np.arange(self.longest) < sizes[:, None]
+        self.even = bool(is_query.all())
+        self.query_index = torch.from_numpy(np.flatnonzero(is_query)).to(device)  # of queries in the padded batch
         last = starts[:, None] + np.arange(self.longest)
         self.last = torch.from_numpy(last).to(device)[:, None]
         self.bias: Tensor | None = None
@@ -109,11 +109,11 @@ class ChunkAttention:
         keys, values = self.gather(kv).view(2, kv_heads, self.count, self.span, head_dim)
         padded = q
         if not self.even:
-            padded = q.new_zeros(self.count * self.longest, *q.shape[1:]).index_copy_(0, self.places, q)
+            padded = q.new_zeros(self.count * self.longest, *q.shape[1:]).index_copy_(0, self.query_index, q)
         queries = padded.view(self.count, self.longest, *q.shape[1:]).transpose(1, 2)
-        out = unseen_silenced(self._attend, queries, keys.transpose(0, 1), values.transpose(0, 1), self.last)
+        out = attend_without_unseen(self._attend, queries, keys.transpose(0, 1), values.transpose(0, 1), self.last)
         out = out.transpose(1, 2).flatten(0, 1)
-        return out if self.even else out.index_select(0, self.places)
+        return out if self.even else out.index_select(0, self.query_index)
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -126,11 +126,11 @@ class ChunkAttention:
         )
 
 
-def unseen_silenced(attend: Attend, queries: Tensor, keys: Tensor, values: Tensor, last: Tensor) -> Tensor:
-    """Attention in which only those who see a key or value that is no number get NaN.
+def attend_without_unseen(attend: Attend, queries: Tensor, keys: Tensor, values: Tensor, last: Tensor) -> Tensor:
+    """Attention in which only queries that see a NaN key or value get NaN.
 
-    `last`: the place of the last key that a query sees. NaN times a weight of 0 is NaN, so that one broken sequence
-    would break those who share its blocks, or use them after it.
+    `last`: index of the last key that a query sees. NaN times a weight of 0 is NaN, so one broken sequence would
+    otherwise break sequences that share its blocks or use them after it.
     """
     out = attend(queries, keys, values)
     if not bool(out.sum().isnan()):
@@ -138,13 +138,13 @@ def unseen_silenced(attend: Attend, queries: Tensor, keys: Tensor, values: Tenso
     sound = (keys.isfinite() & values.isfinite()).all(-1, keepdim=True)
     out = attend(queries, keys.where(sound, 0.0), values.where(sound, 0.0))
     places = torch.arange(keys.shape[2], device=keys.device)
-    broken = torch.where(sound[..., 0], keys.shape[2], places).amin(-1)  # the first such place
+    broken = torch.where(sound[..., 0], keys.shape[2], places).amin(-1)  # index of the first broken key
     broken = broken.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)[..., None]
     return out.masked_fill((broken <= last)[..., None], math.nan)
 
 
 class VarlenAttention:
-    """Queries of several chunks, one behind the other, each over all that comes before it in its own sequence."""
+    """Concatenated queries of several chunks, each over all earlier tokens of its own sequence."""
 
     def __init__(self, chunks: Sequence[Chunk], block_size: int, upload: Callable[[np.ndarray], Tensor]) -> None:
         queries = [0, *np.cumsum([chunk.stop - chunk.start for chunk in chunks])]
@@ -160,7 +160,7 @@ class VarlenAttention:
 
 
 def slots_of(chunk: Chunk, start: int, stop: int, block_size: int) -> np.ndarray:
-    """Where tokens start .. stop of a sequence are in the cache."""
+    """Slots of tokens start .. stop of a sequence in the cache."""
     positions = np.arange(start, stop)
     blocks = np.array(chunk.blocks, dtype=np.int64)
     return blocks[positions // block_size] * block_size + positions % block_size

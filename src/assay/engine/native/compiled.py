@@ -1,7 +1,7 @@
-"""Steps of decoding in C, for float32 on a CPU: `kernels/cpu.c`, compiled when first wanted.
+"""Decoding steps in C, for float32 on a CPU: `kernels/cpu.c`, compiled at first use.
 
-Where there is no compiler, or it fails, torch does the same more slowly (`operations.py`, `attention.py`,
-`sampler.py`). To have it that way, set CC to something that is no compiler.
+Without a working compiler, the slower torch implementations are used (`operations.py`, `attention.py`, `sampler.py`).
+To force this, set the environment variable CC to a command that is not a compiler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from assay.engine.native.network import FusedDecoder
-from assay.engine.native.operations import Places
+from assay.engine.native.operations import TokenPositions
 from assay.engine.native.runner import Runner
 from assay.engine.rows import LOG_STEPS, Rows
 from assay.engine.sampler import BLOCK, GOLDEN, MULTIPLIERS
@@ -39,9 +39,9 @@ DEFINES = {
     "SECOND_MULTIPLIER": f"{MULTIPLIERS[1] % 2**64}u",
 }
 FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
-PATIENCE = 60  # seconds for the compiler, which takes about one
-SMALL_PRODUCT = 2**22  # multiplications: with more of them in its largest product a step is for several threads
-WORTH_THREAD = 2**21  # numbers to look at, about a millisecond, for which it is worth to wake another thread
+COMPILE_TIMEOUT_S = 60  # it takes about one second
+SMALL_PRODUCT = 2**22  # multiplications; a step with a larger product uses torch, with several threads
+THREAD_WORK = 2**21  # numbers to read per thread, about a millisecond: less is not worth another thread
 
 Pointer, Int, Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, Sequence[Any]] = {
@@ -56,36 +56,36 @@ SIGNATURES: dict[str, Sequence[Any]] = {
 
 
 def library_for(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:
-    return library(os.environ.get("CC", "cc")) if device.type == "cpu" and dtype == torch.float32 else None
+    return load_library(os.environ.get("CC", "cc")) if device.type == "cpu" and dtype == torch.float32 else None
 
 
 @cache
-def library(compiler: str) -> ctypes.CDLL | None:
-    """Compiled anew by each process: what suits this machine need not suit another that has the same files."""
+def load_library(compiler: str) -> ctypes.CDLL | None:
+    """Compiled by each process: code for this machine may not run on another one with the same files."""
     with tempfile.TemporaryDirectory(prefix="assay-") as folder:
         path = f"{folder}/cpu.so"
         defines = [f"-D{name}={value}" for name, value in DEFINES.items()]
         command = [*shlex.split(compiler), *FLAGS, *defines, "-o", path, str(SOURCE), "-lm"]
         try:
-            subprocess.run(command, check=True, timeout=PATIENCE, capture_output=True)
-            found = ctypes.CDLL(path)
+            subprocess.run(command, check=True, timeout=COMPILE_TIMEOUT_S, capture_output=True)
+            library = ctypes.CDLL(path)
         except (OSError, subprocess.SubprocessError):
             return None
     for name, types in SIGNATURES.items():
-        function = getattr(found, name)
+        function = getattr(library, name)
         function.argtypes, function.restype = types, None
-    return found
+    return library
 
 
 class CompiledOperations:
-    """`TorchOperations` in C; all tensors have to be contiguous."""
+    """`TorchOperations` in C; all tensors must be contiguous."""
 
-    def __init__(self, spec: ModelSpec, angles: Tensor, found: ctypes.CDLL) -> None:
-        self.spec, self.library = spec, found
-        self.turns = torch.cat((angles.cos(), angles.sin()), dim=-1).contiguous()
+    def __init__(self, spec: ModelSpec, angles: Tensor, library: ctypes.CDLL) -> None:
+        self.spec, self.library = spec, library
+        self.rotations = torch.cat((angles.cos(), angles.sin()), dim=-1).contiguous()
 
-    def places(self, positions: Tensor, slots: Tensor) -> Places:
-        return Places(positions.contiguous(), slots.contiguous())
+    def token_positions(self, positions: Tensor, slots: Tensor) -> TokenPositions:
+        return TokenPositions(positions.contiguous(), slots.contiguous())
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -99,13 +99,13 @@ class CompiledOperations:
         return out
 
     def rotate_and_store(
-        self, qkv: Tensor, places: Places, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
+        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
     ) -> Tensor:
         heads, kv_heads, size = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
         rows = qkv.shape[0]
         self.library.rope_store(
             *(qkv.data_ptr(), rows, heads, kv_heads, size),
-            *(places.positions.data_ptr(), places.slots.data_ptr(), self.turns.data_ptr()),
+            *(at.positions.data_ptr(), at.slots.data_ptr(), self.rotations.data_ptr()),
             *(None if norm is None else norm.data_ptr() for norm in (q_norm, k_norm)),
             *(self.spec.norm_eps, kv.data_ptr(), kv.shape[2] * kv.shape[3]),
         )
@@ -113,10 +113,10 @@ class CompiledOperations:
 
 
 class CompiledAttention:
-    """`RowAttention` in C: nothing is copied out of the cache, or looked at behind a sequence's end."""
+    """`RowAttention` in C: reads the cache in place, and nothing behind the end of a sequence."""
 
-    def __init__(self, found: ctypes.CDLL, tables: Tensor, positions: Tensor, span: int) -> None:
-        self.library, self.tables, self.positions, self.span = found, tables, positions, span
+    def __init__(self, library: ctypes.CDLL, tables: Tensor, positions: Tensor, span: int) -> None:
+        self.library, self.tables, self.positions, self.span = library, tables, positions, span
 
     def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
         rows, heads, size = q.shape
@@ -126,9 +126,14 @@ class CompiledAttention:
         def attend(start: int, stop: int) -> None:
             scores = torch.empty(self.span)
             self.library.attend_rows(
-                *(at(q, start), q.stride(0), kv.data_ptr(), blocks, block),
-                *(at(self.tables, start), self.tables.stride(0), at(self.positions, start), self.span),
-                *(stop - start, heads, kv_heads, size, scores.data_ptr(), at(out, start)),
+                *(row_address(q, start), q.stride(0), kv.data_ptr(), blocks, block),
+                *(
+                    row_address(self.tables, start),
+                    self.tables.stride(0),
+                    row_address(self.positions, start),
+                    self.span,
+                ),
+                *(stop - start, heads, kv_heads, size, scores.data_ptr(), row_address(out, start)),
             )
 
         in_threads(attend, rows, self.span * heads * size)
@@ -136,9 +141,9 @@ class CompiledAttention:
 
 
 class SmallModel:
-    """Sizes and weights as the C wants them, for steps that are one call."""
+    """Sizes and weights in the layout of the C struct, for steps that are one call."""
 
-    def __init__(self, network: FusedDecoder, turns: Tensor) -> None:
+    def __init__(self, network: FusedDecoder, rotations: Tensor) -> None:
         spec = network.spec
         layers = [
             (
@@ -150,7 +155,7 @@ class SmallModel:
         self.spec = spec
         self.layers = np.array([[0 if w is None else w.data_ptr() for w in layer] for layer in layers])
         sizes = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.head_dim, spec.intermediate, spec.vocab_size)
-        shared = (w.data_ptr() for w in (network.embedding, network.norm, network.head, turns))
+        shared = (w.data_ptr() for w in (network.embedding, network.norm, network.head, rotations))
         self.model = np.array([*sizes, *shared, self.layers.ctypes.data])
 
     @staticmethod
@@ -158,32 +163,32 @@ class SmallModel:
         matrices = [w for layer in network.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         return network.shard is None and all(w.t().is_contiguous() for w in (*matrices, network.head))
 
-    def logits(self, found: ctypes.CDLL, rows: Rows, kv: Tensor, size: int, span: int) -> Tensor:
+    def logits(self, library: ctypes.CDLL, rows: Rows, kv: Tensor, size: int, span: int) -> Tensor:
         spec, tables = self.spec, rows.tables
         most = max(spec.heads * spec.head_dim, spec.intermediate)
-        places, scores = torch.empty(2, size, dtype=torch.int64), torch.empty(span)
-        room, out = torch.empty(size, 2 * spec.hidden + 4 * most), torch.empty(size, spec.vocab_size)
-        found.decode_rows(
+        positions, scores = torch.empty(2, size, dtype=torch.int64), torch.empty(span)
+        work, out = torch.empty(size, 2 * spec.hidden + 4 * most), torch.empty(size, spec.vocab_size)
+        library.decode_rows(
             *(self.model.ctypes.data, spec.norm_eps, rows.ints.data_ptr(), tables.data_ptr(), tables.stride(0)),
             *(size, span, kv.data_ptr(), kv.shape[3], kv.shape[4]),
-            *(places.data_ptr(), scores.data_ptr(), room.data_ptr(), out.data_ptr()),
+            *(positions.data_ptr(), scores.data_ptr(), work.data_ptr(), out.data_ptr()),
         )
         return out
 
 
 class CompiledRunner(Runner):
-    """`Runner` with a decoding step in C, but for large products, and draws where tokens are cut off or forbidden."""
+    """`Runner` with decoding steps in C, except large matrix products, truncation and forbidden tokens."""
 
-    def __init__(self, network: FusedDecoder, rows: Rows, kv: Tensor, found: ctypes.CDLL) -> None:
+    def __init__(self, network: FusedDecoder, rows: Rows, kv: Tensor, library: ctypes.CDLL) -> None:
         super().__init__(network, rows, kv)
-        self.library, self.small, spec = found, None, network.spec
+        self.library, self.small, spec = library, None, network.spec
         if SmallModel.fits(network) and isinstance(network.ops, CompiledOperations):
-            self.small = SmallModel(network, network.ops.turns)
-        self.few = SMALL_PRODUCT // (spec.hidden * max(2 * spec.intermediate, spec.vocab_size))
+            self.small = SmallModel(network, network.ops.rotations)
+        self.max_rows = SMALL_PRODUCT // (spec.hidden * max(2 * spec.intermediate, spec.vocab_size))
 
     def _step(self, size: int, span: int) -> None:
         rows = self.rows
-        if self.small is not None and size <= self.few:
+        if self.small is not None and size <= self.max_rows:
             logits = self.small.logits(self.library, rows, self.kv, size, span)
         else:
             logits = self._logits(size, span)
@@ -201,8 +206,8 @@ class CompiledRunner(Runner):
             *(positions.data_ptr(), slots.data_ptr()),
         )
         attend = CompiledAttention(self.library, tables, positions, span)
-        places = self.network.ops.places(positions, slots)
-        hidden = self.network.forward(rows.column(Column.TOKEN, size), places, self.kv, attend)
+        at = self.network.ops.token_positions(positions, slots)
+        hidden = self.network.forward(rows.column(Column.TOKEN, size), at, self.kv, attend)
         return self.network.unembed(hidden)
 
     def _draw(self, logits: Tensor) -> None:
@@ -211,24 +216,30 @@ class CompiledRunner(Runner):
         tokens, scores = rows.log_tokens[place], rows.log_scores[0, place]
 
         def draw(start: int, stop: int) -> None:
-            shares, sums = torch.empty(size), torch.empty(size // BLOCK + 1, dtype=torch.float64)
+            weights, sums = torch.empty(size), torch.empty(size // BLOCK + 1, dtype=torch.float64)
             self.library.sample_rows(
-                *(at(logits, start), size, at(rows.ints, start), at(rows.floats, start), stop - start),
-                *(at(tokens, start), at(scores, start), rows.log_scores.stride(0)),
-                *(shares.data_ptr(), sums.data_ptr()),
+                *(
+                    row_address(logits, start),
+                    size,
+                    row_address(rows.ints, start),
+                    row_address(rows.floats, start),
+                    stop - start,
+                ),
+                *(row_address(tokens, start), row_address(scores, start), rows.log_scores.stride(0)),
+                *(weights.data_ptr(), sums.data_ptr()),
             )
 
         in_threads(draw, count, size)
 
 
-def at(x: Tensor, row: int) -> int:
-    """The address of a row."""
+def row_address(x: Tensor, row: int) -> int:
+    """Address of a row."""
     return x.data_ptr() + row * x.stride(0) * x.element_size()
 
 
 def in_threads(work: Callable[[int, int], None], rows: int, numbers: int) -> None:
-    """Rows from .. to, by as many of torch's threads as have enough to do; `numbers`: those that a row looks at."""
-    threads = min(torch.get_num_threads(), rows, 1 + rows * numbers // WORTH_THREAD)
+    """Split rows over torch's number of threads, if each has enough to do; `numbers`: numbers to read per row."""
+    threads = min(torch.get_num_threads(), rows, 1 + rows * numbers // THREAD_WORK)
     if threads == 1:
         work(0, rows)
     else:

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from assay.engine.native.network import FusedDecoder
-from assay.engine.native.operations import Places
-from assay.engine.native.prefix_groups import find_shared, plan_sharing
+from assay.engine.native.operations import TokenPositions
+from assay.engine.native.prefix_groups import find_groups, plan_tiles
 from assay.engine.native.runner import Runner
 from assay.engine.rows import Rows
 from assay.engine.sequence import BLOCK_SIZE, Column, RowState, Sample
 
-WINDOW = 3  # steps between two looks; blocks are taken for all of them at once, and stand empty until they are reached
-SHARING_PROGRAMS = 512  # rows times key heads below which nothing is shared
-SHARED_TOKENS = 256  # from which reading shared blocks once pays for one more kernel
+WINDOW = 3  # steps between two reads of results; blocks are allocated for all of them at once
+SHARING_PROGRAMS = 512  # rows times key-value heads below which prefixes are not shared
+SHARED_TOKENS = 256  # minimum shared prefix for which an additional kernel pays off
 
 
 def sizes_up_to(rows: int) -> list[int]:
-    """Rows of recordings: powers of two up to 64, then steps of 32 up to 512, and of an eighth or less beyond."""
+    """Numbers of rows of the graphs: powers of two up to 64, then steps of 32 up to 512, then of an eighth or less."""
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if size < rows]
     size, stride = 64, 32
     while size < rows:
@@ -44,35 +44,35 @@ class GraphRunner(Runner):
         self.attention, self.layers, self.sampling = attention, layers, sampling
         self.window, self.ahead = WINDOW, 1
         spec = network.spec
-        self.least_shared = SHARED_TOKENS // BLOCK_SIZE
-        self.shared = attention.Shared.new(rows.size, spec.heads, spec.kv_heads, spec.head_dim, kv.device)
+        self.min_shared_blocks = SHARED_TOKENS // BLOCK_SIZE
+        self.shared = attention.SharedPrefixes.new(rows.size, spec.heads, spec.kv_heads, spec.head_dim, kv.device)
         self.order = torch.arange(rows.size, dtype=torch.int32, device=kv.device)
         self.counters = torch.zeros(rows.size, spec.kv_heads, dtype=torch.int32, device=kv.device)
         self.scratch = sampling.Scratch(rows.size, network.spec.vocab_size, kv.device)
         self.sizes = sizes_up_to(rows.size)
-        # By rows, whether blocks are shared, and into how many ranges sequences are cut.
+        # By number of rows, whether prefixes are shared, and number of ranges per sequence.
         self.graphs: dict[tuple[int, bool, int], torch.cuda.CUDAGraph] = {}
         self.sharing = False
         self.pool = torch.cuda.graph_pool_handle()
 
     def arrange(self, running: Sequence[Sample]) -> None:
-        """Order rows by length, and see who begins with the same blocks, if that is worth a kernel of its own."""
+        """Sort rows by length and find prefix groups, if there are enough to pay for an additional kernel."""
         size = len(running)
-        # The longest first. All grow by one token a step, so that the order holds until somebody comes or goes.
+        # Longest first. All rows grow by one token per step, so the order is valid until rows are added or removed.
         order = np.arange(self.rows.size, dtype=np.int32)
         order[:size] = np.argsort(-self.rows.start_offsets[:size], kind="stable")
         self.order.copy_(self.rows.upload(order))
         counts = self.rows.prompt_lengths[:size] // BLOCK_SIZE
-        counts[counts < self.least_shared] = 0
-        keys, tokens = find_shared(self.rows.host_tables[:size], counts)
-        plan = plan_sharing(keys, tokens, self.shared.rows.shape[1], rows=self.rows.size)
+        counts[counts < self.min_shared_blocks] = 0
+        keys, tokens = find_groups(self.rows.host_tables[:size], counts)
+        plan = plan_tiles(keys, tokens, self.shared.rows.shape[1], rows=self.rows.size)
         self.sharing = bool(plan[1].any())
         if self.sharing:
             self.shared.write(plan, self.rows.upload)
 
     def decode(self, size: int, steps: int, span: int) -> None:
         rows, kv_heads = next(one for one in self.sizes if one >= size), self.network.spec.kv_heads
-        # Few rows are better cut into ranges, and products in float32 leave no registers for sharing.
+        # For few rows, splitting sequences is faster; float32 products leave no registers for shared prefixes.
         sharing = self.sharing and rows * kv_heads >= SHARING_PROGRAMS and self.dtype.itemsize == 2
         key = rows, sharing, 1 if sharing else self.attention.default_splits(rows, kv_heads, span)
         if key not in self.graphs:
@@ -92,7 +92,7 @@ class GraphRunner(Runner):
         return graph
 
     def _warm_up(self, size: int, sharing: bool, splits: int) -> None:
-        """Run once before recording, so that all is compiled and loaded; with idle rows this changes nothing."""
+        """Run once before capture, so that all kernels are compiled and loaded; with idle rows this has no effect."""
         states = self.rows.ints[:, Column.STATE]
         before = states.clone()
         states.fill_(int(RowState.IDLE))
@@ -118,7 +118,7 @@ class GraphRunner(Runner):
                 shared=shared,
             )
 
-        hidden = self.network.forward(ids, Places(positions, slots), self.kv, attend)
+        hidden = self.network.forward(ids, TokenPositions(positions, slots), self.kv, attend)
         logits = self.network.unembed(hidden)
         self.sampling.sample(
             logits, rows.ints, rows.floats, rows.forbidden, rows.step, rows.log_tokens, rows.log_scores, self.scratch

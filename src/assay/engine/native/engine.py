@@ -350,8 +350,8 @@ def make_operations(spec: ModelSpec, max_length: int, device: torch.device, dtyp
     angles = torch.arange(max_length, device=device)[:, None].float() * rope_frequencies(spec).to(device)
     if uses_triton(device):
         return TritonOperations(spec, torch.cat((angles.cos(), angles.sin()), dim=-1))
-    if found := library_for(device, dtype):
-        return CompiledOperations(spec, angles, found)
+    if library := library_for(device, dtype):
+        return CompiledOperations(spec, angles, library)
     return TorchOperations(spec, angles, dtype)
 
 
@@ -360,6 +360,6 @@ def make_runner(network: FusedDecoder, rows: Rows, kv: Tensor) -> Runner:
         from assay.engine.native.cuda_graph import GraphRunner
 
         return GraphRunner(network, rows, kv)
-    if found := library_for(kv.device, kv.dtype):
-        return CompiledRunner(network, rows, kv, found)
+    if library := library_for(kv.device, kv.dtype):
+        return CompiledRunner(network, rows, kv, library)
     return Runner(network, rows, kv)

@@ -23,40 +23,34 @@ from assay.models.spec import ModelSpec
 from assay.types import UserError
 
 GIB = 2**30
-
-
-UNKNOWN = 8 * GIB  # free memory of a machine that does not say
-
-
-SHARE = {"cuda": 0.4, "cpu": 0.25}  # of the memory that is free, where no budget is given
-
-
-ALIGNED = 64  # bytes
+DEFAULT_FREE = 8 * GIB  # assumed if free memory is unknown
+MEMORY_FRACTION = {"cuda": 0.4, "cpu": 0.25}  # of free memory, without a budget
+ALIGNMENT = 64  # bytes
 
 
 def cache_blocks(
     spec: ModelSpec, max_batch: int, max_length: int, device: torch.device, dtype: torch.dtype, budget: float
 ) -> int:
-    """Blocks of the cache: within `budget` GiB; 0: as many as `max_batch` sequences can use, within what is free."""
+    """Number of blocks: within `budget` GiB; 0: as many as `max_batch` sequences can use and free memory allows."""
     block_bytes = spec.layers * 2 * spec.kv_heads * spec.head_dim * dtype.itemsize * BLOCK_SIZE
     if budget > 0:
         blocks = int(budget * GIB) // block_bytes
         if blocks < 1:
             raise UserError(
-                f"engine.memory = {budget:g} GiB holds less than one block of the cache ({block_bytes} bytes): raise it"
+                f"engine.memory = {budget:g} GiB is less than one block of the KV cache ({block_bytes} bytes): raise it"
             )
         return blocks
     useful = max_batch * -(-max_length // BLOCK_SIZE)
-    free = free_memory(device) or UNKNOWN
-    return max(1, min(useful, int(free * SHARE.get(device.type, SHARE["cpu"])) // block_bytes))
+    free = free_memory(device) or DEFAULT_FREE
+    return max(1, min(useful, int(free * MEMORY_FRACTION.get(device.type, MEMORY_FRACTION["cpu"])) // block_bytes))
 
 
 def new_cache(
     spec: ModelSpec, blocks: int, device: torch.device, dtype: torch.dtype, lend: bool = False
 ) -> tuple[Tensor, MappedMemory | None]:
-    """[layers, 2, kv_heads, blocks, block size, head_dim]; on a CPU memory is taken only as it is written to.
+    """A cache [layers, 2, kv_heads, blocks, block size, head_dim]. On a CPU, memory is committed as it is written.
 
-    With `lend`, on CUDA, also what gives the memory back; the cache is empty until it is mapped.
+    With `lend`, on CUDA, also the mapped memory behind it; the cache can be used once that is mapped.
     """
     shape = (spec.layers, 2, spec.kv_heads, blocks, BLOCK_SIZE, spec.head_dim)
     size = math.prod(shape) * dtype.itemsize
@@ -69,20 +63,19 @@ def new_cache(
         return zeros_on_cpu(size).view(dtype).view(shape), None
     except (torch.OutOfMemoryError, MemoryError):
         raise UserError(
-            f"the key/value cache of {size / GIB:.1f} GiB does not fit on {device}: "
-            "lower engine.memory or engine.max_batch"
+            f"the KV cache of {size / GIB:.1f} GiB does not fit on {device}: lower engine.memory or engine.max_batch"
         ) from None
 
 
 def zeros_on_cpu(size: int) -> Tensor:
-    """Bytes whose memory is taken as they are written to. They begin where torch's own tensors would: what products
-    give can depend, in the last bits, on where their factors lie."""
-    memory = np.zeros(size + ALIGNED, dtype=np.uint8)
-    start = -memory.ctypes.data % ALIGNED
+    """Bytes whose memory is committed as they are written. They are aligned as torch's own tensors: the last bits of
+    matrix products can depend on the alignment of their factors."""
+    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     return torch.from_numpy(memory[start : start + size])
 
 
-PINNED, DEVICE, READ_AND_WRITE = 1, 1, 3  # of CUDA's enumerations
+PINNED, DEVICE, READ_AND_WRITE = 1, 1, 3  # values of CUDA enumerations
 
 
 OUT_OF_MEMORY = 2
@@ -111,11 +104,11 @@ class Access(ctypes.Structure):
 
 
 class MappedMemory:
-    """So many bytes on a GPU. At first there are only their addresses."""
+    """GPU memory at fixed addresses that can be released and mapped again. It is not mapped at first."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.address, self.handle, self.mapped = ctypes.c_ulonglong(), ctypes.c_ulonglong(), False
-        torch.cuda.synchronize(device)  # whatever initialises CUDA has done so
+        torch.cuda.synchronize(device)  # CUDA must be initialized
         self.location = Location(DEVICE, device.index if device.index is not None else torch.cuda.current_device())
         self.kind = AllocationProperties(type=PINNED, location=self.location)
         step = ctypes.c_size_t()
@@ -124,18 +117,18 @@ class MappedMemory:
         self._call("cuMemAddressReserve", ctypes.byref(self.address), self.size, 0, 0, 0)
 
     def map(self) -> None:
-        """Memory behind the addresses, with nothing in it that is worth reading."""
+        """Map physical memory; its contents are undefined."""
         if self.mapped:
             return
         try:
             self._create()
         except MemoryError:
-            torch.cuda.empty_cache()  # torch may hold on to memory that nobody uses
+            torch.cuda.empty_cache()  # torch may cache unused memory
             try:
                 self._create()
             except MemoryError:
                 raise UserError(
-                    f"the {self.size / 2**30:.1f} GiB of the key/value cache cannot be taken back: lower engine.memory "
+                    f"the {self.size / 2**30:.1f} GiB of the KV cache cannot be mapped again: lower engine.memory "
                     "or train.token_budget"
                 ) from None
         self._call("cuMemMap", self.address, self.size, 0, self.handle, 0)
@@ -147,7 +140,7 @@ class MappedMemory:
         self._call("cuMemCreate", ctypes.byref(self.handle), self.size, ctypes.byref(self.kind), 0)
 
     def unmap(self) -> None:
-        """The addresses stay ours; touching what they point to would be an error until `map`."""
+        """Release the physical memory. The addresses stay reserved; accessing them is an error until `map`."""
         if not self.mapped:
             return
         torch.cuda.synchronize()
@@ -156,7 +149,7 @@ class MappedMemory:
         self.mapped = False
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The memory as a tensor, which must not outlive it."""
+        """The memory as a tensor, which must not outlive this object."""
         whole = torch.as_tensor(self, device=torch.device("cuda", self.location.id))
         return whole[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
@@ -170,7 +163,7 @@ class MappedMemory:
             self._call("cuMemAddressFree", self.address, self.size)
 
     def _call(self, name: str, *values: Any) -> None:
-        """Plain numbers are sizes or flags, which the driver takes as 64 bits."""
+        """Call the driver; integers are passed as 64 bits."""
         call(name, *(ctypes.c_ulonglong(value) if isinstance(value, int) else value for value in values))
 
 

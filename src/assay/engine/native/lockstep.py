@@ -33,11 +33,11 @@ from assay.engine.base import Request
 
 
 class Lockstep:
-    """Compares requests and sampled tokens over the ranks of a group."""
+    """Compares requests and sampled tokens between the ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.compares_requests = True  # not necessary where one rank has sent them to the others
+        self.compares_requests = True  # False if one rank sends them to the others
         self._added: list[Request] = []  # since the last step
 
     def add(self, request: Request) -> None:
@@ -70,7 +70,7 @@ class Lockstep:
 
 
 def min_over_ranks(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """The minimum of each value over all ranks, exchanged between the hosts."""
+    """Minimum of each value over all ranks, exchanged between the hosts."""
     lowest = torch.tensor(values)
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
     return lowest.tolist()

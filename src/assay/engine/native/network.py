@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.engine.native.operations import Operations, Places
+from assay.engine.native.operations import Operations, TokenPositions
 from assay.models.parallel import TPShard, own_rows
 from assay.models.spec import ModelSpec
 
-SMALL = 2**18  # numbers, which the cache of one core holds
+SMALL_MATRIX = 2**18  # elements that fit into the cache of one core
 
 # (a layer's cache [2, K, blocks, block size, d], queries [N, H, d]) -> [N, H, d]
 Attend = Callable[[Tensor, Tensor], Tensor]
@@ -47,7 +47,7 @@ class FusedLayer:
         self.k_norm = new(spec.head_dim) if spec.qk_norm else None
 
     def canonical(self) -> dict[str, Tensor]:
-        """Views under their Hugging Face names."""
+        """Views of the weights under their Hugging Face names."""
         spec, prefix = self.spec, f"model.layers.{self.index}."
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         split = [queries, keys, keys]
@@ -70,16 +70,16 @@ class FusedLayer:
                 names |= {f"mlp.gate_proj.{kind}": gate, f"mlp.up_proj.{kind}": up}
         return {prefix + name: value for name, value in names.items() if value is not None}
 
-    def forward(self, x: Tensor, places: Places, ops: Operations, kv: Tensor, attend: Attend) -> Tensor:
-        q = self.store(x, places, ops, kv)
+    def forward(self, x: Tensor, at: TokenPositions, ops: Operations, kv: Tensor, attend: Attend) -> Tensor:
+        q = self.store(x, at, ops, kv)
         x = residual(x, attend(kv, q).flatten(1), self.out, self.out_bias, self.shard)
         gate_up = F.linear(ops.norm(x, self.mlp_norm), self.gate_up, self.gate_up_bias)
         return residual(x, ops.activate(gate_up), self.down, self.down_bias, self.shard)
 
-    def store(self, x: Tensor, places: Places, ops: Operations, kv: Tensor) -> Tensor:
-        """Queries; keys and values go into the cache."""
+    def store(self, x: Tensor, at: TokenPositions, ops: Operations, kv: Tensor) -> Tensor:
+        """Return the queries; keys and values are stored in the cache."""
         qkv = F.linear(ops.norm(x, self.input_norm), self.qkv, self.qkv_bias)
-        return ops.rotate_and_store(qkv, places, self.q_norm, self.k_norm, kv)
+        return ops.rotate_and_store(qkv, at, self.q_norm, self.k_norm, kv)
 
 
 class FusedDecoder:
@@ -91,7 +91,7 @@ class FusedDecoder:
         dtype: torch.dtype,
         shard: TPShard | None = None,
     ) -> None:
-        """With `shard`, `spec` is that of one rank: its heads and MLP, and all of the vocabulary."""
+        """With `shard`, `spec` has the heads and MLP of this rank, and the whole vocabulary."""
         self.spec, self.ops, self.shard = spec, ops, shard
         tokens = spec.vocab_size if self.shard is None else self.shard.tokens
         self.embedding = new_weight(tokens, spec.hidden, device=device, dtype=dtype)
@@ -100,7 +100,7 @@ class FusedDecoder:
         self.layers = [FusedLayer(spec, index, device, dtype, self.shard) for index in range(spec.layers)]
 
     def canonical(self) -> dict[str, Tensor]:
-        """Every weight once, under its Hugging Face name, as a view of what is served."""
+        """Every weight once, under its Hugging Face name, as a view of the served weights."""
         names = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         if not self.spec.tied:
             names["lm_head.weight"] = self.head
@@ -109,23 +109,23 @@ class FusedDecoder:
         return names
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, whole, one at a time; of a group all ranks must ask together."""
+        """Every full weight, one at a time. All ranks of a group must iterate together."""
         for name, weight in self.canonical().items():
             yield name, weight if self.shard is None else self.shard.full(name, weight)
 
-    def forward(self, ids: Tensor, places: Places, kv: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [N, D] for token ids [N]; their keys and values are left in the cache."""
+    def forward(self, ids: Tensor, at: TokenPositions, kv: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [N, D] of token ids [N]; their keys and values are stored in the cache."""
         x = self.embed(ids)
         for layer, cache in zip(self.layers, kv, strict=True):
-            x = layer.forward(x, places, self.ops, cache, attend)
+            x = layer.forward(x, at, self.ops, cache, attend)
         return self.ops.norm(x, self.norm)
 
-    def fill(self, ids: Tensor, places: Places, kv: Tensor, attend: Attend) -> None:
-        """Keys and values alone: nothing behind those of the last layer is computed."""
+    def fill(self, ids: Tensor, at: TokenPositions, kv: Tensor, attend: Attend) -> None:
+        """Only store keys and values: the rest of the last layer is not computed."""
         x = self.embed(ids)
         for layer, cache in zip(self.layers[:-1], kv, strict=False):
-            x = layer.forward(x, places, self.ops, cache, attend)
-        self.layers[-1].store(x, places, self.ops, kv[-1])
+            x = layer.forward(x, at, self.ops, cache, attend)
+        self.layers[-1].store(x, at, self.ops, kv[-1])
 
     def embed(self, ids: Tensor) -> Tensor:
         if self.shard is None:
@@ -139,16 +139,16 @@ class FusedDecoder:
 
 
 def new_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros. Small matrices lie by columns on a CPU: our own products want that, and OpenBLAS would turn them round in
-    every product. (Large ones lie by rows, as the product with a single row wants it.)
+    """Zeros. On a CPU, small matrices are stored by columns: the C kernels need that, and OpenBLAS would transpose them
+    in every product. (Large ones are stored by rows, which is faster for products with a single row.)
     """
-    if device.type == "cpu" and dtype == torch.float32 and len(shape) == 2 and math.prod(shape) <= SMALL:
+    if device.type == "cpu" and dtype == torch.float32 and len(shape) == 2 and math.prod(shape) <= SMALL_MATRIX:
         return torch.zeros(shape[::-1], device=device, dtype=dtype).t()
     return torch.zeros(shape, device=device, dtype=dtype)
 
 
 def residual(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, shard: TPShard | None) -> Tensor:
-    """x + y @ weight.T (+ bias), in place: in one operation where there is no bias, and one rank."""
+    """x + y @ weight.T (+ bias), in place: one operation if there is no bias and a single rank."""
     if shard is not None:
         x.add_(shard.sum_(F.linear(y, weight)))
         return x if bias is None else x.add_(bias)

@@ -16,23 +16,23 @@ from assay.models.spec import ModelSpec
 
 
 @dataclass(slots=True)
-class Places:
-    """Where tokens stand: position in their sequence, and slot in the cache (-1: it is there already)."""
+class TokenPositions:
+    """Positions of tokens in their sequences, and their slots in the KV cache (-1: not to be stored)."""
 
     positions: Tensor  # [N]
     slots: Tensor  # [N]
-    cos: Tensor | None = None  # [N, 1, d], where torch does the rotation
+    cos: Tensor | None = None  # [N, 1, d], only for `TorchOperations`
     sin: Tensor | None = None
 
 
 class Operations(Protocol):
-    def places(self, positions: Tensor, slots: Tensor) -> Places: ...
+    def token_positions(self, positions: Tensor, slots: Tensor) -> TokenPositions: ...
     def norm(self, x: Tensor, weight: Tensor) -> Tensor: ...
     def activate(self, gate_up: Tensor) -> Tensor: ...
     def rotate_and_store(
-        self, qkv: Tensor, places: Places, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
+        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
     ) -> Tensor:
-        """Queries [N, H, d], rotated; keys and values go into a layer's cache [2, K, blocks, block size, d]."""
+        """Rotated queries [N, H, d]; keys and values are stored in a layer's cache [2, K, blocks, block size, d]."""
         ...
 
 
@@ -43,8 +43,8 @@ class TorchOperations:
         self.cos = torch.cat((cos, cos), dim=-1)[:, None].to(dtype)
         self.sin = torch.cat((-sin, sin), dim=-1)[:, None].to(dtype)
 
-    def places(self, positions: Tensor, slots: Tensor) -> Places:
-        return Places(positions, slots, self.cos[positions], self.sin[positions])
+    def token_positions(self, positions: Tensor, slots: Tensor) -> TokenPositions:
+        return TokenPositions(positions, slots, self.cos[positions], self.sin[positions])
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
@@ -54,21 +54,21 @@ class TorchOperations:
         return F.silu(gate).mul_(up)
 
     def rotate_and_store(
-        self, qkv: Tensor, places: Places, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
+        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
     ) -> Tensor:
         heads, kv_heads, size = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
         qkv = qkv.view(-1, heads + 2 * kv_heads, size)
-        turned = qkv[:, : heads + kv_heads]
+        rotated = qkv[:, : heads + kv_heads]
         if q_norm is not None and k_norm is not None:
             scales = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
-            turned = F.rms_norm(turned, (size,), None, self.spec.norm_eps) * scales
-        assert places.cos is not None and places.sin is not None
-        turned = torch.addcmul(turned * places.cos, turned.roll(size // 2, dims=-1), places.sin)
-        # A slot of -1 is the cache's very last, in a block that is nobody's.
+            rotated = F.rms_norm(rotated, (size,), None, self.spec.norm_eps) * scales
+        assert at.cos is not None and at.sin is not None
+        rotated = torch.addcmul(rotated * at.cos, rotated.roll(size // 2, dims=-1), at.sin)
+        # A slot of -1 is the last one of the cache, in a block that no sequence uses.
         slots = kv.view(2, kv_heads, -1, size)
-        slots[0].index_copy_(1, places.slots % slots.shape[2], turned[:, heads:].transpose(0, 1))
-        slots[1].index_copy_(1, places.slots % slots.shape[2], qkv[:, heads + kv_heads :].transpose(0, 1))
-        return turned[:, :heads]
+        slots[0].index_copy_(1, at.slots % slots.shape[2], rotated[:, heads:].transpose(0, 1))
+        slots[1].index_copy_(1, at.slots % slots.shape[2], qkv[:, heads + kv_heads :].transpose(0, 1))
+        return rotated[:, :heads]
 
 
 class TritonOperations:
@@ -77,8 +77,8 @@ class TritonOperations:
 
         self.spec, self.rotations, self.kernels = spec, rotations, layers
 
-    def places(self, positions: Tensor, slots: Tensor) -> Places:
-        return Places(positions, slots)
+    def token_positions(self, positions: Tensor, slots: Tensor) -> TokenPositions:
+        return TokenPositions(positions, slots)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, weight, self.spec.norm_eps)
@@ -87,8 +87,8 @@ class TritonOperations:
         return self.kernels.silu_mul(gate_up)
 
     def rotate_and_store(
-        self, qkv: Tensor, places: Places, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
+        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
     ) -> Tensor:
         return self.kernels.rope_store(
-            qkv, places.positions, places.slots, self.rotations, q_norm, k_norm, self.spec.norm_eps, kv
+            qkv, at.positions, at.slots, self.rotations, q_norm, k_norm, self.spec.norm_eps, kv
         )

@@ -6,52 +6,48 @@ import numpy as np
 
 from assay.engine.sequence import BLOCK_SIZE
 
-MIN_SHARERS = 4  # fewer rows are not worth a tile
+MIN_GROUP = 4  # rows; smaller groups are not worth a tile
+NO_GROUP = -1  # the key of a row without a group
 
 
-ALONE = -1  # the key of a row that shares nothing
+def max_tiles(rows: int, rows_per_tile: int, min_group: int = MIN_GROUP) -> int:
+    """Maximum number of tiles for this number of rows, however they are grouped.
 
-
-def max_tiles(rows: int, rows_per_tile: int, min_sharers: int = MIN_SHARERS) -> int:
-    """Tiles that so many rows can make, however they are grouped.
-
-    Most come of groups as small as allowed, one tile each, or of groups with one row more than a tile holds.
+    The worst cases are groups of the minimum size, with one tile each, and groups with one row more than a tile has.
     """
-    return int(rows // min(min_sharers, (rows_per_tile + 1) / 2))
+    return int(rows // min(min_group, (rows_per_tile + 1) / 2))
 
 
-def find_shared(
-    tables: np.ndarray, counts: np.ndarray, min_sharers: int = MIN_SHARERS
-) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and shared tokens of rows, from their `tables` [n, width] and how many of the first blocks may be shared.
+def find_groups(tables: np.ndarray, counts: np.ndarray, min_group: int = MIN_GROUP) -> tuple[np.ndarray, np.ndarray]:
+    """Group keys and shared tokens of rows, from their block `tables` [n, width] and the `counts` of shareable blocks.
 
-    What counts is the very same blocks: equal tokens in others, computed twice, are not shared. Samples of one prompt
-    come first; of the rows that are left, those with the same first block share as much as all of them have in common.
+    Rows share identical blocks only, not equal tokens that were computed twice. Samples of one prompt form groups
+    first. Of the other rows, those with the same first block share the blocks that all of them have in common.
     """
     width = int(counts.max(initial=0))
     if width == 0:
-        return np.full(len(tables), ALONE), np.zeros(len(tables), dtype=np.int64)
+        return np.full(len(tables), NO_GROUP), np.zeros(len(tables), dtype=np.int64)
     chains = np.where(np.arange(width) < counts[:, None], tables[:, :width], np.int32(-1))
     leaders, shared = same_chain(chains, counts), counts.astype(np.int64)
-    rest = np.flatnonzero(np.bincount(leaders)[leaders] < min_sharers)
+    rest = np.flatnonzero(np.bincount(leaders)[leaders] < min_group)
     if len(rest):
         _, firsts, groups = np.unique(chains[rest, 0], return_index=True, return_inverse=True)
         leaders[rest] = rest[firsts[groups]]
-        shared[rest] = in_common(chains[rest], chains[leaders[rest]], counts[rest], groups)
-    return np.where(counts > 0, leaders, ALONE), shared * BLOCK_SIZE
+        shared[rest] = common_blocks(chains[rest], chains[leaders[rest]], counts[rest], groups)
+    return np.where(counts > 0, leaders, NO_GROUP), shared * BLOCK_SIZE
 
 
 def same_chain(chains: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """For each row the first with the same last block, if all the others are the same too; or else itself."""
+    """For each row, the first row with the same last block if all other blocks are equal too; otherwise itself."""
     last = chains[np.arange(len(chains)), counts - 1]
     _, firsts, groups = np.unique(last, return_index=True, return_inverse=True)
     leaders = firsts[groups]
-    # The blocks before may differ, where they were computed twice: only the last is then found by those who come later.
+    # Earlier blocks may differ if they were computed twice: then only the last one is in the prefix index.
     return np.where((chains == chains[leaders]).all(axis=1), leaders, np.arange(len(chains)))
 
 
-def in_common(chains: np.ndarray, leading: np.ndarray, counts: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """For each row the blocks with which all of its group begin, given the chains of the groups' leaders."""
+def common_blocks(chains: np.ndarray, leading: np.ndarray, counts: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """For each row, the number of first blocks that are common to its group, given the chains of the group leaders."""
     differ = chains != leading
     alike = np.where(differ.any(axis=1), differ.argmax(axis=1), counts)
     common = np.full(groups.max() + 1, chains.shape[1])
@@ -59,24 +55,24 @@ def in_common(chains: np.ndarray, leading: np.ndarray, counts: np.ndarray, group
     return common[groups]
 
 
-def plan_sharing(
-    keys: np.ndarray, tokens: np.ndarray, rows_per_tile: int, min_sharers: int = MIN_SHARERS, rows: int | None = None
+def plan_tiles(
+    keys: np.ndarray, tokens: np.ndarray, rows_per_tile: int, min_group: int = MIN_GROUP, rows: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tiles of rows with the same key (ALONE: in none) and so the same number of shared tokens; `rows`: there can be.
+    """Tiles of rows with the same key (NO_GROUP: none) and number of shared tokens. `rows`: maximum number of rows.
 
-    Returns the rows of the tiles [T, rows_per_tile] (from the left; -1: nobody), the tokens of each tile [T] (0: empty,
-    as are all that follow) and the tokens that each row finds in its tile [rows].
+    Returns the rows of the tiles [T, rows_per_tile] (-1: unused), the shared tokens of each tile [T] (0: unused, as all
+    tiles after it) and the shared tokens of each row [rows].
     """
     rows = len(keys) if rows is None else rows
-    tiles = max_tiles(rows, rows_per_tile, min_sharers)
+    tiles = max_tiles(rows, rows_per_tile, min_group)
     members = np.full((tiles, rows_per_tile), -1, dtype=np.int32)
     lengths, skip = np.zeros(tiles, dtype=np.int32), np.zeros(rows, dtype=np.int32)
 
-    sharing = np.flatnonzero((keys != ALONE) & (tokens > 0))
+    sharing = np.flatnonzero((keys != NO_GROUP) & (tokens > 0))
     sharing = sharing[np.argsort(keys[sharing], kind="stable")]
-    starts = np.flatnonzero(np.diff(keys[sharing], prepend=ALONE))  # of groups, which now lie side by side
+    starts = np.flatnonzero(np.diff(keys[sharing], prepend=NO_GROUP))  # of the groups, which are now contiguous
     sizes = np.diff(starts, append=len(sharing))
-    enough = sizes >= min_sharers
+    enough = sizes >= min_group
     sharing, sizes = sharing[np.repeat(enough, sizes)], sizes[enough]
 
     places = np.arange(len(sharing)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within the group

@@ -11,38 +11,38 @@ from torch import Tensor
 from assay.engine.native.attention import ChunkAttention, RowAttention, VarlenAttention, slots_of
 from assay.engine.native.kv_cache import new_cache
 from assay.engine.native.network import FusedDecoder
-from assay.engine.native.operations import Places
+from assay.engine.native.operations import TokenPositions
 from assay.engine.native.scheduler import Chunk
 from assay.engine.rows import Rows
 from assay.engine.sequence import BLOCK_SIZE, Column, RowState, Sample
 from assay.models.attention import has_varlen
 
-LOGITS = 1 << 25  # held at once in `score`
+SCORE_LOGITS = 1 << 25  # maximum number of logits at once in `score`
 
 
 class Runner:
-    """In torch, for any device.
+    """The network in torch, for any device.
 
-    `window`: steps to take before the host looks, where looking makes a device wait.
+    `window`: number of steps before the host reads results, because reading makes a GPU wait.
     """
 
     def __init__(self, network: FusedDecoder, rows: Rows, kv: Tensor) -> None:
         self.network, self.rows, self.kv = network, rows, kv
         self.device, self.dtype = kv.device, kv.dtype
         self.window = 1 if self.device.type == "cpu" else 8
-        self.ahead = 0  # windows in flight while the host works on the one before
+        self.ahead = 0  # windows in flight while the host processes earlier results
 
     def compute(self, chunks: Sequence[Chunk]) -> None:
         """Compute keys and values of prompt tokens."""
         self.network.fill(*self._inputs(chunks), self.kv, self._attention(chunks))
 
-    def _inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Places]:
-        """Token ids of chunks, one behind the other, and where they belong."""
+    def _inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, TokenPositions]:
+        """Token ids of the chunks, concatenated, with their positions and slots."""
         ids = np.concatenate([np.asarray(chunk.tokens[chunk.start : chunk.stop], dtype=np.int64) for chunk in chunks])
         positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
         slots = np.concatenate([slots_of(chunk, chunk.start, chunk.stop, BLOCK_SIZE) for chunk in chunks])
         upload = self.rows.upload
-        places = self.network.ops.places(upload(positions), upload(slots))
+        places = self.network.ops.token_positions(upload(positions), upload(slots))
         return upload(ids), places
 
     def _attention(self, chunks: Sequence[Chunk]) -> VarlenAttention | ChunkAttention:
@@ -51,7 +51,7 @@ class Runner:
         return ChunkAttention(chunks, BLOCK_SIZE, self.device, self.dtype)
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float, budget: int) -> list[list[float]]:
-        """Log-probabilities of every token but the first; at most `budget` tokens (or one sequence) per pass."""
+        """Log-probabilities of every token but the first; at most `budget` tokens, or one sequence, per pass."""
         scores: list[list[float]] = []
         batch: list[Sequence[int]] = []
         for sequence in sequences:
@@ -62,7 +62,7 @@ class Runner:
         return scores + self._score(batch, temperature) if batch else scores
 
     def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        """Uses a cache of its own, so that running sequences need not make room."""
+        """Uses a separate KV cache, so that running sequences are not affected."""
         counts = [-(-len(sequence) // BLOCK_SIZE) for sequence in sequences]
         ends = np.cumsum(counts).tolist()
         pairs = zip(sequences, counts, ends, strict=True)
@@ -74,7 +74,7 @@ class Runner:
         predicts[np.cumsum(lengths) - 1] = False
         hidden = hidden[self.rows.upload(predicts)]
         targets = self.rows.upload(np.concatenate([np.asarray(one[1:], dtype=np.int64) for one in sequences]))
-        size = max(LOGITS // self.network.spec.vocab_size, 1)
+        size = max(SCORE_LOGITS // self.network.spec.vocab_size, 1)
         parts = [
             self._target_logprobs(hidden[start : start + size], targets[start : start + size], temperature)
             for start in range(0, len(targets), size)
@@ -92,16 +92,16 @@ class Runner:
         self.kv = self.kv.new_empty(0)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Blocks (from, to)."""
+        """Copy blocks, given as pairs (from, to)."""
         sources, destinations = (self.rows.upload(np.array(side)) for side in zip(*pairs, strict=True))
         self.kv.index_copy_(3, destinations, self.kv.index_select(3, sources))
 
     def arrange(self, running: Sequence[Sample]) -> None:
-        """Called when rows have come, gone or moved, before the next step."""
+        """Called before the next step when rows were added, removed or moved."""
         self.rows.update_modes(running)
 
     def decode(self, size: int, steps: int, span: int) -> None:
-        """Steps for the first `size` rows; no sequence gets longer than `span`."""
+        """Decoding steps of the first `size` rows; no sequence gets longer than `span`."""
         for _ in range(steps):
             self._step(size, span)
 
@@ -112,6 +112,6 @@ class Runner:
         slots = tables.gather(1, positions[:, None] // BLOCK_SIZE)[:, 0] * BLOCK_SIZE + positions % BLOCK_SIZE
         slots = torch.where(running & (positions >= rows.column(Column.STORED, size)), slots, -1)
         attend = RowAttention(tables, positions + 1, span, BLOCK_SIZE, self.dtype)
-        places = self.network.ops.places(positions, slots)
+        places = self.network.ops.token_positions(positions, slots)
         hidden = self.network.forward(rows.column(Column.TOKEN, size), places, self.kv, attend)
         rows.draw(self.network.unembed(hidden))

@@ -37,21 +37,21 @@ from assay.engine.native.engine import NativeEngine
 from assay.engine.sequence import Kept
 
 T = TypeVar("T")
-FOREVER = timedelta(days=3650)  # followers wait for an idle leader; heartbeats tell whether it is alive
+NO_TIMEOUT = timedelta(days=3650)  # followers wait for an idle leader; heartbeats detect a dead one
 STEP = 1  # flag of a header: take a step after the commands
 
 
 def new_cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for commands, through the hosts and without a timeout. All of its ranks call this."""
+    """A CPU group of the same ranks, without a timeout, for commands. All of its ranks must call this."""
     ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", timeout=FOREVER, use_local_synchronization=True)
+    return dist.new_group(ranks, backend="gloo", timeout=NO_TIMEOUT, use_local_synchronization=True)
 
 
 class Link:
     """Broadcasts from the first rank of `group` to all others."""
 
     def __init__(self, engine: NativeEngine, group: dist.ProcessGroup) -> None:
-        assert engine.lockstep is not None, "the engine has to be made with the ranks' group"
+        assert engine.lockstep is not None, "the engine must be built with the group of the ranks"
         engine.lockstep.compares_requests = False
         self.engine, self.group, self.leads = engine, group, group.rank() == 0
 
@@ -117,7 +117,7 @@ class ReceivedWeights:
 
 
 class SharedCommand:
-    """A command that runs on all ranks: here by calling it."""
+    """A command that runs on all ranks: on this one by calling it."""
 
     def __init__(self, run: Callable[[], Any], name: str, *arguments: Any) -> None:
         self.run, self.encoded = run, json.dumps([name, *arguments])
@@ -246,7 +246,7 @@ class TensorParallelLeader:
 
 
 def follow(engine: NativeEngine, cpu_group: dist.ProcessGroup) -> None:
-    """Do what the leader of the group does, until it is closed. Signals are handled afterwards: the leader decides."""
+    """Apply the leader's commands until it is closed. Signals are handled afterwards: the leader decides."""
     follower = Follower(engine, Link(engine, cpu_group))
     with signals_deferred():
         while not follower.closed:
@@ -315,7 +315,7 @@ class Follower:
 
 
 def encode_request(request: Request) -> dict[str, Any]:
-    """In JSON's types. Token ids may come as an array."""
+    """As JSON types. Token ids may be an array."""
     encoded = {name: getattr(request, name) for name in Request.__dataclass_fields__}
     return encoded | {"prompt_ids": [index(token) for token in request.prompt_ids], "params": asdict(request.params)}
 

@@ -25,7 +25,7 @@ class SteppedRunner(GraphRunner):
         finally:
             torch.cuda.graph_pool_handle = torch_pool
         self.window, self.splits = window, splits
-        self.least_shared = 1
+        self.min_shared_blocks = 1
 
     def decode(self, size: int, steps: int, span: int) -> None:
         rows = next(one for one in self.sizes if one >= size)

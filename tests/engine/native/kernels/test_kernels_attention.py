@@ -12,14 +12,14 @@ from torch import Tensor
 from assay.engine.native.kernels.attention import (
     SHARED_TUNING,
     TUNING,
-    Shared,
+    SharedPrefixes,
     decode_attention,
     default_splits,
-    least_range,
+    min_range,
     tile_rows,
     tuning,
 )
-from assay.engine.native.prefix_groups import find_shared, max_tiles, plan_sharing
+from assay.engine.native.prefix_groups import find_groups, max_tiles, plan_tiles
 from assay.engine.sequence import BLOCK_SIZE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -188,7 +188,7 @@ def test_default_splits() -> None:
             splits = default_splits(n, kv_heads, 5000)
             assert splits & (splits - 1) == 0 and 1 <= splits <= 16
             assert splits <= 4 or n * kv_heads * splits <= 1024
-    assert least_range(1, 2) == 64 and least_range(1024, 2) == 1024
+    assert min_range(1, 2) == 64 and min_range(1024, 2) == 1024
 
 
 def test_tuning_knows_every_head_size() -> None:
@@ -234,17 +234,17 @@ class Batch:
         self.q = queries(len(rows), group * kv_heads, size, dtype)
         self.shared = self.plan(len(rows) + 5)
 
-    def plan(self, most: int) -> Shared:
+    def plan(self, most: int) -> SharedPrefixes:
         heads, size = self.q.shape[1:]
-        shared = Shared.new(most, heads, self.kv.shape[1], size, DEVICE)
+        shared = SharedPrefixes.new(most, heads, self.kv.shape[1], size, DEVICE)
         for scratch in (shared.maxima, shared.sums, shared.partials):
             scratch.fill_(math.nan)
-        keys, tokens = find_shared(self.host_tables, self.counts)
-        plan = plan_sharing(keys, tokens, shared.rows.shape[1], rows=most)
+        keys, tokens = find_groups(self.host_tables, self.counts)
+        plan = plan_tiles(keys, tokens, shared.rows.shape[1], rows=most)
         shared.write(plan, lambda values: torch.from_numpy(values).to(DEVICE))
         return shared
 
-    def attend(self, shared: Shared | None, block_n: int | None = None) -> Tensor:
+    def attend(self, shared: SharedPrefixes | None, block_n: int | None = None) -> Tensor:
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
         return decode_attention(self.q, self.kv, self.tables, lengths, splits=1, shared=shared, block_n=block_n)
 
@@ -318,7 +318,7 @@ def test_fewer_rows_than_were_planned_for() -> None:
 
 def test_nothing_shared() -> None:
     batch = Batch([(0, [5, 0, 33])], (3, 1, 16), torch.float32)
-    shared = Shared.new(8, 3, 1, 16, DEVICE)
+    shared = SharedPrefixes.new(8, 3, 1, 16, DEVICE)
     shared.sums.fill_(math.nan)
     assert_near(batch.attend(shared), batch.reference())
     assert shared.sums.isnan().all()  # nothing was written
@@ -350,7 +350,7 @@ def test_large_exponents_in_shared_blocks() -> None:
 
 
 def test_room_for_every_plan() -> None:
-    shared = Shared.new(100, 14, 2, 64, DEVICE)
+    shared = SharedPrefixes.new(100, 14, 2, 64, DEVICE)
     assert shared.rows.shape == (max_tiles(100, tile_rows(7, 64)), tile_rows(7, 64))
     assert shared.partials.shape == (100, 14, 64) and shared.partials.dtype == torch.float32
     assert shared.tokens.count_nonzero() == 0 and shared.skip.count_nonzero() == 0

@@ -1,9 +1,9 @@
-"""Attention of one new token a sequence over the paged cache.
+"""Attention of one new token per sequence over the paged KV cache.
 
-One program takes a sequence and a key head with all the query heads that share it, so that every key is read once.
-Where there are few sequences, each is cut into ranges that different programs take; the last to finish joins them.
-Where many begin with the same blocks, another kernel goes first: it reads these once for the queries of many rows, and
-each row starts from what that kernel leaves behind.
+Each program processes one sequence and one key-value head with all query heads that share it, so that every key is read
+once. With few sequences, each is split into ranges for different programs; the last one to finish merges the results.
+If many sequences begin with the same blocks, another kernel runs first: it reads these blocks once for the queries of
+many rows, and each row continues from its partial result.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from assay.engine.native.prefix_groups import max_tiles
 
-# By padded head size. Queries in a tile: rows times the query heads of a key head.
-TUNING = {64: (64, 2, 6), 128: (32, 1, 5), 256: (32, 2, 2)}  # keys in a tile, warps, stages
+# By padded head size. Queries per tile: rows times query heads per key-value head.
+TUNING = {64: (64, 2, 6), 128: (32, 1, 5), 256: (32, 2, 2)}  # keys per tile, warps, stages
 SHARED_TUNING = {64: (64, 128, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}  # queries, keys, warps, stages
 MAX_TILE_ROWS = 16
 MAX_SPLITS = 16
-PROGRAMS = 1024  # that keep an H200 busy: eight on each of its multiprocessors
-MIN_RANGE, LONG_RANGE = 64, 1024  # tokens: the least range where there are few programs, and where there are enough
-MIN_DOT = 16  # the least side of a product on tensor cores
+PROGRAMS = 1024  # enough to keep an H200 busy: eight per multiprocessor
+MIN_RANGE, LONG_RANGE = 64, 1024  # minimum tokens per range, with few and with enough programs
+MIN_DOT = 16  # minimum size of a product on tensor cores
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
@@ -36,46 +36,46 @@ def tuned_size(d: int) -> int:
 
 
 def tuning(d: int) -> tuple[int, int, int]:
-    """(keys in a tile, warps, stages) for a head size."""
+    """(keys per tile, warps, stages) for a head size."""
     return TUNING[tuned_size(d)]
 
 
 def tile_rows(group: int, d: int) -> int:
-    """Rows in a tile of those that share blocks, for `group` query heads to a key head."""
+    """Rows per tile of a prefix group, for `group` query heads per key-value head."""
     queries = SHARED_TUNING[tuned_size(d)][0]
     return min(max(queries // triton.next_power_of_2(group), 1), MAX_TILE_ROWS)
 
 
 def default_splits(n: int, kv_heads: int, span: int) -> int:
-    """Ranges to cut sequences of up to `span` tokens into, a power of two.
+    """Number of ranges per sequence of up to `span` tokens, a power of two.
 
-    Few rows leave multiprocessors idle; and even among many rows a very long one should not be left working alone.
+    Few rows leave multiprocessors idle. Among many rows, a single very long one would finish last.
     """
     enough = PROGRAMS // max(n * kv_heads, 1)
     wanted = min(max(enough, span // LONG_RANGE, 1), MAX_SPLITS)
     return 1 << wanted.bit_length() - 1
 
 
-def least_range(n: int, kv_heads: int) -> int:
-    """Tokens below which a range is not cut off."""
+def min_range(n: int, kv_heads: int) -> int:
+    """Minimum number of tokens per range."""
     return MIN_RANGE if n * kv_heads < PROGRAMS else LONG_RANGE
 
 
 @dataclass(slots=True)
-class Shared:
-    """Which rows begin with the same blocks, as `plan_sharing` gives it, and room for what is computed of these."""
+class SharedPrefixes:
+    """Tiles of rows with shared prefixes, from `plan_tiles`, and buffers for their partial results."""
 
-    ints: Tensor  # the three that follow, in one piece
-    rows: Tensor  # [T, rows of a tile] int32, from the left; -1: nobody
-    tokens: Tensor  # [T] int32: a multiple of the block size; 0: nobody's tile
-    skip: Tensor  # [R] int32: the tokens of a row's tile, no more than the row has; 0: it is in no tile
-    maxima: Tensor  # [R, H] float32: the largest exponent
-    sums: Tensor  # [R, H] float32: of the weights
-    partials: Tensor  # [R, H, d] float32: still to be divided by the sum
+    ints: Tensor  # storage of the next three
+    rows: Tensor  # [T, rows per tile] int32; -1: unused
+    tokens: Tensor  # [T] int32: a multiple of the block size; 0: unused tile
+    skip: Tensor  # [R] int32: shared tokens of a row; 0: it is in no tile
+    maxima: Tensor  # [R, H] float32: maximum exponent
+    sums: Tensor  # [R, H] float32: sums of weights
+    partials: Tensor  # [R, H, d] float32: not yet divided by the sum
 
     @classmethod
-    def new(cls, rows: int, heads: int, kv_heads: int, d: int, device: torch.device | str) -> Shared:
-        """For so many rows; nobody shares anything yet."""
+    def new(cls, rows: int, heads: int, kv_heads: int, d: int, device: torch.device | str) -> SharedPrefixes:
+        """For this number of rows, without groups."""
         height = tile_rows(heads // kv_heads, d)
         tiles = max_tiles(rows, height)
         ints = torch.zeros(tiles * (height + 1) + rows, dtype=torch.int32, device=device)
@@ -98,16 +98,16 @@ def decode_attention(
     *,
     counters: Tensor | None = None,
     order: Tensor | None = None,
-    shared: Shared | None = None,
+    shared: SharedPrefixes | None = None,
     block_n: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
 ) -> Tensor:
     """q [N, H, d] over the first lengths [N] tokens of each row of `tables`, in kv_layer [2, K, blocks, block_size, d].
 
-    A row of length 0 gives zeros. `shared`: blocks that rows have in common, to be read once; then `splits` is 1.
-    `counters` [N, K] int32 are zeros, and left so; where sequences are cut and none are given, new ones are made.
-    `order` [N] int32: rows in the order in which they begin; the longest first, and none is left working alone.
+    A row of length 0 gives zeros. `shared`: shared prefixes, which are read once; then `splits` is 1.
+    `counters` [N, K] int32 are zeros before and after the call; they are allocated if needed and not given.
+    `order` [N] int32: rows in the order in which their programs start; longest first avoids a long row at the end.
     """
     assert q.is_contiguous() and kv_layer.is_contiguous() and lengths.is_contiguous() and tables.stride(1) == 1
     rows, heads, size = q.shape
@@ -133,7 +133,7 @@ def decode_attention(
         out if counters is None else counters,
         lengths if order is None else order,
         *((shared.skip, shared.maxima, shared.sums, shared.partials) if shared else [out] * 4),
-        *(blocks * block_size * size, least_range(rows, kv_heads)),
+        *(blocks * block_size * size, min_range(rows, kv_heads)),
         SCALE=math.log2(math.e) / math.sqrt(size),  # exponents are to base 2
         HEADS=heads,
         GROUP=group,
@@ -152,13 +152,13 @@ def decode_attention(
     return out
 
 
-def attend_shared(q: Tensor, kv_layer: Tensor, tables: Tensor, shared: Shared) -> None:
-    """What the blocks in common give to the rows that have them, still to be joined with the rest."""
+def attend_shared(q: Tensor, kv_layer: Tensor, tables: Tensor, shared: SharedPrefixes) -> None:
+    """Partial results of the shared prefixes, which `_attend` continues from."""
     rows, heads, size = q.shape
     _, kv_heads, blocks, block_size, _ = kv_layer.shape
     tiles, height = shared.rows.shape
     group = heads // kv_heads
-    # A tile has at least so many queries as a product on tensor cores has rows.
+    # A tile has at least as many queries as a product on tensor cores has rows.
     group_block = max(triton.next_power_of_2(group), triton.cdiv(MIN_DOT, height))
     _, tile, warps, stages = SHARED_TUNING[tuned_size(size)]
     _attend_shared[(kv_heads, tiles)](
@@ -187,11 +187,11 @@ def _attend(
     tables_stride,
     lengths,
     out,
-    partial,  # with SPLITS > 1 [N, H, splits, d]: what a range gives, still to be divided by the sum of the weights
-    stats,  # with SPLITS > 1 [N, H, splits, 2]: the largest exponent, the sum of the weights
-    counters,  # with SPLITS > 1 [N, K]: ranges that are done
+    partial,  # with SPLITS > 1 [N, H, splits, d]: results of ranges, not yet divided by the sum of weights
+    stats,  # with SPLITS > 1 [N, H, splits, 2]: maximum exponent, sum of weights
+    counters,  # with SPLITS > 1 [N, K]: number of finished ranges
     order,  # with ORDERED
-    skip,  # this and the next three: see Shared
+    skip,  # this and the next three: see SharedPrefixes
     maxima,
     sums,
     partials,
@@ -237,28 +237,28 @@ def _attend(
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     result = tl.zeros([GROUP_BLOCK, SIZE_BLOCK], tl.float32)
     if SHARED:
-        first = tl.minimum(tl.load(skip + row), length)  # of a row that does not run nothing is read
+        first = tl.minimum(tl.load(skip + row), length)  # nothing is read for a row that is not running
         begun = (member < GROUP) & (first > 0)
         largest = tl.load(maxima + head, mask=begun, other=float("-inf"))
         total = tl.load(sums + head, mask=begun, other=0.0)
         result = tl.load(partials + head[:, None] * SIZE + column[None, :], mask=inside & begun[:, None], other=0.0)
-    largest, total, result = _take_in(
+    largest, total, result = _accumulate(
         query, keys, values, table, first, last, largest, total, result, SCALE, SIZE, BLOCK_SIZE, TILE, WIDE
     )
 
     complete = True
-    if SPLITS > 1:  # known when compiled, and so not part of the next condition  # noqa: SIM102
+    if SPLITS > 1:  # known at compile time, so a separate condition  # noqa: SIM102
         if ranges > 1:
             part = head * SPLITS + tl.program_id(2)
             tl.store(stats + part * 2, largest, mask=member < GROUP)
             tl.store(stats + part * 2 + 1, total, mask=member < GROUP)
             tl.store(partial + part[:, None] * SIZE + column[None, :], result, mask=inside)
-            tl.debug_barrier()  # all that this program gives is there before it is counted
+            tl.debug_barrier()  # all results of this program are stored before it is counted
             counter = counters + row * tl.num_programs(0) + kv_head
             complete = tl.atomic_add(counter, 1, sem="acq_rel") == ranges - 1
             if complete:
                 tl.store(counter, 0)
-                total, result = _join(partial, stats, head, member < GROUP, inside, ranges, SIZE, SPLITS)
+                total, result = _merge(partial, stats, head, member < GROUP, inside, ranges, SIZE, SPLITS)
     if complete:
         result = result / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + head[:, None] * SIZE + column[None, :], result.to(out.dtype.element_ty), mask=inside)
@@ -310,7 +310,7 @@ def _attend_shared(
     largest = tl.full([ROWS * GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([ROWS * GROUP_BLOCK], tl.float32)
     result = tl.zeros([ROWS * GROUP_BLOCK, SIZE_BLOCK], tl.float32)
-    largest, total, result = _take_in(
+    largest, total, result = _accumulate(
         query, keys, values, table, 0, length, largest, total, result, SCALE, SIZE, BLOCK_SIZE, TILE, WIDE
     )
 
@@ -320,23 +320,23 @@ def _attend_shared(
 
 
 @triton.jit
-def _take_in(
+def _accumulate(
     query,  # [queries, d]
     keys,
     values,
     table,
     first,
     last,
-    largest,  # of the exponents so far, to base 2
-    total,  # of the weights
-    result,  # still to be divided by the total
+    largest,  # maximum exponent so far, to base 2
+    total,  # sum of weights
+    result,  # not yet divided by the total
     SCALE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,  # the interpreter cannot multiply bfloat16
 ):
-    """The tokens first .. last of a table: the last three arguments before the constants, brought up to date."""
+    """Process tokens first .. last of a block table; returns the updated `largest`, `total` and `result`."""
     token = tl.arange(0, TILE)
     column = tl.arange(0, result.shape[1])
     for start in range(first, last, TILE):
@@ -345,7 +345,7 @@ def _take_in(
         block = tl.load(table + position // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + position % BLOCK_SIZE
         place = slot[:, None] * SIZE + column[None, :]
-        # What lies beyond the length may be anything, even NaN, which a weight of zero would not silence.
+        # Slots beyond the length may contain anything, even NaN, which a weight of 0 would not remove.
         readable = known[:, None] & (column < SIZE)[None, :]
         key = tl.load(keys + place, mask=readable, other=0.0)
         value = tl.load(values + place, mask=readable, other=0.0)
@@ -364,21 +364,21 @@ def _take_in(
 
 
 @triton.jit
-def _join(partial, stats, head, asked, inside, ranges, SIZE: tl.constexpr, SPLITS: tl.constexpr):
-    """The sum of the weights, and the result still to be divided by it, of all ranges: always in the same order."""
+def _merge(partial, stats, head, asked, inside, ranges, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """Sum of weights and undivided result of all ranges, always merged in the same order."""
     column = tl.arange(0, inside.shape[1])
     largest = tl.full([inside.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([inside.shape[0]], tl.float32)
     result = tl.zeros([inside.shape[0], inside.shape[1]], tl.float32)
-    for index in tl.static_range(SPLITS):  # unrolled, so that all loads are under way at once
+    for index in tl.static_range(SPLITS):  # unrolled, so that all loads are issued at once
         part = head * SPLITS + index
         there = asked & (index < ranges)
-        # Other programs wrote these: they are read from where all can see them.
+        # Written by other programs, so they are read from the L2 cache.
         other_largest = tl.load(stats + part * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
         other_total = tl.load(stats + part * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
         place = partial + part[:, None] * SIZE + column[None, :]
         other = tl.load(place, mask=inside & (index < ranges), other=0.0, cache_modifier=".cg")
-        new_largest = tl.maximum(tl.maximum(largest, other_largest), -1e30)  # finite: no difference is NaN
+        new_largest = tl.maximum(tl.maximum(largest, other_largest), -1e30)  # finite, so that no difference is NaN
         shrink, other_shrink = tl.exp2(largest - new_largest), tl.exp2(other_largest - new_largest)
         total = total * shrink + other_total * other_shrink
         result = result * shrink[:, None] + other * other_shrink[:, None]

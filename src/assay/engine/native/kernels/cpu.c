@@ -1,7 +1,6 @@
-// A step of decoding in float32, for one CPU thread: what torch does in many calls, or with copies of the cache, is
-// done here in one pass. Matrix products are for small models only. Compiled at first use by assay/engine/native/compiled.py,
-// which also defines what is in capitals and not defined here: columns and states of assay/engine/sequence.py, constants
-// of sampler.py (PART is its BLOCK).
+// Decoding steps in float32 for one CPU thread, in one pass instead of many torch calls or copies of the cache. Matrix
+// products are for small models only. Compiled at first use by assay/engine/native/compiled.py, which also defines the
+// constants in capitals: columns and states of assay/engine/sequence.py, constants of sampler.py (PART is its BLOCK).
 
 #include <math.h>
 #include <stdint.h>
@@ -11,10 +10,10 @@
 #define SIMD_SUM(x) SIMD_SUM_(omp simd reduction(+ : x))
 #define SIMD_SUM_(words) _Pragma(#words)
 
-// e^x for x <= 0, within about 2 units in the last place; 0 below -87. NaN stays NaN.
+// e^x for x <= 0, with an error of about 2 units in the last place; 0 below -87; NaN for NaN.
 static inline float exponential(float x) {
     float n = rintf((x < -87.0f ? -87.0f : x) * 1.44269504f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n log 2, in two steps that lose nothing
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n log 2, in two exact steps
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -28,8 +27,8 @@ static inline float exponential(float x) {
 }
 
 #ifdef __AVX__
-#define LANES 8  // numbers in a register
-#define ACROSS 2  // registers of a row of a tile, of which there are four: as many as there is room for
+#define LANES 8  // floats per register
+#define ACROSS 2  // registers per row of a tile with four rows: as many as there are
 #else
 #define LANES 4
 #define ACROSS 4
@@ -39,7 +38,7 @@ static inline float exponential(float x) {
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define AT(x, i) (*(Lanes *)((x) + (i) * LANES))
 
-// By hand, with two sums under way at once: compilers may not reorder sums by themselves.
+// Vectorized by hand with two partial sums: compilers may not reorder floating-point sums.
 static inline float dot(const float *a, const float *b, int64_t size) {
     Lanes x = {0.0f}, y = {0.0f};
     float sum = 0.0f;
@@ -60,7 +59,7 @@ static inline void scaled(const float *x, const float *weight, int64_t size, flo
     for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
 }
 
-// Where the next token of each row stands, and its slot in the cache: -1 for what is there already or goes nowhere.
+// Position of the next token of each row and its slot in the cache; -1 if it is stored already or not to be stored.
 void place_rows(const int64_t *table, const int32_t *blocks, int64_t width, int64_t block, int64_t rows,
                 int64_t *positions, int64_t *slots) {
     for (int64_t row = 0; row < rows; row++, table += WIDTH) {
@@ -82,21 +81,21 @@ void silu_mul(const float *gate_up, int64_t rows, int64_t size, float *out) {
         float *y = out + row * size;
         SIMD
         for (int64_t i = 0; i < size; i++) {
-            float x = gate[i], share = exponential(-fabsf(x));
-            y[i] = x * up[i] * (x < 0.0f ? share : 1.0f) / (1.0f + share);
+            float x = gate[i], weight = exponential(-fabsf(x));
+            y[i] = x * up[i] * (x < 0.0f ? weight : 1.0f) / (1.0f + weight);
         }
     }
 }
 
-// Rotates the queries in qkv [rows, heads + 2 kv_heads, size] where they stand; keys (rotated) and values go into the
-// cache [2, kv_heads, places, size], at `slots`, or nowhere where that is negative. turns [*, size]: cosines, sines.
+// Rotates the queries in qkv [rows, heads + 2 kv_heads, size] in place; rotated keys, and values, are stored in the
+// cache [2, kv_heads, capacity, size] at `slots`, unless these are negative. rotations [*, size]: cosines, sines.
 void rope_store(float *qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t size, const int64_t *positions,
-                const int64_t *slots, const float *turns, const float *q_norm, const float *k_norm, float eps,
-                float *kv, int64_t places) {
+                const int64_t *slots, const float *rotations, const float *q_norm, const float *k_norm, float eps,
+                float *kv, int64_t capacity) {
     int64_t half = size / 2;
     for (int64_t row = 0; row < rows; row++) {
         float *start = qkv + row * (heads + 2 * kv_heads) * size;
-        const float *cosines = turns + positions[row] * size, *sines = cosines + half;
+        const float *cosines = rotations + positions[row] * size, *sines = cosines + half;
         for (int64_t head = 0; head < heads + kv_heads; head++) {
             float *x = start + head * size;
             const float *weight = head < heads ? q_norm : k_norm;
@@ -109,11 +108,11 @@ void rope_store(float *qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64
             }
         }
         for (int64_t i = 0; slots[row] >= 0 && i < 2 * kv_heads; i++)
-            memcpy(kv + (i * places + slots[row]) * size, start + (heads + i) * size, size * sizeof(float));
+            memcpy(kv + (i * capacity + slots[row]) * size, start + (heads + i) * size, size * sizeof(float));
     }
 }
 
-// One row and head: a query over `seen` keys and values in the blocks of the cache that `table` names.
+// One row and head: a query over `seen` keys and values in the cache blocks listed in `table`.
 INLINE void attend(
     const float *query, const float *keys, const float *values, const int32_t *table, int64_t block, int64_t seen,
     int64_t size, float *scores, float *out) {
@@ -127,7 +126,7 @@ INLINE void attend(
     SIMD_SUM(total)
     for (int64_t t = 0; t < seen; t++) total += scores[t] = exponential(scores[t] - largest);
     memset(out, 0, size * sizeof(float));
-    for (int64_t j = 0; j + 4 * LANES <= size; j += 4 * LANES) {  // some columns of values at a time, in registers
+    for (int64_t j = 0; j + 4 * LANES <= size; j += 4 * LANES) {  // several columns of values at a time, in registers
         Lanes a = {0.0f}, b = {0.0f}, c = {0.0f}, d = {0.0f};
         for (int64_t t = 0; t < seen; t += block) {
             const float *value = values + table[t / block] * block * size + j;
@@ -142,27 +141,27 @@ INLINE void attend(
         Lanes sums[4] = {a / total, b / total, c / total, d / total};
         memcpy(out + j, sums, sizeof sums);
     }
-    for (int64_t j = size / (4 * LANES) * (4 * LANES); j < size; j++) {  // the columns that are left
+    for (int64_t j = size / (4 * LANES) * (4 * LANES); j < size; j++) {  // the remaining columns
         for (int64_t t = 0; t < seen; t++)
             out[j] += scores[t] * values[(table[t / block] * block + t % block) * size + j];
         out[j] /= total;
     }
 }
 
-// q [rows, heads, size], `stride` numbers from row to row, each over positions 0 .. positions[row], at most `span`,
-// of its blocks in the cache [2, kv_heads, blocks, block, size]. scores [span]: room to work in.
+// Queries q [rows, heads, size], with `stride` numbers between rows, each over positions 0 .. positions[row], at most
+// `span`, of its blocks in the cache [2, kv_heads, blocks, block, size]. scores [span]: work buffer.
 void attend_rows(const float *q, int64_t stride, const float *kv, int64_t blocks, int64_t block, const int32_t *tables,
                  int64_t width, const int64_t *positions, int64_t span, int64_t rows, int64_t heads,
                  int64_t kv_heads, int64_t size, float *scores, float *out) {
-    int64_t places = blocks * block * size;  // numbers of one head
-    for (int64_t head = 0; head < heads; head++) {  // outside: rows that share blocks follow each other
-        const float *keys = kv + head / (heads / kv_heads) * places, *values = keys + kv_heads * places;
+    int64_t head_stride = blocks * block * size;  // numbers per head
+    for (int64_t head = 0; head < heads; head++) {  // the outer loop, because consecutive rows weight blocks
+        const float *keys = kv + head / (heads / kv_heads) * head_stride, *values = keys + kv_heads * head_stride;
         for (int64_t row = 0; row < rows; row++) {
             const float *query = q + row * stride + head * size;
             const int32_t *table = tables + row * width;
             float *y = out + (row * heads + head) * size;
             int64_t seen = positions[row] < span ? positions[row] + 1 : span;
-            // The same code for each size, which the compiler unrolls where it knows that.
+            // The same code for each size; the compiler unrolls it for constant sizes.
             if (size == 32) attend(query, keys, values, table, block, seen, 32, scores, y);
             else if (size == 64) attend(query, keys, values, table, block, seen, 64, scores, y);
             else attend(query, keys, values, table, block, seen, size, scores, y);
@@ -183,7 +182,7 @@ INLINE void tile(const float *x, int64_t rows, int64_t in, const float *weight, 
         for (int i = 0; i < ACROSS; i++) AT(y + row * out, i) = sums[row][i];
 }
 
-// y [rows, out] = x [rows, in] times weight [in, out], plus a bias if there is one, plus y itself if it is to be kept.
+// y [rows, out] = x [rows, in] times weight [in, out], plus the bias if there is one, plus y itself with `keep`.
 static void product(const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out,
                     int keep, float *y) {
     int64_t column = 0;
@@ -207,28 +206,28 @@ typedef struct {
 
 typedef struct {
     int64_t layers, hidden, heads, kv_heads, size, inner, vocabulary;
-    const float *embedding, *norm, *head, *turns;
+    const float *embedding, *norm, *head, *rotations;
     const Layer *layer;
 } Model;
 
-// The logits [rows, vocabulary] of a small model, all of whose matrices lie by columns. kv [layers] of caches as above.
-// places [2, rows], room [rows, 2 hidden + 4 times the largest of heads x size and inner]: to work in.
+// Logits [rows, vocabulary] of a small model whose matrices are stored by columns. kv [layers] of caches as above.
+// Work buffers: positions [2, rows], work [rows, 2 hidden + 4 times the larger of heads x size and inner].
 void decode_rows(const Model *m, float eps, const int64_t *table, const int32_t *tables, int64_t width, int64_t rows,
-                 int64_t span, float *kv, int64_t blocks, int64_t block, int64_t *places, float *scores, float *room,
+                 int64_t span, float *kv, int64_t blocks, int64_t block, int64_t *positions, float *scores, float *work,
                  float *logits) {
     int64_t heads = m->heads * m->size, most = heads > m->inner ? heads : m->inner;
-    int64_t qkv = heads + 2 * m->kv_heads * m->size, *slots = places + rows;
-    float *x = room, *y = x + rows * m->hidden, *narrow = y + rows * m->hidden, *wide = narrow + rows * most;
-    place_rows(table, tables, width, block, rows, places, slots);
+    int64_t qkv = heads + 2 * m->kv_heads * m->size, *slots = positions + rows;
+    float *x = work, *y = x + rows * m->hidden, *narrow = y + rows * m->hidden, *wide = narrow + rows * most;
+    place_rows(table, tables, width, block, rows, positions, slots);
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < m->hidden; i++)
             x[row * m->hidden + i] = m->embedding[i * m->vocabulary + table[row * WIDTH + TOKEN]];
     for (const Layer *l = m->layer; l < m->layer + m->layers; l++) {
         rms_norm(x, l->norm, rows, m->hidden, eps, y);
         product(y, rows, m->hidden, l->qkv, l->qkv_bias, qkv, 0, wide);
-        rope_store(wide, rows, m->heads, m->kv_heads, m->size, places, slots, m->turns, l->q_norm, l->k_norm, eps, kv,
+        rope_store(wide, rows, m->heads, m->kv_heads, m->size, positions, slots, m->rotations, l->q_norm, l->k_norm, eps, kv,
                    blocks * block);
-        attend_rows(wide, qkv, kv, blocks, block, tables, width, places, span, rows, m->heads, m->kv_heads, m->size,
+        attend_rows(wide, qkv, kv, blocks, block, tables, width, positions, span, rows, m->heads, m->kv_heads, m->size,
                     scores, narrow);
         product(narrow, rows, heads, l->out, l->out_bias, m->hidden, 1, x);
         rms_norm(x, l->mlp_norm, rows, m->hidden, eps, y);
@@ -247,25 +246,25 @@ static inline uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// The first token at which the cumulative sum of `shares` exceeds `target`, of which `sums` are those of whole parts.
-static int64_t invert(const float *shares, const double *sums, int64_t size, double target) {
+// The first token at which the cumulative sum of `weights` exceeds `target`; `sums`: sums of the parts.
+static int64_t invert(const float *weights, const double *sums, int64_t size, double target) {
     int64_t part = 0, parts = (size + PART - 1) / PART;
     while (part < parts - 1 && target >= sums[part]) target -= sums[part++];
     int64_t start = part * PART, stop = start + PART < size ? start + PART : size;
     double total = 0.0, sum = 0.0;
-    for (int64_t i = start; i < stop; i++) total += shares[i];
-    double most = total * (1 - 0x1p-52);  // sums of parts are rounded
+    for (int64_t i = start; i < stop; i++) total += weights[i];
+    double most = total * (1 - 0x1p-52);  // because sums of parts are rounded
     target = target < most ? target : most;
     for (int64_t i = start; i < stop; i++)
-        if ((sum += shares[i]) > target) return i;
-    return stop - 1;  // of what is not a number
+        if ((sum += weights[i]) > target) return i;
+    return stop - 1;  // only for NaN
 }
 
-// A token for each row that runs, from logits [rows, size]: `sample_rows` of sampler.py for rows that forbid and cut off
-// nothing. settings [rows, 4]: temperatures first. tokens [rows] and scores [4] of rows, `stride` apart, take what was
-// drawn. shares [size] and sums [size / PART, rounded up]: room to work in.
+// A token for each running row from logits [rows, size]: `sample_rows` of sampler.py for rows without truncation and
+// forbidden tokens. settings [rows, 4]: temperature first. Results: tokens [rows], and four scores per row, `stride`
+// apart. Work buffers: weights [size], sums [size / PART, rounded up].
 void sample_rows(const float *logits, int64_t size, int64_t *table, const float *settings, int64_t rows, int32_t *tokens,
-               float *scores, int64_t stride, float *shares, double *sums) {
+               float *scores, int64_t stride, float *weights, double *sums) {
     for (int64_t row = 0; row < rows; row++, table += WIDTH, logits += size) {
         if (table[STATE] != RUNNING) continue;
         float temperature = settings[4 * row], divisor = temperature == 0.0f ? 1.0f : temperature, largest = -INFINITY;
@@ -277,9 +276,9 @@ void sample_rows(const float *logits, int64_t size, int64_t *table, const float 
             float part = 0.0f, weighted = 0.0f;
 #pragma omp simd reduction(+ : part, weighted)
             for (int64_t i = start; i < stop; i++) {
-                float x = (logits[i] - largest) / divisor, share = shares[i] = exponential(x);
-                part += share;
-                weighted += share > 0.0f ? share * x : 0.0f;
+                float x = (logits[i] - largest) / divisor, weight = weights[i] = exponential(x);
+                part += weight;
+                weighted += weight > 0.0f ? weight * x : 0.0f;
             }
             total += sums[start / PART] = part;
             mean += weighted;
@@ -288,7 +287,7 @@ void sample_rows(const float *logits, int64_t size, int64_t *table, const float 
             while (token < size - 1 && logits[token] != largest) token++;
         } else {
             uint64_t bits = mix((uint64_t)table[KEY] + (uint64_t)(table[COUNT] + 1) * GOLDEN);
-            token = invert(shares, sums, size, (double)(bits >> 12) * 0x1p-52 * total);
+            token = invert(weights, sums, size, (double)(bits >> 12) * 0x1p-52 * total);
         }
         double logprob = (logits[token] - largest) / divisor - log(total), entropy = log(total) - mean / total;
         if (isnan(total)) logprob = NAN;

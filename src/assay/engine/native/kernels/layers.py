@@ -1,4 +1,4 @@
-"""The small operations between the products of a decoder layer, each in one pass over its data."""
+"""The operations of a decoder layer between its matrix products, each in one pass over its data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from assay.engine.sequence import Column, RowState
 
-MLP_BLOCK = 1024  # elements of a row that one program of silu_mul takes
-HEADS_BLOCK = 8  # heads that one program of rope_store takes
-STEP_BLOCK = 128  # rows that one program of start_step takes
-LANE = 256  # elements for a warp: each thread moves 16 bytes of 16-bit numbers at once
+MLP_BLOCK = 1024  # elements of a row per program of silu_mul
+HEADS_BLOCK = 8  # heads per program of rope_store
+STEP_BLOCK = 128  # rows per program of start_step
+LANE = 256  # elements per warp: each thread loads 16 bytes of 16-bit numbers at once
 
 TOKEN = tl.constexpr(int(Column.TOKEN))
 POSITION = tl.constexpr(int(Column.POSITION))
@@ -22,12 +22,12 @@ RUNNING = tl.constexpr(int(RowState.RUNNING))
 
 
 def warps_for(elements: int) -> int:
-    """For a power of two of elements."""
+    """Number of warps; `elements` is a power of two."""
     return min(max(elements // LANE, 1), 16)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [N, D] over its root mean square, times weight [D]; rounded once."""
+    """x [N, D] divided by its root mean square, times weight [D]; rounded once."""
     assert x.is_contiguous()
     out = torch.empty_like(x)
     size = x.shape[1]
@@ -79,11 +79,11 @@ def rope_store(
     eps: float,
     kv_layer: Tensor,
 ) -> Tensor:
-    """Queries [N, H, d] out of qkv [N, (H+2K)*d], turned; keys, turned, and values go to the cache.
+    """Rotated queries [N, H, d] of qkv [N, (H+2K)*d]; rotated keys, and values, are stored in the cache.
 
     `positions` [N] are rows of `rotations` [max_length, d]: cosines in the first half, sines in the second.
-    `slots` [N] are places in kv_layer [2, K, blocks, block_size, d], -1 for nowhere. With `q_norm` and `k_norm` [d]
-    every head is normalised first.
+    `slots` [N] index kv_layer [2, K, blocks, block_size, d]; -1: not stored. With `q_norm` and `k_norm` [d], every head
+    is normalized first.
     """
     assert qkv.is_contiguous() and positions.is_contiguous() and slots.is_contiguous()
     assert rotations.is_contiguous() and kv_layer.is_contiguous()
@@ -128,7 +128,7 @@ def _rope_store(
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """One token, HEADS_BLOCK of its heads, which may be queries, keys and values mixed."""
+    """One token and HEADS_BLOCK of its heads, which may be queries, keys and values."""
     SIZE: tl.constexpr = 2 * HALF
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
@@ -144,25 +144,25 @@ def _rope_store(
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / SIZE + eps)[:, None]
         weight_a = tl.where(head < HEADS, _line(q_norm, column, HALF), _line(k_norm, column, HALF))
         weight_b = tl.where(head < HEADS, _line(q_norm + HALF, column, HALF), _line(k_norm + HALF, column, HALF))
-        # Rounded twice, as where the norm and its weight are two operations.
+        # Rounded twice, as if the norm and its weight were two operations.
         a = ((a * scale).to(dtype).to(tl.float32) * weight_a).to(dtype).to(tl.float32)
         b = ((b * scale).to(dtype).to(tl.float32) * weight_b).to(dtype).to(tl.float32)
 
-    turn = rotations + tl.load(positions + row) * SIZE
-    cos, sin = _line(turn, column, HALF), _line(turn + HALF, column, HALF)
+    rotation = rotations + tl.load(positions + row) * SIZE
+    cos, sin = _line(rotation, column, HALF), _line(rotation + HALF, column, HALF)
     is_value = head >= HEADS + KV_HEADS
-    turned_a = tl.where(is_value, kept_a, a * cos - b * sin).to(dtype)
-    turned_b = tl.where(is_value, kept_b, b * cos + a * sin).to(dtype)
+    rotated_a = tl.where(is_value, kept_a, a * cos - b * sin).to(dtype)
+    rotated_b = tl.where(is_value, kept_b, b * cos + a * sin).to(dtype)
 
     target = q + row * (HEADS * SIZE) + head * SIZE + column
-    tl.store(target, turned_a, mask=inside & (head < HEADS))
-    tl.store(target + HALF, turned_b, mask=inside & (head < HEADS))
+    tl.store(target, rotated_a, mask=inside & (head < HEADS))
+    tl.store(target + HALF, rotated_b, mask=inside & (head < HEADS))
     slot = tl.load(slots + row)
-    # Keys and values lie in the cache in the order in which they follow the queries.
+    # The cache has keys and values in the order in which they follow the queries.
     place = kv + (head - HEADS).to(tl.int64) * head_stride + slot * SIZE + column
     stored = inside & (head >= HEADS) & (slot >= 0)
-    tl.store(place, turned_a, mask=stored)
-    tl.store(place + HALF, turned_b, mask=stored)
+    tl.store(place, rotated_a, mask=stored)
+    tl.store(place + HALF, rotated_b, mask=stored)
 
 
 @triton.jit
@@ -180,9 +180,9 @@ def start_step(
     slots: Tensor,
     ids: Tensor,
 ) -> None:
-    """What the first n rows feed to the network, from `ints` [R, W] and `tables` [R, max_blocks] into the last four.
+    """Inputs of the network for the first n rows, from `ints` [R, W] and `tables` [R, max_blocks] into the last four.
 
-    A row that does not run gets position 0, length 0, slot -1, token 0. A token that the cache holds gets slot -1.
+    A row that is not running gets position 0, length 0, slot -1, token 0. A token that is in the cache gets slot -1.
     """
     assert ints.stride(1) == 1 and tables.stride(1) == 1
     _start_step[(triton.cdiv(n, STEP_BLOCK),)](
