@@ -62,7 +62,9 @@ def row_attention(
 
 @pytest.mark.parametrize(("kind", "dtype"), ROWS)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
-def test_rows(heads: int, kv_heads: int, head_dim: int, kind: str, dtype: torch.dtype) -> None:
+def test_row_attention_equals_the_float64_reference(
+    heads: int, kv_heads: int, head_dim: int, kind: str, dtype: torch.dtype
+) -> None:
     lengths = [1, 9, 4, 13, 16, 2]
     kv = random_cache(30, kv_heads, head_dim, dtype)
     tables = some_tables(lengths, 30, seed=1)
@@ -93,7 +95,9 @@ PARTS = {
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 @pytest.mark.parametrize("kind", PARTS)
-def test_chunks(kind: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_chunk_attention_equals_the_float64_reference(
+    kind: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
     parts = PARTS[kind]
     kv = random_cache(30, kv_heads, head_dim, dtype)
     tables = some_tables([stop + 3 for _, stop in parts], 30, seed=4)  # some have blocks for what is still to come
@@ -110,7 +114,7 @@ def test_chunks(kind: str, heads: int, kv_heads: int, head_dim: int, dtype: torc
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("kind", "dtype"), ROWS)
-def test_what_a_row_does_not_see_may_be_anything(kind: str, dtype: torch.dtype, garbage: float) -> None:
+def test_row_attention_ignores_garbage_behind_the_sequence(kind: str, dtype: torch.dtype, garbage: float) -> None:
     lengths = [1, 9, 4, 13, 2]
     kv = random_cache(30, 2, 8, dtype)
     tables = some_tables(lengths, 30, seed=1)
@@ -133,7 +137,7 @@ def test_what_a_row_does_not_see_may_be_anything(kind: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_what_a_chunk_does_not_see_may_be_anything(dtype: torch.dtype, kind: str) -> None:
+def test_chunk_attention_ignores_garbage_behind_the_sequence(dtype: torch.dtype, kind: str) -> None:
     """A token that is no number breaks those after it in its own sequence, not those before it, which others share."""
     parts = PARTS[kind]
     kv = random_cache(40, 2, 8, dtype)
@@ -163,7 +167,7 @@ def slots_of_table(table: Sequence[int], length: int) -> list[int]:
     return [table[place // SIZE] * SIZE + place % SIZE for place in range(length)]
 
 
-def test_slots_are_where_tokens_lie() -> None:
+def test_slots_of_a_chunk() -> None:
     chunk = Chunk([0] * 11, 0, 11, [7, 2, 5])
     assert slots_of(chunk, 0, 11, SIZE).tolist() == slots_of_table([7, 2, 5], 11)
     assert slots_of(chunk, 3, 9, SIZE).tolist() == slots_of_table([7, 2, 5], 11)[3:9]

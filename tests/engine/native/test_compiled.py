@@ -1,4 +1,4 @@
-"""A step of decoding in C, held against the same in torch."""
+"""Decoding steps in C against the same steps in torch."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ TEMPERATURES = (0.0, 0.5, 1.0, 1.7)
 
 
 def some_rows(size: int, vocabulary: int) -> Rows:
-    """Of all temperatures and states, some about to reach their limit."""
+    """Rows of all temperatures and states, some about to reach their limit."""
     rows = Rows(size + 2, 1, CPU)
-    place = torch.arange(size)
-    rows.ints[:size, Column.KEY] = noise_keys(place * 77, place)
-    rows.ints[:size, Column.COUNT] = place % 5
+    index = torch.arange(size)
+    rows.ints[:size, Column.KEY] = noise_keys(index * 77, index)
+    rows.ints[:size, Column.COUNT] = index % 5
     rows.ints[:size, Column.LIMIT] = 5
-    rows.ints[:size, Column.STATE] = torch.where(place % 7 == 3, RowState.STOP, RowState.RUNNING)
+    rows.ints[:size, Column.STATE] = torch.where(index % 7 == 3, RowState.STOP, RowState.RUNNING)
     rows.ints[:size, Column.STOPS :] = -1
-    rows.ints[:size, Column.STOPS + 1] = place % vocabulary
+    rows.ints[:size, Column.STOPS + 1] = index % vocabulary
     rows.floats[:size, 0] = torch.tensor(TEMPERATURES).repeat(size)[:size]
     rows.floats[:size, 1] = 1.0
     rows.step += 3
@@ -40,7 +40,7 @@ def some_rows(size: int, vocabulary: int) -> Rows:
     return rows
 
 
-def drawn_both_ways(logits: Tensor) -> tuple[Rows, Rows]:
+def sampled_in_c_and_torch(logits: Tensor) -> tuple[Rows, Rows]:
     ours, theirs = (some_rows(*logits.shape) for _ in range(2))
     network = NativeEngine(small_spec(), device="cpu", dtype=torch.float32, max_batch=1).network
     CompiledRunner(network, ours, torch.zeros(1), needed_library())._draw(logits)
@@ -49,11 +49,11 @@ def drawn_both_ways(logits: Tensor) -> tuple[Rows, Rows]:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 61, 256, 1000])
-def test_draws_are_those_of_torch(vocabulary: int) -> None:
+def test_samples_in_c_equal_samples_in_torch(vocabulary: int) -> None:
     logits = torch.randn(200, vocabulary, generator=torch.Generator().manual_seed(1)) * 4
-    logits[::3, ::2] = -math.inf  # tokens that cannot be drawn
+    logits[::3, ::2] = -math.inf  # tokens of probability 0
     logits[:, 0] = 0.5
-    ours, theirs = drawn_both_ways(logits)
+    ours, theirs = sampled_in_c_and_torch(logits)
     assert torch.equal(ours.ints, theirs.ints)
     assert torch.equal(ours.log_tokens, theirs.log_tokens)
     assert (ours.log_scores - theirs.log_scores).abs().max() < 1e-5
@@ -61,40 +61,40 @@ def test_draws_are_those_of_torch(vocabulary: int) -> None:
         assert set(ours.ints[:200, Column.STATE].tolist()) == {RowState.RUNNING, RowState.LENGTH, RowState.STOP}
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_samples_in_c_follow_the_distribution() -> None:
     logits = torch.tensor([0.5, -1.0, 2.0, -math.inf, 0.0]).repeat(20000, 1)
-    ours, _ = drawn_both_ways(logits)
+    ours, _ = sampled_in_c_and_torch(logits)
     here = (ours.floats[:20000, 0] == 1.0) & (torch.arange(20000) % 7 != 3)
-    found = torch.bincount(ours.ints[:20000, Column.TOKEN][here], minlength=5) / here.sum()
-    assert (found - logits[0].softmax(-1)).abs().max() < 0.03
+    frequencies = torch.bincount(ours.ints[:20000, Column.TOKEN][here], minlength=5) / here.sum()
+    assert (frequencies - logits[0].softmax(-1)).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_no_numbers_break_their_own_row(broken: float) -> None:
+def test_nan_and_infinite_logits_break_only_their_row(broken: float) -> None:
     logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(2))
     logits[4, 280] = broken
     if broken == -math.inf:
         logits[4] = broken
-    ours, theirs = drawn_both_ways(logits)
+    ours, theirs = sampled_in_c_and_torch(logits)
     assert [row for row in range(9) if ours.ints[row, Column.STATE] == RowState.BROKEN] == [4]
     others = [row for row in range(9) if row != 4]
     assert torch.equal(ours.ints[others], theirs.ints[others])
 
 
-def test_more_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = needed_library()
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = needed_library()
     generator = torch.Generator().manual_seed(3)
     kv, q = torch.randn(2, 2, 40, 8, 16, generator=generator), torch.randn(13, 4, 16, generator=generator)
     tables = torch.randint(0, 40, (13, 5), dtype=torch.int32, generator=generator)
     positions = torch.randint(0, 40, (13,), generator=generator)
-    attend, logits = CompiledAttention(found, tables, positions, 40), torch.randn(50, 61, generator=generator)
-    alone, drawn_alone = attend(kv, q), drawn_both_ways(logits)[0]
-    monkeypatch.setattr(compiled, "WORTH_THREAD", 1)
+    attend, logits = CompiledAttention(library, tables, positions, 40), torch.randn(50, 61, generator=generator)
+    alone, sampled_alone = attend(kv, q), sampled_in_c_and_torch(logits)[0]
+    monkeypatch.setattr(compiled, "THREAD_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    together, drawn_together = attend(kv, q), drawn_both_ways(logits)[0]
+    together, sampled_together = attend(kv, q), sampled_in_c_and_torch(logits)[0]
     assert torch.equal(alone, together)
-    assert torch.equal(drawn_alone.ints, drawn_together.ints)
-    assert torch.equal(drawn_alone.log_scores, drawn_together.log_scores)
+    assert torch.equal(sampled_alone.ints, sampled_together.ints)
+    assert torch.equal(sampled_alone.log_scores, sampled_together.log_scores)
 
 
 def engine_of(model: Decoder, kind: type[Runner]) -> NativeEngine:
@@ -114,8 +114,10 @@ SPECS = {
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("name", SPECS)
-def test_an_engine_without_a_compiler_writes_the_same(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With whole steps in C, and with products by torch."""
+def test_an_engine_without_a_compiler_generates_the_same(
+    name: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With whole steps in C, and with matrix products in torch."""
     needed_library()
     model = small_decoder(SPECS[name], seed=3)
     if not whole:
@@ -140,7 +142,7 @@ def test_an_engine_without_a_compiler_writes_the_same(name: str, whole: bool, mo
                         assert torch.allclose(x, y, atol=1e-4), name
 
 
-def test_logits_of_whole_steps_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_a_step_in_c_equal_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     needed_library()
     model = small_decoder(SPECS["llama with biases"], seed=5)
     requests = [Request(p, SamplingParams(n=3, max_new_tokens=9), seed=1) for p in random_prompts(2, 61, seed=6)]
@@ -164,19 +166,19 @@ def logits_scale(model: Decoder) -> float:
 
 
 @pytest.mark.parametrize("changes", [{"vocab_size": 9000}, {"intermediate": 5000}])
-def test_whole_steps_are_for_small_models(changes: dict[str, int]) -> None:
+def test_only_small_models_decode_a_whole_step_in_c(changes: dict[str, int]) -> None:
     needed_library()
     assert SmallModel.fits(engine_of(small_decoder(small_spec()), CompiledRunner).network)
     large = small_spec(**changes)  # type: ignore[arg-type]
     assert not SmallModel.fits(NativeEngine(large, device="cpu", dtype=torch.float32, max_batch=1).network)
 
 
-def test_it_is_for_float32_on_a_cpu() -> None:
+def test_the_library_is_for_float32_on_a_cpu() -> None:
     assert library_for(CPU, torch.float64) is None and library_for(CPU, torch.bfloat16) is None
     assert library_for(torch.device("mps"), torch.float32) is None
     assert library_for(CPU, torch.float32) is needed_library()
 
 
-@pytest.mark.parametrize("compiler", ["/no/compiler", "false", "true"])  # absent, failing, and one that writes nothing
-def test_what_does_not_compile_is_done_without(compiler: str) -> None:
+@pytest.mark.parametrize("compiler", ["/no/compiler", "false", "true"])  # missing, failing, without output
+def test_a_failing_compiler_gives_no_library(compiler: str) -> None:
     assert load_library(compiler) is None

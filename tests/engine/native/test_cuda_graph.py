@@ -31,7 +31,7 @@ def requests(temperature: float) -> list[Request]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_cuda_writes_what_the_cpu_writes_with_the_same_logprobs(temperature: float) -> None:
+def test_cuda_generates_the_same_tokens_and_logprobs_as_the_cpu(temperature: float) -> None:
     model = build_preset("nano", vocab_size=101, max_length=128, seed=0)
     written = []
     for device in ("cpu", "cuda"):
@@ -60,7 +60,7 @@ def test_bfloat16_serving_stays_close_to_float32() -> None:
 
 
 @pytest.mark.parametrize("batch", [4, 64])
-def test_turns_that_come_while_others_run_are_those_asked_alone(batch: int) -> None:
+def test_requests_added_while_others_run_generate_the_same_as_alone(batch: int) -> None:
     """The host looks late here, and takes in who comes between two windows."""
     engine, talk = native(copy.deepcopy(talker()).to("cuda"), "cuda", max_batch=batch), talks()
     Consumer(engine, on_finish=talk.on_finish, more=talk.more).run()
@@ -87,7 +87,7 @@ def share_of_equals(ours: list[Completion], theirs: list[Completion]) -> float:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_recorded_steps_write_what_the_cpu_writes_for_every_kind_of_request(family: str) -> None:
+def test_cuda_graphs_generate_the_same_as_the_cpu_for_all_sampling_parameters(family: str) -> None:
     model = small_decoder(small_spec(family, head_dim=64, max_length=160), seed=3)
     plain = SamplingParams(n=3, temperature=0.9, max_new_tokens=30, stop_token_ids=(1, 2))
     kinds = [
@@ -109,7 +109,7 @@ def test_recorded_steps_write_what_the_cpu_writes_for_every_kind_of_request(fami
                 assert torch.allclose(x, y, atol=2e-3), name
 
 
-def test_a_small_cache_and_new_weights_change_nothing_and_record_nothing_anew() -> None:
+def test_preemption_and_weight_updates_reuse_captured_graphs() -> None:
     spec = small_spec("qwen2", head_dim=64, max_length=160)
     model, other = small_decoder(spec, seed=1), small_decoder(spec, seed=2)
     asked = [Request([7 * i + j for j in range(5)], SamplingParams(n=6, max_new_tokens=60), seed=i) for i in range(3)]
@@ -131,7 +131,7 @@ def test_a_small_cache_and_new_weights_change_nothing_and_record_nothing_anew() 
     assert all(engine.runner.graphs[key] is graph for key, graph in recorded.items())  # type: ignore[attr-defined]
 
 
-def test_long_shared_prompts_are_read_together_and_nothing_changes() -> None:
+def test_shared_prefixes_do_not_change_samples() -> None:
     model = small_decoder(small_spec("qwen3", head_dim=64, heads=6, kv_heads=2, max_length=512), seed=5)
     prompts = [[(i + 3) * j % 61 for j in range(300 + 50 * i)] for i in range(2)]
     asked = [Request(p, SamplingParams(n=128, max_new_tokens=12), seed=i) for i, p in enumerate(prompts)]
@@ -149,7 +149,7 @@ def test_long_shared_prompts_are_read_together_and_nothing_changes() -> None:
     assert (first[same, 0] - first[same, 1]).abs().max() < 0.1
 
 
-def test_continuing_streaming_and_errors_on_cuda() -> None:
+def test_continuations_streaming_and_errors_on_cuda() -> None:
     model = small_decoder(small_spec("llama", head_dim=64, max_length=160), seed=7)
     engine = native(model, "cuda", max_batch=8)
     greedy = SamplingParams(temperature=0.0, max_new_tokens=9)
@@ -167,7 +167,7 @@ def test_continuing_streaming_and_errors_on_cuda() -> None:
     assert "nothing" in consumer.errors[0] and consumer.finished[1, 0].token_ids == first.token_ids == seen
 
 
-def test_every_recipe_is_made_of_parts_that_run_on_cuda() -> None:
+def test_losses_of_every_recipe_run_on_cuda() -> None:
     from assay.algos import RECIPES, LossBatch
 
     values = torch.randn(40, device="cuda")
@@ -183,13 +183,13 @@ def test_every_recipe_is_made_of_parts_that_run_on_cuda() -> None:
         assert logprobs.grad is not None and bool(logprobs.grad.isfinite().all())
 
 
-def test_memory_is_lent_and_taken_back_and_nothing_is_recorded_anew() -> None:
+def test_sleep_releases_the_kv_cache_and_captured_graphs_stay_valid() -> None:
     model = small_decoder(small_spec("qwen2", head_dim=64, max_length=160), seed=1)
     asked = [Request([7 * i + j for j in range(20)], SamplingParams(n=6, max_new_tokens=40), seed=i) for i in range(3)]
     engine = native(model, "cuda", torch.bfloat16, max_batch=8, memory=2.0, lend=True)
     size = engine.runner.kv.nbytes
     assert size > GIB
-    torch.cuda.empty_cache()  # what torch gives back later would be counted with the cache
+    torch.cuda.empty_cache()  # memory that torch releases later would be counted as cache
     at_rest = torch.cuda.mem_get_info()[0]
     expected = flat(generate(engine, asked))
     recorded = dict(engine.runner.graphs)  # type: ignore[attr-defined]
@@ -197,8 +197,8 @@ def test_memory_is_lent_and_taken_back_and_nothing_is_recorded_anew() -> None:
     for _ in range(3):
         engine.sleep()
         engine.sleep()
-        assert torch.cuda.mem_get_info()[0] >= at_rest - GIB // 4  # but for what torch keeps
-        taken = torch.full((size // 4,), float("nan"), device="cuda")  # somebody else makes use of it
+        assert torch.cuda.mem_get_info()[0] >= at_rest - GIB // 4  # except what torch caches
+        taken = torch.full((size // 4,), float("nan"), device="cuda")  # used by another allocation
         del taken
         torch.cuda.empty_cache()
         assert [c.token_ids for c in flat(generate(engine, asked))] == [c.token_ids for c in expected]
@@ -207,7 +207,7 @@ def test_memory_is_lent_and_taken_back_and_nothing_is_recorded_anew() -> None:
     torch.cuda.empty_cache()
 
 
-def test_a_kept_sequence_goes_on_after_a_rest() -> None:
+def test_a_kept_sequence_can_be_continued_after_sleep() -> None:
     model = small_decoder(small_spec("llama", head_dim=64, max_length=160), seed=1)
     found = []
     for lend in (False, True):

@@ -74,7 +74,9 @@ def assert_near(out: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("splits", [1, 3])  # of 100 tokens in tiles of 32: two tiles, a part, nothing
 @pytest.mark.parametrize(("group", "kv_heads", "size"), [(7, 2, 64), (3, 1, 80), (1, 1, 96), (3, 1, 128), (2, 2, 8)])
-def test_decode_attention(group: int, kv_heads: int, size: int, splits: int, dtype: torch.dtype) -> None:
+def test_decode_attention_equals_the_float64_reference(
+    group: int, kv_heads: int, size: int, splits: int, dtype: torch.dtype
+) -> None:
     kv, tables = cache_and_tables(LENGTHS, kv_heads, size, dtype)
     q = queries(len(LENGTHS), group * kv_heads, size, dtype)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
@@ -85,7 +87,7 @@ def test_decode_attention(group: int, kv_heads: int, size: int, splits: int, dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [64, 128])
-def test_as_it_is_tuned(size: int, dtype: torch.dtype) -> None:
+def test_decode_attention_with_tuned_tiles(size: int, dtype: torch.dtype) -> None:
     kv, tables = cache_and_tables([100, 128], 1, size, dtype)
     q = queries(2, 4, size, dtype)
     lengths = torch.tensor([100, 128], dtype=torch.int32, device=DEVICE)
@@ -94,7 +96,7 @@ def test_as_it_is_tuned(size: int, dtype: torch.dtype) -> None:
     assert_near(out, reference(q, kv, tables, [100, 128]))
 
 
-def test_more_query_heads_than_a_tile_is_high() -> None:
+def test_more_query_heads_than_rows_of_a_tile() -> None:
     kv, tables = cache_and_tables([20], 1, 16, torch.float32)
     q = queries(1, 20, 16, torch.float32)
     out = decode_attention(q, kv, tables, torch.tensor([20], dtype=torch.int32, device=DEVICE), splits=1)
@@ -111,7 +113,7 @@ def test_large_exponents_do_not_overflow(splits: int) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_nan_within_the_length_is_not_hidden(splits: int) -> None:
+def test_nan_within_the_sequence_gives_nan(splits: int) -> None:
     kv, tables = cache_and_tables([48, 48], 1, 16, torch.float32)
     last = tables[0, 32 // BLOCK_SIZE : 48 // BLOCK_SIZE]  # a whole range of the first row; all its exponents are NaN
     kv[0, 0, last.long()] = math.nan
@@ -124,7 +126,7 @@ def test_nan_within_the_length_is_not_hidden(splits: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kv_heads", "tokens"), [(2, 2**23), (1, 2**24)])
-def test_a_cache_of_more_than_two_to_the_31_numbers(kv_heads: int, tokens: int) -> None:
+def test_a_cache_with_more_than_two_to_the_31_numbers(kv_heads: int, tokens: int) -> None:
     size, blocks, length = 128, tokens // BLOCK_SIZE + 4, BLOCK_SIZE + 4
     kv = torch.empty((2, kv_heads, blocks, BLOCK_SIZE, size), dtype=torch.bfloat16, device=DEVICE)
     tables = torch.tensor([[blocks - 1, 3]], dtype=torch.int32, device=DEVICE)
@@ -136,7 +138,7 @@ def test_a_cache_of_more_than_two_to_the_31_numbers(kv_heads: int, tokens: int) 
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_order_and_counters_that_are_used_again(splits: int) -> None:
+def test_row_order_and_reused_counters(splits: int) -> None:
     kv, tables = cache_and_tables(LENGTHS, 2, 16, torch.float32)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
     counters = torch.zeros((len(LENGTHS), 2), dtype=torch.int32, device=DEVICE)
@@ -148,7 +150,7 @@ def test_order_and_counters_that_are_used_again(splits: int) -> None:
         assert not counters.any()
 
 
-def test_order_says_which_rows_are_done() -> None:
+def test_row_order_selects_the_rows_to_compute() -> None:
     kv, tables = cache_and_tables(LENGTHS, 2, 16, torch.float32)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
     q = queries(len(LENGTHS), 6, 16, torch.float32)
@@ -159,7 +161,7 @@ def test_order_says_which_rows_are_done() -> None:
 
 
 @pytest.mark.gpu
-def test_many_programs_that_join_at_once() -> None:
+def test_many_programs_merge_ranges_concurrently() -> None:
     """Over and over, with all multiprocessors busy: a range that is read too early would show."""
     lengths = [100 + 7 * i for i in range(60)]
     generator = torch.Generator().manual_seed(3)
@@ -191,7 +193,7 @@ def test_default_splits() -> None:
     assert min_range(1, 2) == 64 and min_range(1024, 2) == 1024
 
 
-def test_tuning_knows_every_head_size() -> None:
+def test_every_head_size_has_a_tuning() -> None:
     assert SHARED_TUNING.keys() == TUNING.keys()
     for size in (8, 64, 80, 96, 128, 192, 256):
         block_n, warps, stages = tuning(size)
@@ -275,7 +277,7 @@ MIXED = [
         ((2, 1, 8), torch.bfloat16),
     ],
 )
-def test_shared_blocks(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_shared_prefixes_equal_the_float64_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     batch = Batch(MIXED, shape, dtype)
     assert sorted(set(batch.shared.skip.tolist())) == [
         blocks * BLOCK_SIZE for blocks in (0, 1, 3, MANY)
@@ -287,14 +289,14 @@ def test_shared_blocks(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     assert_near(out, batch.attend(None).double())
 
 
-def test_a_group_of_several_tiles() -> None:
+def test_a_prefix_group_with_several_tiles() -> None:
     batch = Batch([(4, [1, 2, 3, 20, 35] * 8), (2, [1] * 5)], (2, 1, 16), torch.float32)
     assert (batch.shared.tokens > 0).sum() == 3 + 1
     assert_near(batch.attend(batch.shared, block_n=16), batch.reference())
 
 
 @pytest.mark.parametrize("ended", [0, 7])
-def test_rows_of_a_tile_end(ended: int) -> None:
+def test_a_tile_with_ended_rows(ended: int) -> None:
     """The first among them too, whose table the whole tile goes by, and all of them."""
     batch = Batch([(3, [5] * 8)], (7, 1, 16), torch.float32)
     batch.lengths = [0] * (ended + 1) + batch.lengths[ended + 1 :]
@@ -303,20 +305,20 @@ def test_rows_of_a_tile_end(ended: int) -> None:
     assert_near(out, batch.reference())
 
 
-def test_rows_that_have_nothing_of_their_own_yet() -> None:
+def test_rows_with_only_a_shared_prefix() -> None:
     batch = Batch([(3, [5] * 5)], (7, 1, 16), torch.float32)
     batch.lengths[1:3] = [3 * BLOCK_SIZE] * 2
     assert_near(batch.attend(batch.shared), batch.reference())
 
 
-def test_fewer_rows_than_were_planned_for() -> None:
+def test_fewer_rows_than_planned() -> None:
     batch = Batch([(3, [5] * 8)], (7, 1, 16), torch.float32)
     batch.q, batch.lengths = batch.q[:5].contiguous(), batch.lengths[:5]
     assert_near(batch.attend(batch.shared), batch.reference())
     assert batch.shared.sums[5:].isnan().all()  # nobody's
 
 
-def test_nothing_shared() -> None:
+def test_a_plan_without_groups() -> None:
     batch = Batch([(0, [5, 0, 33])], (3, 1, 16), torch.float32)
     shared = SharedPrefixes.new(8, 3, 1, 16, DEVICE)
     shared.sums.fill_(math.nan)
@@ -324,7 +326,7 @@ def test_nothing_shared() -> None:
     assert shared.sums.isnan().all()  # nothing was written
 
 
-def test_shared_blocks_are_read_by_the_first_kernel_alone() -> None:
+def test_only_the_first_kernel_reads_shared_blocks() -> None:
     """What a tile is told to take is what counts: half of the shared blocks, and rows of their own for the rest."""
     batch = Batch([(4, [5] * 4)], (2, 1, 16), torch.float32)
     batch.shared.tokens[0] = batch.shared.skip[:4] = 2 * BLOCK_SIZE
@@ -334,7 +336,7 @@ def test_shared_blocks_are_read_by_the_first_kernel_alone() -> None:
     assert not batch.attend(batch.shared).isnan().any()
 
 
-def test_nan_in_shared_blocks_is_not_hidden() -> None:
+def test_nan_in_shared_blocks_gives_nan() -> None:
     batch = Batch([(2, [5] * 4), (2, [5] * 4)], (2, 1, 16), torch.float32)
     batch.kv[0, 0, int(batch.tables[0, 0])] = math.nan
     hit = (batch.tables[:8, 0] == batch.tables[0, 0]).tolist()
@@ -349,7 +351,7 @@ def test_large_exponents_in_shared_blocks() -> None:
     torch.testing.assert_close(batch.attend(batch.shared).double(), batch.reference(), rtol=1e-4, atol=1e-4)
 
 
-def test_room_for_every_plan() -> None:
+def test_buffers_fit_every_plan() -> None:
     shared = SharedPrefixes.new(100, 14, 2, 64, DEVICE)
     assert shared.rows.shape == (max_tiles(100, tile_rows(7, 64)), tile_rows(7, 64))
     assert shared.partials.shape == (100, 14, 64) and shared.partials.dtype == torch.float32
