@@ -1,4 +1,4 @@
-"""Training that tests of many devices start on each process, and what it leaves behind."""
+"""Training that tests start on each of several processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from safetensors.torch import save_file
 from train_parts import SPEC, make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
+from assay.config import OptimConfig
 from assay.mesh import Mesh, init_mesh
 from assay.models.fingerprint import fingerprint
 from assay.models.spec import ModelSpec
-from assay.train.learner.optim import make_adamw
+from assay.train.learner.optim import make_adamw, make_optimizer
+from assay.train.learner.pack import rows_of
 from assay.train.learner.parallel import parallelise
 from assay.train.learner.update import Updater
 
@@ -72,3 +74,20 @@ def train_cases(mesh: Mesh, folder: Path, cases: Sequence[Case]) -> None:
         if mesh.is_main:
             save_file(weights, folder / f"{case.name}.safetensors")
             (folder / f"{case.name}.json").write_text(json.dumps({"metrics": metrics, "fingerprints": prints}))
+
+
+def muon_updater(tp: int, mode: str) -> Updater:
+    mesh = init_mesh(tp)
+    policy = parallelise(tiny_decoder(seed=1), mesh, mode)
+    optim = OptimConfig(name="muon", lr=1e-2, matrix_lr=1e-2)  # has all kinds of state
+    return Updater(policy, make_optimizer(policy, optim), mesh=mesh)
+
+
+def trained_muon_updater(tp: int, mode: str) -> Updater:
+    algo = make_algorithm("grpo")
+    groups = make_groups(tiny_decoder())
+    algo.credit(groups)
+    updater = muon_updater(tp, mode)
+    for _ in range(2):
+        updater.step(rows_of(groups, algo), algo, 1e-2)
+    return updater

@@ -1,4 +1,4 @@
-"""Muon's steps on one matrix, whole or sharded over processes, which have to find these functions by import."""
+"""Muon's steps on one matrix, whole or sharded over processes; importable by the processes that tests start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that train adapters: what lies on disk, what is compared with, and what a resumed run insists on."""
+"""Runs with LoRA: files, the reference, and what a resumed run checks."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_a_checkpoint_holds_the_merged_model_and_the_adapters(finished: SmallRun
     assert fingerprint(policy.weights()) == print_of(last / "model")
     trained = {name.partition("|")[0] for name in load_file(last / "optimizer.safetensors")}
     assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
-    assert not (finished.runs / "small" / "reference").exists()  # the base is at hand
+    assert not (finished.runs / "small" / "reference").exists()  # the base model is the reference
 
 
-def test_other_commands_take_the_merged_model(finished: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_commands_use_the_merged_model(finished: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert finished("eval", "run:small@0", "run:small@last", "--eval.final_examples", 3) == 0
     assert "run:small@last" in capsys.readouterr().out
     assert finished.train("--model", "run:small@last", "--name", "next", "--train.steps", 0) == 0
@@ -56,15 +56,16 @@ def test_other_commands_take_the_merged_model(finished: SmallRuns, capsys: pytes
 
 
 @pytest.mark.parametrize("words", [("--lora.rank", 3), ("--lora.rank", 0), ("--lora.targets", "q_proj")])
-def test_adapters_stay_what_they_are_on_resuming(
+def test_rank_and_targets_cannot_change_on_resuming(
     finished: SmallRuns, capsys: pytest.CaptureFixture[str], words: tuple[object, ...]
 ) -> None:
     assert finished.resume("small", "--train.steps", 3, *words) == 2
     assert f"another {str(words[0]).removeprefix('--')}" in capsys.readouterr().err
 
 
-def test_the_reference_stays_what_it_is_on_resuming(tmp_path: Path) -> None:
-    """It was set aside after a warm start, which is over: whether there is one now does not matter."""
+@pytest.mark.slow
+def test_the_reference_after_a_warm_start_is_kept_on_resuming(tmp_path: Path) -> None:
+    """It was saved after the warm start; whether the settings still have a warm start does not matter."""
     small = SmallRuns(tmp_path)
     words = (*LORA, "--sft.steps", 2, "--sft.batch", 4, "--save.every", 1)
     assert small.train(*words) == 0
@@ -74,10 +75,8 @@ def test_the_reference_stays_what_it_is_on_resuming(tmp_path: Path) -> None:
     small.same_run("small", "other", 2)
 
 
-def test_a_base_that_a_checkpoint_counts_on_is_not_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that was stopped while it was measured goes on from a checkpoint: killed in rewriting, that were lost."""
+def test_a_base_that_a_checkpoint_uses_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was stopped in its first evaluation has a checkpoint, which a kill while rewriting would destroy."""
     small = SmallRuns(tmp_path)
     with monkeypatch.context() as patch:
         inject(patch, RunEvaluator, "measure", 1, stop)
@@ -92,7 +91,10 @@ def stop() -> None:
     raise Stopped(signal.SIGINT)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json", "complete.json"])
+SLOW_FILES = [pytest.param(name, marks=pytest.mark.slow) for name in ("config.json", "tokenizer.json", "complete.json")]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", *SLOW_FILES])
 def test_a_damaged_base_is_written_again_from_the_models_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
@@ -111,7 +113,8 @@ def test_a_damaged_base_is_written_again_from_the_models_source(
     small.same_run("small", "other", 2)
 
 
-def test_another_base_is_noticed_on_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_another_base_model_is_refused_on_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The source has changed since, and so cannot replace a damaged base."""
     small = SmallRuns(tmp_path)
     assert small.train("--name", "source") == 0
@@ -124,14 +127,15 @@ def test_another_base_is_noticed_on_resuming(tmp_path: Path, capsys: pytest.Capt
     assert "other base weights" in capsys.readouterr().err
 
 
-def test_a_model_without_linear_layers_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lora_on_a_model_without_linear_layers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = SmallRuns(tmp_path)
     folder = gpt2_folder(tmp_path / "gpt2")
     assert small.train("--model", folder, *LORA) == 2
     assert "no linear layer is called 'all-linear'" in capsys.readouterr().err and not small.runs.exists()
 
 
-def test_adapters_of_a_fallback_model_are_trained_and_resumed(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_adapters_of_a_transformers_model_are_trained_and_resumed(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     small = SmallRuns(tmp_path)
@@ -161,7 +165,7 @@ def adapted() -> PolicyModel:
     return policy
 
 
-def test_the_policy_without_its_adapters_is_as_good_a_reference_as_a_copy_of_the_base() -> None:
+def test_the_policy_without_adapters_is_the_same_reference_as_a_copy_of_the_base() -> None:
     algo = make_algorithm("grpo", kl_coef=0.5)
     groups = make_groups(tiny_decoder(), seed=4)
     algo.credit(groups)

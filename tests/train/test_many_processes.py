@@ -87,7 +87,8 @@ def tokens(run: Path, step: int) -> list[Any]:
     ]
 
 
-def test_a_grid_of_two_by_two_is_one_process(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_on_two_by_two_processes_equals_one_process(tmp_path: Path) -> None:
     small = SmallRuns(tmp_path)
     count, layout = LAYOUTS["4 fsdp x tp"]
     process = small.launch(count, "train", small.config, *WORDS, *layout, "--name", "grid")

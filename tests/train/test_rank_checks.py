@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from mesh_parts import trained_muon_updater
 from processes import start
-from test_shards import trained
 from train_parts import tiny_decoder
 
 from assay.config import TrainConfig
@@ -103,7 +103,7 @@ def save(folder: Path, updater: Updater, step: int) -> None:
 
 
 def spoil_replicas(mesh: Mesh, folder: Path, tp: int, mode: str, name: str) -> None:
-    updater = trained(tp, mode)
+    updater = trained_muon_updater(tp, mode)
     save(folder, updater, 1)
     weight = dict(updater.policy.named_parameters())[name]
     for tensor in (weight, *updater.optimizer.state[weight].values()):

@@ -1,4 +1,4 @@
-"""References that follow the policy, in one leap or a little after each step, and their place in the reward."""
+"""The reference model: fixed or dynamic, loaded or frozen, in the loss and in the reward."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def small(tmp_path: Path, no_curves: None) -> SmallRuns:
     return SmallRuns(tmp_path)
 
 
-def test_every_so_many_steps_the_policy_is_its_own_reference(small: SmallRuns) -> None:
+def test_refresh_reference_copies_the_policy_every_n_steps(small: SmallRuns) -> None:
     words = ("--train.steps", 5, "--save.every", 1, "--save.keep", 9, "--algo.kl_coef", 0.1)
     assert small.train(*words, "--algo.refresh_reference", 2) == 0
     models = [weights(small.checkpoint(step) / "model") for step in range(6)]
@@ -51,7 +51,7 @@ def test_every_so_many_steps_the_policy_is_its_own_reference(small: SmallRuns) -
     assert [abs(value) < 1e-6 for value in kl] == [True, False, True, False, True]
 
 
-def test_an_average_of_the_policies_is_what_a_plain_loop_finds(small: SmallRuns) -> None:
+def test_reference_ema_is_the_moving_average_of_the_policies(small: SmallRuns) -> None:
     words = ("--train.steps", 4, "--save.every", 1, "--save.keep", 9, "--algo.kl_coef", 0.1)
     assert small.train(*words, "--algo.reference_ema", 0.75) == 0
     average = {key: value.double() for key, value in weights(small.checkpoint(0) / "model").items()}
@@ -65,7 +65,7 @@ def test_an_average_of_the_policies_is_what_a_plain_loop_finds(small: SmallRuns)
     assert max(float((average[key] - start[key]).abs().max()) for key in start) > 1e-4
 
 
-def test_an_average_is_kept_in_full_precision(tmp_path: Path) -> None:
+def test_a_moving_average_is_kept_in_float32(tmp_path: Path) -> None:
     policy = tiny_decoder(dtype=torch.float32)
     save_model(policy, tmp_path)
     for algo, dtype in (({"reference_ema": 0.99}, torch.float32), ({"refresh_reference": 2}, torch.bfloat16)):
@@ -75,7 +75,7 @@ def test_an_average_is_kept_in_full_precision(tmp_path: Path) -> None:
         assert {weight.dtype for weight in updater.reference.parameters()} == {dtype}
 
 
-def test_adapters_count_as_merged() -> None:
+def test_a_dynamic_reference_follows_the_merged_weights() -> None:
     policy, reference = tiny_decoder(), tiny_decoder(seed=5)
     policy.add_lora(Lora(rank=2, alpha=4.0))
     with torch.no_grad():
@@ -109,14 +109,16 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_makes_no_sense_is_refused(small: SmallRuns, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_contradictory_settings_are_refused(small: SmallRuns, capsys: pytest.CaptureFixture[str], name: str) -> None:
     words, message = REFUSED[name]
     assert small.train(*words) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and not small.runs.exists()
 
 
-def test_a_reference_of_another_shape_cannot_follow(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dynamic_reference_must_have_the_shape_of_the_policy(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ("--algo.kl_coef", 0.1, "--algo.reference", "run:other@last")
     assert small.train("--model", "preset:tiny", "--train.steps", 0, "--name", "other") == 0
     assert small.train(*words, "--algo.refresh_reference", 2) == 2
@@ -124,7 +126,7 @@ def test_a_reference_of_another_shape_cannot_follow(small: SmallRuns, capsys: py
 
 
 @pytest.mark.parametrize("budget", [10**6, 25, 1])
-def test_what_the_reference_says_is_what_a_plain_softmax_says(budget: int) -> None:
+def test_ref_logprobs_equal_a_plain_softmax(budget: int) -> None:
     policy, reference = tiny_decoder(), tiny_decoder(seed=5)
     groups = make_groups(policy)
     updater = Updater(policy, make_adamw(policy, 1e-2), reference=reference, token_budget=budget, temperature=0.7)
@@ -132,11 +134,12 @@ def test_what_the_reference_says_is_what_a_plain_softmax_says(budget: int) -> No
     for rollout, values in zip([r for g in groups for r in g.rollouts], found, strict=True):
         ids, mask = rollout.token_ids, rollout.loss_mask
         every = full_logprobs(reference, ids, temperature=0.7)
-        expected = [float(every[place - 1, ids[place]]) for place in range(len(ids)) if mask[place]]
+        expected = [float(every[i - 1, ids[i]]) for i in range(len(ids)) if mask[i]]
         assert values == pytest.approx(expected, abs=1e-10)
 
 
-def test_a_price_on_divergence_holds_the_policy_back(small: SmallRuns) -> None:
+@pytest.mark.slow
+def test_reward_kl_changes_what_the_policy_learns(small: SmallRuns) -> None:
     words = ("--train.steps", 6, "--algo.recipe", "rloo")
     away = {}
     for name, more in (("free", ()), ("held", ("--algo.reward_kl_coef", 3, "--algo.reward_kl_per", "token"))):
@@ -194,12 +197,12 @@ def transformers_logprobs(folder: Path, rollout: Rollout) -> list[float]:
     with torch.no_grad():
         every = model(torch.tensor([rollout.token_ids])).logits[0].double().log_softmax(-1)
     written = zip(rollout.token_ids, rollout.loss_mask, strict=True)
-    return [float(every[place - 1, token]) for place, (token, mask) in enumerate(written) if mask]
+    return [float(every[i - 1, token]) for i, (token, mask) in enumerate(written) if mask]
 
 
-@pytest.mark.parametrize("offload", ["false", "true"])
+@pytest.mark.parametrize("offload", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_a_larger_model_can_be_the_reference(small: SmallRuns, offload: str) -> None:
-    """Its place in loss and reward, against transformers' logits of both models."""
+    """KL in loss and reward, against transformers' logits of both models."""
     policy = llama_folder(small.folder / "policy", 32, abacus_words())
     reference = llama_folder(small.folder / "larger", 64, abacus_words(), padding=5)
     words = ("--model", policy, "--algo.reference", reference, "--algo.kl_coef", 0.1, "--algo.reward_kl_coef", 0.2)
@@ -226,7 +229,7 @@ OTHER: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_a_reference_has_to_read_what_the_policy_writes(
+def test_a_reference_with_another_tokenizer_or_a_shorter_context_is_refused(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     make, message = OTHER[name]
@@ -237,9 +240,7 @@ def test_a_reference_has_to_read_what_the_policy_writes(
     assert message in said and said.count("\n") == 1 and not small.runs.exists()
 
 
-def test_a_padded_vocabulary_needs_a_tokenizer_to_vouch_for_it(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_larger_vocabulary_needs_a_tokenizer_to_compare(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     policy = llama_folder(small.folder / "policy", 32, abacus_words())
     reference = llama_folder(small.folder / "larger", 64, abacus_words(), padding=5)
     for file in reference.glob("tokenizer*"):
@@ -252,7 +253,7 @@ def test_a_padded_vocabulary_needs_a_tokenizer_to_vouch_for_it(
     ("settings", "scoring", "updating"),
     [({"reward_kl_coef": 0.1}, 2, 0), ({"reward_kl_coef": 0.1, "kl": "k3", "kl_coef": 0.1}, 2, 2)],
 )
-def test_an_offloaded_reference_is_fetched_only_to_be_asked(
+def test_an_offloaded_reference_is_on_the_device_only_while_it_is_used(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, float], scoring: int, updating: int
 ) -> None:
     policy, reference = tiny_decoder(), tiny_decoder(seed=5)

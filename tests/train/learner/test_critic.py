@@ -1,4 +1,4 @@
-"""The critic: values as a plain forward pass has them, advantages by GAE, and a loss that it learns from."""
+"""The critic: values equal to a plain forward pass, advantages by GAE, and its updates."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from learner_parts import credit, critic
 from processes import start
 from safetensors.torch import load_file
 from small_run import SmallRuns
@@ -15,40 +16,25 @@ from train_parts import cramped, gradients_of, make_groups, tiny_decoder, weight
 
 from assay.algos import Scorers, make_algorithm
 from assay.algos.advantages import token_rewards
-from assay.algos.credit import CriticCredit, KLPenalties, gae, log_ratios
-from assay.config import AlgoConfig, CriticConfig, TrainConfig
+from assay.algos.credit import KLPenalties, gae, log_ratios
+from assay.config import TrainConfig
 from assay.mesh import Mesh, full_tensor, init_mesh
-from assay.models import Decoder
 from assay.runs.rollouts import read_rollouts
-from assay.train.learner.critic import Critic, ValueModel, make_critic
+from assay.train.learner.critic import Critic, make_critic
 from assay.train.learner.optim import make_adamw
 from assay.train.learner.pack import Row, rows_of
 from assay.train.learner.parallel import parallelise
 from assay.train.learner.update import Updater
-from assay.types import Group, Rollout
+from assay.types import Rollout
 
 TRUNKS = ("separate", "shared")
-
-
-def critic(token_budget: int = 10**6, policy: Decoder | None = None, **changes: object) -> Critic:
-    """With a trunk of its own, or on that of `policy`."""
-    model = ValueModel(policy or tiny_decoder(seed=3), shared=policy is not None)
-    with torch.no_grad():
-        model.head.weight.copy_(torch.linspace(-1, 1, 16)[None])
-        model.head.bias.fill_(0.3)
-    return Critic(model, CriticConfig(lr=1e-2, **changes), token_budget)  # type: ignore[arg-type]
-
-
-def credit(own: Critic, groups: list[Group], penalties: KLPenalties | None = None) -> dict[str, float]:
-    """Advantages from its values, of rewards that have been set."""
-    return CriticCredit(AlgoConfig(critic=True), own.cfg).assign(groups, penalties, Scorers(values=own.values))
 
 
 @torch.no_grad()
 def plain_values(own: Critic, row: Row) -> list[float]:
     hidden = own.model.trunk.hidden(torch.tensor(row.ids), [len(row.ids)])
     every = hidden @ own.model.head.weight[0] + own.model.head.bias
-    return [float(every[place - 1]) for place, trained in enumerate(row.trained) if trained]
+    return [float(every[position - 1]) for position, trained in enumerate(row.trained) if trained]
 
 
 @pytest.mark.parametrize("budget", [10**6, 30, 1])
@@ -70,20 +56,20 @@ def test_values_and_advantages_are_those_of_a_plain_pass(budget: int) -> None:
 
 
 @pytest.mark.parametrize("budget", [10**6, 30])
-def test_an_episode_that_was_cut_off_is_worth_what_would_have_followed(budget: int) -> None:
-    """Against the values of a plain pass over the tokens and what was to come after them."""
+def test_a_truncated_episode_is_bootstrapped_with_the_value_of_the_next_state(budget: int) -> None:
+    """Against a plain forward pass over the tokens of the episode and of the next state."""
     groups = make_groups(tiny_decoder())
     rollouts = [r for group in groups for r in group.rollouts]
-    cut = {3: [7, 8, 9], 5: [], 6: [1] * 60}  # within a reply nothing may come between; and a context that is full
-    for place, following in cut.items():
-        rollouts[place].cut_off, rollouts[place].bootstrap_ids = True, following
+    cut = {3: [7, 8, 9], 5: [], 6: [1] * 60}  # []: truncated within an answer; 60 tokens exceed the context
+    for index, next_ids in cut.items():
+        rollouts[index].cut_off, rollouts[index].bootstrap_ids = True, next_ids
     for bootstrap in (True, False):
         own = critic(budget, bootstrap=bootstrap, normalise=False, gamma=0.9, gae_lambda=0.8)
         credit(own, groups)
-        for place, rollout in enumerate(rollouts):
+        for index, rollout in enumerate(rollouts):
             after = 0.0
-            if bootstrap and place in (3, 5):
-                ids = torch.tensor(rollout.token_ids + cut[place])
+            if bootstrap and index in (3, 5):
+                ids = torch.tensor(rollout.token_ids + cut[index])
                 with torch.no_grad():
                     last = own.model.trunk.hidden(ids, [len(ids)])[-1]
                     after = float(last @ own.model.head.weight[0] + own.model.head.bias)
@@ -95,12 +81,12 @@ def test_an_episode_that_was_cut_off_is_worth_what_would_have_followed(budget: i
             assert len(rollout.inputs["returns"]) == rollout.trained
 
 
-def test_tokens_pay_one_by_one_for_their_divergence() -> None:
+def test_reward_kl_per_token_enters_the_returns_of_the_critic() -> None:
     own = critic(normalise=False, gae_lambda=0.5)
     algo = make_algorithm("rloo", reward_kl_coef=0.3, reward_kl_per="token")
     groups = make_groups(tiny_decoder())
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    reference = [[-0.1 * (place % 7) for place in range(rollout.length)] for rollout in rollouts]
+    reference = [[-0.1 * (position % 7) for position in range(rollout.length)] for rollout in rollouts]
     algo.credit(groups, Scorers(lambda _: reference))
     credit(own, groups, KLPenalties(log_ratios(groups, reference), 0.3))
     for rollout, ref in zip(rollouts, reference, strict=True):
@@ -121,7 +107,7 @@ def test_advantages_are_whitened_over_tokens() -> None:
 
 @pytest.mark.parametrize("reward", [0.7, 1 / 3])
 def test_whitened_advantages_are_exactly_zero_where_all_are_equal(reward: float) -> None:
-    """As in the first step of a run, whose values are all 0, when all answers get the same reward."""
+    """As in the first step of a run, when all values are 0, if all answers get the same reward."""
     own, groups = critic(gae_lambda=1.0), make_groups(tiny_decoder())
     torch.nn.init.zeros_(own.model.head.weight)
     torch.nn.init.zeros_(own.model.head.bias)
@@ -131,7 +117,7 @@ def test_whitened_advantages_are_exactly_zero_where_all_are_equal(reward: float)
     assert not any(value for g in groups for r in g.rollouts for value in r.token_advantages or ())
 
 
-def test_neither_the_split_changes_what_is_learnt_nor_a_stop_what_follows(tmp_path: Path) -> None:
+def test_updates_do_not_depend_on_micro_batches_and_continue_from_a_checkpoint(tmp_path: Path) -> None:
     groups = make_groups(tiny_decoder())
     found = []
     for budget in (10**6, 25):
@@ -150,7 +136,7 @@ def test_neither_the_split_changes_what_is_learnt_nor_a_stop_what_follows(tmp_pa
     assert all(torch.equal(left, right) for left, right in pairs)
 
 
-def test_out_of_memory_it_goes_on_with_smaller_parts() -> None:
+def test_out_of_memory_halves_the_critics_token_budget() -> None:
     groups = make_groups(tiny_decoder())
     found = []
     for room in (10**9, 60):
@@ -160,7 +146,7 @@ def test_out_of_memory_it_goes_on_with_smaller_parts() -> None:
         credit(own, groups)
         if room == 60:
             assert own.token_budget <= 60
-            own.token_budget = 4096  # the pass that learns has to find it out, too
+            own.token_budget = 4096  # the update has to reduce it as well
         loss = own.learn(groups)["critic/loss"]
         found.append((loss, torch.cat([p.detach().flatten() for p in own.model.parameters()])))
     assert own.token_budget <= 60
@@ -168,7 +154,7 @@ def test_out_of_memory_it_goes_on_with_smaller_parts() -> None:
 
 
 @pytest.mark.parametrize("budget", [10**6, 30])
-def test_on_the_policys_trunk_both_losses_go_through_it(budget: int) -> None:
+def test_a_shared_trunk_gets_the_gradients_of_both_losses(budget: int) -> None:
     """Gradients of policy and head against a plain pass over single answers, with some values clipped."""
     policy, algo = tiny_decoder(), make_algorithm("ppo", updates=1)
     own = critic(policy=policy, clip=0.1, coef=0.7)
@@ -176,7 +162,7 @@ def test_on_the_policys_trunk_both_losses_go_through_it(budget: int) -> None:
     groups = make_groups(policy)
     groups[1].rollouts[0].masked = True
     algo.credit(groups, Scorers(values=own.values))
-    with torch.no_grad():  # the head has moved on since, as in a second update
+    with torch.no_grad():  # as in a second update, the head differs from the one that computed the values
         own.model.head.weight.add_(0.03)
     sums = updater._accumulate(rows_of(groups, algo), algo)
     found = both_gradients(own)
@@ -205,12 +191,12 @@ def plain_losses(own: Critic, rollouts: list[Rollout]) -> dict[str, Tensor]:
         ids, told = rollout.token_ids, rollout.inputs
         hidden = policy.hidden(torch.tensor(ids), [len(ids)])
         logprobs = torch.log_softmax(policy.unembed(hidden), -1)
-        places = [place for place, mask in enumerate(rollout.loss_mask) if mask]
-        numbers = zip(places, rollout.token_advantages or (), told["values"], told["returns"], strict=True)
-        for place, advantage, given, wanted in numbers:
-            ratio = (logprobs[place - 1, ids[place]] - rollout.engine_logprobs[place]).exp()
+        positions = [position for position, mask in enumerate(rollout.loss_mask) if mask]
+        numbers = zip(positions, rollout.token_advantages or (), told["values"], told["returns"], strict=True)
+        for position, advantage, given, wanted in numbers:
+            ratio = (logprobs[position - 1, ids[position]] - rollout.engine_logprobs[position]).exp()
             gains.append(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
-            value = hidden[place - 1] @ own.model.head.weight[0] + own.model.head.bias[0]
+            value = hidden[position - 1] @ own.model.head.weight[0] + own.model.head.bias[0]
             held = value.clamp(given - 0.1, given + 0.1)
             errors.append(torch.maximum((value - wanted) ** 2, (held - wanted) ** 2))
             clipped += bool((held - wanted) ** 2 > (value - wanted) ** 2)
@@ -218,7 +204,7 @@ def plain_losses(own: Critic, rollouts: list[Rollout]) -> dict[str, Tensor]:
     return {"loss/policy": -sum(gains) / tokens, "loss/value": 0.7 * sum(errors) / 2 / tokens}  # type: ignore[dict-item]
 
 
-def test_a_shared_trunk_is_moved_by_the_policys_optimizer_alone() -> None:
+def test_a_shared_trunk_is_updated_by_the_policys_optimizer_only() -> None:
     policy, algo = tiny_decoder(), make_algorithm("ppo")
     own = critic(policy=policy)
     updater = Updater(policy, make_adamw(policy, 1e-2), critic=own)
@@ -238,7 +224,7 @@ def trained_on(
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Three steps of PPO: metrics, and weights of policy and critic.
 
-    After two the critic is saved in `folder`, and goes on as it lies in `source`.
+    After two steps the critic is saved in `folder` and loaded from `source`.
     """
     critic_cfg = {"trunk": trunk, "lr": 1e-2, "bootstrap": True, "gae_lambda": 0.9}
     cfg = TrainConfig.model_validate({"critic": critic_cfg, "train": {"token_budget": 40}})
@@ -276,14 +262,14 @@ def check_ranks(mesh: Mesh, folder: Path, layouts: Sequence[tuple[str, int]]) ->
         metrics, weights = trained_on(Mesh(), trunk, "ddp", alone, alone)
         assert min(row["optim/grad_norm"] for row in metrics) > 0.1 and metrics[1] != metrics[2]
         for mode, tp in layouts:
-            place = folder / f"{trunk}-{mode}-{tp}"
-            place.mkdir(exist_ok=True)
-            found, own = trained_on(init_mesh(tp), trunk, mode, place, alone)
+            target = folder / f"{trunk}-{mode}-{tp}"
+            target.mkdir(exist_ok=True)
+            found, own = trained_on(init_mesh(tp), trunk, mode, target, alone)
             for row, other in zip(found, metrics, strict=True):
                 assert row == pytest.approx(other, rel=0, abs=1e-9), (trunk, mode, tp)
             assert largest_gap(own, weights) < 1e-9, (trunk, mode, tp)
             mesh.barrier()
-            saved, expected = (load_file(where / "critic.safetensors") for where in (place, alone))
+            saved, expected = (load_file(where / "critic.safetensors") for where in (target, alone))
             assert largest_gap(saved, expected) < 1e-9, (trunk, mode, tp)
 
 
@@ -292,16 +278,17 @@ def largest_gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_two_ranks_are_one(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_two_ranks_train_the_same_critic_as_one_process(tmp_path: Path) -> None:
     start(2, check_ranks, tmp_path, [("ddp", 1), ("fsdp", 1)])
 
 
 @pytest.mark.slow
-def test_any_layout_is_one(tmp_path: Path) -> None:
+def test_any_layout_of_four_ranks_trains_the_same_critic_as_one_process(tmp_path: Path) -> None:
     start(4, check_ranks, tmp_path, [("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2)])
 
 
-def test_train_recompute_holds_for_a_trunk_of_its_own() -> None:
+def test_train_recompute_applies_to_a_separate_trunk() -> None:
     found = []
     for recompute in (False, True):
         cfg = TrainConfig.model_validate({"critic": {"lr": 1e-2}, "train": {"recompute": recompute}})
@@ -314,7 +301,7 @@ def test_train_recompute_holds_for_a_trunk_of_its_own() -> None:
     assert (found[0] - found[1]).abs().max() < 1e-12
 
 
-def test_an_update_with_a_gradient_that_is_not_finite_is_skipped() -> None:
+def test_an_update_with_a_non_finite_gradient_is_skipped() -> None:
     own, groups = critic(clip=0.0), make_groups(tiny_decoder())
     credit(own, groups)
     for rollout in (rollout for group in groups for rollout in group.rollouts):
@@ -328,11 +315,11 @@ def test_an_update_with_a_gradient_that_is_not_finite_is_skipped() -> None:
     assert own.learn(groups)["critic/skipped"] == 0.0 and not own.model.head.weight.equal(before[1])
 
 
-def test_it_learns_what_answers_are_worth() -> None:
+def test_the_critic_fits_the_returns() -> None:
     own = critic(gae_lambda=1.0, clip=0.0, passes=1)
     groups = make_groups(tiny_decoder(), seed=2)
     first = credit(own, groups)["critic/explained_variance"]
-    for _ in range(150):
+    for _ in range(60):
         credit(own, groups)
         own.learn(groups)
     assert first < 0.5 < 0.9 < credit(own, groups)["critic/explained_variance"]
@@ -343,8 +330,8 @@ def small(tmp_path: Path, no_curves: None) -> SmallRuns:
     return SmallRuns(tmp_path)
 
 
-@pytest.mark.parametrize("trunk", TRUNKS)
-def test_a_run_with_a_critic(small: SmallRuns, trunk: str) -> None:
+@pytest.mark.parametrize("trunk", ["shared", pytest.param("separate", marks=pytest.mark.slow)])
+def test_a_ppo_run_logs_and_trains_the_critic(small: SmallRuns, trunk: str) -> None:
     words = ("--algo.recipe", "ppo", "--critic.trunk", trunk, "--critic.lr", 1e-3, "--train.steps", 4)
     assert small.train(*words, "--train.prompts", 6, "--train.samples", 1) == 0
     loss = "critic/loss" if trunk == "separate" else "loss/value"
@@ -355,8 +342,9 @@ def test_a_run_with_a_critic(small: SmallRuns, trunk: str) -> None:
     assert all(len(set(r.token_advantages or ())) > 1 for r in one.rollouts if r.length > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trunk", TRUNKS)
-def test_ppo_learns_with_one_answer_a_prompt(small: SmallRuns, trunk: str) -> None:
+def test_ppo_learns_with_one_answer_per_prompt(small: SmallRuns, trunk: str) -> None:
     (small.folder / "reward.py").write_text(
         "def reward(completion, answer):\n"
         "    words = completion.split() or ['']\n"
@@ -377,7 +365,9 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_go_with_it(small: SmallRuns, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_settings_that_exclude_a_critic_are_refused(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     words, message = REFUSED[name]
     assert small.train("--algo.critic", "true", *words) == 2
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Layouts over processes: what is chosen, how gradients meet, and what happens when memory does not suffice."""
+"""Parallel layouts: the choice of a mode, gradient sums and norms, and running out of memory on one rank."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def whole(model: Any) -> Tensor:
     return torch.cat([weight.detach().flatten().double() for _, weight in model.weights()])
 
 
-def test_one_process_is_left_as_it_is() -> None:
+def test_parallelise_on_one_process_changes_nothing() -> None:
     model = tiny_decoder()
     before = dict(model.named_parameters())
     assert parallelise(model, Mesh(), "fsdp") is model and not in_lockstep(model, Mesh())
     assert all(before[name] is weight for name, weight in model.named_parameters())
 
 
-def test_small_models_are_copied_and_large_ones_split_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_auto_shards_large_models_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_decoder()
     gpu = Mesh(torch.device("cuda"))
     assert pick_mode("auto", model, Mesh()) == pick_mode("auto", model, gpu) == "ddp"
@@ -76,7 +76,7 @@ def check_fallback(mesh: Mesh) -> None:
 
 
 def check_low_precision(mesh: Mesh) -> None:
-    """Computes in bfloat16, keeps float32; and a pass without gradients does not leave rounded weights behind."""
+    """Computes in bfloat16, keeps float32 weights; a pass without gradients does not leave rounded weights behind."""
     exact = tiny_decoder(dtype=torch.float32)
     model = parallelise(copy.deepcopy(exact), mesh, "fsdp", torch.bfloat16)
     row = some_rows()[0]
@@ -100,15 +100,15 @@ def check_buckets(mesh: Mesh) -> None:
     weights = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     weights.append(nn.Parameter(torch.zeros(2, dtype=torch.float64)))
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
-    for place, weight in enumerate(weights):
-        weight.grad = torch.full_like(weight, place + 10.0 * mesh.rank)
+    for index, weight in enumerate(weights):
+        weight.grad = torch.full_like(weight, index + 10.0 * mesh.rank)
     sum_gradients([*weights, frozen], mesh)
-    for place, weight in enumerate(weights):
-        assert weight.grad is not None and torch.equal(weight.grad, torch.full_like(weight, 2 * place + 10.0))
+    for index, weight in enumerate(weights):
+        assert weight.grad is not None and torch.equal(weight.grad, torch.full_like(weight, 2 * index + 10.0))
 
 
 def check_norm(mesh: Mesh) -> None:
-    """Plain tensors, parts and copies together, against the norm of everything in one piece."""
+    """Plain, sharded and replicated tensors together, against the norm of all full tensors."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     grid = init_mesh(2).device_mesh
@@ -132,7 +132,7 @@ def check_norm(mesh: Mesh) -> None:
 
 
 def check_memory(mesh: Mesh) -> None:
-    """One rank runs out of memory: all of them halve_token_budget the budget alike, and nothing is counted twice."""
+    """One rank runs out of memory: all ranks halve the budget, and nothing is counted twice."""
     rows = some_rows()
     longest = max(len(row.ids) for row in rows)
     model = cramped(longest + 5 if mesh.rank == 1 else 10**9)
@@ -162,5 +162,5 @@ def all_checks(mesh: Mesh) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_agree() -> None:
+def test_two_ranks_sum_gradients_norms_and_budgets() -> None:
     start(2, all_checks)

@@ -32,13 +32,13 @@ def test_schedules_have_their_closed_forms(total: int, warmup: int, final: float
     assert lr_factor("cosine", total, total, warmup, final) == pytest.approx(final)
 
 
-def test_a_warm_up_longer_than_the_run_is_no_error() -> None:
+def test_warmup_longer_than_the_run_is_allowed() -> None:
     assert [lr_factor("linear", step, 3, warmup=10) for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
     assert 0 <= lr_factor("cosine", 0, 0) <= 1
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 1.0, 1e3])
-def test_clipping_is_that_of_torch(max_norm: float) -> None:
+def test_clipping_equals_that_of_torch(max_norm: float) -> None:
     ours, theirs = tiny_decoder(), tiny_decoder()
     for model in (ours, theirs):
         generator = torch.Generator().manual_seed(1)
@@ -71,7 +71,7 @@ def test_only_matrices_decay() -> None:
         assert torch.allclose(p, expected, rtol=1e-12), name
 
 
-def test_a_step_is_that_of_plain_adamw() -> None:
+def test_a_step_equals_adamw_by_its_definition() -> None:
     model, other = tiny_decoder(), tiny_decoder()
     ours = make_adamw(model, lr=1.0, betas=(0.8, 0.9), eps=1e-6)
     theirs = torch.optim.AdamW(other.parameters(), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0, fused=False)
@@ -87,7 +87,7 @@ def test_a_step_is_that_of_plain_adamw() -> None:
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
-def test_frozen_parameters_are_left_to_themselves() -> None:
+def test_frozen_parameters_are_not_updated() -> None:
     model = tiny_decoder()
     model.model.embed_tokens.weight.requires_grad_(False)
     optimizer = make_adamw(model, lr=0.1)
@@ -118,14 +118,14 @@ def test_every_parameter_is_in_one_group_with_the_rate_of_its_kind(name: str, ti
         assert {n: rates[n] for n in expected} == pytest.approx({n: r * factor for n, r in expected.items()})
 
 
-def test_without_rates_of_their_own_all_share_one_to_the_last_bit() -> None:
+def test_without_rates_per_kind_all_groups_have_the_same_rate() -> None:
     optimizer = make_adamw(tiny_decoder(), lr=3e-6)
     for lr in (3e-6, 1.7e-6, 0.0):
         set_lr(optimizer, lr)
         assert {group["lr"] for group in optimizer.param_groups} == {lr}
 
 
-def test_muon_wants_a_rate_for_its_matrices() -> None:
+def test_muon_needs_a_learning_rate_for_matrices() -> None:
     with pytest.raises(UserError, match=r"optim\.matrix_lr"):
         make_optimizer(tiny_decoder(), OptimConfig(name="muon"))
 

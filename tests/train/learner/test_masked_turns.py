@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from learner_parts import CHANGES, algorithm, credit, critic, updater
 from processes import start
 from safetensors.torch import load_file
 from small_run import SmallRuns
-from test_critic import credit, critic
-from test_update import CHANGES, algorithm, updater
 from torch import Tensor
 from train_parts import cramped, full_logprobs, give_logprobs, gradients_of, make_turn, tiny_decoder, tokens, weights_of
 
@@ -43,7 +42,7 @@ def episodes(
         rollouts = []
         for sample in range(samples):
             masks = masks_of[(number * samples + sample) % len(masks_of)]
-            turns = [make_turn(draw, tokens(draw, 1, 3) if place else context) for place in range(len(masks))]
+            turns = [make_turn(draw, tokens(draw, 1, 3) if position else context) for position in range(len(masks))]
             for turn, mask in zip(turns, masks, strict=True):
                 turn.masked, turn.reward = bool(mask), draw.choice([0.0, 0.125, 0.25])
             total = sum(turn.reward for turn in turns)
@@ -58,16 +57,16 @@ def every(groups: list[Group]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-def trained_places(rollout: Rollout) -> list[tuple[int, int]]:
+def trained_positions(rollout: Rollout) -> list[tuple[int, int]]:
     """Places of tokens in the loss, each with the number of its turn."""
-    places, place = [], 0
+    positions, position = [], 0
     for number, turn in enumerate(rollout.turns):
-        place += len(turn.context_ids)
+        position += len(turn.context_ids)
         for _ in turn.completion.token_ids:
             if not turn.masked:
-                places.append((place, number))
-            place += 1
-    return places
+                positions.append((position, number))
+            position += 1
+    return positions
 
 
 def plain_advantages(group: Group, by_step: bool, discount: float) -> list[list[float]]:
@@ -99,10 +98,10 @@ def plain_loss(groups: list[Group], by_step: bool, discount: float, aggregate: s
         for rollout, advantages in zip(group.rollouts, plain_advantages(group, by_step, discount), strict=True):
             ids, terms = torch.tensor(rollout.token_ids), []
             logprobs, ref = (torch.log_softmax(m.unembed(m.hidden(ids, [len(ids)])), -1) for m in (model, reference))
-            for place, turn in trained_places(rollout):
-                row, token, advantage = logprobs[place - 1], ids[place], advantages[turn]
-                ratio = torch.exp(row[token] - rollout.engine_logprobs[place])
-                gap = ref[place - 1][token] - row[token]
+            for position, turn in trained_positions(rollout):
+                row, token, advantage = logprobs[position - 1], ids[position], advantages[turn]
+                ratio = torch.exp(row[token] - rollout.engine_logprobs[position])
+                gap = ref[position - 1][token] - row[token]
                 gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
                 terms.append(-gain + 0.3 * (gap.exp() - gap - 1) + 0.02 * (row.exp() * row).sum())
             answers.append(terms)
@@ -114,9 +113,14 @@ def plain_loss(groups: list[Group], by_step: bool, discount: float, aggregate: s
     return torch.stack([torch.stack(terms).mean() for terms in answers if terms]).mean(), model
 
 
-@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
-@pytest.mark.parametrize(("by_step", "discount"), [(False, 1.0), (False, 0.9), (True, 0.9)])
-def test_the_gradient_is_that_of_the_other_tokens_alone(aggregate: str, by_step: bool, discount: float) -> None:
+@pytest.mark.parametrize(
+    ("aggregate", "by_step", "discount"),
+    [
+        *(("token", False, 1.0), ("sequence", False, 0.9), ("constant", True, 0.9), ("token", True, 0.9)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sequence", True, 0.9), ("constant", False, 1.0))),
+    ],
+)
+def test_the_gradient_is_that_of_unmasked_tokens_only(aggregate: str, by_step: bool, discount: float) -> None:
     settings = {"aggregate": aggregate, "step_credit": by_step, "discount": discount, "max_new_tokens": LIMIT}
     algo = make_algorithm("grpo", kl_coef=0.3, entropy_coef=0.02, **settings)
     groups = episodes()
@@ -129,7 +133,9 @@ def test_the_gradient_is_that_of_the_other_tokens_alone(aggregate: str, by_step:
     assert float(sums.losses["loss/total"]) == pytest.approx(float(loss.detach()), abs=1e-12)
     assert gradients_of(model).norm() > 1e-3
     assert (gradients_of(trained.policy) - gradients_of(model)).abs().max() < 1e-10
-    assert int(sums.tokens) == sum(len(trained_places(r)) for r in every(groups)) < sum(r.length for r in every(groups))
+    assert (
+        int(sums.tokens) == sum(len(trained_positions(r)) for r in every(groups)) < sum(r.length for r in every(groups))
+    )
 
 
 def as_context(rollout: Rollout) -> Rollout:
@@ -147,7 +153,7 @@ def as_context(rollout: Rollout) -> Rollout:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_every_algorithm_takes_them_for_context(name: str) -> None:
+def test_every_algorithm_treats_masked_turns_as_context(name: str) -> None:
     algo = algorithm(name).replace(soft_overlong_buffer=0.0)  # the limit of lengths is one of all that was written
     groups = episodes(SOME, seed=1)
     plain = [replace(group, rollouts=[as_context(rollout) for rollout in group.rollouts]) for group in groups]
@@ -160,7 +166,7 @@ def test_every_algorithm_takes_them_for_context(name: str) -> None:
     assert found[0][0]["optim/grad_norm"] > 1e-4 and (found[0][1] - found[1][1]).abs().max() < 1e-12
 
 
-def test_the_critic_learns_nothing_of_them() -> None:
+def test_the_critic_ignores_masked_turns() -> None:
     """Values, returns and advantages by double sums over the tokens in the loss, whitened among these."""
     own, groups = critic(gamma=0.9, gae_lambda=0.8), episodes()
     for rollout in every(groups):
@@ -170,18 +176,18 @@ def test_the_critic_learns_nothing_of_them() -> None:
     credit(own, groups)
     advantages = {}
     for rollout in every(groups):
-        places, ids = trained_places(rollout), torch.tensor(rollout.token_ids)
-        if not places:
+        positions, ids = trained_positions(rollout), torch.tensor(rollout.token_ids)
+        if not positions:
             assert not rollout.inputs and rollout.token_advantages is None
             continue
         with torch.no_grad():
             hidden = own.model.trunk.hidden(ids, [len(ids)]) @ own.model.head.weight[0] + own.model.head.bias
-        values = [float(hidden[place - 1]) for place, _ in places] + [0.0]
-        rewards = [0.0] * len(places)
+        values = [float(hidden[position - 1]) for position, _ in positions] + [0.0]
+        rewards = [0.0] * len(positions)
         for number, turn in enumerate(rollout.turns):
-            rewards[max(i for i, (_, of) in enumerate(places) if of <= number or i == 0)] += turn.reward
+            rewards[max(i for i, (_, of) in enumerate(positions) if of <= number or i == 0)] += turn.reward
         surprises = [r + 0.9 * values[i + 1] - values[i] for i, r in enumerate(rewards)]
-        gained = [sum(0.72**k * s for k, s in enumerate(surprises[first:])) for first in range(len(places))]
+        gained = [sum(0.72**k * s for k, s in enumerate(surprises[first:])) for first in range(len(positions))]
         advantages[id(rollout)] = gained
         assert rollout.inputs["values"] == pytest.approx(values[:-1], abs=1e-10)
         assert rollout.inputs["returns"] == pytest.approx([v + g for v, g in zip(values, gained, strict=False)])
@@ -205,7 +211,7 @@ NOTHING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("recipe", NOTHING)
-def test_where_nothing_is_left_nothing_is_learnt(recipe: str) -> None:
+def test_a_batch_with_masked_turns_only_changes_nothing(recipe: str) -> None:
     algo = make_algorithm(recipe, max_new_tokens=LIMIT, **NOTHING[recipe])
     groups, _ = algo.replace(drop_zero_variance=False, resample=0).keep(episodes([(1,), (1, 1)]))
     trained, before = updater(algo), weights_of(tiny_decoder())
@@ -236,7 +242,8 @@ def test_identical_rollouts_without_trained_tokens_are_scored_with_kl_in_the_rew
     for rollout, logprobs in zip(every(groups), found, strict=True):
         plain = full_logprobs(model, rollout.token_ids)
         assert logprobs == pytest.approx(
-            [float(plain[place - 1, rollout.token_ids[place]]) for place, _ in trained_places(rollout)], abs=1e-12
+            [float(plain[position - 1, rollout.token_ids[position]]) for position, _ in trained_positions(rollout)],
+            abs=1e-12,
         )
     algo.credit(groups, Scorers(partial(trained.ref_logprobs, algo=algo)))
     assert trained.update(groups, algo, 1e-2)["optim/grad_norm"] > 1e-4
@@ -250,7 +257,7 @@ def test_rollouts_without_trained_tokens_are_not_computed_for_scores() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_step_without_others_in_its_group_has_no_advantage() -> None:
+def test_a_step_that_no_other_is_compared_with_has_advantage_0() -> None:
     groups = [*episodes([(1, 0), (1,)], groups=1, samples=2), *episodes(SOME, groups=1)]
     algo = make_algorithm("grpo", step_credit=True)
     algo.credit(groups)
@@ -261,7 +268,7 @@ def test_a_step_without_others_in_its_group_has_no_advantage() -> None:
     assert alone.token_advantages == [alone.turns[1].reward] * alone.turns[1].trained
 
 
-def test_a_replay_buffer_keeps_them_apart(tmp_path: Path) -> None:
+def test_a_replay_buffer_keeps_the_mask(tmp_path: Path) -> None:
     algo = make_algorithm("grpo", step_credit=True)
     groups = episodes()
     algo.credit(groups)
@@ -296,7 +303,8 @@ def check_ranks(mesh: Mesh) -> None:
         assert (weights - expected).abs().max() < 1e-9
 
 
-def test_two_ranks_are_one() -> None:
+@pytest.mark.slow
+def test_two_ranks_learn_the_same_as_one_process() -> None:
     start(2, check_ranks)
 
 
@@ -346,10 +354,10 @@ def small(tmp_path: Path, no_curves: None, one_thread: None) -> SmallRuns:
     return runs
 
 
-def test_an_environment_says_which_actions_are_context(small: SmallRuns) -> None:
+def test_an_environment_masks_turns(small: SmallRuns) -> None:
     assert small.train("--algo.step_credit", "true", "--replay.groups", 2) == 0
     found = [r for step in (1, 2, 3) for r in every(read_rollouts(small.runs / "small", step))]
-    assert all([turn.masked for turn in r.turns] == [place == 0 for place in range(len(r.turns))] for r in found)
+    assert all([turn.masked for turn in r.turns] == [position == 0 for position in range(len(r.turns))] for r in found)
     assert all(r.loss_mask.count(1) == r.length - len(r.turns[0].completion.token_ids) for r in found)
     rows = [row for row in small.metrics() if "turns/masked" in row]
     assert len(rows) == 3 and all(row["turns/masked"] == pytest.approx(1 / row["turns/mean"]) for row in rows)
@@ -364,7 +372,7 @@ def test_an_environment_says_which_actions_are_context(small: SmallRuns) -> None
     [("--algo.recipe", "dapo", "--algo.step_credit", "true"), ("--algo.recipe", "ppo", "--algo.reward_kl_coef", 0.1)],
     ids=["steps", "critic"],
 )
-def test_a_run_of_nothing_but_context_leaves_the_model_as_it_was(small: SmallRuns, words: tuple[object, ...]) -> None:
+def test_a_run_with_masked_turns_only_does_not_change_the_model(small: SmallRuns, words: tuple[object, ...]) -> None:
     assert small.train("--env.args.masked", 9, "--algo.resample", 0, *words) == 0
     first, last = (load_file(small.checkpoint(step) / "model/model.safetensors") for step in (0, 3))
     assert all(first[name].equal(last[name]) for name in first)
@@ -374,7 +382,7 @@ def test_a_run_of_nothing_but_context_leaves_the_model_as_it_was(small: SmallRun
 
 
 @pytest.mark.slow
-def test_a_run_on_two_processes_masks_the_same(small: SmallRuns) -> None:
+def test_a_run_on_two_processes_has_the_same_masks_and_weights(small: SmallRuns) -> None:
     exact = ("--dtype", "float64", "--engine.dtype", "float64", "--algo.step_credit", "true")
     process = small.launch(2, "train", small.config, *exact, "--name", "two")
     assert small.train(*exact) == 0

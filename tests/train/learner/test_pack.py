@@ -16,7 +16,7 @@ def row(length: int, mark: float = 0.0) -> Row:
 
 
 @pytest.mark.parametrize("token_budget", [1, 5, 10, 23, 1000])
-def test_parts_keep_to_the_budget_and_every_row_comes_once(token_budget: int) -> None:
+def test_micro_batches_keep_the_token_budget_and_contain_every_row_once(token_budget: int) -> None:
     draw = random.Random(token_budget)
     rows = [row(draw.randint(2, 14), mark) for mark in range(40)]
     parts = list(split_rows(rows, token_budget))
@@ -28,7 +28,7 @@ def test_parts_keep_to_the_budget_and_every_row_comes_once(token_budget: int) ->
 
 @pytest.mark.parametrize("token_budget", [1, 20, 50, 1000])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_ranks_share_every_row_once_in_step_and_in_balance(ranks: int, token_budget: int) -> None:
+def test_ranks_get_every_row_once_and_equally_many_balanced_micro_batches(ranks: int, token_budget: int) -> None:
     draw = random.Random(token_budget)
     rows = [row(draw.randint(2, 14), mark) for mark in range(1, 41)]
     shares = [partition_rows(rows, ranks, rank, token_budget) for rank in range(ranks)]
@@ -46,7 +46,7 @@ def test_ranks_share_every_row_once_in_step_and_in_balance(ranks: int, token_bud
         assert shares[0] == list(split_rows(rows, token_budget)) and not blanks
 
 
-def test_more_ranks_than_rows_leave_some_with_nothing_to_learn() -> None:
+def test_with_more_ranks_than_rows_some_get_blank_rows() -> None:
     shares = [partition_rows([row(5), row(9)], 4, rank, 100) for rank in range(4)]
     assert [[any(r.trained) for r in part] for parts in shares for part in parts] == [[True], [True], [False], [False]]
     batch = pack(shares[3][0], "cpu")
@@ -57,7 +57,7 @@ def answer(prompt: int, length: int) -> Row:
     return Row([prompt] * 6 + [9] * length, [0] * 6 + [1] * length, [0.0] * (6 + length), 1.0, 1.0)
 
 
-def test_a_shared_prompt_counts_once() -> None:
+def test_a_shared_prompt_counts_once_in_the_token_budget() -> None:
     rows = [answer(1, 4), answer(2, 3), answer(1, 2), answer(2, 5), answer(1, 3)]
     (part,) = split_rows(rows, 6 + 2 + 3 + 4 + 6 + 3 + 5, share_prefixes=True)
     assert [(r.ids[0], len(r.ids) - 6) for r in part] == [(1, 2), (1, 3), (1, 4), (2, 3), (2, 5)]
@@ -75,21 +75,21 @@ def test_ranks_keep_answers_to_a_prompt_together() -> None:
         assert sum(1 for shared in pack(part, "cpu").shared if not shared) <= 5
 
 
-def test_no_rows_make_no_parts() -> None:
+def test_no_rows_make_no_micro_batches() -> None:
     assert list(split_rows([], 10)) == []
 
 
-def test_packing_lines_everything_up_with_the_trained_tokens() -> None:
+def test_packed_inputs_are_aligned_with_the_trained_tokens() -> None:
     algo = make_algorithm("grpo")
     groups = make_groups(tiny_decoder())
     algo.credit(groups)
     rows = rows_of(groups, algo)
     batch = pack(rows, "cpu", torch.float64)
-    ids, trained, place = batch.ids.tolist(), batch.trained.tolist(), 0
+    ids, trained, start = batch.ids.tolist(), batch.trained.tolist(), 0
     for part, length in zip(rows, batch.lengths, strict=True):
-        assert ids[place : place + length] == part.ids
-        place += length
-    assert place == len(ids) == len(trained)
+        assert ids[start : start + length] == part.ids
+        start += length
+    assert start == len(ids) == len(trained)
     flat = [
         (bit, logprob, r.advantage, r.weight)
         for r in rows

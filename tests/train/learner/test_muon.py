@@ -30,7 +30,7 @@ def by_svd(matrix: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e6])
-def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, int], size: float) -> None:
+def test_singular_values_become_about_one_and_singular_vectors_stay(shape: tuple[int, int], size: float) -> None:
     matrix = size * noise(shape)
     found = orthogonalised(matrix)
     assert torch.allclose(found, by_svd(matrix), rtol=0, atol=1e-10)
@@ -40,7 +40,7 @@ def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, int
     assert float((found - u @ v).abs().max()) < 0.4
 
 
-def test_nothing_stays_nothing() -> None:
+def test_a_zero_matrix_stays_zero() -> None:
     assert not orthogonalised(torch.zeros(3, 4)).any()
 
 
@@ -51,7 +51,7 @@ def test_single_precision_is_close_and_keeps_its_dtype() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_steps_are_those_of_the_definition(shape: tuple[int, int]) -> None:
+def test_steps_equal_the_definition_by_singular_value_decomposition(shape: tuple[int, int]) -> None:
     gradients = [noise(shape, seed) for seed in (1, 2, 3)]
     expected, momentum = noise(shape), torch.zeros(shape, dtype=torch.float64)
     for gradient in gradients:
@@ -62,8 +62,8 @@ def test_steps_are_those_of_the_definition(shape: tuple[int, int]) -> None:
     assert torch.allclose(found, expected, rtol=0, atol=1e-11)
 
 
-def test_torch_goes_the_same_way() -> None:
-    """As far as the bfloat16 of torch's Muon allows."""
+def test_steps_agree_with_muon_of_torch() -> None:
+    """Up to the precision of bfloat16, in which torch's Muon computes."""
     gradients = [noise((24, 6), seed).float() for seed in (1, 2)]
     ours = train(nn.Parameter(noise((24, 6)).float()), gradients)
     parameter = nn.Parameter(noise((24, 6)).float())
@@ -77,7 +77,7 @@ def test_torch_goes_the_same_way() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_everything_but_matrices_gets_plain_adamw(fused: bool) -> None:
+def test_vectors_and_embeddings_are_updated_by_adamw(fused: bool) -> None:
     model, other = tiny_decoder(), tiny_decoder()
     ours = make_optimizer(model, OptimConfig(name="muon", lr=0.01, matrix_lr=0.02, embedding_lr=0.03, weight_decay=0.1))
     for group in ours.param_groups:
@@ -108,10 +108,11 @@ def test_a_parameter_without_gradient_stays() -> None:
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)) and not optimizer.state
 
 
-def test_one_shard_is_the_whole(tmp_path: Path) -> None:
+def test_a_matrix_in_one_shard_equals_the_whole_matrix(tmp_path: Path) -> None:
     worker(0, (1,), [[Shard(0)]], str(tmp_path / "meeting"))
 
 
+@pytest.mark.slow
 def test_two_shards_are_orthogonalised_as_one_matrix(tmp_path: Path) -> None:
     placements: list[list[Placement]] = [[Shard(0)], [Shard(1)], [Replicate()]]
     torch.multiprocessing.spawn(worker, ((2,), placements, str(tmp_path / "meeting")), nprocs=2)

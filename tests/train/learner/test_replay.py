@@ -33,7 +33,7 @@ def groups() -> list[Group]:
     return [group_of(version, number) for version in range(4) for number in range(3)]
 
 
-def test_it_keeps_the_latest(groups: list[Group]) -> None:
+def test_the_buffer_keeps_the_latest_groups(groups: list[Group]) -> None:
     buffer = ReplayBuffer(capacity=5)
     for version in range(4):
         buffer.add(groups[3 * version : 3 * version + 3])
@@ -44,7 +44,7 @@ def test_it_keeps_the_latest(groups: list[Group]) -> None:
         ReplayBuffer(capacity=0)
 
 
-def test_draws_depend_on_seed_and_version_alone(groups: list[Group]) -> None:
+def test_samples_depend_on_seed_and_version_only(groups: list[Group]) -> None:
     def draw(version: int, seed: int, count: int = 5) -> list[int]:
         buffer = ReplayBuffer(capacity=12)
         buffer.add(groups)
@@ -57,7 +57,7 @@ def test_draws_depend_on_seed_and_version_alone(groups: list[Group]) -> None:
     assert all(abs(seen[index] - 250) < 5 * 250**0.5 for index in range(12))  # 3 of 12, 1,000 times
 
 
-def test_with_replacement_a_group_may_come_again(groups: list[Group]) -> None:
+def test_with_replacement_a_group_can_be_sampled_twice(groups: list[Group]) -> None:
     buffer = ReplayBuffer(capacity=12, with_replacement=True)
     buffer.add(groups)
     drawn = buffer.sample(200, 4)
@@ -65,7 +65,7 @@ def test_with_replacement_a_group_may_come_again(groups: list[Group]) -> None:
     assert ReplayBuffer(capacity=3, with_replacement=True).sample(3, 1) == []
 
 
-def test_what_is_too_old_is_dropped(groups: list[Group]) -> None:
+def test_groups_beyond_max_staleness_are_removed(groups: list[Group]) -> None:
     buffer = ReplayBuffer(capacity=12, max_staleness=2)
     buffer.add(groups)
     assert {version_of(group) for group in buffer.sample(12, 4)} == {2, 3}
@@ -78,7 +78,7 @@ def test_what_is_too_old_is_dropped(groups: list[Group]) -> None:
     mixed_versions.rollouts[0].turns[0].completion.version = 0
 
 
-def test_it_comes_back_from_disk_as_it_was(tmp_path: Path, groups: list[Group]) -> None:
+def test_a_saved_buffer_is_loaded_unchanged(tmp_path: Path, groups: list[Group]) -> None:
     buffer = ReplayBuffer(capacity=7, max_staleness=9, with_replacement=True)
     groups[-1].rollouts[0].token_advantages = [0.1] * groups[-1].rollouts[0].length
     buffer.add(groups)
@@ -95,7 +95,7 @@ def test_it_comes_back_from_disk_as_it_was(tmp_path: Path, groups: list[Group]) 
         ReplayBuffer.load(tmp_path)
 
 
-def test_its_summary_reads_well() -> None:
+def test_the_summary_lists_versions_and_means() -> None:
     buffer = ReplayBuffer(capacity=9)
     assert buffer.summary(3) == "0 of 9 groups, 0 rollouts"
     buffer.add([group_of(1, 0, 1.0), group_of(1, 1, 0.0), group_of(3, 0, 0.25)])
@@ -105,7 +105,7 @@ def test_its_summary_reads_well() -> None:
     assert three.startswith("version 3: 1 groups, mean reward 0.250, mean length ")
 
 
-def test_fresh_and_replayed_groups_are_spread_evenly(groups: list[Group]) -> None:
+def test_fresh_and_replayed_groups_are_interleaved_evenly(groups: list[Group]) -> None:
     fresh, replayed = groups[:8], groups[8:]
     batch = mixed(fresh, replayed)
     assert sorted(map(id, batch)) == sorted(map(id, groups))
@@ -114,7 +114,7 @@ def test_fresh_and_replayed_groups_are_spread_evenly(groups: list[Group]) -> Non
     assert mixed(fresh, []) == fresh
 
 
-def test_the_update_corrects_by_what_the_older_policy_said() -> None:
+def test_importance_ratios_use_the_logprobs_of_the_older_policy() -> None:
     """The gradient of a mixed batch is that of ratio * advantage, written out; behaviour is what is stored."""
     old, policy = tiny_decoder(seed=1), tiny_decoder(seed=1)
     with torch.no_grad():
@@ -135,8 +135,8 @@ def test_the_update_corrects_by_what_the_older_policy_said() -> None:
         behaviour = full_logprobs(policy if rollout in [r for g in fresh for r in g.rollouts] else old, ids)
         hidden = policy.hidden(torch.tensor(ids), [len(ids)])
         current = torch.log_softmax(policy.unembed(hidden), -1)
-        for place in (index for index in range(len(ids)) if mask[index]):
-            ratio = (current[place - 1, ids[place]] - behaviour[place - 1, ids[place]]).exp()
+        for position in (index for index in range(len(ids)) if mask[index]):
+            ratio = (current[position - 1, ids[position]] - behaviour[position - 1, ids[position]]).exp()
             total = total - ratio * rollout.advantage / (len(every) * 16)
             ratios.append(float(ratio.detach()))
     total.backward()
@@ -145,7 +145,7 @@ def test_the_update_corrects_by_what_the_older_policy_said() -> None:
     assert all((one - other).abs().max() < 1e-10 for one, other in zip(found, expected, strict=True))
 
 
-def test_a_run_replays_what_it_says(tmp_path: Path, no_curves: None) -> None:
+def test_a_run_logs_its_replay(tmp_path: Path, no_curves: None) -> None:
     small = SmallRuns(tmp_path)
     words = ("--train.steps", 5, "--save.every", 5, "--replay.groups", 2, "--replay.capacity", 7)
     assert small.train(*words, "--replay.max_staleness", 2, "--algo.updates", 2) == 0
@@ -159,7 +159,7 @@ def test_a_run_replays_what_it_says(tmp_path: Path, no_curves: None) -> None:
     assert list(buffer) == written[-7:]  # what was in the rollout files is what may come again
 
 
-def test_another_run_begins_with_what_was_saved(
+def test_a_run_starts_with_the_buffer_of_another_run(
     tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = SmallRuns(tmp_path)
@@ -183,7 +183,7 @@ def test_another_run_begins_with_what_was_saved(
 @pytest.mark.parametrize(
     ("recipe", "why"), [("reinforce", "'reinforce' has no importance ratio"), ("gspo", "recompute_logprobs discards")]
 )
-def test_a_loss_that_cannot_tell_who_sampled_cannot_replay(
+def test_losses_without_importance_ratios_refuse_replay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, why: str
 ) -> None:
     small = SmallRuns(tmp_path)
@@ -192,7 +192,7 @@ def test_a_loss_that_cannot_tell_who_sampled_cannot_replay(
     assert why in said and said.count("\n") == 1 and not small.runs.exists()
 
 
-def test_a_correction_weighs_what_an_earlier_policy_sampled() -> None:
+def test_importance_correction_applies_to_replayed_tokens() -> None:
     """REINFORCE with token weights: the gradient is that of min(ratio, high) * A * log pi, written out."""
     old, policy = tiny_decoder(seed=1), tiny_decoder(seed=2)
     algo = make_algorithm("simple", correction="token_truncate", correction_high=1.5)
@@ -207,9 +207,9 @@ def test_a_correction_weighs_what_an_earlier_policy_sampled() -> None:
     for rollout in rollouts:
         ids = rollout.token_ids
         every = torch.log_softmax(policy.unembed(policy.hidden(torch.tensor(ids), [len(ids)])), -1)
-        for place in (index for index, mask in enumerate(rollout.loss_mask) if mask):
-            logprob = every[place - 1, ids[place]]
-            weights.append(min(float((logprob.detach() - rollout.engine_logprobs[place]).exp()), 1.5))
+        for position in (index for index, mask in enumerate(rollout.loss_mask) if mask):
+            logprob = every[position - 1, ids[position]]
+            weights.append(min(float((logprob.detach() - rollout.engine_logprobs[position]).exp()), 1.5))
             total = total - weights[-1] * rollout.advantage * logprob / sum(r.length for r in rollouts)
     total.backward()
     assert min(weights) < 0.7 and max(weights) == 1.5

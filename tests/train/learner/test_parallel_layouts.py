@@ -1,4 +1,4 @@
-"""One truth on any layout: the same replayed rollouts give the same losses and weights on 1, 2 and 4 processes."""
+"""The same rollouts give the same losses and weights on 1, 2 and 4 processes, whatever the layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from assay.mesh import Mesh
 
 
 def differences(case: Case, folder: Path) -> tuple[float, float]:
-    """The largest ones from a single process: of any metric of any step (relative above 1), and of any final weight."""
+    """Largest differences from one process: of any metric of any step (relative above 1), and of any final weight."""
     metrics, weights = train(Case(case.family, double=case.double), Mesh())
     left = json.loads((folder / f"{case.name}.json").read_text())
     found = load_file(folder / f"{case.name}.safetensors")
@@ -36,13 +36,18 @@ def check(world: int, cases: list[Case], folder: Path) -> None:
         assert metric < limit and weight < limit, (case.name, metric, weight)
 
 
-def test_fsdp_times_tensor_parallelism_is_one_process(tmp_path: Path) -> None:
+def test_fsdp_and_tensor_parallelism_on_two_processes_equal_one_process(tmp_path: Path) -> None:
+    check(2, [Case("qwen3", "fsdp"), Case("qwen3", "ddp", tp=2)], tmp_path)
+
+
+@pytest.mark.slow
+def test_fsdp_with_tensor_parallelism_on_four_processes_equals_one_process(tmp_path: Path) -> None:
     check(4, [Case("qwen3", "fsdp", tp=2)], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_layout_of_every_family_is_one_process(world: int, tmp_path: Path) -> None:
+def test_every_layout_of_every_family_equals_one_process(world: int, tmp_path: Path) -> None:
     layouts = [("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2)]
     cases = [Case(f, mode, tp, double) for f in SPECS for mode, tp in layouts for double in (True, False)]
     check(world, cases, tmp_path)

@@ -1,3 +1,5 @@
+"""Optimizer state of sharded models: saved in one layout and loaded in another."""
+
 from __future__ import annotations
 
 import errno
@@ -6,30 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from mesh_parts import muon_updater, trained_muon_updater
 from processes import start
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from train_parts import make_groups, tiny_decoder
 
-from assay.algos import make_algorithm
-from assay.config import OptimConfig
-from assay.mesh import Mesh, init_mesh
+from assay.mesh import Mesh
 from assay.runs import checkpoints
 from assay.runs.files import disk_error
 from assay.text import char_tokenizer
 from assay.train import checkpoint
-from assay.train.learner.optim import make_optimizer, optimizer_tensors
-from assay.train.learner.pack import rows_of
-from assay.train.learner.parallel import is_sharded, load_sharded, parallelise, save_sharded, saved_shapes
+from assay.train.learner.optim import optimizer_tensors
+from assay.train.learner.parallel import is_sharded, load_sharded, save_sharded, saved_shapes
 from assay.train.learner.update import Updater
 from assay.types import UserError
 
 TENSORS = {"a|exp_avg": torch.randn(3, 4, dtype=torch.float64), "b|momentum": torch.randn(5), "a|step": torch.tensor(3)}
 
 
-def test_tensors_come_back_from_a_folder_of_parts_and_from_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_are_loaded_from_shards_and_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_sharded(tmp_path / "parts", TENSORS, Mesh())
     (tmp_path / "whole").mkdir()
     save_file(TENSORS, tmp_path / "whole" / "optimizer.safetensors")
@@ -46,28 +43,11 @@ def test_tensors_come_back_from_a_folder_of_parts_and_from_files(
         assert all(found[name].equal(tensor) for name, tensor in TENSORS.items())
 
 
-def test_what_lies_in_one_place_is_not_split() -> None:
+def test_a_plain_module_is_not_sharded() -> None:
     assert not is_sharded(nn.Linear(2, 2))
 
 
 LAYOUTS = ((1, "ddp"), (1, "fsdp"), (2, "ddp"), (2, "fsdp"))  # tensor-parallel ranks of four, and the others' mode
-
-
-def updater(tp: int, mode: str) -> Updater:
-    mesh = init_mesh(tp)
-    policy = parallelise(tiny_decoder(seed=1), mesh, mode)
-    optim = OptimConfig(name="muon", lr=1e-2, matrix_lr=1e-2)  # with all kinds of moments
-    return Updater(policy, make_optimizer(policy, optim), mesh=mesh)
-
-
-def trained(tp: int, mode: str) -> Updater:
-    algo = make_algorithm("grpo")
-    groups = make_groups(tiny_decoder())
-    algo.credit(groups)
-    found = updater(tp, mode)
-    for _ in range(2):
-        found.step(rows_of(groups, algo), algo, 1e-2)
-    return found
 
 
 def moments(found: Updater) -> dict[str, Tensor]:
@@ -76,28 +56,28 @@ def moments(found: Updater) -> dict[str, Tensor]:
 
 
 def move(_: Mesh, folder: Path) -> None:
-    """Moments saved in any layout come back in any other, bit by bit."""
+    """State saved in any layout is loaded bit by bit in any other."""
     for step, layout in enumerate(LAYOUTS):
-        saved = trained(*layout)
+        saved = trained_muon_updater(*layout)
         checkpoint.save(folder, {"step": step}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
         assert (checkpoints.folder(folder, step) / "optimizer").is_dir() == is_sharded(saved.policy)
         assert checkpoints.last_intact(folder) == (step, [])
         expected = moments(saved)
         assert len(expected) > 20
         for other in LAYOUTS:
-            found = updater(*other)
+            found = muon_updater(*other)
             checkpoint.load_optimizer(folder, step, found.policy, found.optimizer)
             got = moments(found)
             assert got.keys() == expected.keys() and all(got[name].equal(expected[name]) for name in expected)
 
 
 @pytest.mark.slow
-def test_moments_move_between_layouts(tmp_path: Path) -> None:
+def test_optimizer_state_moves_between_layouts(tmp_path: Path) -> None:
     start(4, move, tmp_path)
 
 
 def fill_disk(mesh: Mesh, folder: Path) -> None:
-    saved = trained(1, "fsdp")
+    saved = trained_muon_updater(1, "fsdp")
     checkpoint.save(folder, {"step": 1}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
 
     def full(*_: object) -> None:
