@@ -1,10 +1,9 @@
-"""What the native engine writes, held against transformers and the trainer, however it is made to run."""
+"""Completions of the native engine against transformers and the trainer, in all modes of operation."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import gc
 import os
 import random
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ from native_parts import (
     SPECS,
     Consumer,
     Mode,
-    Weights,
     assert_same_groups,
     assert_scores,
     engine_for,
@@ -38,7 +36,6 @@ from native_parts import (
     transformers_model,
     words,
 )
-from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.native.scheduler import Chunk
@@ -275,26 +272,6 @@ def test_common_prefixes_are_computed_once_and_cached_for_later_calls() -> None:
 
 
 @pytest.mark.parametrize("mode", ["plain", "all at once"])
-def test_decoding_writes_only_to_unshared_blocks(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_for(model_of("qwen3"), MODES[mode])
-    step, cache = engine.runner._step, engine.runner.kv
-    written = []
-
-    def note(size: int, span: int) -> None:
-        before = cache.clone()
-        step(size, span)
-        changed = (cache != before).any(-1).any(-1).flatten(0, 2).any(0)[:-1]  # the last is nobody's
-        blocks = changed.nonzero()[:, 0].tolist()
-        assert all(engine.blocks.ref_counts[block] <= 1 and block not in engine.blocks.keys for block in blocks)
-        written.append(len(blocks))
-
-    monkeypatch.setattr(engine.runner, "_step", note)
-    prompts = [prompt for prompt in mixed_prompts(seed=5) if len(prompt) >= BLOCK_SIZE]
-    generate(engine, requests_for(prompts, SamplingParams(n=3, max_new_tokens=20)))
-    assert len(written) == engine.stats.decode_steps and max(written) > 1
-
-
-@pytest.mark.parametrize("mode", ["plain", "all at once"])
 def test_no_cached_prefix_of_earlier_weights_is_used(mode: str) -> None:
     before, after = model_of("qwen3"), small_decoder(SPECS["qwen3"], seed=2)
     prompts = mixed_prompts(seed=9)[4:10]
@@ -424,56 +401,6 @@ def test_kv_waste_is_limited_to_partial_last_blocks() -> None:
         assert stats.kv_waste == pytest.approx(empty / slots, abs=tolerance)
 
 
-def test_logits_are_freed_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    vocabulary = 509  # like no other size
-    model = small_decoder(small_spec(vocab_size=vocabulary, tied=False), seed=3)
-    engine = engine_for(model, Mode(max_batch=5, window=3, ahead=1))
-    tables: list[int] = []
-    step = engine.runner._step
-
-    def alive() -> int:
-        return sum(1 for x in gc.get_objects() if type(x) is Tensor and x.dim() and x.shape[-1] == vocabulary)
-
-    def look(size: int, span: int) -> None:
-        """When a step begins, whatever of the last one's logits is left is seen by the garbage collector."""
-        tables.append(alive() - weights)
-        step(size, span)
-
-    weights = alive()  # a weight may lie by columns
-    monkeypatch.setattr(engine.runner, "_step", look)
-    params = SamplingParams(n=4, top_p=0.9, max_new_tokens=5, forbidden_token_ids=(1,))
-    generate(engine, requests_for(random_prompts(3, vocabulary, seed=1), params))
-    assert len(tables) == engine.stats.decode_steps > 5 and not any(tables)
-
-
-def test_a_float64_engine_computes_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = copy.deepcopy(model_of("qwen3")).double()
-    prompt = mixed_prompts()[1]
-    engine = engine_for(model, Mode(prefill_tokens=7, window=3, ahead=1), dtype=torch.float64)
-    logits: list[Tensor] = []
-    unembed = engine.network.unembed
-
-    def note(hidden: Tensor) -> Tensor:
-        logits.append(unembed(hidden))
-        return logits[-1]
-
-    monkeypatch.setattr(engine.network, "unembed", note)
-    for temperature in (0.0, 1.0, 0.7):
-        logits.clear()
-        params = SamplingParams(temperature=temperature, max_new_tokens=20)
-        (completion,) = generate(engine, requests_for([prompt], params))[0]
-        with torch.no_grad():
-            ids = torch.tensor([*prompt, *completion.token_ids])
-            exact = model.unembed(model.hidden(ids, [len(ids)]))[len(prompt) - 1 : -1]
-        assert exact.dtype == torch.float64 and (torch.cat(logits)[:20] - exact).abs().max() < 1e-9
-        logprobs = (exact / (temperature or 1.0)).log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
-        ours = torch.tensor(completion.engine_logprobs, dtype=torch.float64)
-        assert (ours - logprobs).abs().max() < 1e-9
-        if temperature == 0:
-            hf = transformers_model(model.spec, model_of("qwen3")).double()
-            assert completion.token_ids == greedy_by_transformers(hf, prompt, 20, ())
-
-
 @pytest.mark.parametrize("mode", ["plain", "all at once"])
 def test_bfloat16_logprobs_are_close_to_those_of_the_trainer(mode: str) -> None:
     model = small_decoder(small_spec(), seed=13)
@@ -485,35 +412,6 @@ def test_bfloat16_logprobs_are_close_to_those_of_the_trainer(mode: str) -> None:
             logprobs = torch.log_softmax(logits_after(model, [*prompt, *completion.token_ids]), -1)
             expected = logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             assert (torch.tensor(completion.engine_logprobs) - expected).abs().mean() < 0.15
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SPECS)
-def test_fingerprint_equals_that_of_the_canonical_weights(name: str, dtype: torch.dtype) -> None:
-    model = small_decoder(SPECS[name])
-    engine = make_engine("auto", model, device="cpu", dtype=dtype)
-    assert isinstance(engine, NativeEngine) and engine.info.version == 0
-    assert engine.fingerprint() == fingerprint(model.weights(), dtype)
-    with torch.no_grad():
-        dict(model.weights())["model.layers.1.mlp.up_proj.weight"][3, 2] += 1.0
-    assert engine.fingerprint() != fingerprint(model.weights(), dtype)
-
-
-def test_weights_of_another_model_are_named_in_the_error() -> None:
-    model = small_decoder(small_spec())
-    engine = engine_for(model)
-    weights = dict(model.weights())
-    norm = "model.layers.1.mlp.up_proj.weight"
-    with pytest.raises(UserError, match=norm):
-        engine.update_weights(Weights((weights | {norm: torch.zeros(2, 3)}).items()), 1)
-    with pytest.raises(UserError, match=r"model\.layers\.9\.odd"):
-        engine.update_weights(Weights((weights | {"model.layers.9.odd": torch.zeros(1)}).items()), 1)
-    with pytest.raises(UserError, match=norm):
-        engine.update_weights(Weights([(name, weight) for name, weight in weights.items() if name != norm]), 1)
-    assert engine.info.version == 0
-    empty = NativeEngine(model.spec, device="cpu", dtype=torch.float32)
-    with pytest.raises(UserError, match="update_weights"):
-        generate(empty, requests_for([[1]], SamplingParams()))
 
 
 def test_unknown_or_unsuitable_engines_are_errors() -> None:

@@ -1,0 +1,94 @@
+"""The fused network against the trainer's decoder: weights under canonical names, hidden states, stored keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_parts import small_decoder, small_spec
+from native_parts import SPECS, Weights, engine_for, requests_for
+from torch import Tensor
+
+from assay.engine import NativeEngine, SamplingParams, generate, make_engine
+from assay.engine.base import copy_weights
+from assay.engine.native.attention import ChunkAttention
+from assay.engine.native.engine import make_operations
+from assay.engine.native.kv_cache import new_cache
+from assay.engine.native.network import FusedDecoder
+from assay.engine.native.scheduler import Chunk
+from assay.engine.sequence import BLOCK_SIZE
+from assay.models.decoder import Decoder
+from assay.models.fingerprint import fingerprint
+from assay.types import UserError
+
+CPU = torch.device("cpu")
+
+
+def fused(model: Decoder, dtype: torch.dtype) -> FusedDecoder:
+    network = FusedDecoder(model.spec, make_operations(model.spec, model.spec.max_length, CPU, dtype), CPU, dtype)
+    copy_weights(network.canonical(), model.weights())
+    return network
+
+
+def test_canonical_weights_are_views_with_the_names_and_values_of_the_decoder() -> None:
+    for spec in SPECS.values():
+        model = small_decoder(spec)
+        network = fused(model, torch.float64)
+        weights = dict(model.weights())
+        assert network.canonical().keys() == weights.keys()
+        assert all(torch.equal(weight, weights[name].double()) for name, weight in network.weights())
+        network.canonical()["model.layers.1.self_attn.k_proj.weight"].fill_(7.0)
+        queries = spec.heads * spec.head_dim
+        assert (network.layers[1].qkv[queries : queries + spec.kv_heads * spec.head_dim] == 7.0).all()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_hidden_states_equal_those_of_the_decoder(name: str) -> None:
+    model = small_decoder(SPECS[name]).double()
+    network = fused(model, torch.float64)
+    tokens = [5, 3, 60, 1, 1, 2, 17, 40, 8, 11]
+    chunk = Chunk(tokens, 0, len(tokens), [2, 0])
+    positions = torch.arange(len(tokens))
+    slots = torch.tensor(chunk.blocks)[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+    def run(method: str) -> tuple[Tensor | None, Tensor]:
+        kv, _ = new_cache(model.spec, 4, CPU, torch.float64)
+        attend = ChunkAttention([chunk], BLOCK_SIZE, CPU, torch.float64)
+        at = network.ops.token_positions(positions, slots)
+        return getattr(network, method)(torch.tensor(tokens), at, kv, attend), kv
+
+    with torch.no_grad():
+        hidden, kv = run("forward")
+        _, filled = run("fill")
+        expected = model.hidden(torch.tensor(tokens), [len(tokens)])
+        assert hidden is not None and (hidden - expected).abs().max() < 1e-6  # rotary angles are float32
+        assert (network.unembed(hidden) - model.unembed(expected)).abs().max() < 1e-5
+    assert torch.equal(kv, filled) and not kv[:, :, :, [1, 3]].any()  # `fill` stores the same keys and values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SPECS)
+def test_fingerprint_equals_that_of_the_canonical_weights(name: str, dtype: torch.dtype) -> None:
+    model = small_decoder(SPECS[name])
+    engine = make_engine("auto", model, device="cpu", dtype=dtype)
+    assert isinstance(engine, NativeEngine) and engine.info.version == 0
+    assert engine.fingerprint() == fingerprint(model.weights(), dtype)
+    with torch.no_grad():
+        dict(model.weights())["model.layers.1.mlp.up_proj.weight"][3, 2] += 1.0
+    assert engine.fingerprint() != fingerprint(model.weights(), dtype)
+
+
+def test_weights_of_another_model_are_named_in_the_error() -> None:
+    model = small_decoder(small_spec())
+    engine = engine_for(model)
+    weights = dict(model.weights())
+    norm = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(UserError, match=norm):
+        engine.update_weights(Weights((weights | {norm: torch.zeros(2, 3)}).items()), 1)
+    with pytest.raises(UserError, match=r"model\.layers\.9\.odd"):
+        engine.update_weights(Weights((weights | {"model.layers.9.odd": torch.zeros(1)}).items()), 1)
+    with pytest.raises(UserError, match=norm):
+        engine.update_weights(Weights([(name, weight) for name, weight in weights.items() if name != norm]), 1)
+    assert engine.info.version == 0
+    empty = NativeEngine(model.spec, device="cpu", dtype=torch.float32)
+    with pytest.raises(UserError, match="update_weights"):
+        generate(empty, requests_for([[1]], SamplingParams()))
