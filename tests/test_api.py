@@ -14,6 +14,7 @@ from small_run import SmallRuns
 
 from assay.api import Trainer
 from assay.runs import read_rollouts
+from assay.train import run
 from assay.train.learner.replay import mixed
 from assay.types import Group, UserError
 
@@ -23,7 +24,7 @@ REPLAY: dict[str, Any] = {"replay.capacity": 5, "train.steps": 4, "save.every": 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallRuns:
-    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
+    monkeypatch.setattr(run, "draw_curves", lambda path: None)
     return SmallRuns(tmp_path)
 
 
@@ -116,7 +117,7 @@ def test_replay_without_ratio_changed_settings_and_several_processes_are_refused
 @pytest.mark.slow
 def test_example_own_loop_trains_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
+    monkeypatch.setattr(run, "draw_curves", lambda path: None)
     example = runpy.run_path("examples/own_loop.py")
     short = {"sft.steps": 20, "train.steps": 3, "eval.final_examples": 20, "eval.examples": 5}
     trainer = example["Replayed"](settings={**example["SETTINGS"], **short, "runs_dir": str(tmp_path)}, quiet=True)
@@ -127,7 +128,7 @@ def test_example_own_loop_trains_and_replays(tmp_path: Path, monkeypatch: pytest
 
 
 def test_example_classic_loop_steps_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
+    monkeypatch.setattr(run, "draw_curves", lambda path: None)
     example = runpy.run_path(str(ROOT / "examples" / "classic_loop.py"))
     short = {"train.steps": 2, "eval.final_examples": 20, "eval.examples": 5, "runs_dir": str(tmp_path)}
     trainer = example["Classic"](settings={**example["SETTINGS"], **short}, quiet=True)

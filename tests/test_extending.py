@@ -231,6 +231,7 @@ def test_an_environment(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
             assert rollout.reward == pytest.approx(sum(right) / 2) and all(right[:-1])
 
 
+@pytest.mark.slow
 def test_an_engine_backend_passes_the_conformance_check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, _ = section(ENGINE)
     monkeypatch.syspath_prepend(str(folder))

@@ -24,6 +24,7 @@ from assay.process.remote import RemoteWorker
 from assay.runs.rollouts import read_lines, read_rollouts
 from assay.tasks import make_task
 from assay.text import char_tokenizer
+from assay.train import run
 from assay.train.components import build_algorithm, build_judge, build_problems, build_renderer
 from assay.train.learner.replay import ReplayBuffer
 from assay.train.learner.subprocess_updater import SubprocessUpdater
@@ -51,7 +52,7 @@ SMALL: dict[str, object] = {  # a nano model that spells, taught the form of the
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One thread, which is fastest for tiny models, and no curves.png."""
-    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
+    monkeypatch.setattr(run, "draw_curves", lambda path: None)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -275,6 +276,7 @@ def with_chat(name: str, chat: Path, **words: object) -> Seed:
     return seed
 
 
+@pytest.mark.slow
 def test_simple_continues_from_a_warm_start_with_muon(chat: Path) -> None:
     seed = with_chat("simple", chat, **{"sampling.max_new_tokens": 24, "train.prompts": 3, "train.samples": 6})
     del seed.words["model"]  # the recipe's own: run:chat@last
@@ -304,6 +306,7 @@ def test_gym_reinforce_shows_how_to_call_the_calculator(data: Path) -> None:
     assert asked.count("####") == 5 + 2 and asked.count("<<") == 5 + 2  # the system message has its own
 
 
+@pytest.mark.slow
 def test_gym_reinforce_steps_replays_and_refreshes_its_reference(chat: Path) -> None:
     words = {"prompt.few_shot": 0, "prompt.system": "", "sampling.max_new_tokens": 48, "eval.max_new_tokens": 48}
     few = {"train.steps": 4, "train.prompts": 12, "train.samples": 1, "replay.groups": 6}

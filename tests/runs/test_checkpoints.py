@@ -275,6 +275,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_kill_at_random_moments(tmp_path: Path) -> None:
     chance, reached = random.Random(3), 0
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Makes `train_parts` and `small_run` importable, and spares the runs of these tests their curves."""
+"""Makes `train_parts` and `small_run` importable; fixtures for whole runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Sums in another order are other sums: runs that must be equal to the last bit compute alike."""
+    """The order of sums depends on the number of threads: runs that must be equal to the last bit use one."""
     import torch
 
     before = torch.get_num_threads()
@@ -24,5 +24,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than the tiny runs that are drawn; tests/cli checks the picture."""
-    monkeypatch.setattr("assay.train.run.draw_curves", lambda path: None)
+    """No curves.png: plotting takes longer than a small run. tests/cli checks the picture."""
+    from assay.train import run
+
+    monkeypatch.setattr(run, "draw_curves", lambda path: None)

@@ -27,23 +27,23 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 @dataclass
 class Request:
-    """One life of a run: `words` for the command line, in the folder `cwd`; dead at event `die_at` (from 1)."""
+    """One process of a run: `words` for the command line, in the folder `cwd`; killed at event `die_at` (from 1)."""
 
     cwd: str
     words: list[str]
-    die_at: int = 0  # 0: it lives to its end
+    die_at: int = 0  # 0: it is not killed
 
 
 @dataclass
 class Result:
     code: int
-    events: list[str] = field(default_factory=list)  # of a life that was not cut short: operation and path
+    events: list[str] = field(default_factory=list)  # operation and path, if the process was not killed
     said: str = ""
-    volatile: list[str] = field(default_factory=list)  # what a power cut could have undone, see `Durability`
+    volatile: list[str] = field(default_factory=list)  # what a power failure could have undone, see `Durability`
 
 
 class KillServer:
-    """The client's side: a server process and its pipes."""
+    """The client: a server process and its pipes."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -65,12 +65,12 @@ class KillServer:
 
 
 class Durability:
-    """Follows what a power cut could undo: contents and names that no fsync of the file or its folder has confirmed."""
+    """Tracks what a power failure could undo: contents and names that were not flushed by fsync of file or folder."""
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self.pending: set[str] = set()  # files with unconfirmed contents, folders with unconfirmed names
-        self.renamed = ""  # the folder of the last rename, until it is confirmed
+        self.pending: set[str] = set()  # files and folders that were not flushed
+        self.renamed = ""  # the folder of the last rename, until it is flushed
         self.found: list[str] = []
 
     def install(self) -> None:
@@ -96,7 +96,7 @@ class Durability:
         elif what == "os.rename":
             target = os.path.abspath(target)
             folder = os.path.dirname(target)
-            if re.fullmatch(r"step-\d+", os.path.basename(target)):  # a checkpoint gets its name
+            if re.fullmatch(r"step-\d+", os.path.basename(target)):  # a checkpoint is renamed
                 unconfirmed = {name for name in self.pending - {folder} if not name.endswith(".lock")}
                 self.found += [f"{name} when {target} gets its name" for name in sorted(unconfirmed)]
             self.pending = {re.sub(rf"^{re.escape(path)}(?=/|$)", target, name) for name in self.pending} | {folder}
@@ -106,7 +106,7 @@ class Durability:
 
 
 class FileEvents:
-    """Counts operations that change anything below `root`, and kills this process at the one that was chosen.
+    """Counts operations that change anything below `root`, and kills this process at the chosen one.
 
     A write counts twice: death before it, and death when half of it is done; several writes to a file without anything
     in between count as one. Operations that change nothing do not count. Death at event n + 1 is death after event n.
@@ -136,7 +136,7 @@ class FileEvents:
         self._wrap_native_writers()
 
     def happens(self, what: str, path: str, target: str = "") -> bool:
-        """Whether this event is to be the last. `target`: the new name in a rename."""
+        """Whether to die at this event. `target`: the new name in a rename."""
         self.durability.changes(what, path, target)
         name = re.sub(r"tmp-\d+", "tmp", os.path.relpath(path, self.root))
         self.events.append(f"{what} {name}")
@@ -223,7 +223,7 @@ def die() -> None:
 
 
 def live(request: Request, outgoing: int) -> None:
-    """In the child: run to the end, or to the death that was asked for."""
+    """In the child: run to the end, or until the chosen event."""
     from assay.cli.main import main
     from assay.runs import environment
     from assay.runs.files import atomic_write
@@ -237,7 +237,7 @@ def live(request: Request, outgoing: int) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.chdir(request.cwd)
-    run.draw_curves = draw_curves  # type: ignore[assignment]  # drawing takes longer than the run
+    run.draw_curves = draw_curves  # type: ignore[assignment]  # plotting takes longer than the run
     environment._git_state = lambda: None
     time.perf_counter = lambda: 0.0  # type: ignore[assignment]  # times are equal, so all bytes can be
     events = FileEvents(Path(request.cwd) / "runs", request.die_at)
@@ -257,7 +257,7 @@ def serve() -> None:
 
     for name in ("torch._dynamo", "assay.cli.train", "assay.train.loop", "assay.train.build"):
         import_module(name)
-    assert transformers.PreTrainedTokenizerFast and transformers.AutoTokenizer  # imported when first asked for
+    assert transformers.PreTrainedTokenizerFast and transformers.AutoTokenizer  # imported on first use
     library_for(torch.device("cpu"), torch.float32)  # compiled once
     torch.set_num_threads(1)
     for line in sys.stdin:

@@ -41,7 +41,7 @@ def flip(file: Path, bit: int) -> None:
 
 
 def flips(run: Path, count: int) -> Iterator[tuple[Path, int]]:
-    """`count` random bits of every file, or all bits where there are fewer."""
+    """`count` random bits of every file, or all bits if there are fewer."""
     chance = random.Random(0)
     for file in sorted(path for path in run.rglob("*") if path.is_file()):
         bits = 8 * file.stat().st_size

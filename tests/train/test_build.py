@@ -1,4 +1,4 @@
-"""Building a run: engines of one's own, and the capabilities of an engine that are checked before the run starts."""
+"""Building a run: custom engines, and engine capabilities, which are checked before the run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings without effect are named, and those that are shipped all have one."""
+"""Settings without effect or with risks are reported; the shipped configs have none without effect."""
 
 from __future__ import annotations
 

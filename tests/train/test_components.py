@@ -1,4 +1,4 @@
-"""Settings -> parts: few-shot examples, and how evaluations sample."""
+"""Settings -> components: few-shot examples, sampling of evaluations, mini-batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shots(tmp_path: Path) -> str:
 
 
 def asked(**prompt: Any) -> str:
-    """What the model reads before its answer to PROMPT."""
+    """The text of PROMPT as the model reads it."""
     tokenizer = word_tokenizer(TASK.words())
     renderer = build_renderer(PromptConfig(**prompt), tokenizer, TASK)
     return tokenizer.decode(renderer.prompt_ids(PROMPT), skip_special=False)

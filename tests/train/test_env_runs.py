@@ -1,4 +1,4 @@
-"""Whole runs in environments: trained, measured, resumed; and what is kept of their episodes."""
+"""Whole runs in environments: training, evaluation, resume, and stored episodes."""
 
 from __future__ import annotations
 
@@ -149,6 +149,7 @@ class Shaky(GuessNumber):
 """
 
 
+@pytest.mark.slow
 def test_a_warning_names_what_failed_environment_or_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = runs(tmp_path, GUESS)
     (tmp_path / "shaky.py").write_text(SHAKY)
@@ -167,6 +168,7 @@ def test_a_warning_names_what_failed_environment_or_judge(tmp_path: Path, capsys
     assert "warning: the judge failed on some answers" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_critic_bootstraps_the_value_of_a_truncated_episode(tmp_path: Path) -> None:
     small = runs(tmp_path, GUESS)
     words = ("--env.max_steps", 1, "--algo.recipe", "ppo", "--algo.step_credit", "false", "--algo.discount", 1.0)

@@ -32,7 +32,7 @@ def test_sync_copies_all_weights_and_sets_the_version(dtype: torch.dtype) -> Non
 
 
 class Forgetful(NativeEngine):
-    """Loses one number of one weight on the way."""
+    """Changes one value of one weight."""
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         super().update_weights(source, version)
@@ -42,7 +42,7 @@ class Forgetful(NativeEngine):
 
 
 class Deaf(NativeEngine):
-    """Keeps the weights it had first."""
+    """Ignores updates of the weights."""
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         if self.info.version < 0:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import SmallRuns, gpt2_folder
+from small_run import SmallRuns, gpt2_folder, mostly_slow
 
 from assay.algos.recipes import RECIPES
 from assay.runs import checkpoints
@@ -42,7 +42,7 @@ def test_answers_longer_than_the_kv_cache_are_truncated(small: SmallRuns, capsys
     assert all(rollout.truncated for rollout in answers if len(rollout.token_ids) == held + 1)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, quick=["grpo", "ppo", "gspo", "bnpo"]))
 def test_every_recipe_trains(small: SmallRuns, recipe: str) -> None:
     assert small.train("--algo.recipe", recipe) == 0
     assert small.summary()["algorithm"] == recipe and small.summary()["steps"] == 2
@@ -274,8 +274,11 @@ def test_a_fallback_model_is_trained_and_exported(small: SmallRuns, capsys: pyte
 @pytest.mark.parametrize(
     ("block", "temperature", "settings"),
     [
-        (-np.inf, 1.0, ()),
-        (float(np.finfo(np.float32).min), 0.6, ("--algo.entropy_coef", 0.01, "--algo.kl_coef", 0.1)),
+        pytest.param(-np.inf, 1.0, (), marks=pytest.mark.slow),
+        pytest.param(
+            *(float(np.finfo(np.float32).min), 0.6, ("--algo.entropy_coef", 0.01, "--algo.kl_coef", 0.1)),
+            marks=pytest.mark.slow,
+        ),
         (-np.inf, 0.6, ("--algo.recipe", "gspo", "--algo.reward_kl_coef", 0.1, "--sampling.top_p", 0.9)),
     ],
 )
@@ -323,6 +326,7 @@ def test_the_last_and_the_best_checkpoints_are_kept(small: SmallRuns) -> None:
     assert checkpoints.steps(path) == sorted({0, 4, 5, best["step"]})
 
 
+@pytest.mark.slow
 def test_a_new_best_checkpoint_is_saved_at_once_and_kept(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     measured, path = RunEvaluator.measure, small.runs / "small"
     accuracies = {1: 0.2, 2: 0.2, 3: 0.6, 4: 0.5, 5: 0.6, 6: 0.1}

@@ -1,4 +1,4 @@
-"""Ranks that differ are named before a run begins, and before a checkpoint is written: real processes over gloo."""
+"""Ranks that differ are reported before a run starts and before a checkpoint is saved; with processes over gloo."""
 
 from __future__ import annotations
 
@@ -94,6 +94,7 @@ def flip(weight: torch.Tensor, here: bool) -> None:
         local_tensor(weight.detach()).flatten().view(torch.int32)[:1].bitwise_xor_(1)
 
 
+@pytest.mark.slow
 def test_different_settings_data_or_weights_are_reported_on_all_ranks() -> None:
     start(2, differ)
 
@@ -115,6 +116,7 @@ def spoil_replicas(mesh: Mesh, folder: Path, tp: int, mode: str, name: str) -> N
     save(folder, updater, 2)
 
 
+@pytest.mark.slow
 def test_replicas_that_differ_by_a_bit_are_not_saved(tmp_path: Path) -> None:
     start(2, spoil_replicas, tmp_path, 1, "ddp", "model.norm.weight")
 

@@ -1,4 +1,4 @@
-"""Code that a run folder names is imported only with consent, which is kept outside of the run folder."""
+"""Code that a run directory names is imported only with consent, which is stored outside of the run directory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fresh_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 class Gift:
-    """A run folder from somebody else."""
+    """A run directory from another user."""
 
     def __init__(self, folder: Path, settings: str) -> None:
         self.folder = folder / "gift"
@@ -112,7 +112,7 @@ def test_the_engine_of_a_foreign_run_is_not_imported_without_consent(make_gift, 
 
 
 def test_trust_in_runs_with_built_in_engines_does_not_depend_on_the_engine(tmp_path: Path) -> None:
-    """Records of versions without engines by path stay valid."""
+    """Consent stored by versions without custom engines stays valid."""
     names = ("auto", "native", "m:make")
     cfgs = [TrainConfig.model_validate({"task": {"name": "a.py:b"}, "engine": {"name": name}}) for name in names]
     auto, native, own = (trust.digest(cfg, contents=False) for cfg in cfgs)
@@ -169,7 +169,7 @@ def test_other_settings_in_the_command_are_not_consent(make_gift) -> None:
 def test_a_copy_of_trusted_code_in_another_folder_is_not_trusted(
     make_gift, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    """It would import its neighbours from there."""
+    """It would import other modules of that folder."""
     gift = make_gift('task = "evil_code.py:Task"')
     monkeypatch.chdir(gift.folder)
     assert main(["eval", "run:.@last", "--trust"]) == 2 and gift.ran
