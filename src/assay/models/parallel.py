@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from assay.mesh import Mesh, copy_to, local_tensor, reduce_from
 from assay.models.decoder import Decoder, Norm
+from assay.models.logprobs import at_least_float32, gradient_of
 from assay.models.spec import ModelSpec
 from assay.types import UserError
 
@@ -107,7 +108,7 @@ class VocabularyEmbedding(VocabularyPart):
 
 class VocabularyHead(VocabularyPart):
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits over the whole vocabulary, gathered from all ranks; `scores` does without."""
+        """Logits over the whole vocabulary, gathered from all ranks; `scores` needs no gathering."""
         logits = F.linear(copy_to(hidden, self.group), local_tensor(self.weight))
         before, after = self.first, self.weight.shape[0] - self.first - logits.shape[-1]
         return reduce_from(F.pad(logits, (before, after)), self.group)
@@ -123,7 +124,7 @@ class VocabularyHead(VocabularyPart):
 
 
 class _Scores(torch.autograd.Function):
-    """Logits are computed again in the backward pass: only one slice of this rank's is ever alive."""
+    """Logits are recomputed in the backward pass: only one slice of this rank's logits is ever in memory."""
 
     @staticmethod
     def forward(
@@ -139,7 +140,7 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         weight = table.to(dtype)
         slices = [
-            torch.stack(scores_of(F.linear(part.to(dtype), weight), target, temperature, first, group))
+            torch.stack(gathered_scores(F.linear(part.to(dtype), weight), target, temperature, first, group))
             for part, target in zip(hidden.split(size), targets.split(size), strict=True)
             if len(part)
         ]
@@ -151,7 +152,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, up: Tensor, spread: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, table, targets, entropies, partition = ctx.saved_tensors
         weight = table.to(ctx.dtype)
         hidden_grad = torch.empty_like(hidden)
@@ -159,16 +160,11 @@ class _Scores(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.size):
             at = slice(start, start + ctx.size)
             part = hidden[at].to(ctx.dtype)
-            grad = gradient_of(
-                F.linear(part, weight),
-                targets[at],
-                ctx.temperature,
-                ctx.first,
-                entropies[at],
-                partition[at],
-                up[at],
-                spread[at],
-            )
+            logits = F.linear(part, weight)
+            columns, present = own_rows(targets[at], ctx.first, logits.shape[-1])
+            scores = entropies[at], partition[at]
+            upstream = grad_logprobs[at], grad_entropy[at]
+            grad = gradient_of(logits, columns, ctx.temperature, *scores, *upstream, present)
             hidden_grad[at] = (grad @ weight).to(hidden.dtype)
             if table_grad is not None:
                 table_grad += grad.T @ part
@@ -176,54 +172,29 @@ class _Scores(torch.autograd.Function):
         return hidden_grad, table_grad, None, None, None, None, None, None
 
 
-def scores_of(
+def gathered_scores(
     logits: Tensor, targets: Tensor, temperature: float, first: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of `targets` [M], entropies [M] and log-partition sums [M] over the whole vocabulary, given
-    this rank's logits [M, part] of tokens from `first` on. Not less than float32."""
-    logits = over_temperature(logits, temperature)
+    """`logprobs.scores_of` over the whole vocabulary, from each rank's logits [M, part] of the tokens from `first` on.
+
+    The maximum over all ranks is subtracted first, so that partial sums can be added up.
+    """
+    logits = at_least_float32(logits) / temperature
     top = logits.amax(-1)
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
     logits -= top[:, None]
     rows, here = own_rows(targets, first, logits.shape[-1])
     chosen = logits.gather(-1, rows[:, None]).squeeze(-1).where(here, 0.0)
     probs = logits.exp()
-    logits.masked_fill_(probs == 0, 0.0)  # a blocked token has a logit of -inf, and 0 * -inf would be NaN
+    logits.masked_fill_(probs == 0, 0.0)  # as in `logprobs.scores_of`
     sums = torch.stack([probs.sum(-1), (probs * logits).sum(-1), chosen])
     dist.all_reduce(sums, group=group)
     total, weighted, chosen = sums
     return chosen - total.log(), total.log() - weighted / total, top + total.log()
 
 
-def gradient_of(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    first: int,
-    entropies: Tensor,
-    partition: Tensor,
-    up: Tensor,
-    spread: Tensor,
-) -> Tensor:
-    """The gradient of this rank's logits, given those of log-probabilities (`up`) and entropies (`spread`).
-
-    With p the probabilities: d logprob / d logit = [target] - p, d entropy / d logit = -p (log p + entropy).
-    """
-    logs = over_temperature(logits, temperature) - partition[:, None]
-    probs = logs.exp()
-    logs.masked_fill_(probs == 0, 0.0)  # as in `scores_of`
-    grad = -probs * (up[:, None] + spread[:, None] * (logs + entropies[:, None]))
-    rows, here = own_rows(targets, first, logits.shape[-1])
-    grad.scatter_add_(1, rows[:, None], (up * here)[:, None])
-    return (grad / temperature).to(logits.dtype)
-
-
-def over_temperature(logits: Tensor, temperature: float) -> Tensor:
-    return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-
-
 def own_rows(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Where tokens stand in this rank's part, and which of them do; the others point at some row of it."""
+    """Indices of tokens within this rank's part of the vocabulary, and which tokens are in it; others are clamped."""
     rows = ids - first
     return rows.clamp(0, count - 1), (rows >= 0) & (rows < count)
 
@@ -242,7 +213,7 @@ class Part(nn.Module):
 
 
 class ColumnLinear(Part):
-    """Gives this rank's outputs."""
+    """Computes this rank's outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias))
@@ -257,21 +228,21 @@ class RowLinear(Part):
 
 
 class WholeNorm(Part):
-    """A norm that every rank computes alike."""
+    """A norm that every rank computes identically."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), local_tensor(self.weight).to(x.dtype), self.eps)
 
 
 class EntryNorm(WholeNorm):
-    """The norm before a split block. One exchange here serves all projections that read from it."""
+    """The norm before a split block. One collective here serves all projections that read its output."""
 
     def forward(self, x: Tensor) -> Tensor:
         return copy_to(super().forward(x), self.group)
 
 
 class HeadNorm(Part):
-    """One weight for all heads, of which each rank sees its own only."""
+    """The norm of queries or keys: one weight for all heads, of which each rank computes its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = copy_to(local_tensor(self.weight), self.group)
@@ -279,7 +250,7 @@ class HeadNorm(Part):
 
 
 def shard_decoder(decoder: Decoder, mesh: Mesh) -> None:
-    """Leave this rank its part of the decoder. All ranks must hold the same weights; names stay as they are."""
+    """Replace the decoder's layers by this rank's parts, in place. All ranks must hold the same weights. Names stay."""
     check_sizes(decoder.spec, mesh.tp_size)
     for layer in decoder.model.layers:
         for norm in ("input_layernorm", "post_attention_layernorm"):

@@ -1,4 +1,4 @@
-"""The two passes of `scoring` over logits in Triton: each number is read once in each, and nothing else is kept."""
+"""`scores_of` and `gradient_of` of `logprobs` in Triton: each kernel reads every logit once and stores nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # numbers of a row that are read together
+BLOCK = 4096  # logits of a row that are read together
 WARPS = 8
 
 
@@ -30,18 +30,18 @@ def _scores_of(logits, stride, targets, scale, logprobs, entropies, partition, S
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * stride
     column = tl.arange(0, BLOCK)
-    # One maximum, sum and weighted sum for each lane; the lanes are joined once, at the end.
+    # One maximum, sum and weighted sum per lane; the lanes are combined once, at the end.
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for start in range(0, SIZE, BLOCK):
         value = tl.load(line + start + column, mask=start + column < SIZE, other=float("-inf")).to(tl.float32) * scale
-        # A lane that has seen nothing but -inf keeps a finite maximum, so that no difference is NaN.
+        # A lane with only -inf gets a finite maximum, so that no difference is NaN.
         new = tl.maximum(tl.maximum(largest, value), -1e30)
-        shrink = tl.exp(largest - new)
-        share = tl.exp(value - new)
-        total = total * shrink + share
-        weighted = weighted * shrink + tl.where(share > 0, share * value, 0.0)
+        scale_down = tl.exp(largest - new)
+        weight = tl.exp(value - new)
+        total = total * scale_down + weight
+        weighted = weighted * scale_down + tl.where(weight > 0, weight * value, 0.0)
         largest = new
     top = tl.max(largest, 0)
     factor = tl.exp(largest - top)
@@ -59,19 +59,19 @@ def gradient_of(
     temperature: float,
     entropies: Tensor,
     partition: Tensor,
-    up: Tensor,
-    spread: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
 ) -> Tensor:
-    """In place of the logits."""
+    """Overwrites the logits."""
     rows, size = logits.shape
     block = min(BLOCK, triton.next_power_of_2(size))
     if rows:
         _gradient_of[(rows, triton.cdiv(size, block))](
             *(logits, logits.stride(0), targets, 1.0 / temperature, entropies, partition),
-            *(up.contiguous(), up if spread is None else spread.contiguous()),
+            *(grad_logprobs.contiguous(), grad_logprobs if grad_entropy is None else grad_entropy.contiguous()),
             SIZE=size,
             BLOCK=block,
-            SPREAD=spread is not None,
+            WITH_ENTROPY=grad_entropy is not None,
             num_warps=WARPS,
         )
     return logits
@@ -85,21 +85,21 @@ def _gradient_of(
     scale,
     entropies,
     partition,
-    up,
-    spread,
+    grad_logprobs,
+    grad_entropy,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPREAD: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
-    place = logits + row * stride + column
-    logs = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32) * scale - tl.load(partition + row)
-    share = tl.exp(logs)
-    asked = tl.load(up + row)
-    factor = asked
-    if SPREAD:
-        factor = asked + tl.load(spread + row) * (tl.where(share > 0, logs, 0.0) + tl.load(entropies + row))
-    grad = tl.where(column == tl.load(targets + row), asked, 0.0) - share * factor
-    tl.store(place, (grad * scale).to(logits.dtype.element_ty), mask=inside)
+    address = logits + row * stride + column
+    logs = tl.load(address, mask=inside, other=float("-inf")).to(tl.float32) * scale - tl.load(partition + row)
+    prob = tl.exp(logs)
+    grad_logprob = tl.load(grad_logprobs + row)
+    factor = grad_logprob
+    if WITH_ENTROPY:
+        factor += tl.load(grad_entropy + row) * (tl.where(prob > 0, logs, 0.0) + tl.load(entropies + row))
+    grad = tl.where(column == tl.load(targets + row), grad_logprob, 0.0) - prob * factor
+    tl.store(address, (grad * scale).to(logits.dtype.element_ty), mask=inside)
