@@ -19,7 +19,7 @@ import numpy as np
 from assay.evals.report import Report
 from assay.evals.stats import paired_test
 from assay.runs.directory import read_metrics
-from assay.runs.files import read_json
+from assay.runs.files import atomic_write, read_json
 from assay.runs.rollouts import read_lines
 from assay.types import UserError
 
@@ -241,9 +241,8 @@ def draw_recipes(outcomes: Sequence[Outcome], path: Path, title: str) -> bool:
     figure.legend(
         *axes.get_legend_handles_labels(), frameon=False, fontsize=8, labelcolor=MUTED, loc="outside right upper"
     )
-    temporary = path.with_name(f".{path.name}.tmp.png")
-    figure.savefig(temporary, format="png")
-    temporary.replace(path)
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png")
     return True
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
-from assay.algos import LengthLimits
+from assay.algos import Algorithm, LengthLimits
 from assay.config import TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import Engine
 from assay.mesh import Mesh
 from assay.models import Decoder, Lora, PolicyModel, load_adapter, pick_dtype
+from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
 from assay.runs.directory import check_name
@@ -181,12 +182,7 @@ def assemble(
     device = policy_device(cfg, mesh)
     algo = components.build_algorithm(cfg)
     dtype = pick_dtype(cfg.dtype, mesh.device)
-    task = components.build_problems(cfg.task, cfg.env)
-    for warning in (*unused_settings(cfg, algo, task), *risky_settings(cfg, algo)):
-        console.warn(warning)
-    train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
-    evaluations = evaluation_prompts(cfg, task)
-    check_overlap(train, evaluations, console)
+    task, train, evaluations = load_problems(cfg, algo, console)
     tokenizer = components.build_tokenizer(cfg.model, source, task)
     renderer = components.build_renderer(cfg.prompt, tokenizer, task)
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters)
@@ -204,10 +200,6 @@ def assemble(
     algo.limits = LengthLimits(cfg.sampling.max_new_tokens, engine.info.max_length)
     schedule = Schedule.of(cfg.train, len(train))
     directory = directory or Run(Path())
-    judged = "answers" if collector.env is None else "steps"
-    judge_warning = (
-        f"{collector.reward_source} failed on some {judged} (status/error), which count as 0: see the rollouts"
-    )
     return TrainingRun(
         cfg=cfg,
         directory=directory,
@@ -217,10 +209,29 @@ def assemble(
         learner=Learner(cfg, algo, updater, schedule, critic),
         replay=Replay(cfg.replay, cfg.seed),
         evaluator=RunEvaluator(cfg, collector, evaluations, directory, console),
-        recorder=Recorder(cfg, directory, console, mesh, judge_warning, started),
+        recorder=Recorder(cfg, directory, console, mesh, judge_warning(collector), started),
         stopping=stopping,
         demonstrations=demonstrations,
     )
+
+
+def load_problems(
+    cfg: TrainConfig, algo: Algorithm, console: Console
+) -> tuple[Task, Sequence[Prompt], dict[str, Sequence[Prompt]]]:
+    """The task or environment, the prompts of the train split, and those of evaluations by "label:split"."""
+    task = components.build_problems(cfg.task, cfg.env)
+    for warning in (*unused_settings(cfg, algo, task), *risky_settings(cfg, algo)):
+        console.warn(warning)
+    train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
+    evaluations = evaluation_prompts(cfg, task)
+    check_overlap(train, evaluations, console)
+    return task, train, evaluations
+
+
+def judge_warning(collector: Collector) -> str:
+    """The warning for the first failure of the judge or environment."""
+    judged = "answers" if collector.env is None else "steps"
+    return f"{collector.reward_source} failed on some {judged} (status/error), which count as 0: see the rollouts"
 
 
 def load_policy(
