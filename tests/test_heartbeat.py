@@ -81,14 +81,14 @@ def beat(*args: object) -> None:
         signal.pause()
 
 
-def test_silence_is_reported_once_and_so_is_its_end() -> None:
+def test_a_missing_heartbeat_and_its_return_are_each_reported_once() -> None:
     peer = Peer("rank 3 on node7")
-    said = [peer.look(news, 20.0) for news in (1, 1, 1, 1, 2, 2, 2, 2)]
+    said = [peer.observe(counter, 20.0) for counter in (1, 1, 1, 1, 2, 2, 2, 2)]
     assert said[:4] == ["", "", "rank 3 on node7 has not responded for 40 s; waiting", ""]
     assert said[4:] == ["rank 3 on node7 responds again after 60 s", "", said[2], ""]
 
 
-def test_a_stopped_rank_is_named_and_may_come_back(ranks: Ranks) -> None:
+def test_a_stopped_rank_is_named_and_can_continue(ranks: Ranks) -> None:
     _, stopped, _ = ranks.beating(3, timeout_s=0)
     os.kill(stopped.pid, signal.SIGSTOP)
     ranks.wait_for(f"assay: rank 1 on {HOST} has not responded for", 2)
@@ -100,18 +100,18 @@ def test_a_stopped_rank_is_named_and_may_come_back(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_rank_that_stays_silent_ends_all_others_with_one_line(ranks: Ranks, signum: signal.Signals) -> None:
+def test_a_rank_without_heartbeat_ends_all_others_with_one_message(ranks: Ranks, signum: signal.Signals) -> None:
     _, silent, _ = ranks.beating(3, timeout_s=3)
     os.kill(silent.pid, signum)
     for rank in (0, 2):
         ranks.started[rank].join(60)
         assert ranks.started[rank].exitcode == 2
-    lines = [line for rank in (0, 2) for line in ranks.said(rank).splitlines() if "the run ends" in line]
+    lines = [line for rank in (0, 2) for line in ranks.said(rank).splitlines() if "ending the run" in line]
     assert len(lines) == 1 and lines[0].startswith(f"assay: rank 1 on {HOST} has not responded for")
 
 
 @pytest.mark.slow
-def test_several_neighbouring_ranks_that_vanish_are_noticed(ranks: Ranks) -> None:
+def test_several_consecutive_ranks_that_vanish_are_noticed(ranks: Ranks) -> None:
     survivor, *gone = ranks.beating(4, timeout_s=3)
     for process in gone:
         os.kill(process.pid, signal.SIGKILL)
@@ -129,7 +129,7 @@ def hold_store(folder: Path, _: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_store_that_is_gone_ends_the_ranks(ranks: Ranks, tmp_path: Path, signum: signal.Signals) -> None:
+def test_an_unreachable_store_ends_the_ranks(ranks: Ranks, tmp_path: Path, signum: signal.Signals) -> None:
     holder = ranks.start(hold_store)
     wait_until((tmp_path / "port").exists)
     ranks.store = dist.TCPStore("127.0.0.1", int((tmp_path / "port").read_text()))
@@ -149,7 +149,7 @@ def compute(*args: object) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_computes_is_alive(ranks: Ranks) -> None:
+def test_a_busy_rank_keeps_its_heartbeat(ranks: Ranks) -> None:
     pair = [ranks.start(compute, rank, 2, 6.0, 4.0) for rank in range(2)]
     for rank, process in enumerate(pair):
         process.join(60)
@@ -163,7 +163,7 @@ def wait_in_an_exchange(*args: object) -> None:
         time.sleep(60)
 
 
-def test_a_rank_that_is_waited_for_long_is_named(ranks: Ranks) -> None:
+def test_a_rank_that_others_wait_for_is_named(ranks: Ranks) -> None:
     ranks.start(wait_in_an_exchange, 0, 2, 0.0, 30.0)
     ranks.start(beat, 1, 2, 0.0, 30.0)
     ranks.wait_for(f"s for rank 1 on {HOST}, which is alive and busy", 0)
@@ -179,7 +179,7 @@ def launch(folder: Path, port: int) -> None:
         signal.pause()
 
 
-def test_a_rank_whose_launcher_is_killed_ends(ranks: Ranks) -> None:
+def test_a_rank_whose_launcher_was_killed_ends(ranks: Ranks) -> None:
     launcher = ranks.start(launch)
     ranks.store.wait(["assay/beat/0"])
     (rank,) = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()

@@ -12,7 +12,7 @@ from assay.mesh import Mesh, first_to_fail, init_mesh
 from assay.types import UserError
 
 
-def test_one_process_is_a_grid_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_is_a_mesh_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     mesh = init_mesh()
     assert (mesh.rank, mesh.world, mesh.dp_size, mesh.tp_size, mesh.dp_rank, mesh.tp_rank) == (0, 1, 1, 1, 0, 0)
@@ -34,7 +34,7 @@ def test_one_process_is_a_grid_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         ("2", 1, "mps", "2 processes cannot share device 'mps'"),
     ],
 )
-def test_grids_that_cannot_be_are_told(
+def test_impossible_mesh_sizes_are_refused(
     monkeypatch: pytest.MonkeyPatch, world: str, tp: int, device: str, said: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", world)
@@ -43,7 +43,7 @@ def test_grids_that_cannot_be_are_told(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
-def test_more_processes_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="more processes on this node than its 0 GPUs"):
         init_mesh(1, "cuda")
@@ -66,7 +66,7 @@ def exchange(flat: Mesh) -> None:
 
 
 @pytest.mark.slow
-def test_what_ranks_exchange() -> None:
+def test_collectives_of_four_ranks() -> None:
     start(4, exchange)
 
 
@@ -87,5 +87,5 @@ def wait(_: Mesh) -> None:
 
 
 @pytest.mark.slow
-def test_how_long_ranks_wait_for_each_other() -> None:
+def test_collectives_time_out_and_objects_wait() -> None:
     start(2, wait)

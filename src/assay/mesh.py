@@ -1,18 +1,15 @@
-"""Heartbeats between ranks: a rank that is stopped, or whose host is gone, is named instead of waited for in silence.
+"""The process mesh of a run: data-parallel and tensor-parallel ranks, collectives between them, and heartbeats.
 
-Each rank publishes a counter in the store that all processes share, and watches the counter of the rank before it. So
-whatever set of ranks falls silent, at least one of the others notices. The threads need the interpreter lock only for
-moments: a rank that computes, judges or evaluates for hours keeps beating. One that is orphaned by its launcher ends.
+`Mesh`: `dp` ranks split each batch, `tp` ranks hold one model together. A single process is a mesh of one rank: it does
+not need torch.distributed, and every collective returns its input.
 
-The processes of a run as a grid: `dp` of them split each batch, `tp` of them hold one model together.
+`Heartbeat`: reports a rank that hangs, or whose host is down, instead of waiting forever. Each rank publishes a counter
+in the rendezvous store and watches the counter of the previous rank, so that at least one rank notices whatever set of
+ranks stops. Its threads hold the interpreter lock only briefly: a rank that computes or judges for hours keeps beating.
+A rank whose launcher has ended stops itself.
 
-One process is a grid too, the trivial one: it needs no torch.distributed, and every exchange below gives back what it
-was handed.
-
-Exchanges between the ranks that hold one model together, as autograd sees them; and weights in parts.
-
-A weight in parts is a DTensor. Forward passes compute with plain tensors: `local` gives this rank's part. (DTensor
-itself is slow to import, so that nothing here names it.)
+Sharded weights are DTensors. Forward passes compute with plain tensors: see `local_tensor`. (This module does not
+import DTensor, which takes long.)
 """
 
 from __future__ import annotations
@@ -39,28 +36,28 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from assay.types import UserError
 
 INTERVAL_S = 1.0
-WARN_S = 30.0  # of silence, before it is reported
-TIMEOUT_S = 300.0  # of silence, before it ends the run
-ORPHAN_S = 300.0  # for a rank without a launcher to save and end by itself
-NOTICE_S = 300.0  # that a rank waits for one that is alive before it says so; then twice as long, and so on
-LOST = "assay/lost"  # in the store: why the run was ended
+WARN_S = 30.0  # without a heartbeat until it is reported
+TIMEOUT_S = 300.0  # without a heartbeat until the run is ended
+ORPHAN_S = 300.0  # for a rank without a launcher to save and end
+NOTICE_S = 300.0  # of waiting for a rank that is alive until it is reported; doubled after each report
+LOST = "assay/lost"  # key in the store: why the run was ended
 EXIT_CODE = 2
 
 
 @dataclass
 class Peer:
-    """One source of signs of life, and for how long there has been none."""
+    """A watched peer: its last counter, and for how long that has not changed."""
 
     name: str
-    news: object = None
+    counter: object = None
     silence: float = 0.0
     warned: bool = False
 
-    def look(self, news: object, elapsed: float) -> str:
-        """Compare with the last look; returns what to report, if anything."""
-        if news != self.news:
+    def observe(self, counter: object, elapsed: float) -> str:
+        """Compare with the last observation; returns the text to report, or ""."""
+        if counter != self.counter:
             text = f"{self.name} responds again after {self.silence:.0f} s" if self.warned else ""
-            self.news, self.silence, self.warned = news, 0.0, False
+            self.counter, self.silence, self.warned = counter, 0.0, False
             return text
         self.silence += elapsed
         if self.warned or self.silence < WARN_S:
@@ -70,15 +67,15 @@ class Peer:
 
 
 class Heartbeat:
-    """Two daemon threads: one talks to the store, and may hang with it; the other only reads the clock."""
+    """Two daemon threads: one talks to the store, and may hang with it; the other watches the time."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> None:
-        """`timeout_s`: silence after which this process ends; 0: never."""
-        # A connection of its own: on the shared one, the main thread may be waiting.
+        """`timeout_s`: time without a heartbeat after which this process ends; 0: never."""
+        # A separate connection: the main thread may be blocked on the shared one.
         self.store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self.rank, self.timeout_s = rank, timeout_s
         self.watched = (rank - 1) % world
-        self._exchanges = 0  # begun by this rank so far
+        self._collectives = 0  # started by this rank so far
         self._waiting_since: float | None = None
         self._notice_s = NOTICE_S
         self._rounds, self._heard, self._lost = 0, b"", False
@@ -92,8 +89,8 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around an exchange of all ranks, in which this one may wait for others."""
-        self._exchanges += 1
+        """Context of a collective of all ranks, in which this one may wait for others."""
+        self._collectives += 1
         self._waiting_since = time.monotonic()
         try:
             yield
@@ -101,15 +98,15 @@ class Heartbeat:
             self._waiting_since = None
 
     def stop(self) -> None:
-        """Before the process ends as it should, on all ranks."""
+        """Called on all ranks before a regular end of the process."""
         self._stopped.set()
 
     def _talk(self) -> None:
-        """Publish this rank's counters, read those of the watched one."""
-        with suppress(RuntimeError):  # the store is gone: the silence that follows is noticed
+        """Publish this rank's counters and read those of the watched rank."""
+        with suppress(RuntimeError):  # the store is unreachable, which `_watch` notices
             while not self._stopped.wait(INTERVAL_S):
-                self.store.set(f"assay/beat/{self.rank}", f"{self._rounds} {self._exchanges}")
-                if self.store.check([f"assay/beat/{self.watched}"]):  # else it has not begun
+                self.store.set(f"assay/beat/{self.rank}", f"{self._rounds} {self._collectives}")
+                if self.store.check([f"assay/beat/{self.watched}"]):  # otherwise it has not started yet
                     host = self.store.get(f"assay/host/{self.watched}").decode()
                     self._other.name = f"rank {self.watched} on {host}"
                     self._heard = self.store.get(f"assay/beat/{self.watched}")
@@ -120,17 +117,17 @@ class Heartbeat:
         before = time.monotonic()
         while not self._stopped.wait(INTERVAL_S):
             now = time.monotonic()
-            # A job that was suspended as a whole finds hours on the clock in which no rank could beat.
+            # If the whole job was suspended, hours may have passed in which no rank could beat.
             elapsed, before = min(now - before, 2 * INTERVAL_S), now
             if self._launcher not in (None, os.getppid()):
                 return self._end_as_orphan()
             if self._lost:
                 os._exit(EXIT_CODE)  # the rank that noticed has reported it
-            report = self._store.look(self._rounds, elapsed)
-            if report and os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks notice: one per host reports it
+            report = self._store.observe(self._rounds, elapsed)
+            if report and os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks notice; one per host reports
                 say(report)
-            reachable = self._store.silence <= 2 * INTERVAL_S  # else nothing is known of the other
-            if reachable and self._heard and (report := self._other.look(self._heard, elapsed)):
+            reachable = self._store.silence <= 2 * INTERVAL_S  # otherwise nothing is known about the other rank
+            if reachable and self._heard and (report := self._other.observe(self._heard, elapsed)):
                 say(report)
             for peer in (self._store, self._other):
                 if 0 < self.timeout_s <= peer.silence:
@@ -138,23 +135,23 @@ class Heartbeat:
             self._report_waiting(now)
 
     def _report_waiting(self, now: float) -> None:
-        """Name a rank that is alive and keeps this one waiting for long: it may hang, or have a lot to do."""
+        """Report a rank that is alive but has kept this one waiting for long: it may hang, or be busy."""
         since, (_, _, theirs) = self._waiting_since, self._heard.partition(b" ")
         if since is None:
             self._notice_s = NOTICE_S
-        elif now - since >= self._notice_s and theirs and int(theirs) < self._exchanges:
+        elif now - since >= self._notice_s and theirs and int(theirs) < self._collectives:
             self._notice_s *= 2
             say(f"rank {self.rank} has waited {now - since:.0f} s for {self._other.name}, which is alive and busy")
 
     def _end(self, peer: Peer) -> None:
-        text = f"{peer.name} has not responded for {peer.silence:.0f} s: the run ends; assay train --resume goes on"
+        text = f"{peer.name} has not responded for {peer.silence:.0f} s: ending the run; see assay train --resume"
         first = threading.Thread(target=self._report_once, args=(text,), daemon=True)
         if peer is self._store:
             say(text)
         else:
             first.start()
             first.join(5)
-        os._exit(EXIT_CODE)  # the main thread waits in an exchange that no exception reaches
+        os._exit(EXIT_CODE)  # no exception can interrupt the main thread in a collective
 
     def _report_once(self, text: str) -> None:
         with suppress(RuntimeError):
@@ -163,7 +160,7 @@ class Heartbeat:
         say(text)
 
     def _end_as_orphan(self) -> None:
-        """SIGTERM lets a run save; all ranks do so together."""
+        """SIGTERM makes the run save a checkpoint, on all ranks together."""
         say(f"the launcher of rank {self.rank} has ended: stopping")
         os.kill(os.getpid(), signal.SIGTERM)
         if not self._stopped.wait(ORPHAN_S):
@@ -176,20 +173,20 @@ def say(text: str) -> None:
 
 
 T = TypeVar("T")
-# Within a pass ranks are seconds apart at most. Between passes one of them may judge or save for as long as it takes:
-# heartbeats tell whether it still lives.
+# Within a pass, ranks differ by seconds. Between passes a rank may judge or save for hours: heartbeats tell whether it
+# is alive.
 COLLECTIVE_TIMEOUT, OBJECT_TIMEOUT = timedelta(minutes=5), timedelta(days=2)
-START = timedelta(minutes=10)  # until all processes have imported what they need
-FAILED = "assay/failed"  # in the store that all processes share: how many of them have told of an error
+START = timedelta(minutes=10)  # until all processes have finished their imports
+FAILED = "assay/failed"  # key in the store: number of processes that have reported an error
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands among all. Ranks of one tensor-parallel group are neighbours."""
+    """The position of this process among all. Ranks of one tensor-parallel group are consecutive."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of this process
     device_mesh: DeviceMesh | None = None  # dimensions "dp" and "tp"; None: one process
-    cpu_group: dist.ProcessGroup | None = None  # all ranks, for what is exchanged between passes
+    cpu_group: dist.ProcessGroup | None = None  # all ranks; for objects, between passes
 
     @property
     def rank(self) -> int:
@@ -228,35 +225,34 @@ class Mesh:
         return None if self.device_mesh is None else self.device_mesh.get_group("tp")
 
     def all_gather_objects(self, item: T) -> list[T]:
-        """What each rank handed in, in their order. However long one of them takes, the others wait."""
+        """The items of all ranks, ordered by rank. Waits for slow ranks without a time limit."""
         if self.device_mesh is None:
             return [item]
-        found: list[Any] = [None] * self.world
+        items: list[Any] = [None] * self.world
         with waiting():
-            dist.all_gather_object(found, item, group=self.cpu_group)
-        return found
+            dist.all_gather_object(items, item, group=self.cpu_group)
+        return items
 
     def sum_(self, values: Tensor) -> Tensor:
-        """Adds `values` up over the data-parallel ranks, in place."""
+        """Sum `values` over the data-parallel ranks, in place."""
         if self.dp_size > 1:
             dist.all_reduce(values, group=self.dp_group)
         return values
 
     def max_over_ranks(self, value: int) -> int:
-        """Of what all ranks handed in."""
         if self.device_mesh is None:
             return value
-        found = torch.tensor(value)
+        maximum = torch.tensor(value)
         with waiting():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.cpu_group)
-        return int(found)
+            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=self.cpu_group)
+        return int(maximum)
 
     def any(self, here: bool) -> bool:
-        """Whether it is so on any rank at all."""
+        """Whether `here` is true on any rank."""
         return self.max_over_ranks(int(here)) > 0
 
     def broadcast_object(self, item: T) -> T:
-        """What the main process handed in, on every rank."""
+        """The item of the main rank, on every rank."""
         if self.device_mesh is None:
             return item
         box = [item]
@@ -284,16 +280,16 @@ class Mesh:
         self.max_over_ranks(0)
 
     def close(self) -> None:
-        """All ranks, at the end: none goes before the others are done."""
+        """Called by all ranks at the end; waits until all of them are done."""
         if self.device_mesh is not None:
             self.barrier()
             stop_heartbeat()
             dist.destroy_process_group()
 
     def require_equal(self, values: Mapping[str, str], remedy: str) -> None:
-        """A UserError on all ranks, which names one and what it has, unless all ranks have equal values.
+        """Raise a UserError on all ranks that names a differing rank and its values, unless all values are equal.
 
-        Ranks need not have the same keys: a value is compared by those that have it.
+        Ranks need not have the same keys: a value is compared among the ranks that have it.
         """
         if self.device_mesh is not None:
             check_equal(self.all_gather_objects((socket.gethostname(), dict(values))), remedy)
@@ -305,9 +301,9 @@ def init_mesh(
     settings: Mapping[str, str] | None = None,
     heartbeat_timeout_s: float = TIMEOUT_S,
 ) -> Mesh:
-    """The grid of the processes that torchrun started, `tp` of them to a model; without torchrun, this one alone.
+    """The mesh of the processes that torchrun started, with `tp` of them per model; without torchrun, one process.
 
-    `settings` have to be equal on all ranks, and are compared first: with another `tp` ranks would wait for each other.
+    `settings` must be equal on all ranks. They are compared first: with different `tp`, ranks would wait forever.
     """
     device = torch.device(device)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -326,35 +322,35 @@ def init_mesh(
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=START)
         start_heartbeat(heartbeat_timeout_s)
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, (socket.gethostname(), dict(settings or {})))
-    check_equal(found, "start all ranks with the same command, config file, code and packages")
+    by_rank: list[Any] = [None] * world
+    dist.all_gather_object(by_rank, (socket.gethostname(), dict(settings or {})))
+    check_equal(by_rank, "start all ranks with the same command, config file, code and packages")
     grid = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
     for group in (None, grid.get_group("dp"), grid.get_group("tp")):
         set_timeout(COLLECTIVE_TIMEOUT, group)
-    # Gloo even beside NCCL: plain objects need not go through a GPU, and a GPU need not spin while a judge thinks.
+    # Gloo also next to NCCL: objects need no GPU, and GPUs do not spin while a rank judges.
     return Mesh(device, grid, dist.new_group(backend="gloo", timeout=OBJECT_TIMEOUT))
 
 
-def check_equal(found: Sequence[tuple[str, Mapping[str, str]]], remedy: str) -> None:
-    """`found`: host and values of each rank. The value that most ranks have is the one that the others should have."""
-    keys = dict.fromkeys(key for _, values in found for key in values)
+def check_equal(by_rank: Sequence[tuple[str, Mapping[str, str]]], remedy: str) -> None:
+    """`by_rank`: host and values of each rank. Ranks are compared with the value that most of them have."""
+    keys = dict.fromkeys(key for _, values in by_rank for key in values)
     odd: dict[int, list[str]] = {}
     for key in keys:
-        holders = [rank for rank, (_, values) in enumerate(found) if key in values]
-        (usual, _), *others = Counter(found[rank][1][key] for rank in holders).most_common()
+        holders = [rank for rank, (_, values) in enumerate(by_rank) if key in values]
+        (usual, _), *others = Counter(by_rank[rank][1][key] for rank in holders).most_common()
         if others:
-            rank = next(rank for rank in holders if found[rank][1][key] != usual)
-            peer = next(other for other in holders if found[other][1][key] == usual)
-            value = found[rank][1][key]
+            rank = next(rank for rank in holders if by_rank[rank][1][key] != usual)
+            peer = next(other for other in holders if by_rank[other][1][key] == usual)
+            value = by_rank[rank][1][key]
             odd.setdefault(rank, []).append(f"{key} is {value:.200} there, and {usual:.200} on rank {peer}")
     if odd:
         rank, texts = next(iter(odd.items()))
         more = f" (and {len(texts) - 3} more differences)" if len(texts) > 3 else ""
-        raise UserError(f"rank {rank} on {found[rank][0]} differs: {'; '.join(texts[:3])}{more}; {remedy}")
+        raise UserError(f"rank {rank} on {by_rank[rank][0]} differs: {'; '.join(texts[:3])}{more}; {remedy}")
 
 
-_heartbeat: Heartbeat | None = None  # of this process, as there is one process group
+_heartbeat: Heartbeat | None = None  # of this process
 
 
 def start_heartbeat(timeout_s: float) -> None:
@@ -383,25 +379,25 @@ def own_gpu(local_rank: int) -> torch.device:
 
 
 def first_to_fail() -> bool:
-    """Whether no other process has told of an error yet: what comes after the first one mostly follows from it."""
+    """Whether no other process has reported an error yet: later errors are mostly consequences of the first."""
     try:
         return not dist.is_initialized() or default_store().add(FAILED, 1) == 1
-    except dist.DistError:  # the store went with the process that held it
+    except dist.DistError:  # the store ended with the process that held it
         return True
 
 
 def local_tensor(weight: Tensor) -> Tensor:
-    """This rank's part of a weight or gradient, or the thing itself where it is whole."""
+    """This rank's shard of a DTensor; a plain tensor is returned as it is."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def full_tensor(weight: Tensor) -> Tensor:
-    """All of a weight. All ranks must ask for it together."""
+    """The full tensor of a DTensor, which all ranks must gather together; a plain tensor is returned as it is."""
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def reshard(module: nn.Module) -> None:
-    """FSDP leaves weights unsharded, in its computing dtype, after a forward pass without a backward pass."""
+    """Undo what FSDP leaves after a forward pass without a backward pass: gathered weights in the compute dtype."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     from torch.distributed.fsdp import FSDPModule
@@ -419,30 +415,30 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.group), None
+        return all_reduced(grad, ctx.group), None
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return summed(x, group)
+        return all_reduced(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
-def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Where something that all ranks hold enters a computation that is split: its gradient is the sum of theirs."""
+    """The input of a computation that is split over ranks: its gradient is the sum over ranks."""
     return _CopyTo.apply(x, group)
 
 
 def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Where a split computation ends: the sum over ranks, on all of them."""
+    """The output of a computation that is split over ranks: the sum over ranks, on all of them."""
     return _ReduceFrom.apply(x, group)

@@ -25,7 +25,7 @@ def test_auto_takes_the_best_there_is(monkeypatch, cuda, mps, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("cuda", "no CUDA"), ("mps", "no MPS"), ("gpu", "cuda, cuda:N"), ("meta", "unknown")]
+    ("name", "said"), [("cuda", "no CUDA"), ("mps", "not available"), ("gpu", "cuda, cuda:N"), ("meta", "unknown")]
 )
 def test_a_device_that_is_not_there_is_one_clear_line(monkeypatch, name, said):
     pretend(monkeypatch)

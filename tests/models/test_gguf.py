@@ -171,7 +171,7 @@ def test_llama3_scaling_is_recovered_from_its_divisors(make_hf, logit_difference
     assert logit_difference(model, hf) < 1e-4
     odd = np.linspace(1, 5, 16, dtype=np.float32)
     write_gguf(tmp_path / "odd.gguf", hf, "llama", extra={"rope_freqs.weight": odd})
-    with pytest.raises(UserError, match="no known rule"):
+    with pytest.raises(UserError, match="unknown rotary frequencies"):
         load_model(str(tmp_path / "odd.gguf"))
 
 

@@ -1,4 +1,4 @@
-"""Policy networks: our decoder and any other causal LM of transformers; loading, building, saving."""
+"""Policy networks: the decoder, and any other causal LM of transformers; loading, building and saving."""
 
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder

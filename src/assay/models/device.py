@@ -1,4 +1,4 @@
-"""Where a model lives and in which number format."""
+"""Devices, dtypes, free memory and transfers to a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """The named device, or the best one there is: cuda, then mps, then cpu."""
+    """The named device; "auto": cuda, mps or cpu, whichever is available first."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if has_mps() else "cpu")
     try:
@@ -31,7 +31,7 @@ def pick_device(name: str = "auto") -> torch.device:
     if device.type == "cuda":
         check_cuda(name, device)
     if device.type == "mps" and not has_mps():
-        raise UserError("device 'mps' was asked for, but this machine or this torch has no MPS: use auto or cpu")
+        raise UserError("device 'mps' is not available on this machine or in this build of torch: use auto or cpu")
     return device
 
 
@@ -42,15 +42,15 @@ def has_mps() -> bool:
 def check_cuda(name: str, device: torch.device) -> None:
     if not torch.cuda.is_available():
         raise UserError(
-            f"device '{name}' was asked for, but torch {torch.__version__} sees no CUDA GPU: use auto or cpu"
+            f"device '{name}' is not available: torch {torch.__version__} sees no CUDA GPU; use auto or cpu"
         )
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
-        raise UserError(f"device '{name}' was asked for, but there are {count} GPUs, numbered from 0")
+        raise UserError(f"device '{name}' does not exist: there are {count} GPUs, numbered from 0")
 
 
 def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.dtype:
-    """The named dtype, or bfloat16 on GPUs that compute in it and float32 elsewhere."""
+    """The named dtype; "auto": bfloat16 on GPUs that support it, float32 elsewhere."""
     if name == "auto":
         native = torch.device(device).type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if native else torch.float32
@@ -61,7 +61,7 @@ def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on the device, where it can be asked."""
+    """Free memory of the device in bytes; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -76,13 +76,13 @@ def uses_triton(device: torch.device) -> bool:
         return False
     try:
         import triton  # noqa: F401
-    except ImportError:  # a build of torch without it: slower, but it runs
+    except ImportError:  # some builds of torch lack it: slower, but works
         return False
     return True
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """On the device, in its own time: a GPU goes on with what it has to do, and so does the host."""
+    """Copy to the device, without synchronizing with a GPU."""
     if device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)

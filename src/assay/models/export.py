@@ -1,7 +1,4 @@
-"""Writes a model as a Hugging Face folder that transformers, vLLM and others load.
-
-Adapters on disk: a folder that PEFT loads, and that we load again to the last bit.
-"""
+"""Save a model as a Hugging Face folder for transformers, vLLM and others, and adapters as a folder for PEFT."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from assay.models.spec import spec_to_hf
 from assay.types import UserError
 
 SHARD_BYTES = 5 * 10**9
-WRITERS = 4  # files that are written at once, and in memory for that
+WRITERS = 4  # files that are written, and held in memory, at the same time
 
 
 def save_model(
@@ -44,14 +41,14 @@ def save_model(
     shard_bytes: int = SHARD_BYTES,
     writes: bool = True,
 ) -> None:
-    """Saves config, generation config and weights, cast to `dtype` if given. The tokenizer is saved by its owner.
+    """Save config, generation config and weights, cast to `dtype` if given. The tokenizer is saved separately.
 
-    Where weights are split over ranks, all ranks call this, and one of them `writes`.
+    If weights are sharded over ranks, all ranks call this, and one of them `writes`.
     """
     folder = Path(folder)
     if not writes:
         for _ in model.weights() if isinstance(model, Decoder) else merged_state(model.network):
-            pass  # takes part in gathering them
+            pass  # takes part in gathering the weights
         return
     dtype = dtype or next(model.parameters()).dtype
     tokens = special_tokens(eos_ids, pad_id, bos_id)
@@ -67,7 +64,7 @@ def save_model(
                 **tokens,
                 "dtype": name_of(dtype),
                 "torch_dtype": name_of(dtype),
-                # Without it transformers suspects a wrong tokenizer beside any such config, and says so.
+                # Without it, transformers warns of a possibly wrong tokenizer.
                 "transformers_version": version("transformers"),
             }
             write_json(folder / "config.json", config)
@@ -89,7 +86,7 @@ def special_tokens(eos_ids: Sequence[int], pad_id: int | None, bos_id: int | Non
 
 
 def no_tokens() -> dict[str, None]:
-    """Written out, because the families' own defaults (1 and 2 for Llama) would otherwise be taken for this model's."""
+    """Written explicitly: otherwise the defaults of the family (1 and 2 for Llama) would apply."""
     return {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
 
 
@@ -105,7 +102,7 @@ def save_fallback(model: HFModel, folder: Path, dtype: torch.dtype, tokens: dict
 
 
 def cast_state(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating weights in another dtype; tied ones still share their memory, or they would be written twice."""
+    """Cast floating-point weights. Tied ones still share memory; otherwise they would be written twice."""
     done: dict[tuple[int, torch.Size], Tensor] = {}
     for tensor in state.values():
         done.setdefault((tensor.data_ptr(), tensor.shape), tensor.to(dtype) if tensor.is_floating_point() else tensor)
@@ -115,32 +112,35 @@ def cast_state(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 def write_weights(
     folder: Path, weights: Iterable[tuple[str, Tensor]], sizes: Sequence[int], dtype: torch.dtype, shard_bytes: int
 ) -> None:
-    """One model.safetensors, or numbered shards with an index; a few shards are in memory at a time."""
+    """Write one model.safetensors, or numbered shards with an index; a few shards are in memory at a time."""
     shards = split(sizes, dtype.itemsize, shard_bytes)
-    places: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     rest = iter(weights)
 
     def files() -> Iterator[tuple[Path, dict[str, Tensor]]]:
         for number, count in enumerate(shards, start=1):
             tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in islice(rest, count)}
             name = shard_name("model", number, len(shards))
-            places.update(dict.fromkeys(tensors, name))
+            weight_map.update(dict.fromkeys(tensors, name))
             yield folder / name, tensors
 
     write_files(files())
     assert next(rest, None) is None, "more weights than sizes"
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes) * dtype.itemsize}, "weight_map": dict(sorted(places.items()))}
+        index = {
+            "metadata": {"total_size": sum(sizes) * dtype.itemsize},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         write_json(folder / "model.safetensors.index.json", index)
 
 
 def shard_name(stem: str, number: int, count: int) -> str:
-    """As transformers names them."""
+    """The file name that transformers uses."""
     return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
 
 
 def write_files(files: Iterable[tuple[Path, dict[str, Tensor]]]) -> None:
-    """Each in a thread, since one alone fills neither memory's nor a disk's bandwidth; the first that fails is told."""
+    """Write files in several threads: one alone does not use the bandwidth of a disk. Raises the first error."""
     from safetensors.torch import save_file
 
     written: list[Path] = []
@@ -149,19 +149,19 @@ def write_files(files: Iterable[tuple[Path, dict[str, Tensor]]]) -> None:
         for path, tensors in files:
             writing.add(threads.submit(save_file, tensors, path, {"format": "pt"}))
             written.append(path)
-            del tensors  # its writer holds it, and nobody else
+            del tensors  # only its writer keeps it
             if len(writing) == WRITERS:
                 done, writing = wait(writing, return_when=FIRST_COMPLETED)
                 for one in done:
                     one.result()
         for one in writing:
             one.result()
-    for path in written:  # only now: a process has one umask, and asking for it changes it
+    for path in written:  # after all threads: reading the umask of the process changes it for a moment
         apply_umask(path)
 
 
 def split(sizes: Sequence[int], item_bytes: int, shard_bytes: int) -> list[int]:
-    """How many consecutive weights go into each shard: at most `shard_bytes`, unless a single one is larger."""
+    """Number of consecutive weights per shard: at most `shard_bytes`, unless a single weight is larger."""
     shards = [0]
     full = 0
     for size in sizes:
@@ -174,7 +174,7 @@ def split(sizes: Sequence[int], item_bytes: int, shard_bytes: int) -> list[int]:
 
 
 def drop_old_weights(folder: Path) -> None:
-    """Weights of an earlier save under other file names would be loaded in place of these."""
+    """Remove weights of an earlier save, which would be loaded instead if their file names differ."""
     for pattern in ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"):
         for file in folder.glob(pattern):
             file.unlink()
@@ -189,15 +189,15 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def apply_umask(file: Path) -> None:
-    """The permissions that other new files get: safetensors makes its own readable by their owner alone."""
+    """Set the permissions of a usual new file: safetensors creates files that only their owner can read."""
     mask = os.umask(0)
     os.umask(mask)
     file.chmod(0o666 & ~mask)
 
 
-PREFIX = "base_model.model."  # what PEFT puts before a weight's own name
+PREFIX = "base_model.model."  # of weight names in PEFT
 WEIGHTS = "adapter_model.safetensors"
-BASE = "base.json"  # the fingerprint of the weights that the adapters were trained on
+BASE = "base.json"  # fingerprint of the base weights that the adapters were trained on
 
 
 def adapter_weights(policy: PolicyModel) -> dict[str, nn.Parameter]:
@@ -205,7 +205,7 @@ def adapter_weights(policy: PolicyModel) -> dict[str, nn.Parameter]:
 
 
 def save_adapter(policy: PolicyModel, folder: Path, writes: bool = True) -> None:
-    """The adapters as a folder that PEFT loads. Where they are split over ranks, all call this and one `writes`."""
+    """Save the adapters as a folder for PEFT. If they are sharded over ranks, all call this, and one `writes`."""
     lora = policy.lora
     assert lora is not None, "a policy without adapters"
     tensors = {
@@ -215,7 +215,7 @@ def save_adapter(policy: PolicyModel, folder: Path, writes: bool = True) -> None
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})  # of several entries safetensors shuffles the order
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})  # with several entries their order varies
     apply_umask(folder / WEIGHTS)
     config = {
         "peft_type": "LORA",
@@ -235,20 +235,18 @@ def save_adapter(policy: PolicyModel, folder: Path, writes: bool = True) -> None
 
 @torch.no_grad()
 def load_adapter(policy: PolicyModel, folder: Path) -> None:
-    """Put saved adapters back onto the base that they were trained on."""
+    """Load saved adapters into a policy with the base weights that they were trained on."""
     weights = adapter_weights(policy)
     with safe_open(folder / WEIGHTS, framework="pt") as stored:
         saved = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (a file, not a dict)
         metadata = stored.metadata() or {}
     if {n: w.shape for n, w in saved.items()} != {n: w.shape for n, w in weights.items()}:
-        raise UserError(
-            f"the adapters in {folder} have other targets or another rank: use the lora settings of the run"
-        )
-    base = metadata.get("base")  # where earlier checkpoints have it
+        raise UserError(f"the adapters in {folder} have other targets or another rank: use the run's lora settings")
+    base = metadata.get("base")  # of checkpoints of earlier versions
     if base is None:
         base = read_json(folder / BASE, f"'{folder / BASE}' is missing: restore it from a backup").get("fingerprint")
     if base != base_fingerprint(policy):
-        raise UserError(f"the adapters in {folder} were trained on other base weights than these: put those back")
+        raise UserError(f"the adapters in {folder} were trained on other base weights: restore the original base model")
     for name, weight in weights.items():
         weight.copy_(saved[name])
 

@@ -1,7 +1,7 @@
-"""Any causal language model of transformers, behind the same interface as our decoder.
+"""Any causal language model of transformers, as a `PolicyModel`.
 
-Slower than the decoder (padded batches, full logits), but exact whatever the architecture does: learned positions, odd
-heads, soft-capped logits.
+Slower than `Decoder` (padded batches, full logits), but exact for every architecture: learned positions, unusual heads,
+soft-capped logits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
-NO_LIMIT = 1 << 20  # recurrent models and relative positions name no longest sequence
+NO_LIMIT = 1 << 20  # configs of recurrent models and of relative positions have no maximum length
 
 
 class HFModel(PolicyModel):
-    """`hidden` gives the model's own logits, and `unembed` is the identity."""
+    """`hidden` returns the model's logits, and `unembed` is the identity."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class HFModel(PolicyModel):
         self.train()
 
     def train(self, mode: bool = True) -> HFModel:
-        """Keeps the model itself in evaluation mode: with dropout the trainer would not see the policy that sampled."""
+        """The model itself stays in evaluation mode: with dropout, trainer and sampling policy would differ."""
         super().train(mode)
         self.hf.eval()
         return self
 
     def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
-        """Logits [N, vocabulary]: ids are padded on the right, where causal attention never looks, and packed again."""
+        """Logits [N, vocabulary]: sequences are right-padded, which causal attention ignores, and packed again."""
         layout = Padded(lengths, ids.device)
         shape = (layout.batch, layout.longest)
         extra: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def load_fallback(
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
 ) -> HFModel:
-    """Loads through transformers; `gguf_file` names a GGUF inside the folder."""
+    """Load with transformers. `gguf_file`: name of a GGUF file in the folder."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "local_files_only": True}
@@ -91,7 +91,7 @@ def load_fallback(
     try:
         with no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    except Exception as error:  # files from anywhere make transformers fail in any way
+    except Exception as error:  # a damaged file can raise any error in transformers
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"transformers cannot load the model in {what}: {reason}") from error
     hf, info = loaded
@@ -103,7 +103,7 @@ def load_fallback(
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """The bars of transformers would run into our own console."""
+    """Progress bars of transformers would interfere with our console."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -116,7 +116,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def dequantised() -> dict[str, Any]:
-    """Newer versions of transformers keep a GGUF's weights quantised, so not trainable, unless told otherwise."""
+    """Newer versions of transformers keep GGUF weights quantised, and so not trainable, by default."""
     import transformers
 
     if not hasattr(transformers, "GgufConfig"):

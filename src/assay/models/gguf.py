@@ -1,4 +1,4 @@
-"""Reads GGUF files: shape from the metadata, weights dequantised one at a time under their Hugging Face names."""
+"""Load GGUF files: the spec from the metadata, weights dequantised one at a time under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ INNER = {
 }
 LLAMA3_USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 PLAIN = ("F32", "F16", "BF16")
-VALUES_AT_ONCE = 1 << 24  # 64 MB of fp32
+VALUES_AT_ONCE = 1 << 24  # 64 MiB in float32
 
 
 def is_gguf(path: Path) -> bool:
@@ -49,18 +49,18 @@ def is_gguf(path: Path) -> bool:
 
 
 def load_gguf(path: Path, *, device: str | torch.device, dtype: torch.dtype) -> PolicyModel:
-    """Our decoder for Llama, Qwen2 and Qwen3 files; transformers for other architectures."""
+    """`Decoder` for Llama, Qwen2 and Qwen3 files; transformers for other architectures."""
     reader = open_gguf(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     spec = spec_from_gguf(reader, tensors, path)
     if spec is None:
         return load_fallback(path.parent, device=device, dtype=dtype, gguf_file=path.name)
-    if spec.parameters > 8 * path.stat().st_size:  # before memory is taken for them; no format has less than a bit
+    if spec.parameters > 8 * path.stat().st_size:  # every format takes at least a bit per weight
         raise UserError(f"'{path}' asks for {spec.parameters:,} weights, which it is too small to hold: fetch it again")
     loader = WeightLoader(spec, f"the model in '{path}'", device, dtype)
     for name, tensor in tensors.items():
         if name == "rope_freqs.weight" or (name == "token_embd.weight" and spec.tied and "output.weight" in tensors):
-            continue  # in the spec already; and of a tied embedding's two copies the output is the more exact one
+            continue  # part of the spec; of the two copies of a tied embedding, the output is more precise
         target = "model.embed_tokens.weight" if name == "output.weight" and spec.tied else hf_name(name)
         write = write_permuted(tensor, spec) if is_permuted(name, spec) else write_rows(tensor)
         try:
@@ -77,7 +77,7 @@ def open_gguf(path: Path) -> GGUFReader:
         raise UserError("reading a GGUF file needs the gguf package: pip install gguf") from error
 
     class PlainReader(GGUFReader):
-        """Looks at the file through a plain array: slices of numpy's memmap class are several times slower."""
+        """Reads the file through a plain array: slices of numpy's memmap class are several times slower."""
 
         @property
         def data(self) -> Any:
@@ -104,7 +104,7 @@ def value_of(reader: GGUFReader, key: str, default: Any = None) -> Any:
 
 
 def spec_from_gguf(reader: GGUFReader, tensors: dict[str, ReaderTensor], path: Path) -> ModelSpec | None:
-    """The spec, or None where our decoder does not cover the architecture."""
+    """The spec, or None if `Decoder` does not cover the architecture."""
     family = value_of(reader, "general.architecture")
 
     def number(key: str, default: Any = None) -> Any:
@@ -116,7 +116,7 @@ def spec_from_gguf(reader: GGUFReader, tensors: dict[str, ReaderTensor], path: P
     if family not in FAMILIES or value_of(reader, f"{family}.expert_count", 0):
         return None
     if "token_embd.weight" not in tensors:
-        raise UserError(f"'{path}' has no token embedding: it is not a whole language model")
+        raise UserError(f"'{path}' has no token embedding: it is not a complete language model")
 
     def size(key: str, default: Any = None) -> int:
         return checked_size(number(key, default), key, f"'{path}'")
@@ -147,7 +147,7 @@ def spec_from_gguf(reader: GGUFReader, tensors: dict[str, ReaderTensor], path: P
 
 
 def shortest(value: float) -> float:
-    """Metadata numbers are fp32: 9.99999974e-06 stands for 1e-05."""
+    """Metadata are float32: 9.99999974e-06 stands for 1e-05."""
     return float(str(np.float32(value)))
 
 
@@ -161,28 +161,24 @@ def rope_scaling(
     if kind == "linear":
         return (("factor", float(number("rope.scaling.factor"))), ("rope_type", "linear"))
     if kind != "none":
-        raise UserError(
-            f"'{path}' stretches its context by '{kind}' rope scaling, which is not supported: only linear and llama3"
-        )
+        raise UserError(f"'{path}' uses '{kind}' rope scaling, which is not supported: only linear and llama3 are")
     return ()
 
 
 def llama3_scaling(divisors: Tensor, theta: float, head_dim: int, path: Path) -> tuple[tuple[str, Any], ...]:
-    """Llama 3.x files hold each frequency's divisor instead of the rule; find the rule and check that it gives them."""
+    """Llama 3.x files store the divisor of each frequency: find the parameters that give these divisors."""
     if bool((divisors == 1.0).all()):
         return ()
     rule: dict[str, Any] = {"factor": float(divisors.max()), **LLAMA3_USUAL}
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     expected = frequencies / llama3_frequencies(frequencies, **rule)
     if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-3):
-        raise UserError(
-            f"'{path}' has rotary frequencies that follow no known rule: load the original Hugging Face folder"
-        )
+        raise UserError(f"'{path}' has unknown rotary frequencies: load the original Hugging Face folder")
     return (*((key, rule[key]) for key in sorted(LLAMA3_SCALING)), ("rope_type", "llama3"))
 
 
 def is_tied(tensors: dict[str, ReaderTensor]) -> bool:
-    """Tied, if there is no output head or it is the embedding up to rounding; judged on a sample of rows."""
+    """Whether there is no output head, or it equals the embedding up to rounding in a sample of rows."""
     if "output.weight" not in tensors:
         return True
     pair = (tensors["token_embd.weight"], tensors["output.weight"])
@@ -190,9 +186,8 @@ def is_tied(tensors: dict[str, ReaderTensor]) -> bool:
         return False
     stride = max(1, int(pair[0].shape[1]) // 2048)
     embedding, output = (dequantise(tensor, slice(None, None, stride)) for tensor in pair)
-    tolerance = (
-        0.01 if all(tensor.tensor_type.name in PLAIN for tensor in pair) else 0.3
-    )  # unrelated matrices differ by 1.4
+    exact = all(tensor.tensor_type.name in PLAIN for tensor in pair)
+    tolerance = 0.01 if exact else 0.3  # unrelated matrices differ by 1.4
     return bool((embedding - output).norm() <= tolerance * output.norm())
 
 
@@ -200,12 +195,12 @@ def dequantise(tensor: ReaderTensor, rows: slice = slice(None)) -> Tensor:
     from gguf import dequantize
 
     values = np.asarray(dequantize(tensor.data[rows], tensor.tensor_type), dtype=np.float32)
-    return torch.from_numpy(values if values.flags.writeable else values.copy())  # fp32 is a view of the read-only file
+    return torch.from_numpy(values if values.flags.writeable else values.copy())  # a read-only view of the file
 
 
 def hf_name(name: str) -> str:
-    if found := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
-        layer, part, kind = found.groups()
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        layer, part, kind = match.groups()
         return f"model.layers.{layer}.{INNER.get(part, part)}.{kind}"
     part, _, kind = name.rpartition(".")
     return f"{OUTER.get(part, part)}.{kind}"
@@ -216,7 +211,7 @@ def is_permuted(name: str, spec: ModelSpec) -> bool:
 
 
 def write_rows(tensor: ReaderTensor) -> Callable[[Tensor], None]:
-    """Dequantises some rows at a time: a large embedding is never in memory twice."""
+    """Dequantise some rows at a time: a large embedding is never in memory twice."""
 
     def write(target: Tensor) -> None:
         step = max(1, VALUES_AT_ONCE // max(1, target[0].numel()))
@@ -228,7 +223,7 @@ def write_rows(tensor: ReaderTensor) -> Callable[[Tensor], None]:
 
 
 def write_permuted(tensor: ReaderTensor, spec: ModelSpec) -> Callable[[Tensor], None]:
-    """Llama files interleave the two halves of each head's rotary pairs; Hugging Face keeps the halves apart."""
+    """Llama files interleave the two halves of each head's rotary pairs; Hugging Face separates the halves."""
     heads = spec.heads if ".attn_q." in tensor.name else spec.kv_heads
 
     def write(target: Tensor) -> None:

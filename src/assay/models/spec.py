@@ -1,4 +1,4 @@
-"""The shape of a decoder, read from and written as a Hugging Face config."""
+"""`ModelSpec`: the shape of a decoder, converted from and to a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from assay.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the config of a model family of transformers differs from others that `ModelSpec` can express."""
+    """How the Hugging Face config of a model family maps to `ModelSpec`."""
 
     architecture: str  # class of transformers
     qk_norm: bool = False
-    qkv_bias: bool | None = None  # None: as `attention_bias` says
-    out_bias: bool | None = None  # None: as `attention_bias` says
-    head_dim: int | None = None  # where a config has none; None: hidden_size / num_attention_heads
-    fixed: tuple[tuple[str, Any], ...] = ()  # further keys, with the only values that the decoder covers
+    qkv_bias: bool | None = None  # None: the value of `attention_bias`
+    out_bias: bool | None = None  # None: the value of `attention_bias`
+    head_dim: int | None = None  # default of configs without it; None: hidden_size / num_attention_heads
+    fixed: tuple[tuple[str, Any], ...] = ()  # further keys, with the only values that the decoder supports
 
 
 FAMILIES = {  # by `model_type`
@@ -28,7 +28,7 @@ FAMILIES = {  # by `model_type`
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
 }
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-MAX_SIZE = 1 << 30  # of a vocabulary, a width, a context, or a number of layers
+MAX_SIZE = 1 << 30  # of vocabulary, hidden size, context length or number of layers
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -42,9 +42,9 @@ class ModelSpec:
     kv_heads: int
     head_dim: int
     intermediate: int
-    max_length: int  # longest sequence the positions were made for
+    max_length: int  # longest supported sequence
     rope_theta: float = 10_000.0
-    rope_scaling: tuple[tuple[str, Any], ...] = ()  # sorted items of Hugging Face's rope parameters, type included
+    rope_scaling: tuple[tuple[str, Any], ...] = ()  # sorted items of Hugging Face's rope parameters, with the type
     norm_eps: float = 1e-6
     tied: bool = True
     qkv_bias: bool = False
@@ -65,7 +65,7 @@ class ModelSpec:
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
-    """The spec for a Hugging Face config, or None where our decoder does not cover the model."""
+    """The spec of a Hugging Face config, or None if `Decoder` does not cover the model."""
     name = str(config.get("model_type", ""))
     family = FAMILIES.get(name)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -90,18 +90,18 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
     absent += [key for key in REQUIRED if config.get(key) is None]
     if absent:
         raise UserError(f"config.json of this {name} model lacks {', '.join(absent)}: fetch the model again")
-    heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
+    heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
     bias = bool(config.get("attention_bias", False))
     return ModelSpec(
         family=name,
-        vocab_size=whole(config, "vocab_size"),
+        vocab_size=size_of(config, "vocab_size"),
         hidden=hidden,
-        layers=whole(config, "num_hidden_layers"),
+        layers=size_of(config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=whole(config, "num_key_value_heads", heads),
-        head_dim=whole(config, "head_dim", family.head_dim or max(hidden // heads, 1)),
-        intermediate=whole(config, "intermediate_size"),
-        max_length=whole(config, "max_position_embeddings", 2048),
+        kv_heads=size_of(config, "num_key_value_heads", heads),
+        head_dim=size_of(config, "head_dim", family.head_dim or max(hidden // heads, 1)),
+        intermediate=size_of(config, "intermediate_size"),
+        max_length=size_of(config, "max_position_embeddings", 2048),
         rope_theta=positive("rope_theta", theta),
         rope_scaling=()
         if kind == "default"
@@ -115,15 +115,15 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
     )
 
 
-def whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def size_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key)
     return checked_size(default if value is None or (value == 0 and default is not None) else value, key)
 
 
 def checked_size(value: Any, key: str, where: str = "config.json") -> int:
-    """A size that a file names. Files come from anywhere: what cannot be a size is refused before it is used."""
+    """A size from a file; refused if it cannot be a size."""
     if not is_number(value) or value != int(value) or not 1 <= value <= MAX_SIZE:
-        raise UserError(f"{where}: {key} must be a whole number from 1 to {MAX_SIZE:,}, not {value!r:.80}")
+        raise UserError(f"{where}: {key} must be an integer from 1 to {MAX_SIZE:,}, not {value!r:.80}")
     return int(value)
 
 
@@ -138,7 +138,7 @@ def is_number(value: Any) -> bool:
 
 
 def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """A config.json that transformers loads as the same model."""
+    """The content of a config.json that transformers loads as the same model."""
     if spec.family not in FAMILIES:
         raise UserError(f"unknown model family '{spec.family}': choose one of {', '.join(FAMILIES)}")
     family = FAMILIES[spec.family]
@@ -154,7 +154,7 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
         "head_dim": spec.head_dim,
         "intermediate_size": spec.intermediate,
         "max_position_embeddings": spec.max_length,
-        # Both spellings: `rope_parameters` is read by transformers 5, the other two by 4 and by most other tools.
+        # transformers 5 reads `rope_parameters`; version 4 and most other tools read the other two.
         "rope_parameters": {**rope, "rope_theta": spec.rope_theta},
         "rope_theta": spec.rope_theta,
         "rope_scaling": dict(spec.rope_scaling) or None,
