@@ -73,7 +73,7 @@ class Talks:
             talk, turn, before, request = self.asked[index]
             self.done[talk, turn] = completion
             self.order.append((talk, turn))
-            if turn + 1 < self.rotations:
+            if turn + 1 < self.turns:
                 requests.append(self.turn(talk, turn + 1, completion.handle))
                 self.asked.append((talk, turn + 1, [*before, *request.prompt_ids, *completion.token_ids], requests[-1]))
         return requests
@@ -85,7 +85,7 @@ class Talks:
             params = SamplingParams(max_new_tokens=self.long)
         given = draw.choices(range(61), k=draw.choice((0, 1, 3)))
         return Request(
-            given, params, 100 * talk + turn, f"talk {talk}", keep=turn + 1 < self.rotations, continues=handle
+            given, params, 100 * talk + turn, f"talk {talk}", keep=turn + 1 < self.turns, continues=handle
         )
 
 
