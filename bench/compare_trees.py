@@ -81,8 +81,9 @@ class Worker:
 
     def earlier_step_row(self, work: Any) -> Callable[[int], float]:
         """For commits in which the components of a step were built by `assay.bench.trainer`."""
-        from assay.bench import step, trainer  # type: ignore[attr-defined]
         from assay.bench.shapes import float32_model  # type: ignore[import-not-found]
+
+        from assay.bench import step, trainer  # type: ignore[attr-defined]
         from assay.models.device import pick_device
 
         steps = step.Steps()  # type: ignore[attr-defined]
