@@ -84,9 +84,7 @@ class Talks:
         if self.long and turn == 0 and talk < 5:
             params = SamplingParams(max_new_tokens=self.long)
         given = draw.choices(range(61), k=draw.choice((0, 1, 3)))
-        return Request(
-            given, params, 100 * talk + turn, f"talk {talk}", keep=turn + 1 < self.turns, continues=handle
-        )
+        return Request(given, params, 100 * talk + turn, f"talk {talk}", keep=turn + 1 < self.turns, continues=handle)
 
 
 def talks(count: int = 9, turns: int = TURNS, long: int = 0) -> Talks:
