@@ -1,4 +1,4 @@
-"""What tests let engines do that serve one model on several processes."""
+"""Programs of test processes that serve one model with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Found = dict[str, object]
 
 
 def serve(engine: NativeEngine, model: Decoder, other: Decoder) -> Found:
-    """A few calls that depend on each other: all kinds of requests, kept sequences, other weights in between."""
+    """A sequence of calls with all kinds of requests, kept sequences and weight updates."""
     found: Found = {"before": engine.fingerprint()}
     requests = [
         replace(request, params=replace(KINDS[i % len(KINDS)], stop_token_ids=request.params.stop_token_ids))
@@ -77,7 +77,7 @@ def models(family: str) -> tuple[Decoder, Decoder]:
 
 
 def serve_cases(mesh: Mesh, folder: Path, tp: int, cases: Sequence[tuple[str, str]]) -> None:
-    """Leaves what each rank found, by family and mode, in files."""
+    """Write the results of each rank, by family and mode, to files."""
     group = init_mesh(tp).tp_group
     for family, mode in cases:
         model, other = models(family)
@@ -177,7 +177,7 @@ def caches_are_of_one_size(mesh: Mesh) -> None:
 
 
 def broken_weights_are_named(mesh: Mesh) -> None:
-    """Token 31 is the last of the first rank's: the second's tokens must not see it."""
+    """Token 31 is the last one of rank 0: the tokens of rank 1 must not be affected by it."""
     group = init_mesh(tp=2).tp_group
     model = small_decoder(FAMILIES["llama"]).double()
     with torch.no_grad():
@@ -192,7 +192,7 @@ def broken_weights_are_named(mesh: Mesh) -> None:
 
 
 def requests_come_while_others_run(mesh: Mesh) -> None:
-    """Ranks add the same requests at the same steps, and sample what an engine alone does."""
+    """Ranks add the same requests at the same steps and sample the same as a single engine."""
     group = init_mesh(tp=2).tp_group
     model = small_decoder(FAMILIES["qwen3"]).double()
 

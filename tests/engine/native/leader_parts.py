@@ -1,4 +1,4 @@
-"""What tests let tensor-parallel engines do: in lockstep, or with a leader and followers."""
+"""Programs of test processes with tensor-parallel engines, in lockstep or with a leader and followers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def new_engine(mode: str, kv_on_update: KvOnUpdate = "recompute", group: Any = N
 
 
 def play(engine: Engine, acts: dict[int, Callable[[list[Event]], None]]) -> list[Event]:
-    """Steps the engine to the end; before its i-th step `acts[i]` is called with the events so far."""
+    """Step the engine to the end; before step i, call `acts[i]` with the events so far."""
     events: list[Event] = []
     for step in range(1000):
         if step in acts:
@@ -55,7 +55,7 @@ def play(engine: Engine, acts: dict[int, Callable[[list[Event]], None]]) -> list
 
 
 def arrivals(engine: Engine) -> list[Event]:
-    """Requests of all kinds come and go while others run."""
+    """Requests of all kinds are added and aborted while others run."""
     requests = mixed_requests(PARAMS)
     ids: list[int] = []
 
@@ -83,7 +83,7 @@ def arrivals(engine: Engine) -> list[Event]:
 
 
 def updates(engine: Engine) -> list[Event]:
-    """Weights change twice while requests run and others wait; one comes later and shares a prefix with the first."""
+    """Two weight updates while requests run and wait; a later request shares a prefix with the first one."""
     requests = [replace(request, params=replace(PARAMS, stop_token_ids=())) for request in mixed_requests(PARAMS)[6:]]
 
     def add(some: list[Request]) -> None:
@@ -117,7 +117,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def check_result(scenario: Scenario, ours: list[Event], mode: str, kv_on_update: KvOnUpdate) -> None:
-    """Equal to those of one process, step by step."""
+    """Events equal those of one process, step by step."""
     alone = new_engine(mode, kv_on_update)
     assert_same_events(ours, scenario(alone))
     if scenario is updates:
@@ -173,7 +173,7 @@ def different_arrivals_are_reported(mesh: Mesh) -> None:
 
 
 class Source:
-    """A weight source that breaks off after some weights."""
+    """A weight source that raises after some weights."""
 
     def __init__(self, model: Decoder, count: int, **changed: Tensor) -> None:
         self.model, self.count, self.changed = model, count, changed
@@ -292,7 +292,7 @@ def nothing_is_sent_when_idle(leader: TensorParallelLeader) -> None:
 
 
 def dispatcher_on_a_leader(mesh: Mesh) -> None:
-    """Clients in threads, one of which leaves, while another thread updates weights."""
+    """Clients in threads, one of which disconnects, while another thread updates weights."""
     engine = new_engine("all at once", group=init_mesh(tp=2).tp_group)
     requests = [mixed_requests(PARAMS, seed=seed)[3:8] for seed in range(4)]
     alone = new_engine("all at once")

@@ -1,4 +1,4 @@
-"""The scheduler, driven as the engine drives it, over a device that knows what every slot of the cache has to hold."""
+"""The scheduler with a simulated device that checks the contents of every slot of the KV cache."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case:
 
 @dataclass
 class Item:
-    """A request, and what has to come of it."""
+    """A request and its expected result."""
 
     request: Request
     tokens: list[int]
@@ -88,7 +88,7 @@ def item_of(ask: Ask, before: list[int], more: list[int], continues: Name | None
 
 
 def calls_of(case: Case) -> list[Call]:
-    """Every call that is made, with its answers: they do not depend on how it is scheduled."""
+    """All calls with their expected completions, which do not depend on scheduling."""
     draw = random.Random(case.seed)
     kept: dict[Name, list[int]] = {}
     calls: list[Call] = []
@@ -117,7 +117,7 @@ def calls_of(case: Case) -> list[Call]:
 
 @dataclass
 class Row:
-    """A running sequence as the device has it."""
+    """A running sequence on the device."""
 
     start: int
     history: list[int]  # of its tokens
@@ -130,7 +130,7 @@ class Row:
 
 
 class Device:
-    """Slots hold a number that stands for a token, all those before it, and the weights they were computed with."""
+    """Each slot has a number that identifies a token, all tokens before it, and the weights that computed it."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.blocks, self.size = blocks, blocks.size
@@ -161,7 +161,7 @@ class Device:
         return not rest or memory[table[full]][: len(rest)] == rest
 
     def compute(self, chunks: Sequence[Chunk], foreign: set[int]) -> None:
-        """All in one pass, so that no slot may be written twice; `foreign` blocks are not to be written at all."""
+        """Compute all chunks in one pass: no slot may be written twice, and `foreign` blocks must not be written."""
         written: set[tuple[int, int]] = set()
         for chunk in chunks:
             histories = self.histories(chunk.tokens[: chunk.stop])
@@ -177,7 +177,7 @@ class Device:
         assert all(self.holds(chunk.blocks, self.histories(chunk.tokens[: chunk.stop])) for chunk in chunks)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """All at once: nothing may be copied to where something is copied from."""
+        """Copy all blocks at once: no destination may also be a source."""
         targets = [target for _, target in copies]
         assert len(set(targets)) == len(targets)
         assert not set(targets) & {source for source, _ in copies}
@@ -209,7 +209,7 @@ class Device:
 
 
 class Window(NamedTuple):
-    """What the host can see of a window."""
+    """Results of a window of steps."""
 
     samples: list[Sample]  # by row
     counts: list[int]  # tokens that each has drawn
@@ -274,7 +274,7 @@ class Driver:
             self.collect()
 
     def useful(self) -> int:
-        """Steps after which everybody will have reached their limit."""
+        """Number of steps after which all samples have reached their limit."""
         step = self.scheduler.step
         return max([0, *(sample.last_step - step for sample in self.scheduler.running)])
 
@@ -340,7 +340,7 @@ class Driver:
         self.looks.append(Window(list(scheduler.running), counts, [row.over for row in device.rows]))
 
     def check_outlook(self, sample: Sample) -> None:
-        """It has drawn all it may by `last`, and its blocks suffice up to `dry` but not for one step more."""
+        """It reaches its limit at `last_step`; its blocks suffice until `blocks_exhausted_at`, not one step longer."""
         assert sample.last_step == sample.entered + sample.job.limit - len(sample.drawn)
         room, before = (
             len(sample.blocks) * self.blocks.size,
@@ -350,7 +350,7 @@ class Driver:
         assert sample.blocks_exhausted_at > sample.last_step or sample.stored(before + 1) > room
 
     def collect(self) -> None:
-        """Look at the oldest window that has not been looked at, and let go of whoever is done."""
+        """Process the oldest unread window and release the samples that have ended."""
         done = []
         for sample, count, over in zip(*self.looks.pop(0), strict=True):
             item = self.items[sample.job.id]
@@ -368,7 +368,7 @@ class Driver:
         self.leave(done)
 
     def tokens_of(self, sample: Sample, count: int) -> list[int]:
-        """Its first `count` tokens, from the log."""
+        """The first `count` tokens of a sample, from the log."""
         tokens = list(sample.drawn)
         for step in range(sample.entered, sample.entered + count - len(tokens)):
             row = [row for row, first in sample.spans if first <= step][-1]
@@ -385,7 +385,7 @@ class Driver:
         assert all(sample.row < 0 and not sample.blocks for sample in samples)
 
     def check(self) -> None:
-        """Every block is free, remembered, or has exactly the users it is said to have; rows are dense and in order."""
+        """Every block is free, evictable, or has the right reference count; rows are contiguous and in order."""
         scheduler, blocks = self.scheduler, self.blocks
         holders: list[Sample | Prefix | Kept] = [*scheduler.running, *scheduler.waiting, *scheduler.kept.values()]
         held = Counter([block for holder in holders for block in holder.blocks])
@@ -413,7 +413,7 @@ class Driver:
 
 
 def rounds_allowed(case: Case, items: list[Item]) -> int:
-    """The first to have come draws in every round; if nobody runs, a prompt is computed, and then somebody enters."""
+    """The oldest sample advances in every round; if none is running, a prompt is computed and a sample is admitted."""
     samples = sum(len(item.answers) for item in items)
     drawn = sum(len(answer) for item in items for answer in item.answers)
     longest = max(len(item.tokens) + len(item.answers[0]) for item in items)
@@ -485,7 +485,7 @@ def test_no_token_is_computed_twice_with_ample_memory(case: Case) -> None:
 
 
 def least_work(calls: list[Call], size: int) -> tuple[int, int]:
-    """Tokens to compute as prompts and blocks to copy, where all that was ever computed stays in the cache."""
+    """Minimum number of prompt tokens to compute and blocks to copy, if the cache never evicts."""
     known: set[tuple[int, ...]] = set()
     kept: set[Name] = set()
     tokens = copies = 0
@@ -511,12 +511,12 @@ def least_work(calls: list[Call], size: int) -> tuple[int, int]:
 
 
 def make(blocks: int, max_batch: int = 8, budget: int = 100) -> Scheduler:
-    """With blocks of 16 tokens, whatever the engine's have: the lengths in these examples go by that."""
+    """With blocks of 16 tokens, which the lengths in these examples assume."""
     return Scheduler(Blocks(blocks, 16), max_batch, budget)
 
 
 def job(index: int, length: int, limit: int = 40, tokens: Sequence[int] | None = None) -> Job:
-    """Without tokens of its own, a prompt that begins like no other one."""
+    """By default, a prompt whose first token differs from that of all others."""
     tokens = list(tokens or [index] * length)
     return Job(index, Request(tokens, SamplingParams(max_new_tokens=limit), seed=0), tokens, limit)
 
@@ -528,12 +528,12 @@ def add(scheduler: Scheduler, job: Job, n: int = 1) -> list[Sample]:
 
 
 def spans(plan: Plan) -> list[tuple[int, int, int]]:
-    """What is computed: the first token of a prompt that was made by `job` is its index."""
+    """The chunks of a plan; the first token of a prompt from `job` is its index."""
     return [(chunk.tokens[0], chunk.start, chunk.stop) for chunk in plan.chunks]
 
 
 def go_on(scheduler: Scheduler, steps: int) -> Plan:
-    """One round with nothing in flight."""
+    """One round without results in flight."""
     assert scheduler.blocks_short(steps) == 0
     plan = scheduler.plan(steps)
     if scheduler.running:

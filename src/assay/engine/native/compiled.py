@@ -126,14 +126,9 @@ class CompiledAttention:
         def attend(start: int, stop: int) -> None:
             scores = torch.empty(self.span)
             self.library.attend_rows(
-                *(row_address(q, start), q.stride(0), kv.data_ptr(), blocks, block),
-                *(
-                    row_address(self.tables, start),
-                    self.tables.stride(0),
-                    row_address(self.positions, start),
-                    self.span,
-                ),
-                *(stop - start, heads, kv_heads, size, scores.data_ptr(), row_address(out, start)),
+                *(address(q, start), q.stride(0), kv.data_ptr(), blocks, block),
+                *(address(self.tables, start), self.tables.stride(0), address(self.positions, start), self.span),
+                *(stop - start, heads, kv_heads, size, scores.data_ptr(), address(out, start)),
             )
 
         in_threads(attend, rows, self.span * heads * size)
@@ -218,21 +213,15 @@ class CompiledRunner(Runner):
         def draw(start: int, stop: int) -> None:
             weights, sums = torch.empty(size), torch.empty(size // BLOCK + 1, dtype=torch.float64)
             self.library.sample_rows(
-                *(
-                    row_address(logits, start),
-                    size,
-                    row_address(rows.ints, start),
-                    row_address(rows.floats, start),
-                    stop - start,
-                ),
-                *(row_address(tokens, start), row_address(scores, start), rows.log_scores.stride(0)),
+                *(address(logits, start), size, address(rows.ints, start), address(rows.floats, start), stop - start),
+                *(address(tokens, start), address(scores, start), rows.log_scores.stride(0)),
                 *(weights.data_ptr(), sums.data_ptr()),
             )
 
         in_threads(draw, count, size)
 
 
-def row_address(x: Tensor, row: int) -> int:
+def address(x: Tensor, row: int) -> int:
     """Address of a row."""
     return x.data_ptr() + row * x.stride(0) * x.element_size()
 
