@@ -261,7 +261,7 @@ def test_a_fallback_model_is_trained_and_exported(small: SmallRuns, capsys: pyte
     rows = [row for row in small.metrics() if "mismatch/logprob_abs_diff_max" in row]
     assert max(row["mismatch/logprob_abs_diff_max"] for row in rows) < 1e-3
     assert small("eval", folder, "run:small@last", "--task", "abacus", "--eval.final_examples", 3) == 0
-    assert "against the first" in capsys.readouterr().out
+    assert "vs. the first" in capsys.readouterr().out
     exported = small.folder / "exported"
     assert main(["export", "run:small@last", str(exported), "--dir", str(small.runs)]) == 0
     hf: Any = AutoModelForCausalLM.from_pretrained(exported)
