@@ -117,7 +117,13 @@ def plain_loss(groups: list[Group], by_step: bool, discount: float, aggregate: s
     ("aggregate", "by_step", "discount"),
     [
         *(("token", False, 1.0), ("sequence", False, 0.9), ("constant", True, 0.9), ("token", True, 0.9)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sequence", True, 0.9), ("constant", False, 1.0))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("sequence", True, 0.9), ("constant", False, 1.0), ("token", False, 0.9)),
+                *(("sequence", False, 1.0), ("constant", False, 0.9)),
+            )
+        ),
     ],
 )
 def test_the_gradient_is_that_of_unmasked_tokens_only(aggregate: str, by_step: bool, discount: float) -> None:
