@@ -221,6 +221,7 @@ def test_documented_dry_run_matches_the_program(
     assert lines and not {general(line) for line in lines if not line.startswith("warning:")} - printed
 
 
+@pytest.mark.slow
 def test_the_own_task_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -218,6 +218,7 @@ def test_a_task(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 )
 
 
+@pytest.mark.slow
 def test_an_environment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_commands(folder, ENVIRONMENT)
     shown = capsys.readouterr().out
@@ -241,6 +242,7 @@ def test_an_engine_backend_passes_the_conformance_check(folder: Path, monkeypatc
     assert found["problems"] == []
 
 
+@pytest.mark.slow
 def test_training_with_an_own_engine_backend(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own, _ = section(ENGINE)
     write_named(own, "python", folder)

@@ -88,6 +88,7 @@ def test_a_missing_heartbeat_and_its_return_are_each_reported_once() -> None:
     assert said[4:] == ["rank 3 on node7 responds again after 60 s", "", said[2], ""]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_can_continue(ranks: Ranks) -> None:
     _, stopped, _ = ranks.beating(3, timeout_s=0)
     os.kill(stopped.pid, signal.SIGSTOP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,15 @@ def package_of(file: Path) -> str:
     return file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
 def imports(file: Path, *, top_level_only: bool = False, with_typing: bool = False) -> set[str]:
     """Names of imported modules, and of imported objects with their module in front."""
-    tree = ast.parse(file.read_text())
+    tree = parsed(file)
     typing_only = {
         inner
         for node in ast.walk(tree)
@@ -129,7 +136,7 @@ def test_the_loop_fits_on_one_screen() -> None:
 def test_no_two_classes_have_the_same_name() -> None:
     modules: dict[str, list[str]] = {}
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.ClassDef):
                 modules.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
     assert not {name: found for name, found in modules.items() if len(found) > 1}

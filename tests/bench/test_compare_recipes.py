@@ -56,6 +56,7 @@ def rows(small: SmallRuns) -> list[dict]:
     return json.loads((small.folder / "result.json").read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_all_runs_share_initial_weights_and_budget(
     small: SmallRuns, launched: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

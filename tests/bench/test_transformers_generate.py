@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 COMMAND = partial(run_command, script, script.PROGRAM)
 
 
+@pytest.mark.slow
 def test_runs_alternate_on_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Any]] = []
     seconds = iter([4.0, 9.0, 1.0, 2.0, 1.0, 4.0])

@@ -103,6 +103,7 @@ def test_step_defaults_are_the_standard_work() -> None:
     assert bench.step_work(parsed("step", "--train-only")) == Sequences()
 
 
+@pytest.mark.slow
 def test_step_results_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "results.json"
     assert main(["bench", "step", *SMALL, "--steps", "1", "--json", str(file)]) == 0
@@ -137,6 +138,7 @@ def test_step_results_are_compared_with_rows_of_a_peer(tmp_path: Path, monkeypat
     assert trl["system"] == "trl" and ours["ratio_to_trl"] == 3.0
 
 
+@pytest.mark.slow
 def test_episode_results_are_printed_written_and_added_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "results.json"
     assert main(["bench", "episodes", *EPISODES, "--json", str(file)]) == 0

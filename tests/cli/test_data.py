@@ -126,6 +126,7 @@ def test_show(capsys):
     assert printed.count("--- abacus/test/") == 2 and "[solution]" in printed and "####" in printed
 
 
+@pytest.mark.slow
 def test_a_single_file_is_shown_and_checked_whole(tmp_path, capsys):
     rows = [{"question": f"{n} and {n}?", "answer": 2 * n} for n in range(20)]
     rows[19] = rows[0]  # a problem that stands twice

@@ -66,6 +66,7 @@ def test_play_with_a_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "[tool] 42>>" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_example_environment_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     short = ["--train.steps", "2", "--eval.final_examples", "8", "--eval.examples", "4"]

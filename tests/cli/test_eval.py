@@ -37,6 +37,7 @@ def select(result: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {key: result[key] for key in keys}
 
 
+@pytest.mark.slow
 def test_evaluation_of_checkpoints_equals_that_of_the_run(small: SmallRuns, tmp_path: Path) -> None:
     first, last = evaluate(small, tmp_path, "run:small@0", "run:small@last")
     summary = small.summary()

@@ -125,6 +125,7 @@ def test_before_is_measured_after_the_warm_start(finished: SmallRuns) -> None:
 SLOW_TAGS = [pytest.param(tag, marks=pytest.mark.slow) for tag in ("@2", "@last", "")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["@0", "@best", *SLOW_TAGS])
 def test_training_starts_from_a_checkpoint_of_another_run(small: SmallRuns, finished: SmallRuns, tag: str) -> None:
     words = ["train", str(small.config), "--model", f"run:small{tag}", "--runs_dir", str(finished.runs)]
@@ -144,6 +145,7 @@ def test_training_starts_from_a_checkpoint_of_another_run(small: SmallRuns, fini
     assert finished.summary(name)["model"] == f"run:small{tag}"
 
 
+@pytest.mark.slow
 def test_an_existing_run_name_gets_a_number(small: SmallRuns) -> None:
     words = ("--train.steps", 1, "--train.prompts", 1, "--eval.final_examples", 1)
     assert small.train(*words) == 0
@@ -186,6 +188,7 @@ def test_overlap_between_train_and_test_is_reported(small: SmallRuns, capsys: py
     assert re.search(r"no overlap between 18 train and 2 validation problems", output)
 
 
+@pytest.mark.slow
 def test_a_single_file_is_trained_and_measured_on_different_rows(
     small: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -327,6 +327,7 @@ def test_engine_exception_is_not_raised_for_aborted_requests(monkeypatch: pytest
         assert len(generate(client, requests_of(2))) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_nothing_accumulates_over_thousands_of_requests(rounds: int) -> None:
     """Requests with streaming, handles, errors, aborts and weight updates, of several clients."""

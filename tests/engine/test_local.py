@@ -265,6 +265,7 @@ def engine_weights(engine: NativeEngine) -> Any:
     return decoder(0, engine.info.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "kv"),
     [(100, "recompute"), *(pytest.param(2000, kv, marks=pytest.mark.slow) for kv in ("recompute", "keep"))],
@@ -288,6 +289,7 @@ def test_native_engine_keeps_no_objects_of_finished_requests(count: int, kv: str
     assert len(engine.outputs.versions.starts) == 1
 
 
+@pytest.mark.slow
 def test_hf_engine_keeps_no_objects_of_finished_requests() -> None:
     engine = build("hf", mode=Mode(max_batch=4))
     serve = [Request([1 + number % 60], SamplingParams(max_new_tokens=1), number) for number in range(30)]

@@ -119,6 +119,7 @@ PIECES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bridged", [True, False])
 @pytest.mark.parametrize("piece", PIECES)
 def test_pieces_that_are_compiled_compute_the_same(piece, bridged):

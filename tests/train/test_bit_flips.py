@@ -93,6 +93,7 @@ def folder_of(path: str) -> tuple[str, dict[str, bytes]]:
     return Path(path).parent.name, {file.name: file.read_bytes() for file in Path(path).iterdir()}
 
 
+@pytest.mark.slow
 def test_no_bit_flip_changes_which_model_is_loaded(finished: SmallRuns) -> None:
     check_models(finished, 2)
 

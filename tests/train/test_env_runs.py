@@ -72,6 +72,7 @@ def runs(folder: Path, config: str) -> SmallRuns:
     return small
 
 
+@pytest.mark.slow
 def test_an_environment_run_trains_on_its_steps_and_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

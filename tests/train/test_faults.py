@@ -80,6 +80,7 @@ def test_a_skipped_step_changes_neither_weights_nor_moments(small: SmallRuns) ->
         assert any(not torch.equal(after[key], later[key]) for key in after)
 
 
+@pytest.mark.slow
 def test_too_many_consecutive_skipped_steps_end_the_run(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(small, "nan 4 5 6", "--train.max_skipped", 2) == 2
     said = capsys.readouterr().err.strip()
@@ -125,6 +126,7 @@ def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner", mostly_slow(["policy", "critic"], quick=["policy"]))
 def test_nonfinite_weights_are_never_saved_and_the_last_finite_checkpoint_is_named(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, owner: str

@@ -94,6 +94,7 @@ def stop() -> None:
 SLOW_FILES = [pytest.param(name, marks=pytest.mark.slow) for name in ("config.json", "tokenizer.json", "complete.json")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["model.safetensors", *SLOW_FILES])
 def test_a_damaged_base_is_written_again_from_the_models_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str

@@ -52,6 +52,7 @@ def no_space() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", mostly_slow(FULL, quick=["moments", "metrics"]))
 def test_a_full_disk_ends_the_run_with_one_line_and_the_earlier_checkpoint(
     complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str

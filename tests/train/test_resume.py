@@ -130,6 +130,7 @@ def test_resume_skips_damaged_checkpoints(tmp_path: Path, capsys: pytest.Capture
     small.same_run("small", "stopped", STEPS)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended_by_more_steps(tmp_path: Path) -> None:
     small = SmallRuns(tmp_path)
     assert small.train(*SETTINGS) == 0
@@ -227,6 +228,7 @@ def edit(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
+@pytest.mark.slow
 def test_changed_settings_are_reported_with_old_and_new_value(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def test_the_loss_mask_covers_the_solution_and_its_end_token() -> None:
         assert row.ids[-1] == asked.tokenizer.eos_id and row.advantage == 1.0
 
 
+@pytest.mark.slow
 def test_a_warm_start_memorizes_its_solutions() -> None:
     policy = tiny_decoder(dtype=torch.float32)
     updater = Updater(policy, make_adamw(policy, 1.0))

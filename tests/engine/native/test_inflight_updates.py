@@ -92,6 +92,7 @@ def long_requests(stream: bool = False) -> list[Request]:
 # -- identical weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "kv"), mode_and_kv(*MODES))
 def test_an_update_with_identical_weights_changes_no_token(mode: str, kv: str) -> None:
     expected = generate(native(decoder(0), MODES[mode]), long_requests())
@@ -434,6 +435,7 @@ def test_kept_sequences_whose_blocks_were_needed_are_computed_with_the_current_w
 # -- streaming, abort, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "kv"), mode_and_kv("plain", "windows", "all at once"))
 def test_streams_equal_completions_across_updates(mode: str, kv: str) -> None:
     engine, requests = native(decoder(0), MODES[mode], kv_on_update=kv), long_requests(stream=True)
@@ -442,6 +444,7 @@ def test_streams_equal_completions_across_updates(mode: str, kv: str) -> None:
         assert recorder.streamed(*key) == (completion.token_ids, completion.engine_logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", [pytest.param("recompute", marks=pytest.mark.slow), "keep"])
 def test_no_event_follows_an_abort_right_after_an_update(kv: str) -> None:
     """An update may read results whose events were not returned yet."""
@@ -460,6 +463,7 @@ def test_no_event_follows_an_abort_right_after_an_update(kv: str) -> None:
     assert queued or kv == "keep"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "kv"), [({"rename": 0}, "keep"), ({"fail_after": 0}, "recompute")], ids=str)
 def test_an_update_that_fails_at_once_changes_nothing(source: dict[str, int], kv: str) -> None:
     engine, recorder = native(decoder(0), kv_on_update=kv), Recorder()
@@ -496,6 +500,7 @@ def test_after_an_update_that_failed_midway_the_next_one_sets_all_weights(source
 # -- threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", [pytest.param("recompute", marks=pytest.mark.slow), "keep"])
 def test_updates_from_another_thread_while_the_owner_steps(kv: str) -> None:
     engine, requests = native(decoder(0), MODES["windows"], kv_on_update=kv), long_requests()

@@ -16,6 +16,7 @@ from torch.multiprocessing import ProcessRaisedException
 from assay.engine.native.tensor_parallel import signals_deferred
 
 
+@pytest.mark.slow
 def test_requests_that_arrive_while_others_run_reach_followers_at_the_same_step() -> None:
     start(2, with_leader, arrivals, "all at once")
 

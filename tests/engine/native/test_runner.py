@@ -55,6 +55,7 @@ def test_decoding_writes_only_to_unshared_blocks(mode: str, monkeypatch: pytest.
     assert len(written) == engine.stats.decode_steps and max(written) > 1
 
 
+@pytest.mark.slow
 def test_logits_are_freed_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = 509  # different from all other sizes
     model = small_decoder(small_spec(vocab_size=vocabulary, tied=False), seed=3)

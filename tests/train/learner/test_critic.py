@@ -315,6 +315,7 @@ def test_an_update_with_a_non_finite_gradient_is_skipped() -> None:
     assert own.learn(groups)["critic/skipped"] == 0.0 and not own.model.head.weight.equal(before[1])
 
 
+@pytest.mark.slow
 def test_the_critic_fits_the_returns() -> None:
     own = critic(gae_lambda=1.0, clip=0.0, passes=1)
     groups = make_groups(tiny_decoder(), seed=2)

@@ -158,6 +158,7 @@ def as_context(rollout: Rollout) -> Rollout:
     return replace(rollout, turns=turns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_algorithm_treats_masked_turns_as_context(name: str) -> None:
     algo = algorithm(name).replace(soft_overlong_buffer=0.0)  # the limit of lengths is one of all that was written

@@ -36,6 +36,7 @@ def check(world: int, cases: list[Case], folder: Path) -> None:
         assert metric < limit and weight < limit, (case.name, metric, weight)
 
 
+@pytest.mark.slow
 def test_fsdp_and_tensor_parallelism_on_two_processes_equal_one_process(tmp_path: Path) -> None:
     check(2, [Case("qwen3", "fsdp"), Case("qwen3", "ddp", tp=2)], tmp_path)
 

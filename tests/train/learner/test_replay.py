@@ -159,6 +159,7 @@ def test_a_run_logs_its_replay(tmp_path: Path, no_curves: None) -> None:
     assert list(buffer) == written[-7:]  # what was in the rollout files is what may come again
 
 
+@pytest.mark.slow
 def test_a_run_starts_with_the_buffer_of_another_run(
     tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -266,6 +266,7 @@ def with_loss(small: SmallRuns, name: str) -> tuple[SubprocessUpdater, Algorithm
     return SubprocessUpdater.of(Updater(policy, make_adamw(policy, 1e-2))), algo
 
 
+@pytest.mark.slow
 def test_errors_and_warnings_of_the_worker_process_are_raised_in_the_caller(small: SmallRuns) -> None:
     apart, algo = with_loss(small, "mistaken")
     with pytest.warns(UserWarning, match="not go well"), pytest.raises(UserError) as raised:

@@ -153,6 +153,7 @@ def reference(logits: Tensor, row: Row) -> Tensor:
     return chosen
 
 
+@pytest.mark.slow
 def test_truncation_keeps_the_set_of_the_reference_with_ties(small_chunks: None) -> None:
     rows = [
         Row(top_k=1),
@@ -279,6 +280,7 @@ def test_greedy_sampling_breaks_ties_by_the_lowest_id(small_chunks: None) -> Non
     assert step.tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
+@pytest.mark.slow
 def test_a_sample_does_not_depend_on_its_row(small_chunks: None) -> None:
     rows = [Row(), Row(top_k=4), Row(temperature=0.9, top_p=0.6), Row(forbidden=[2, 3]), Row(temperature=0.0)]
     logits = random_logits(5, 37)
