@@ -20,7 +20,7 @@ from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.models import build_preset, save_model
-from assay.process.remote import RemoteWorker
+from assay.process.spawn import RemoteWorker
 from assay.runs.rollouts import read_lines, read_rollouts
 from assay.tasks import make_task
 from assay.text import char_tokenizer

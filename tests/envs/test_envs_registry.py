@@ -1,10 +1,19 @@
+"""Creation of environments; adapters to and from Gymnasium, checked with Gymnasium's own environment checker."""
+
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 from envs.sample_env import ValidEnv, build
+from gymnasium.utils.env_checker import check_env as gymnasium_check
 
+from assay.envs import make_env
+from assay.envs.check import check_env
+from assay.envs.registry import to_gymnasium
+from assay.tasks import make_task
 from assay.types import UserError
 
 
@@ -41,3 +50,58 @@ def test_invalid_names_and_arguments_of_environments_are_user_errors(
     with pytest.raises(UserError, match=message) as error:
         build(name, **args)
     assert "\n" not in str(error.value)
+
+
+FOREIGN = """
+import random
+
+class Parity:
+    max_steps = 2
+    def reset(self, *, seed=None, options=None):
+        self.number = random.Random(seed).randint(0, 99)
+        return f"{self.number}: even or odd?", {}
+    def step(self, action):
+        right = action == self.gold_action()
+        return "", float(right), True, False, {}
+    def gold_action(self):
+        return "odd" if self.number % 2 else "even"
+    def words(self):
+        return ["even", "odd"]
+"""
+
+
+@pytest.mark.parametrize(("name", "task"), [("guess", None), ("countdown_tries", None), ("stepwise", "abacus")])
+def test_environments_pass_the_gymnasium_checker(name: str, task: str | None) -> None:
+    env = to_gymnasium(make_env(name, task=make_task(task) if task else None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*(render|spec|metadata).*")
+        gymnasium_check(env, skip_render_check=True)
+    assert env.reset(seed=5) == env.reset(seed=5)
+
+
+def test_gymnasium_style_environment_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "foreign.py").write_text(FOREIGN)
+    env = make_env(f"{tmp_path}/foreign.py:Parity")
+    assert env.max_steps == 2 and len({prompt.question for prompt in env.prompts("train")[:20]}) > 5
+    assert [finding for finding in check_env(env) if not finding.ok] == []
+    assert getattr(env, "words")() == ["even", "odd"]  # noqa: B009  # for models built from scratch
+
+
+def test_closing_an_environment_closes_those_of_its_copies(tmp_path: Path) -> None:
+    closed = "    closed = []\n    def close(self):\n        self.closed.append(self)\n"
+    (tmp_path / "closing.py").write_text(FOREIGN.replace("    max_steps = 2\n", f"    max_steps = 2\n{closed}"))
+    env: Any = make_env(f"{tmp_path}/closing.py:Parity")
+    copy, deleted = env.copy(), env.copy()
+    record = env.inner.closed
+    inner = deleted.inner
+    del deleted
+    assert record == [inner]  # closed when the copy is deleted
+    env.close()
+    env.close()
+    assert set(record) == {inner, env.inner, copy.inner} and len(record) == 3  # each exactly once
+
+
+def test_former_name_of_max_return_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "former.py").write_text(FOREIGN.replace("max_steps = 2", "max_steps = 2; full = 5.0"))
+    assert make_env(f"{tmp_path}/former.py:Parity").max_return == 5.0

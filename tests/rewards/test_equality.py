@@ -5,8 +5,7 @@ import contextlib
 import pytest
 
 from assay.rewards.equality import compare, equal
-from assay.rewards.limits import Unreadable
-from assay.rewards.numeric import read_quantity, tidy
+from assay.rewards.numeric import Unreadable, read_quantity, tidy
 
 SAME_NUMBERS = r"""
 72 | 72

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+
 import math_verify
 import pytest
 
 from assay.rewards import latex
 from assay.rewards.equality import compare, equal
+from assay.rewards.numeric import Unreadable
 
 
 @pytest.mark.parametrize(
@@ -33,3 +36,105 @@ def test_words_are_compared_with_a_number_without_computer_algebra(monkeypatch: 
     many_words = "so after all of this long and winding thought I believe that the answer may be 17 " * 10
     for strict in (True, False):
         assert compare(many_words, "18", strict)[0] is False
+
+
+UNREADABLE = r"""
+hello
+five
+1/0
+\frac{1}{0}
+3 1/0
+1e999999999
+1e-999999999
+9**9**9**9
+9^{9^{9^{9}}}
+9^9^9^9
+9^{9^9}
+9**(9**(9**9))
+x^{x^{x^{x}}}
+10^{10^{10}}
+2^{99999999}
+999999999!
+9!!!!
+{5
+(x+1)^{9999}
+(x+y+z)^{500}
+(a+b+c+d+e+f)^{12}
+(1+\sqrt{2})^{5000}
+((9^{999})^{999})^{999}
+(9^{499})^{199}
+\sqrt{9999^{9999}-1}
+\frac{x^{999}-1}{x-1}
+\sin^{99}(x)\cos^{99}(x)
+\int_0^1 \frac{\sin(x^7)}{\cos(x)+x^9} dx
+\sum_{n=1}^{9999} \frac{1}{n}
+\prod_{n=1}^{9999} n^n
+\binom{99999999}{44444444}
+"""
+
+
+# Large, but within the limits.
+LARGE = r"""
+2^{2010}+1 | 2^{2010}+2
+(x+1)^{20} | (x+2)^{20}
+(x+y)^{12} | x+y
+(1+\sqrt{5})^{100} | \sqrt{5}
+(x^2)^{9} | x
+\{1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20\} | \{1,2\}
+\sin^{2}(x) | \cos^{2}(x)
+\pi^{2}/6 | \pi/6
+\binom{100}{50}x | x
+"""
+
+
+def pairs(table: str) -> list[tuple[str, str]]:
+    return [(answer, gold) for answer, gold in (line.split(" | ") for line in table.strip().splitlines())]
+
+
+def forbid_computer_algebra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_called(*arguments: object) -> None:
+        raise AssertionError("math-verify was called")
+
+    monkeypatch.setattr(latex, "_parse", not_called)
+
+
+@pytest.mark.parametrize("answer", [*UNREADABLE.strip().splitlines(), "9" * 1000, "(" * 500 + "1" + ")" * 500])
+def test_oversized_answers_are_rejected_without_computer_algebra(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_computer_algebra(monkeypatch)
+    with pytest.raises(Unreadable):
+        equal(answer, "5")
+
+
+@pytest.mark.parametrize(("answer", "gold"), pairs(LARGE))
+def test_large_answers_within_the_limits_are_compared(answer: str, gold: str) -> None:
+    assert not equal(answer, gold) and equal(answer, answer.replace("x", " x"))
+
+
+def test_ten_megabytes_are_rejected_by_their_length() -> None:
+    with pytest.raises(Unreadable, match="longer than"):
+        equal("9" * 10_000_000, "5")
+
+
+SLOW_TO_COMPARE = [
+    "\\sin(" * 7 + "x" + ")" * 7,
+    "\\sin " * 7 + "x",
+    r"\begin{pmatrix} x & 1 \\ 1 & x \end{pmatrix}^{20}",
+    r"(2^{500})!",
+    r"\sin((9^{9})!)",
+    r"\binom{9^{9}}{x}",
+    r"99^{500} - \arctan x",
+    "(" * 8 + "x+1" + ")" * 8,
+    "|x+" * 8 + "1" + "|" * 8,
+    r"x\sqrt{9^{999}+1}",
+]
+
+
+@pytest.mark.parametrize("answer", SLOW_TO_COMPARE)
+def test_short_but_expensive_expressions_are_rejected_without_computer_algebra(
+    answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_computer_algebra(monkeypatch)
+    with contextlib.suppress(Unreadable):
+        assert not equal(answer, r"\cot x")
+    with contextlib.suppress(Unreadable):
+        assert not equal(answer, "18", strict=False)

@@ -5,8 +5,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.rewards.limits import Unreadable
-from assay.rewards.numeric import read_quantity, tidy
+from assay.rewards.numeric import Unreadable, read_quantity, tidy
 
 
 @settings(max_examples=100, deadline=None)

@@ -139,7 +139,7 @@ def test_invalid_environment_settings_are_refused_before_the_run_starts(
 
 
 SHAKY = """
-from assay.envs.games import GuessNumber
+from assay.envs.builtin import GuessNumber
 
 class Shaky(GuessNumber):
     def step(self, action):

@@ -1,21 +1,26 @@
-"""Create an environment from a name or path and the arguments of a config."""
+"""Create an environment from a name or path and the arguments of a config; adapters to and from Gymnasium.
+
+Gymnasium is imported only when it is used.
+"""
 
 from __future__ import annotations
 
+import string
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from assay.envs.base import Env, TaskEnv, check_attributes
-from assay.envs.games import CountdownTries, GuessNumber
-from assay.envs.gym import FromGymnasium
-from assay.envs.tools import Calculator, PythonTool, Stepwise
+from assay.envs.base import Env, Info, Observation, Step, TaskEnv, as_messages, check_attributes
+from assay.envs.builtin import Calculator, CountdownTries, GuessNumber, PythonTool, Stepwise
 from assay.rewards import load_object
 from assay.tasks import Task, make_task
-from assay.tasks.reasoning_gym import PREFIX
+from assay.tasks.datasets import PREFIX
 from assay.tasks.registry import call, call_user, parameters
 from assay.types import UserError, unknown_name
 
+MAX_TEXT = 4_096  # characters of a text space
+OPTIONS = ("role", "inline", "stop", "max_steps", "slow", "max_return", "judged", "words")
 ENVS: dict[str, Callable[..., Env]] = {
     env.name: env for env in (TaskEnv, GuessNumber, Stepwise, Calculator, PythonTool, CountdownTries)
 }
@@ -60,3 +65,79 @@ def make_env(name: str, path: str | None = None, task: Task | None = None, **arg
         raise UserError(f"{name} is not an environment: it must define reset and step, see docs/environments.md")
     make = partial(call_user, factory, name, args, **fixed)
     return check_attributes(FromGymnasium(make, getattr(env, "name", name), env))
+
+
+def to_gymnasium(env: Env, max_length: int = MAX_TEXT) -> Any:
+    """Return a gymnasium.Env with text spaces; the messages of an observation are joined."""
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise UserError('this needs the gymnasium extra: pip install "assay[gymnasium]"') from error
+
+    def text(observation: Observation) -> str:
+        messages = as_messages(observation, env.role)
+        return "\n".join(message["content"] for message in messages)[:max_length]
+
+    class TextEnv(gymnasium.Env):
+        metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  # as gymnasium declares it
+        render_mode = None
+
+        def __init__(self) -> None:
+            self.env = env.copy()
+            space = gymnasium.spaces.Text(max_length, min_length=0, charset=string.printable)
+            self.action_space, self.observation_space = space, space
+
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
+            super().reset(seed=seed)
+            episode_seed = int(self.np_random.integers(2**31))  # without a seed: the next one of the last generator
+            observation, info = self.env.reset(seed=episode_seed, options=options)
+            return text(observation), info
+
+        def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            return text(observation), float(reward), terminated, truncated, info
+
+        def close(self) -> None:
+            self.env.close()
+
+    return TextEnv()
+
+
+class FromGymnasium(Env):
+    """An environment with Gymnasium's methods, text actions and text observations.
+
+    Each copy has an environment of its own, created by `make`. It is closed when the copy is deleted, or when any of
+    the copies is closed.
+    """
+
+    def __init__(self, make: Callable[[], Any], name: str, inner: Any = None) -> None:
+        self.make, self.name = make, name
+        self.inner = make() if inner is None else inner
+        self.max_steps = getattr(getattr(self.inner, "spec", None), "max_episode_steps", None) or Env.max_steps
+        if hasattr(self.inner, "full"):  # the former name of max_return
+            self.max_return = self.inner.full
+        for option in OPTIONS:
+            if hasattr(self.inner, option):
+                setattr(self, option, getattr(self.inner, option))
+        self._copies = weakref.WeakSet([self])
+        self._close_inner = weakref.finalize(self, getattr(self.inner, "close", lambda: None))
+
+    def copy(self) -> FromGymnasium:
+        other = FromGymnasium(self.make, self.name)
+        other._copies = self._copies
+        self._copies.add(other)
+        return other
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        return self.inner.reset(seed=seed)
+
+    def step(self, action: str) -> Step:
+        return self.inner.step(action)
+
+    def gold_action(self) -> str | None:
+        gold = getattr(self.inner, "gold_action", None)
+        return gold() if gold else None
+
+    def close(self) -> None:
+        for env in list(self._copies):
+            env._close_inner()  # at most once per environment

@@ -4,7 +4,7 @@ from assay.rewards.equality import equal
 from assay.rewards.extract import EXTRACTORS, Extraction, extract
 from assay.rewards.importing import load_object
 from assay.rewards.judge import FunctionJudge, Judge, RewardMix, check_verdicts
-from assay.rewards.limits import Unreadable
+from assay.rewards.numeric import Unreadable
 from assay.rewards.pool import JudgePool
 from assay.rewards.verifiers import CountdownJudge, MathJudge, MathVerifyJudge
 

@@ -12,17 +12,20 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
 
-from assay.rewards.latex import check_vocabulary, numeric_value, same_expression
-from assay.rewards.limits import (
+from assay.rewards.latex import check_expression, check_vocabulary, check_work, numeric_value, same_expression
+from assay.rewards.numeric import (
+    CACHE_SIZE,
     MAX_ANSWER_CHARS,
-    MAX_PARTS,
+    NO_UNIT,
+    Quantity,
     Unreadable,
     UnreadableGold,
     WrongForm,
-    check_expression,
-    check_work,
+    keeps_the_number,
+    read_quantity,
+    tidy,
+    without_unit,
 )
-from assay.rewards.numeric import CACHE_SIZE, NO_UNIT, Quantity, keeps_the_number, read_quantity, tidy, without_unit
 
 _WORDS = re.compile(r"[A-Za-z][A-Za-z .,'-]*[A-Za-z]")
 _BASES_TEXT = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
@@ -243,6 +246,7 @@ def _base(based: re.Match[str]) -> int:
     return _BASES.index(based["base"]) if based["base"] in _BASES else int(based["base"])
 
 
+MAX_PARTS = 24  # of a list, a set or a matrix
 MAX_UNMATCHED = 4  # symbolic parts of an unordered answer that are compared with each other
 
 _MATRIX = re.compile(r"\\begin\s*\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr| ]*\})?(.*?)\\end\s*\{\1\}", re.DOTALL)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from assay.rewards.limits import Unreadable
+from assay.rewards.numeric import Unreadable
 
 MAX_CHARS = 200  # of an arithmetic expression
 MAX_DIGITS = 60  # of a number or a result

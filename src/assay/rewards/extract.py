@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from assay.rewards.limits import MAX_ANSWER_CHARS, clip
+from assay.rewards.numeric import MAX_ANSWER_CHARS
 from assay.types import Status, UserError
 
 
@@ -35,6 +35,11 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)\]}])[-\u2212])?(?:\\?\$|[€£¥₹])?(?:(?<=[$€£¥₹])[-\u2212])?"  # a minus after a word or ")" subtracts
     rf"(?:\\[dt]?frac\{{{_PLAIN}\}}\{{{_PLAIN}\}}|{_PLAIN}(?:/{_PLAIN})?(?:[eE][-+]?[0-9]+(?![\w]))?)(?:\s?\\?%)?"
 )
+
+
+def clip(text: str, limit: int = 200) -> str:
+    """Shorten a text."""
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def boxed(text: str) -> Extraction:

@@ -12,7 +12,9 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 
-from assay.rewards.limits import MAX_ANSWER_CHARS, MAX_DIGITS, MAX_EXPONENT, Unreadable
+MAX_ANSWER_CHARS = 2_000  # of an extracted answer
+MAX_DIGITS = 400  # of one number
+MAX_EXPONENT = 400  # in scientific notation
 
 _TAIL = re.compile(
     r"(?P<first>%|[A-Za-z$€£¥₹][A-Za-z'.\-]*)(?P<rest>(?:\s?[ /]\s?[A-Za-z][A-Za-z'.\-]*){0,7})"
@@ -94,6 +96,18 @@ _UNIT_WORD = "|".join([*_LONG_UNITS, "units?", *_DIMENSIONS, "per"])
 _EXPRESSION_UNIT = re.compile(
     rf"(?<=[0-9}})a-z])\s+(?:(?:{_UNIT_WORD})(?:\s?[ /]\s?|$|(?=\s?\^)))+(?:\s?\^\s?\{{?[23]\}}?)?$"
 )
+
+
+class Unreadable(Exception):
+    """There is an answer, but it cannot be parsed or exceeds a limit. The message is one line."""
+
+
+class UnreadableGold(Exception):
+    """The gold answer cannot be read, so the answer cannot be judged."""
+
+
+class WrongForm(Exception):
+    """The answer can be read, but its form differs from that of the gold answer, so it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,10 @@ from typing import Any, ClassVar
 
 from assay.rewards.equality import compare
 from assay.rewards.expressions import compute, parse_arithmetic
-from assay.rewards.extract import check_extractor, extract
+from assay.rewards.extract import check_extractor, clip, extract
 from assay.rewards.judge import binary_verdict
 from assay.rewards.latex import cache_bytecode, verify_whole
-from assay.rewards.limits import Unreadable, UnreadableGold, clip
-from assay.rewards.numeric import read_quantity, tidy
+from assay.rewards.numeric import Unreadable, UnreadableGold, read_quantity, tidy
 from assay.types import Status, UserError, Verdict, describe_error, unknown_name
 
 MAX_AUDIT_CHARS = 50_000  # math-verify's own extraction searches the whole text, and is slow

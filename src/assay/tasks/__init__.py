@@ -8,9 +8,8 @@ from __future__ import annotations
 from assay.tasks.abacus import Abacus
 from assay.tasks.base import SPLITS, OverlapReport, Task, check_gold, overlap
 from assay.tasks.countdown import Countdown
-from assay.tasks.gsm8k import GSM8K
+from assay.tasks.datasets import GSM8K, Math
 from assay.tasks.jsonl import Jsonl
-from assay.tasks.math import Math
 from assay.tasks.registry import TASKS, make_task
 
 __all__ = [

@@ -12,10 +12,8 @@ from assay.rewards import load_object
 from assay.tasks.abacus import Abacus
 from assay.tasks.base import Task
 from assay.tasks.countdown import Countdown
-from assay.tasks.gsm8k import GSM8K
+from assay.tasks.datasets import GSM8K, PREFIX, Math, ReasoningGym
 from assay.tasks.jsonl import Jsonl, ListTask
-from assay.tasks.math import Math
-from assay.tasks.reasoning_gym import PREFIX, ReasoningGym
 from assay.types import UserError, describe_error, unknown_name
 
 TASKS: dict[str, Callable[..., Task]] = {

@@ -20,7 +20,7 @@ from typing import Any
 
 from assay.config import TrainConfig
 from assay.rewards import importing
-from assay.tasks.reasoning_gym import PREFIX as REASONING_GYM
+from assay.tasks.datasets import PREFIX as REASONING_GYM
 from assay.types import UserError
 
 Ask = Callable[[str], bool]  # asks the user a yes-or-no question

@@ -316,7 +316,7 @@ def test_two_ranks_learn_the_same_as_one_process() -> None:
 
 
 ENV = """
-from assay.envs.games import GuessNumber
+from assay.envs.builtin import GuessNumber
 
 class Warmup(GuessNumber):
     name = "warmup"

@@ -20,7 +20,7 @@ from train_parts import make_groups, tiny_decoder, weights_of
 from assay.algos import Algorithm, make_algorithm
 from assay.config import TrainConfig
 from assay.mesh import Mesh
-from assay.process.remote import RemoteWorker, reply
+from assay.process.spawn import RemoteWorker, reply
 from assay.rewards.importing import load_object
 from assay.runs import checkpoints
 from assay.train.learner.optim import make_adamw, optimizer_tensors

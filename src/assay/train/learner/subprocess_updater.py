@@ -27,8 +27,7 @@ from assay.algos import Algorithm, Sums
 from assay.config import TrainConfig
 from assay.mesh import Mesh
 from assay.models import PolicyModel
-from assay.process.remote import RemoteWorker, WorkerDied
-from assay.process.spawn import exit_reason
+from assay.process.spawn import RemoteWorker, WorkerDied, exit_reason
 from assay.train.learner.optim import optimizer_tensors
 from assay.train.learner.pack import Row
 from assay.train.learner.update import LogprobRecord, Scorer, Updater

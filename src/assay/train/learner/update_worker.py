@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from assay.algos import Sums
-from assay.process.remote import serve
+from assay.process.spawn import serve
 from assay.train.faults import Fault
 from assay.train.learner.optim import optimizer_tensors
 from assay.train.learner.pack import Row, out_of_memory

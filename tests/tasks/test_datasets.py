@@ -1,0 +1,343 @@
+"""GSM8K, MATH and reasoning-gym: conversion of rows, gold answers, and splits that share no problem."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from assay.envs import make_env
+from assay.envs.check import check_env
+from assay.rewards import JudgePool
+from assay.rewards.verifiers import dataset
+from assay.tasks import GSM8K, SPLITS, check_gold, make_task, overlap, sources
+from assay.types import Status, UserError
+
+ROW = {
+    "question": "A crate holds 1,200 nails. Two crates?",
+    "answer": "Two crates hold 2*1,200 = <<2*1200=2400>>2,400 nails.\n#### 2,400",
+}
+
+
+def folder(tmp_path, n=30):
+    for split in ("train", "test"):
+        rows = [{**ROW, "question": f"{split} {number}"} for number in range(n)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(tmp_path)
+
+
+def test_all_gold_completions_score_one(gsm8k_folder):
+    for style in ("boxed", "hash"):
+        task = GSM8K(gsm8k_folder, solution_style=style)
+        prompts = [prompt for split in ("train", "validation", "test") for prompt in task.prompts(split)]
+        assert len(prompts) == 7473 + 1319
+        with JudgePool(task.judge()) as pool:
+            verdicts = pool.judge([(task.gold_completion(p), p.answer, p.fields) for p in prompts])
+        assert [p.id for p, v in zip(prompts, verdicts, strict=True) if v.reward != 1.0] == []
+
+
+def test_golds_and_solutions_of_the_real_files(gsm8k_folder):
+    task = GSM8K(gsm8k_folder)
+    prompts = [*task.prompts("train"), *task.prompts("validation"), *task.prompts("test")]
+    assert all(float(prompt.answer) == int(prompt.answer) for prompt in prompts)
+    assert not any("<<" in prompt.solution or "####" in prompt.solution for prompt in prompts)
+    assert len({prompt.id for prompt in prompts}) == len(prompts)
+    assert overlap(task.prompts("train"), task.prompts("test")).n_shared == 0
+
+
+def test_conversion_of_a_row(tmp_path):
+    prompt = make_task("gsm8k", folder(tmp_path)).prompts("test")[3]
+    assert prompt.id == "gsm8k/test/3"
+    assert prompt.question == "test 3\nPlease reason step by step, and put your final answer within \\boxed{}."
+    assert prompt.answer == "2400"
+    assert prompt.solution == "Two crates hold 2*1,200 = 2,400 nails.\nThe final answer is \\boxed{2400}."
+    styled = make_task("gsm8k", str(tmp_path), solution_style="hash", instruction="Go.")
+    prompt = styled.prompts("test")[3]
+    assert prompt.question == "test 3\nGo." and styled.bare_question(prompt) == "test 3"
+    assert prompt.solution.endswith("nails.\n#### 2400")
+    assert styled.judge().extract == "hash"
+    kept = make_task("gsm8k", str(tmp_path), annotations=True).prompts("test")[3]
+    assert kept.solution == "Two crates hold 2*1,200 = <<2*1200=2400>>2,400 nails.\nThe final answer is \\boxed{2400}."
+
+
+def test_validation_is_carved_from_train(tmp_path):
+    task = make_task("gsm8k", folder(tmp_path), val_size=10)
+    train, validation = task.prompts("train"), task.prompts("validation")
+    ids = {prompt.id for prompt in train} | {prompt.id for prompt in validation}
+    assert (len(train), len(validation), len(ids)) == (20, 10, 30)
+    assert ids == {f"gsm8k/train/{number}" for number in range(30)}
+    again = make_task("gsm8k", str(tmp_path), val_size=10)
+    assert list(again.prompts("validation")) == list(validation)
+    other = make_task("gsm8k", str(tmp_path), val_size=10, seed=1)
+    assert {p.id for p in other.prompts("validation")} != {p.id for p in validation}
+
+
+def test_hub_datasets_of_gsm8k(monkeypatch):
+    requested = []
+
+    def load(dataset, configuration, split):
+        requested.append((dataset, configuration, split))
+        return [ROW] * 20
+
+    monkeypatch.setattr(sources, "load_hub", load)
+    task = make_task("gsm8k", "openai/gsm8k")
+    assert len(task.prompts("test")) == 20 and len(task.prompts("train")) == 18
+    assert set(requested) == {("openai/gsm8k", "main", "test"), ("openai/gsm8k", "main", "train")}
+
+
+def test_missing_hub_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # makes the import fail
+    with pytest.raises(UserError, match=r'pip install "assay\[hub\]", or give path=FOLDER'):
+        make_task("gsm8k").prompts("train")
+
+
+def test_invalid_gsm8k_input_is_a_user_error(tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"question": "?", "answer": "seven"}\n')
+    with pytest.raises(UserError, match=r'bad.jsonl:1: gsm8k: an answer must end in "#### N"'):
+        make_task("gsm8k", str(file)).prompts("all")
+    file.write_text('{"question": "?", "answer": ["#### 1"]}\n')
+    with pytest.raises(UserError, match=r'bad.jsonl:1: gsm8k: "answer" must be text .* not list'):
+        make_task("gsm8k", str(file)).prompts("all")
+    file.write_text('{"question": {"text": "?"}, "answer": "#### 1"}\n')
+    with pytest.raises(UserError, match=r'bad.jsonl:1: the column "question" must be text or a number, not dict'):
+        make_task("gsm8k", str(file)).prompts("all")
+    with pytest.raises(UserError, match="solution_style must be one of boxed, hash"):
+        make_task("gsm8k", str(file), solution_style="latex")
+    with pytest.raises(UserError, match="there is no file or folder"):
+        make_task("gsm8k", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="cannot carve 30 validation problems from 30"):
+        make_task("gsm8k", folder(tmp_path), val_size=30).prompts("train")
+
+
+TRAIN = [
+    {
+        "problem": "A field is $3$ by $x$ with area $12$. Find $x$.",
+        "solution": "From $3x = 12$ we get $\\boxed{4}$.",
+        "level": "Level 1",
+        "type": "Algebra",
+    },
+    {
+        "problem": "Halve the root of $8$.",
+        "solution": "First \\boxed{wrong}. It is $\\boxed{\\frac{\\sqrt{8}}{2}}$.",
+        "level": "Level 3",
+        "type": "Prealgebra",
+    },
+    {
+        "problem": "Solve $x^2 = 9$ for $x$.",
+        "solution": "Both signs do: $\\boxed{\\{-3, 3\\}}$.",
+        "level": "Level 2",
+        "type": "Algebra",
+    },
+    {
+        "problem": "Where does $y = 2 - x$ meet the $y$-axis?",
+        "solution": "At $\\boxed{(0, 2)}$.",
+        "level": "Level 2",
+        "type": "Algebra",
+    },
+]
+TEST = [
+    {
+        "problem": "Write $0.75$ as a fraction.",
+        "solution": "It is $\\boxed{\\dfrac34}$.",
+        "answer": "\\frac{3}{4}",
+        "subject": "Prealgebra",
+        "level": 1,
+        "unique_id": "test/prealgebra/7.json",
+    },
+    {
+        "problem": "What angle is a third of a straight one?",
+        "solution": "Of $180^\\circ$ it is $\\boxed{60^\\circ}$.",
+        "answer": "60^\\circ",
+        "subject": "Geometry",
+        "level": 2,
+        "unique_id": "test/geometry/3.json",
+    },
+]
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_jsonl_layouts(tmp_path):
+    write(tmp_path / "train.jsonl", TRAIN)
+    write(tmp_path / "test.jsonl", TEST)
+    task = make_task("math", str(tmp_path), val_size=1)
+    prompts = {p.id: p for split in ("train", "validation", "test") for p in task.prompts(split)}
+    assert prompts["math/train/1"].answer == "\\frac{\\sqrt{8}}{2}"
+    assert prompts["math/train/2"].answer == "\\{-3, 3\\}"
+    assert prompts["math/train/0"].fields == {"level": "Level 1", "subject": "Algebra"}
+    seven = prompts["math/test/test/prealgebra/7.json"]
+    assert seven.answer == "\\frac{3}{4}" and seven.fields == {"level": 1, "subject": "Prealgebra"}
+    assert seven.question.startswith("Write $0.75$ as a fraction.\nPlease reason")
+    assert [check_gold(task, split) for split in ("train", "validation", "test")] == [[], [], []]
+
+
+def test_original_folder_layout(tmp_path):
+    for number, row in enumerate(TRAIN):
+        subject = tmp_path / "train" / row["type"].lower()
+        subject.mkdir(parents=True, exist_ok=True)
+        (subject / f"{number + 8}.json").write_text(json.dumps(row))
+    task = make_task("math", str(tmp_path), val_size=0)
+    assert [prompt.id for prompt in task.prompts("train")] == [
+        "math/train/algebra/8",
+        "math/train/algebra/10",
+        "math/train/algebra/11",
+        "math/train/prealgebra/9",
+    ]
+    assert check_gold(task, "train") == []
+    with pytest.raises(UserError, match="has no test split"):
+        task.prompts("test")
+
+
+def test_hub_datasets_of_math(monkeypatch):
+    requested = []
+
+    def load(dataset, configuration, split):
+        requested.append((dataset, configuration, split))
+        return TEST if split == "test" else TRAIN
+
+    monkeypatch.setattr(sources, "load_hub", load)
+    task = make_task("math")
+    assert len(task.prompts("test")) == 2 and requested == [("HuggingFaceH4/MATH-500", None, "test")]
+    assert len(task.prompts("train")) == 7 * 4 - 2
+    assert ("EleutherAI/hendrycks_math", "number_theory", "train") in requested
+
+
+def test_invalid_math_rows_are_user_errors(tmp_path):
+    write(tmp_path / "bad.jsonl", [{"problem": "?", "solution": "so it is \\boxed{4"}])
+    with pytest.raises(UserError, match=r"bad.jsonl:1: math: a row needs an answer"):
+        make_task("math", str(tmp_path / "bad.jsonl")).prompts("all")
+    write(tmp_path / "bad.jsonl", [{"text": "?"}])
+    with pytest.raises(UserError, match='has no column "problem" or "question"; it has "text"'):
+        make_task("math", str(tmp_path / "bad.jsonl")).prompts("all")
+
+
+def test_list_as_answer_is_a_user_error_that_names_the_row(tmp_path):
+    write(tmp_path / "rows.jsonl", [TEST[0], {**TEST[1], "answer": ["60"]}])
+    with pytest.raises(UserError, match=r'rows.jsonl:2: math: "answer" must be text or a number, not list'):
+        make_task("math", str(tmp_path / "rows.jsonl")).prompts("all")
+
+
+def test_instruction_replaces_that_of_prepared_rows(tmp_path):
+    row = {
+        "id": "math/train/0",
+        "question": "What is 2 + 2?",
+        "messages": [{"role": "user", "content": "What is 2 + 2?\nBox it."}],
+        "answer": "4",
+    }
+    write(tmp_path / "rows.jsonl", [row])
+    file = str(tmp_path / "rows.jsonl")
+    assert make_task("math", file).prompts("all")[0].question == "What is 2 + 2?\nBox it."
+    changed = make_task("math", file, instruction="Be brief.")
+    assert changed.prompts("all")[0].question == "What is 2 + 2?\nBe brief."
+    assert changed.bare_question(changed.prompts("all")[0]) == "What is 2 + 2?"
+    assert make_task("math", file, instruction="").prompts("all")[0].question == "What is 2 + 2?"
+
+
+QUICK = ["chain_sum", "gcd"]
+SLOW = ["basic_arithmetic", "mini_sudoku", "word_sorting", "spell_backward", "acre"]
+
+
+@pytest.fixture(scope="module")
+def gym() -> Any:
+    return importlib.import_module("reasoning_gym")  # takes seconds
+
+
+def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset.cache_clear()
+    for name in ("reasoning_gym", "reasoning_gym.factory"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for make in (make_task, make_env):
+        with pytest.raises(UserError, match=r'reasoning_gym:gcd needs .* pip install "assay\[reasoning-gym\]"'):
+            make("reasoning_gym:gcd")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_gold_answers_score_one_and_splits_are_disjoint(gym: Any, name: str) -> None:
+    task = make_task(f"reasoning_gym:{name}", size=200)
+    for split in SPLITS:
+        assert check_gold(task, split, limit=10) == []
+    parts = [task.prompts(split)[:80] for split in SPLITS]
+    assert overlap(parts[0], parts[1]).n_shared == overlap(parts[0], parts[2]).n_shared == 0
+    assert overlap(parts[1], parts[2]).n_shared == 0
+
+
+def test_problems_equal_those_of_the_package(gym: Any) -> None:
+    task = make_task("reasoning_gym:chain_sum", seed=3, size=50, eval_size=20, min_terms=5, max_terms=5)
+    train, test = task.prompts("train"), task.prompts("test")
+    assert len(train) == 50 and len(test) == len(task.prompts("validation")) == 20
+    for prompt in (train[0], train[49], test[7]):
+        place = prompt.fields
+        theirs = gym.create_dataset(
+            "chain_sum", seed=place["dataset_seed"], size=place["dataset_size"], min_terms=5, max_terms=5
+        )[place["dataset_index"]]
+        assert task.bare_question(prompt) == theirs["question"] and prompt.answer == theirs["answer"]
+        assert prompt.question.count(" + ") + prompt.question.count(" - ") == 4
+    other = make_task("reasoning_gym:chain_sum", seed=4, size=50, min_terms=5, max_terms=5)
+    assert overlap(train, other.prompts("train")).n_shared == 0  # not the same problems shifted by one
+    assert task.prompts("train")[5] == train[5]
+    json.dumps(train[0].fields)  # as rollouts are written
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_scores_equal_those_of_the_package_and_only_full_scores_are_correct(gym: Any, workers: int) -> None:
+    task = make_task("reasoning_gym:spell_backward", min_word_len=6, size=20)
+    prompt = task.prompts("train")[0]
+    items = {
+        f"<answer>{prompt.answer}</answer>": (Status.OK, 1.0),
+        f"Surely <answer>x</answer>. No: <answer> {prompt.answer} </answer>": (Status.OK, 1.0),
+        f"<answer>{prompt.answer[:-1]}</answer>": (Status.WRONG, None),
+        prompt.answer: (Status.NO_ANSWER, 0.0),
+        f"<answer>{prompt.answer}": (Status.UNPARSABLE, 0.0),
+        f"\\boxed{{{prompt.answer}}}": (Status.NO_ANSWER, 0.0),
+    }
+    source = gym.create_dataset("spell_backward", min_word_len=6)
+    with JudgePool(task.judge(), workers=workers, timeout_s=60.0) as pool:
+        verdicts = pool.judge([(text, prompt.answer, prompt.fields) for text in items])
+    for verdict, (status, reward) in zip(verdicts, items.values(), strict=True):
+        assert verdict.status is status, verdict
+        assert reward is None or verdict.reward == reward
+    partial = verdicts[2].reward
+    assert 0 < partial < 1 and partial == source.score_answer(prompt.answer[:-1], {"answer": prompt.answer})
+    relaxed = task.judge(strict=False)
+    assert relaxed(f"\\boxed{{{prompt.answer}}}", prompt.answer, prompt.fields).status is Status.OK
+
+
+def test_package_failure_gives_unparsable_and_missing_fields_give_error(gym: Any) -> None:
+    task = make_task("reasoning_gym:prime_factorization")
+    judge, prompt = task.judge(), task.prompts("test")[0]
+    verdict = judge("<answer>no idea</answer>", prompt.answer, prompt.fields)
+    assert verdict.status is Status.UNPARSABLE and "ValueError" in verdict.detail and verdict.reward == 0
+    assert judge("<answer>7</answer>", prompt.answer, {}).status is Status.ERROR
+
+
+def test_wrong_arguments_are_user_errors(gym: Any) -> None:
+    for name, args, said in (
+        ("chain_sums", {}, "did you mean 'chain_sum'"),
+        ("chain_sum", {"max_term": 3}, "'max_term' of reasoning_gym:chain_sum: did you mean 'max_terms'"),
+        ("chain_sum", {"min_terms": 9, "max_terms": 3}, "rejects these arguments"),
+        ("chain_sum", {"seed": 64}, "seed must be from 0 to 63"),
+        ("chain_sum", {"size": 0}, "size must be from 1 to 65,536"),
+        ("chain_sum", {"path": "x"}, "unknown argument 'path'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            make_task(f"reasoning_gym:{name}", **args)
+
+
+def test_dataset_with_too_few_problems_is_a_user_error(gym: Any) -> None:
+    task = make_task("reasoning_gym:count_bits", min_n=5, max_n=5)
+    with pytest.raises(UserError, match="too few different problems"):
+        _ = [task.prompts(split)[0] for split in SPLITS]
+
+
+def test_dataset_is_a_single_step_environment(gym: Any) -> None:
+    env = make_env("reasoning_gym:chain_sum", max_terms=3)
+    assert [finding for finding in check_env(env, 4) if not finding.ok] == []
+    env.reset(options={"prompt": env.prompts("train")[2]})
+    _, reward, terminated, _, info = env.step(f"<answer>{env.prompts('train')[2].answer}</answer>")
+    assert reward == 1.0 and terminated and info["verdict"].status is Status.OK
