@@ -12,7 +12,7 @@ from torch import Tensor
 
 from assay.algos import Algorithm, LossBatch, Scorers, make_algorithm
 from assay.algos.advantages import ADVANTAGES
-from assay.algos.terms.entropy_bonus import EntropyControl
+from assay.algos.terms import EntropyControl
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

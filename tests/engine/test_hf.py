@@ -10,8 +10,8 @@ from native_parts import Consumer, Weights, assert_same_draws, assert_same_group
 
 from assay.engine import HFEngine, Request, RequestError, SamplingParams, generate, make_engine
 from assay.engine.rows import LOG_STEPS
+from assay.models.base import fingerprint
 from assay.models.fallback import HFModel
-from assay.models.fingerprint import fingerprint
 from assay.types import Finish, UserError
 
 VOCABULARY = 61

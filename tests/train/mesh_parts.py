@@ -14,7 +14,7 @@ from train_parts import SPEC, make_groups, tiny_decoder
 from assay.algos import make_algorithm
 from assay.config import OptimConfig
 from assay.mesh import Mesh, init_mesh
-from assay.models.fingerprint import fingerprint
+from assay.models.base import fingerprint
 from assay.models.spec import ModelSpec
 from assay.train.learner.optim import make_adamw, make_optimizer
 from assay.train.learner.pack import rows_of

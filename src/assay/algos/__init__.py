@@ -2,7 +2,7 @@
 
 from assay.algos.algorithm import Algorithm
 from assay.algos.batch import LossBatch, LossOut, Sums, metrics
-from assay.algos.component import LengthLimits, LossTerm, Needs, RunFacts, Scorers, TermOutput, TokenInput, loss_term
+from assay.algos.component import LengthLimits, LossTerm, Needs, RunFacts, Scorers, TermOutput, TokenInput
 from assay.algos.recipes import RECIPES, complete_settings, make_algorithm
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "TermOutput",
     "TokenInput",
     "complete_settings",
-    "loss_term",
     "make_algorithm",
     "metrics",
 ]

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import assay.algos.terms  # noqa: F401  (registers the built-in loss terms)
 from assay.algos.batch import AGGREGATES, LossBatch, LossOut, sums_of, token_weights
 from assay.algos.component import (
-    TERMS,
     Component,
     LengthLimits,
     Loader,
@@ -28,6 +26,7 @@ from assay.algos.component import (
 )
 from assay.algos.credit import AdvantageCredit, CreditRule, CriticCredit, RewardKL
 from assay.algos.filters import OverlongFilter, PassRateFilter, ZeroVarianceFilter, verdict_reward
+from assay.algos.terms import TERMS
 from assay.config import AlgoConfig, CriticConfig
 from assay.types import Group, UserError
 
@@ -59,7 +58,7 @@ class Algorithm:
         self.credit_rule: CreditRule = (
             CriticCredit(settings, self.critic) if settings.critic else AdvantageCredit(settings, load)
         )
-        every_term = [cls(settings, load) for cls in sorted(TERMS, key=lambda cls: cls.order)]
+        every_term = [cls(settings, load) for cls in TERMS]
         every_term += own_terms(settings.terms, settings.term_args, load)
         self.terms = [term for term in every_term if term.active]
         self.inactive = [term for term in every_term if not term.active]

@@ -192,11 +192,10 @@ class LossTerm(Component, Generic[S]):
     """A term of the loss, logged as `loss/<name>`.
 
     A subclass sets `name` and `section`, the class of its settings, and implements `per_token`. Built-in terms have
-    their section in `AlgoConfig` and are registered by `@loss_term`; others are named by path in `algo.terms`.
+    their section in `AlgoConfig` and are listed in `terms.TERMS`; others are named by path in `algo.terms`.
     """
 
     section: ClassVar[type[Section]] = Section
-    order: ClassVar[int] = 100  # position in the sum, fixed because floating-point addition is not associative
 
     def __init__(self, settings: S, load: Loader) -> None:
         self.settings = settings
@@ -213,15 +212,6 @@ class LossTerm(Component, Generic[S]):
 
     def per_token(self, batch: LossBatch) -> TermOutput:
         raise NotImplementedError
-
-
-TERMS: list[type[LossTerm[Any]]] = []
-
-
-def loss_term(cls: type[LossTerm[Any]]) -> type[LossTerm[Any]]:
-    """Register a built-in loss term."""
-    TERMS.append(cls)
-    return cls
 
 
 def checked_output(term: LossTerm[Any], out: Any, tokens: int) -> TermOutput:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from assay.engine.base import Engine, Event, Failed, Finished, Request, SamplingParams, TokenChunk
 from assay.engine.outputs import Decode
-from assay.models.base import PolicyModel
-from assay.models.fingerprint import fingerprint
+from assay.models.base import PolicyModel, fingerprint
 from assay.types import Completion, Finish, UserError
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)

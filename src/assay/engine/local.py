@@ -17,7 +17,7 @@ from torch import Tensor
 from assay.engine.base import EngineInfo, Event, Request, WeightSource
 from assay.engine.outputs import OutputProcessor, handles_of
 from assay.engine.sequence import Job, Sample, check_scored, job_for, unknown_handle
-from assay.models.fingerprint import fingerprint
+from assay.models.base import fingerprint
 from assay.types import UserError
 
 T = TypeVar("T")

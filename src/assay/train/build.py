@@ -29,13 +29,7 @@ from assay.tasks import Task
 from assay.tasks.base import prompts_of
 from assay.text import Renderer, Tokenizer
 from assay.train import checkpoint, components
-from assay.train.checks import (
-    check_capabilities,
-    check_collector,
-    check_overlap,
-    risky_settings,
-    unused_settings,
-)
+from assay.train.checks import check_capabilities, check_collector, check_overlap, risky_settings, unused_settings
 from assay.train.evaluation import RunEvaluator
 from assay.train.faults import check_loaded
 from assay.train.learner.critic import make_critic

@@ -16,7 +16,7 @@ from assay.config import TrainConfig
 from assay.engine.base import Engine
 from assay.evals.report import Report, compare, evaluate
 from assay.models import PolicyModel, load_model
-from assay.models.fingerprint import fingerprint
+from assay.models.base import fingerprint
 from assay.rollout import Collector, sampling_params
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console

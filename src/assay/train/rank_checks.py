@@ -23,7 +23,7 @@ from assay.config import TrainConfig
 from assay.config.settings import keys
 from assay.mesh import Mesh, init_mesh, local_tensor
 from assay.models import PolicyModel, pick_device
-from assay.models.fingerprint import digests, fingerprint
+from assay.models.base import digests, fingerprint
 from assay.tasks.base import LazyPrompts
 from assay.text import Renderer
 from assay.types import Prompt

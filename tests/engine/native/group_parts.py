@@ -19,8 +19,8 @@ from assay.engine.native import kv_cache
 from assay.engine.native.kv_cache import MEMORY_FRACTION
 from assay.engine.sequence import BLOCK_SIZE
 from assay.mesh import Mesh, init_mesh
+from assay.models.base import fingerprint
 from assay.models.decoder import Decoder
-from assay.models.fingerprint import fingerprint
 from assay.models.parallel import shard_decoder, split_dim
 from assay.models.spec import ModelSpec
 from assay.types import Completion, UserError

@@ -41,8 +41,8 @@ from assay.engine import NativeEngine, Request, SamplingParams, generate, make_e
 from assay.engine.native.scheduler import Chunk
 from assay.engine.sequence import BLOCK_SIZE
 from assay.models import load_model
+from assay.models.base import fingerprint
 from assay.models.decoder import Decoder
-from assay.models.fingerprint import fingerprint
 from assay.types import Completion, Finish, UserError
 
 STOPS = (3, 5, 7, 11)

@@ -16,8 +16,8 @@ from assay.engine.native.kv_cache import new_cache
 from assay.engine.native.network import FusedDecoder
 from assay.engine.native.scheduler import Chunk
 from assay.engine.sequence import BLOCK_SIZE
+from assay.models.base import fingerprint
 from assay.models.decoder import Decoder
-from assay.models.fingerprint import fingerprint
 from assay.types import UserError
 
 CPU = torch.device("cpu")

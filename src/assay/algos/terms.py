@@ -1,13 +1,15 @@
-"""The policy loss, with optional importance correction and covariance control."""
+"""The built-in loss terms: policy gradient, KL divergence from the reference model, entropy bonus."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from assay.algos.batch import LossBatch
+from assay.algos.batch import KL, LossBatch
 from assay.algos.component import (
     Loader,
     LossTerm,
@@ -17,7 +19,6 @@ from assay.algos.component import (
     TokenInput,
     check_per_token,
     find_function,
-    loss_term,
 )
 from assay.algos.losses import (
     LOSSES,
@@ -29,12 +30,14 @@ from assay.algos.losses import (
     sequence_logprobs,
 )
 from assay.config import AlgoConfig
-from assay.types import UserError
+from assay.config.algorithm import EntropyConfig, ReferenceKLConfig
+from assay.types import Group, UserError
+
+MAX_COEF = 1.0  # upper limit of an adaptive entropy coefficient
 
 
-@loss_term
 class PolicyGradient(LossTerm[AlgoConfig]):
-    name, section, order = "policy", AlgoConfig, 0
+    name, section = "policy", AlgoConfig
 
     def __init__(self, settings: AlgoConfig, load: Loader) -> None:
         super().__init__(settings, load)
@@ -117,3 +120,99 @@ def _checked(given: Any, tokens: int) -> tuple[Tensor, Mapping[str, Tensor]]:
     for name, values in {"": losses, **stats}.items():
         check_per_token("the loss function", name, values, tokens)
     return losses, stats
+
+
+class ReferenceKL(LossTerm[ReferenceKLConfig]):
+    name, section = "kl", ReferenceKLConfig
+
+    @property
+    def active(self) -> bool:
+        return self.settings.kl_coef > 0
+
+    @property
+    def coef(self) -> float:
+        return self.settings.kl_coef
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(ref_logprobs_in_loss=True, every_rollout=True)
+
+    def check(self) -> None:
+        if self.settings.kl is None:
+            raise UserError(
+                f'kl_coef = {self.settings.kl_coef} needs an estimator: set kl = "k3" or "k2" '
+                "(or reward_kl_coef instead, for a KL in the reward)."
+            )
+
+    def per_token(self, batch: LossBatch) -> TermOutput:
+        assert self.settings.kl is not None and batch.ref_logprobs is not None, "needs.ref_logprobs_in_loss"
+        kl_N = KL[self.settings.kl](batch.logprobs, batch.ref_logprobs)
+        return TermOutput(kl_N, {"policy/kl": kl_N})
+
+
+@dataclass(frozen=True)
+class EntropyControl:
+    """Coefficient of an entropy bonus that grows while the entropy is below a target and shrinks above it."""
+
+    coef: float
+    entropy: float | None = None  # last measured
+
+    def applied(self, target: float) -> float:
+        """The coefficient in use: 0 while entropy is above the target."""
+        return self.coef if self.entropy is None or self.entropy <= target else 0.0
+
+    def after(self, entropy: float, target: float, delta: float) -> EntropyControl:
+        coef = self.coef + delta if entropy <= target else self.coef - delta
+        return EntropyControl(min(max(coef, 0.0), MAX_COEF), entropy)
+
+
+class EntropyBonus(LossTerm[EntropyConfig]):
+    """Always part of the loss, because the entropy is always logged."""
+
+    name, section = "entropy", EntropyConfig
+
+    def __init__(self, settings: EntropyConfig, load: Loader) -> None:
+        super().__init__(settings, load)
+        self.control = EntropyControl(settings.entropy_coef)
+
+    @property
+    def coef(self) -> float:
+        target = self.settings.entropy_target
+        return -(self.settings.entropy_coef if target is None else self.control.applied(target))
+
+    @property
+    def needs(self) -> Needs:
+        used = self.coef != 0
+        return Needs(entropy_gradient=used, every_rollout=used or self.settings.entropy_target is not None)
+
+    def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
+        if self.settings.entropy_target is None:
+            yield "algo.entropy_target is not set", ["algo.entropy_delta"]
+
+    def per_token(self, batch: LossBatch) -> TermOutput:
+        if batch.entropy is None:
+            assert not self.needs.entropy_gradient, "needs.entropy_gradient"
+            return TermOutput(torch.zeros_like(batch.weights))
+        return TermOutput(batch.entropy, {"policy/entropy": batch.entropy})
+
+    def end_step(self, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
+        target = self.settings.entropy_target
+        if target is None or "policy/entropy" not in metrics:
+            return {}
+        used = self.control.applied(target)
+        self.control = self.control.after(metrics["policy/entropy"], target, self.settings.entropy_delta)
+        return {"policy/entropy_coef": used}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.settings.entropy_target is None else asdict(self.control)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.control = EntropyControl(**state)
+
+
+# In the order of the sum, which is fixed because floating-point addition is not associative.
+TERMS: tuple[type[LossTerm[Any]], ...] = (
+    PolicyGradient,
+    ReferenceKL,
+    EntropyBonus,
+)
