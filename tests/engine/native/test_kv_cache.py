@@ -1,13 +1,278 @@
+"""Blocks (reference counts, prefix index) and the memory of the KV cache."""
+
 from __future__ import annotations
+
+import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 from engine_parts import small_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from assay.engine.native import kv_cache
-from assay.engine.native.kv_cache import DEFAULT_FREE, GIB, MEMORY_FRACTION, cache_blocks, new_cache
+from assay.engine.native.kv_cache import DEFAULT_FREE, GIB, MEMORY_FRACTION, Blocks, cache_blocks, new_cache
 from assay.engine.sequence import BLOCK_SIZE
 from assay.types import UserError
+
+A, B, C, D = ([token] * 4 for token in range(4))  # what blocks of four can hold
+
+
+def computed(blocks: Blocks, tokens: Sequence[int]) -> list[int]:
+    """As for a prompt: what is known is shared, the rest computed and remembered."""
+    found = blocks.find_prefix(tokens)
+    mine = found + blocks.allocate(blocks.needed(len(tokens)) - len(found))
+    blocks.register_prefix(tokens, mine, len(tokens))
+    return mine
+
+
+def test_blocks_needed_for_tokens() -> None:
+    blocks = Blocks(9, 4)
+    assert [blocks.needed(tokens) for tokens in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+
+
+def test_allocation_and_release_change_reference_counts() -> None:
+    blocks = Blocks(3, 4)
+    assert (blocks.available, blocks.in_use) == (3, 0)
+    taken = blocks.allocate(2)
+    assert taken == [0, 1]
+    assert (blocks.available, blocks.in_use) == (1, 2)
+    blocks.share(taken)
+    assert blocks.release(taken) == []
+    assert blocks.release(taken) == [1, 0]
+    assert (blocks.available, blocks.in_use) == (3, 0)
+
+
+def test_allocating_too_many_blocks_or_releasing_twice_is_an_error() -> None:
+    blocks = Blocks(3, 4)
+    taken = blocks.allocate(3)
+    with pytest.raises(AssertionError):
+        blocks.allocate(1)
+    blocks.release(taken)
+    with pytest.raises(AssertionError):
+        blocks.release(taken)
+
+
+def test_only_full_computed_blocks_are_in_the_prefix_index() -> None:
+    blocks = Blocks(9, 4)
+    tokens = A + B + C + D[:2]
+    mine = blocks.allocate(4)
+    blocks.register_prefix(tokens, mine, 6)
+    assert blocks.find_prefix(tokens) == mine[:1]
+    blocks.register_prefix(tokens, mine, 12)
+    assert blocks.find_prefix(tokens) == mine[:3]
+    blocks.register_prefix(tokens, mine, 14)
+    assert blocks.find_prefix(tokens + D) == mine[:3]
+    assert [blocks.ref_counts[block] for block in mine] == [4, 3, 3, 1]
+    assert blocks.find_prefix(A[:3]) == blocks.find_prefix([]) == []
+    assert blocks.find_prefix(A + B[:3]) == mine[:1]
+
+
+def test_equal_tokens_after_different_prefixes_are_different_blocks() -> None:
+    blocks = Blocks(9, 4)
+    first, second = computed(blocks, A + B + C), computed(blocks, D + B + C)
+    assert not set(first) & set(second)
+    assert blocks.find_prefix(A + B + C) == first
+    assert blocks.find_prefix(D + B + C) == second
+    assert blocks.find_prefix(B + C) == []
+    assert blocks.find_prefix(A + C) == first[:1]
+
+
+def test_a_prefix_computed_twice_is_indexed_once_with_its_continuation() -> None:
+    blocks = Blocks(9, 4)
+    first, second = blocks.allocate(1), blocks.allocate(2)
+    blocks.register_prefix(A, first, 4)
+    blocks.register_prefix(A + B, second, 8)
+    assert blocks.find_prefix(A + B) == [first[0], second[1]]
+    blocks.release([first[0], second[1]])
+    blocks.release(second)
+    assert (blocks.ref_counts[second[0]], second[0] in blocks.free) == (0, True)
+    assert blocks.find_prefix(A + B) == [first[0], second[1]]
+
+
+def test_a_duplicate_block_is_indexed_after_the_first_is_evicted() -> None:
+    blocks = Blocks(3, 4)
+    first, second = blocks.allocate(1), blocks.allocate(2)
+    blocks.register_prefix(A, first, 4)
+    blocks.register_prefix(A + B, second, 4)
+    blocks.release(first)
+    assert blocks.allocate(1) == first
+    assert blocks.find_prefix(A) == []
+    blocks.register_prefix(A + B, second, 8)
+    assert blocks.find_prefix(A + B) == second
+
+
+def test_cached_blocks_are_evicted_only_if_no_block_is_free() -> None:
+    blocks = Blocks(5, 4)
+    mine = computed(blocks, A + B)
+    blocks.release(mine)
+    assert blocks.available == 5
+    assert not set(blocks.allocate(3)) & set(mine)
+    assert blocks.find_prefix(A + B) == mine
+    assert (blocks.available, [blocks.ref_counts[block] for block in mine]) == (0, [1, 1])
+
+
+def test_eviction_is_least_recently_used_and_from_the_end_of_a_prefix() -> None:
+    blocks = Blocks(6, 4)
+    first, second = computed(blocks, A + B + C), computed(blocks, D + D)
+    blocks.release(first)
+    blocks.release(second)
+    blocks.release(blocks.find_prefix(A))  # used once more, later than the others
+    assert blocks.allocate(1) == [5]
+    assert [blocks.allocate(1)[0] for _ in range(5)] == [first[2], first[1], second[1], second[0], first[0]]
+
+
+def test_an_evicted_block_and_its_continuation_are_not_found() -> None:
+    blocks = Blocks(3, 4)
+    mine = computed(blocks, A + B + C)
+    blocks.release(mine[1:])
+    blocks.release(mine[:1])
+    other = blocks.allocate(2)
+    assert other == mine[:0:-1]
+    assert blocks.find_prefix(A + B + C) == mine[:1]
+    blocks.release(mine[:1])
+    blocks.allocate(1)
+    assert blocks.find_prefix(A) == []
+    assert not (blocks.prefix_index or blocks.keys or blocks.entries or blocks.evictable)
+
+
+def test_a_block_is_not_found_behind_a_recomputed_parent_of_other_tokens() -> None:
+    blocks = Blocks(4, 4)
+    mine = computed(blocks, A + B)
+    blocks.release(mine[:1])  # out of order, so that the beginning goes first
+    blocks.release(mine[1:])
+    hog = blocks.allocate(3)
+    assert mine[0] in hog
+    blocks.release(hog)
+    again = computed(blocks, D)
+    assert blocks.find_prefix(D + B) == again, "what came after A does not come after D"
+
+
+def test_unregistered_blocks_are_not_found_while_shared_or_later() -> None:
+    blocks = Blocks(9, 4)
+    mine = computed(blocks, A + B)
+    shared = blocks.find_prefix(A)
+    assert blocks.release(mine, unregister=True) == mine[1:]
+    assert blocks.find_prefix(A) == []
+    assert blocks.release(shared) == shared
+    assert blocks.find_prefix(A) == []
+    assert len(blocks.free) == 9
+
+
+def test_clearing_the_prefix_index_keeps_references() -> None:
+    blocks = Blocks(9, 4)
+    used, unused = computed(blocks, A + B), computed(blocks, C)
+    blocks.release(unused)
+    blocks.clear_prefix_index()
+    assert blocks.find_prefix(A + B) == blocks.find_prefix(C) == []
+    assert (blocks.available, len(blocks.free)) == (7, 7)
+    again = computed(blocks, A + B)
+    assert not set(used) & set(again)
+    blocks.release(used)
+    assert blocks.find_prefix(A + B) == again
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 24), st.integers(1, 4), st.integers(0, 2**32), st.integers(1, 80))
+def test_random_use_matches_a_reference_prefix_cache(total: int, size: int, seed: int, operations: int) -> None:
+    Use(total, size, random.Random(seed)).go_on(operations)
+
+
+class Use:
+    """Sequences that come and go, with what each block holds and since when it is unused written down beside it."""
+
+    def __init__(self, total: int, size: int, draw: random.Random) -> None:
+        self.blocks, self.draw = Blocks(total, size), draw
+        self.holds: dict[int, tuple[int, ...]] = {}  # all tokens up to a block's end
+        self.known: dict[tuple[int, ...], int] = {}  # complete as long as nothing has gone
+        self.gone = False
+        self.unused: list[int] = []  # remembered, the longest unused first
+        self.sequences: list[tuple[list[int], list[int]]] = []
+
+    def go_on(self, operations: int) -> None:
+        for _ in range(operations):
+            self.draw.choice([self.begin, self.begin, self.begin, self.end, self.end, self.share, self.forget])()
+            self.check()
+        while self.sequences:
+            self.end()
+        assert self.blocks.available == self.blocks.total
+
+    def begin(self) -> None:
+        blocks, size = self.blocks, self.blocks.size
+        tokens = self.draw.choices((0, 1), k=self.draw.randint(1, 5 * size))
+        found = self.find(tokens)
+        missing = blocks.needed(len(tokens)) - len(found)
+        if missing > blocks.available:
+            self.release(found)
+            return
+        mine = found + self.take(missing)
+        until = self.draw.randint(len(found) * size, len(tokens))
+        blocks.register_prefix(tokens, mine, until)
+        for index in range(until // size):
+            start = tuple(tokens[: (index + 1) * size])
+            self.holds[mine[index]] = start
+            self.known.setdefault(start, mine[index])
+        self.sequences.append((tokens, mine))
+
+    def find(self, tokens: list[int]) -> list[int]:
+        found = self.blocks.find_prefix(tokens)
+        size = self.blocks.size
+        starts = [tuple(tokens[:stop]) for stop in range(size, len(tokens) + 1, size)]
+        assert [self.holds[block] for block in found] == starts[: len(found)]
+        if not self.gone:
+            expected = next((i for i, start in enumerate(starts) if start not in self.known), len(starts))
+            assert found == [self.known[start] for start in starts[:expected]]
+        self.unused = [block for block in self.unused if block not in found]
+        return found
+
+    def take(self, count: int) -> list[int]:
+        evicted = max(0, count - len(self.blocks.free))
+        taken = self.blocks.allocate(count)
+        assert taken[count - evicted :] == self.unused[:evicted]
+        for block in taken:
+            self.holds.pop(block, None)
+        self.gone = self.gone or evicted > 0
+        self.unused = self.unused[evicted:]
+        return taken
+
+    def release(self, mine: list[int], *, forget: bool = False) -> None:
+        users = list(self.blocks.ref_counts)
+        unused = self.blocks.release(mine, unregister=forget)
+        assert sorted(unused) == sorted(block for block in mine if users[block] == 1)
+        assert unused == [block for block in reversed(mine) if block in unused]
+        self.unused += [block for block in unused if block in self.blocks.keys]
+        self.gone = self.gone or forget
+
+    def share(self) -> None:
+        if self.sequences:
+            tokens, mine = self.draw.choice(self.sequences)
+            self.blocks.share(mine)
+            self.sequences.append((tokens, mine))
+
+    def end(self) -> None:
+        if self.sequences:
+            _, mine = self.sequences.pop(self.draw.randrange(len(self.sequences)))
+            self.release(mine, forget=self.draw.random() < 0.05)
+
+    def forget(self) -> None:
+        if self.draw.random() < 0.1:
+            self.blocks.clear_prefix_index()
+            self.unused, self.gone = [], True
+            assert self.blocks.find_prefix([0] * 9) == self.blocks.find_prefix([1] * 9) == []
+
+    def check(self) -> None:
+        blocks = self.blocks
+        held = [block for _, mine in self.sequences for block in mine]
+        assert blocks.ref_counts == [held.count(block) for block in range(blocks.total)]
+        assert sorted([*blocks.free, *blocks.evictable, *set(held)]) == list(range(blocks.total))
+        assert list(blocks.evictable) == self.unused
+        assert blocks.in_use == len(set(held))
+        assert {block: key for key, block in blocks.prefix_index.items()} == blocks.keys
+        assert blocks.keys.keys() == blocks.entries.keys()
+        assert len(set(blocks.entries.values())) == len(blocks.entries)
+        assert not set(blocks.free) & blocks.keys.keys()
+
 
 CPU = torch.device("cpu")
 SPEC = small_spec(layers=3, kv_heads=2, head_dim=8)

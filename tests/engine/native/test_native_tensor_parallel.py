@@ -1,19 +1,102 @@
-"""Tensor-parallel engines: requests that arrive while others run, aborts, weight updates and failures.
+"""Tensor-parallel ranks generate the same as one process, in lockstep and with a leader.
 
-Two processes on gloo yield the same events at the same steps as one process.
+With a leader, two processes on gloo yield the same events at the same steps as one process: requests that arrive while
+others run, aborts, weight updates and failures.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import signal
 import threading
+from pathlib import Path
 
 import pytest
+from group_parts import FAMILIES, Found, other_cases, serve_alone, serve_cases
 from leader_parts import a_follower_fails_alone, arrivals, leader_cases, update_cases, with_leader
+from native_parts import MODES
 from processes import start
 from torch.multiprocessing import ProcessRaisedException
 
 from assay.engine.native.tensor_parallel import signals_deferred
+from assay.models.decoder import Decoder
+from assay.models.parallel import split_dim
+
+LIMIT = 1e-9
+
+
+def check(world: int, tp: int, cases: list[tuple[str, str]], folder: Path) -> None:
+    start(world, serve_cases, folder, tp, cases)
+    for family, mode in cases:
+        files = [(folder / f"{family}-{mode}-{rank}.json").read_text() for rank in range(world)]
+        assert len(set(files)) == 1, "ranks have different results"  # to the last bit
+        found, expected = json.loads(files[0]), serve_alone(family, mode)
+        assert_same(found, expected)
+        assert expected["stats"]["preemptions"] > 0 or not MODES[mode].blocks  # type: ignore[index]
+
+
+def assert_same(found: Found, expected: Found) -> None:
+    assert found.keys() == expected.keys() and found["before"] != found["after"]
+    for part, ours in found.items():
+        theirs = expected[part]
+        if not isinstance(ours, list):
+            assert ours == theirs, part  # fingerprints, and what the scheduler did
+            continue
+        assert isinstance(theirs, list) and len(ours) == len(theirs) > 0
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.keys() == other.keys()
+            for key, value in one.items():
+                assert close(value, other[key]), (part, key, value, other[key])
+
+
+def close(one: object, other: object) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(close, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=0, abs_tol=LIMIT)
+    return one == other
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks_generate_the_same_as_one_process(tmp_path: Path) -> None:
+    check(2, 2, [("qwen2", "all at once")], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensor_parallel_ranks_generate_the_same_for_every_family_and_mode(family: str, tmp_path: Path) -> None:
+    check(2, 2, [(family, mode) for mode in MODES], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "family"), [(4, "llama"), (2, "qwen3"), (1, "qwen2")])
+def test_four_processes_as_one_or_several_tensor_parallel_groups(tp: int, family: str, tmp_path: Path) -> None:
+    check(4, tp, [(family, "all at once")], tmp_path)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_fingerprints_errors_memory_and_broken_weights() -> None:
+    start(2, other_cases)
+
+
+def test_split_dim_of_every_weight() -> None:
+    """Outputs of projections into a block, inputs of those out of it, tokens; norms and biases of the latter not."""
+    names = {name for spec in FAMILIES.values() for name, _ in Decoder(spec).named_parameters()}
+    layer = "model.layers.0."
+    assert {name.removeprefix(layer): split_dim(name) for name in names if "layers.1" not in name} == {
+        "model.embed_tokens.weight": 0,
+        "lm_head.weight": 0,
+        "model.norm.weight": None,
+        "input_layernorm.weight": None,
+        "post_attention_layernorm.weight": None,
+        "self_attn.q_norm.weight": None,
+        "self_attn.k_norm.weight": None,
+        **{f"self_attn.{one}_proj.{kind}": 0 for one in "qkv" for kind in ("weight", "bias")},
+        **{f"mlp.{one}_proj.{kind}": 0 for one in ("gate", "up") for kind in ("weight", "bias")},
+        **{f"{one}_proj.weight": 1 for one in ("self_attn.o", "mlp.down")},
+        **{f"{one}_proj.bias": None for one in ("self_attn.o", "mlp.down")},
+    }
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.native.blocks import Blocks
+from assay.engine.native.kv_cache import Blocks
 from assay.engine.native.scheduler import Chunk, Plan, Scheduler
 from assay.engine.sequence import BLOCK_SIZE, Job, Kept, Prefix, Sample, job_for
 

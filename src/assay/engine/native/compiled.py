@@ -1,6 +1,6 @@
 """Decoding steps in C, for float32 on a CPU: `kernels/cpu.c`, compiled at first use.
 
-Without a working compiler, the slower torch implementations are used (`operations.py`, `attention.py`, `sampler.py`).
+Without a working compiler, the slower torch implementations are used (`network.py`, `attention.py`, `sampler.py`).
 To force this, set the environment variable CC to a command that is not a compiler.
 """
 
@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.engine.native.network import FusedDecoder
-from assay.engine.native.operations import TokenPositions
+from assay.engine.native.network import FusedDecoder, TokenPositions
 from assay.engine.native.runner import Runner
 from assay.engine.rows import LOG_STEPS, Rows
 from assay.engine.sampler import BLOCK, GOLDEN, MULTIPLIERS

@@ -13,14 +13,11 @@ from torch import Tensor
 
 from assay.engine.base import Capabilities, EngineInfo, Request, WeightSource, copy_weights
 from assay.engine.local import LocalEngine
-from assay.engine.native.blocks import Blocks
 from assay.engine.native.compiled import CompiledOperations, CompiledRunner, library_for
-from assay.engine.native.kv_cache import cache_blocks, new_cache
-from assay.engine.native.lockstep import Lockstep, min_over_ranks
-from assay.engine.native.network import FusedDecoder
-from assay.engine.native.operations import Operations, TorchOperations, TritonOperations
-from assay.engine.native.runner import Runner
-from assay.engine.native.scheduler import Plan, Scheduler
+from assay.engine.native.kv_cache import Blocks, cache_blocks, new_cache
+from assay.engine.native.network import FusedDecoder, Operations, TorchOperations, TritonOperations
+from assay.engine.native.runner import GraphRunner, Runner
+from assay.engine.native.scheduler import Lockstep, Plan, Scheduler, min_over_ranks
 from assay.engine.outputs import Decode, OutputProcessor, StopStrings
 from assay.engine.rows import LOG_STEPS, Rows, StepOutput
 from assay.engine.sequence import BLOCK_SIZE, Kept, RowState, Sample, Stats
@@ -54,7 +51,7 @@ class NativeEngine(LocalEngine):
         """`memory`: GiB for the KV cache; 0: as much as is useful and free. `decode`: token ids to text.
 
         `lend`: `sleep` releases the memory of the KV cache (CUDA).
-        `group`: the ranks that serve this model together. All of them must make the same calls (see `lockstep`).
+        `group`: the ranks that serve this model together. All of them must make the same calls (see `Lockstep`).
         `kv_on_update`: the KV cache of running sequences after a weight update. "recompute": it is computed again with
         the new weights; "keep": it is kept, and only new tokens use the new weights.
         """
@@ -357,8 +354,6 @@ def make_operations(spec: ModelSpec, max_length: int, device: torch.device, dtyp
 
 def make_runner(network: FusedDecoder, rows: Rows, kv: Tensor) -> Runner:
     if uses_triton(kv.device):
-        from assay.engine.native.cuda_graph import GraphRunner
-
         return GraphRunner(network, rows, kv)
     if library := library_for(kv.device, kv.dtype):
         return CompiledRunner(network, rows, kv, library)

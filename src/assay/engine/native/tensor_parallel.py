@@ -1,7 +1,7 @@
 """Tensor-parallel serving for consumers on one rank: the leader sends its commands to the other ranks.
 
-All ranks of the group run the whole engine, as described in `lockstep`. Where all ranks receive identical calls anyway
-(training), nothing else is needed. A server or an asynchronous producer runs on rank 0 alone: there a
+All ranks of the group run the whole engine, as described in `scheduler.Lockstep`. Where all ranks receive identical
+calls anyway (training), nothing else is needed. A server or an asynchronous producer runs on rank 0 alone: there a
 `TensorParallelLeader` has the engine interface, and the other ranks run `follow` until the leader is closed. At each
 step boundary the leader broadcasts one list of commands (requests, aborts, weight updates, ...), which all ranks apply
 before they take the same step.

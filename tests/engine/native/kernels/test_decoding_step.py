@@ -10,8 +10,8 @@ import torch
 from engine_parts import assert_same_tokens, random_prompts, small_decoder, small_spec
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate
-from assay.engine.native.cuda_graph import GraphRunner, sizes_up_to
-from assay.engine.native.operations import TritonOperations
+from assay.engine.native.network import TritonOperations
+from assay.engine.native.runner import GraphRunner, sizes_up_to
 from assay.models.decoder import Decoder, rope_frequencies
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from assay.engine.native.attention import find_groups, max_tiles, plan_tiles
 from assay.engine.native.kernels.attention import (
     SHARED_TUNING,
     TUNING,
@@ -19,7 +20,6 @@ from assay.engine.native.kernels.attention import (
     tile_rows,
     tuning,
 )
-from assay.engine.native.prefix_groups import find_groups, max_tiles, plan_tiles
 from assay.engine.sequence import BLOCK_SIZE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from assay.engine.native.prefix_groups import max_tiles
+from assay.engine.native.attention import max_tiles
 
 # By padded head size. Queries per tile: rows times query heads per key-value head.
 TUNING = {64: (64, 2, 6), 128: (32, 1, 5), 256: (32, 2, 2)}  # keys per tile, warps, stages
