@@ -15,7 +15,7 @@ from small_run import SmallRuns
 from assay.api import Trainer
 from assay.runs import read_rollouts
 from assay.train import run
-from assay.train.learner.replay import mixed
+from assay.train.sources import mixed
 from assay.types import Group, UserError
 
 ROOT = Path(__file__).resolve().parent.parent

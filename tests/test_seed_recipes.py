@@ -26,8 +26,8 @@ from assay.tasks import make_task
 from assay.text import char_tokenizer
 from assay.train import run
 from assay.train.components import build_algorithm, build_judge, build_problems, build_renderer
-from assay.train.learner.replay import ReplayBuffer
 from assay.train.learner.subprocess_updater import SubprocessUpdater
+from assay.train.sources import ReplayBuffer
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 ROOT = Path(__file__).resolve().parent.parent

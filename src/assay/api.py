@@ -29,9 +29,8 @@ from assay.runs.directory import as_name
 from assay.runs.resolve import find_run
 from assay.train import checkpoint
 from assay.train.build import inherit_replay, new_run, resume_run
-from assay.train.learner.replay import ReplayBuffer, version_of
 from assay.train.run import TrainingRun
-from assay.train.sources import SampledGroups
+from assay.train.sources import ReplayBuffer, SampledGroups, version_of
 from assay.train.trust import guard_run
 from assay.types import Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 

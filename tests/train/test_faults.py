@@ -180,10 +180,10 @@ def test_resuming_from_nonfinite_weights_is_refused_and_a_finite_checkpoint_name
 def test_too_many_consecutive_skipped_steps_end_a_warm_start(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from assay.train import sft
+    from assay.train.learner import learner
 
-    rows = sft.solution_rows
-    monkeypatch.setattr(sft, "solution_rows", lambda *a: [sft.replace(r, advantage=math.nan) for r in rows(*a)])
+    rows = learner.solution_rows
+    monkeypatch.setattr(learner, "solution_rows", lambda *a: [learner.replace(r, advantage=math.nan) for r in rows(*a)])
     assert small.train("--sft.steps", 9, "--sft.batch", 2, "--train.max_skipped", 4) == 2
     assert "the loss was not finite for 4 steps in a row" in (said := capsys.readouterr().err) and "sft.lr" in said
     assert [row["sft/skipped"] for row in small.metrics() if "sft/step" in row] == [1.0] * 4

@@ -19,7 +19,7 @@ from assay.train.evaluation import RunEvaluator
 from assay.train.learner.optim import make_adamw
 from assay.train.learner.pack import rows_of
 from assay.train.learner.update import Updater
-from assay.train.stopping import Stopped
+from assay.train.progress import Stopped
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 LORA = ("--lora.rank", 2, "--lora.alpha", 4, "--algo.kl_coef", 0.1, "--optim.lr", 0.01)

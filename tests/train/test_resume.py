@@ -11,8 +11,8 @@ from small_run import SmallRuns, mostly_slow
 
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
+from assay.train.progress import RunState
 from assay.train.sources import OnPolicySource, SampledGroups
-from assay.train.state import RunState
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 STEPS = 5

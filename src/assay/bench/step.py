@@ -38,9 +38,9 @@ from assay.train.learner.learner import Learner
 from assay.train.learner.optim import make_adamw
 from assay.train.learner.pack import rows_of
 from assay.train.learner.update import Updater
+from assay.train.progress import RunState, Schedule
 from assay.train.reference import freeze_reference
 from assay.train.sources import OnPolicySource, PromptStream
-from assay.train.state import RunState, Schedule
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Turn, UserError, unknown_name
 
 SEPARATE_OPTIONS = ("temperature", "dtype")  # fields of the updater that are options of the command, not of --set

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 def start(cfg: TrainConfig, console: Console, dry_run: bool = False) -> int:
     if dry_run:
-        from assay.train.dry_run import dry_run as check
+        from assay.train.build import dry_run as check
 
         for line in check(cfg, console):
             console.note(line)

@@ -41,7 +41,7 @@ def with_stops(params: SamplingParams, renderer: Renderer, env: Env | None = Non
 
 
 class Stopper(Protocol):
-    """Can interrupt work that takes long; see `assay.train.stopping`."""
+    """Can interrupt work that takes long; see `assay.train.progress.Stopping`."""
 
     def interruptible(self, work: Callable[[], T]) -> T | None: ...
 

@@ -24,11 +24,11 @@ from assay.models.export import shard_name, split, write_files
 from assay.runs import checkpoints
 from assay.runs.resolve import SETTINGS
 from assay.text import Tokenizer
+from assay.train.checks import check_replicas
 from assay.train.learner.critic import Critic
 from assay.train.learner.optim import allocate_optimizer_state, optimizer_tensors
 from assay.train.learner.parallel import is_sharded, load_sharded, save_sharded, saved_shapes
-from assay.train.learner.replay import ReplayBuffer
-from assay.train.rank_checks import check_replicas
+from assay.train.sources import ReplayBuffer
 from assay.types import UserError
 
 STATE = "state.json"  # in a checkpoint: counters and everything else that is neither tensors nor rollouts

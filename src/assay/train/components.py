@@ -35,7 +35,7 @@ from assay.tasks import Task, make_task
 from assay.tasks.base import UNLIMITED
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
-from assay.train.stopping import Stopping
+from assay.train.progress import Stopping
 from assay.types import Prompt, UserError, describe_error
 
 PRESET = "preset:"

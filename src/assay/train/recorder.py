@@ -17,8 +17,8 @@ from assay.runs.console import Console
 from assay.runs.directory import read_metrics
 from assay.runs.trackers import Tracker, make_trackers
 from assay.train import faults
+from assay.train.progress import RunState
 from assay.train.sources import SampledGroups
-from assay.train.state import RunState
 from assay.types import Group
 
 

@@ -19,14 +19,11 @@ from assay.text import Tokenizer
 from assay.train import checkpoint, faults
 from assay.train.components import reference_is_dynamic
 from assay.train.evaluation import RunEvaluator, sync_weights
-from assay.train.learner.learner import Learner
-from assay.train.learner.replay import Replay
+from assay.train.learner.learner import Learner, warm_start
+from assay.train.progress import RunState, Schedule, Stopped, Stopping
 from assay.train.recorder import Recorder, rollout_metrics
 from assay.train.reference import freeze_reference
-from assay.train.sft import warm_start
-from assay.train.sources import GroupSource, SampledGroups
-from assay.train.state import RunState, Schedule
-from assay.train.stopping import Stopped, Stopping
+from assay.train.sources import GroupSource, Replay, SampledGroups
 from assay.types import Group, Prompt
 
 # With Python's default of 700 there would be dozens of collections per step, each of which visits the rollouts of the

@@ -1,19 +1,21 @@
-"""Sources of training data: the order of prompts, and the groups of rollouts that a step trains on."""
+"""Sources of training data: the order of prompts, the groups of rollouts of a step, and replayed groups."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from assay.algos import Algorithm
-from assay.config import TrainConfig
+from assay.config import ReplayConfig, TrainConfig
 from assay.rollout import Collector, sampling_params
-from assay.train.state import RunState, Schedule
-from assay.train.stopping import Stopping
-from assay.types import Group, Prompt
+from assay.runs.files import read_json, write_json
+from assay.runs.rollouts import read_rollouts, rollout_path, write_rollouts
+from assay.train.progress import RunState, Schedule, Stopping
+from assay.types import Group, Prompt, UserError
 
 MAX_SHUFFLED = 1 << 24  # longer splits are generated: their prompts are independent, and are used in order
 
@@ -155,3 +157,137 @@ class OnPolicySource:
 
 def count_answers(groups: Sequence[Group]) -> int:
     return sum(len(group.rollouts) for group in groups)
+
+
+SETTINGS = "buffer.json"  # in a saved buffer's folder, beside its rollouts
+
+
+@dataclass
+class ReplayBuffer:
+    """The last `capacity` groups, oldest first, with the advantages computed when they were sampled.
+
+    Tokens carry the log-probabilities of the policy that sampled them (`engine_logprobs`), which the importance ratios
+    of the loss use: a later policy can therefore learn from them.
+    """
+
+    capacity: int
+    max_staleness: int = 0  # largest age of a group, in versions of the policy; 0: no limit
+    with_replacement: bool = False
+    groups: deque[Group] = field(default_factory=deque, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise UserError(f"the capacity of a replay buffer must be 1 or more, not {self.capacity}")
+        self.groups = deque(self.groups, maxlen=self.capacity)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups)
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Append groups; beyond the capacity the oldest are removed. Groups without rollouts are not kept."""
+        self.groups.extend(group for group in groups if group.rollouts)
+
+    def sample(self, count: int, version: int, seed: int = 0) -> list[Group]:
+        """Up to `count` groups for a policy of this version. Groups that are too old are removed from the buffer.
+
+        The choice depends only on seed, version and content of the buffer.
+        """
+        if self.max_staleness:
+            fresh = [group for group in self.groups if version - version_of(group) <= self.max_staleness]
+            self.groups = deque(fresh, maxlen=self.capacity)
+        generator = random.Random(f"replay/{seed}/{version}")
+        if not self.groups or count < 1:
+            return []
+        if self.with_replacement:
+            return generator.choices(self.groups, k=count)
+        return generator.sample(list(self.groups), k=min(count, len(self.groups)))
+
+    def inherit(self, folder: str | Path, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> None:
+        """Add the groups that another run saved; they count as sampled one step before this run started."""
+        groups = list(ReplayBuffer.load(folder))
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        for rollout in rollouts:
+            first = rollout.turns[0]
+            if max(rollout.token_ids) >= vocab_size or decode(first.completion.token_ids) != first.text:
+                raise UserError(f"the buffer in {folder} has another tokenizer: load a buffer of the same model")
+            for turn in rollout.turns:
+                turn.completion.version = -1
+        self.add(groups)
+
+    def mean_age(self, version: int) -> float:
+        """Mean age of the groups, in versions of the policy."""
+        return sum(version - version_of(group) for group in self.groups) / max(len(self.groups), 1)
+
+    def save(self, folder: str | Path) -> None:
+        """Write JSON lines and arrays, like the rollouts of a run."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {name: getattr(self, name) for name in ("capacity", "max_staleness", "with_replacement")}
+        write_rollouts(folder, 0, list(self.groups))
+        write_json(folder / SETTINGS, settings)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> ReplayBuffer:
+        folder = Path(folder)
+        settings = read_json(folder / SETTINGS)
+        if not settings or not rollout_path(folder, 0).exists():
+            raise UserError(f"{folder} is not a replay buffer: give a folder that ReplayBuffer.save has written")
+        return cls(**settings, groups=deque(read_rollouts(folder, 0)))
+
+    def summary(self, version: int | None = None) -> str:
+        """A description: one line for the buffer, and one per policy version that sampled groups in it."""
+        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        ages = f", mean age {self.mean_age(version):.1f}" if version is not None and rollouts else ""
+        lines = [f"{len(self)} of {self.capacity} groups, {len(rollouts)} rollouts{ages}"]
+        for sampled_by, count in sorted(Counter(version_of(group) for group in self.groups).items()):
+            own = [r for group in self.groups if version_of(group) == sampled_by for r in group.rollouts]
+            mean = sum(r.reward for r in own) / len(own)
+            length = sum(r.length for r in own) / len(own)
+            lines.append(f"version {sampled_by}: {count} groups, mean reward {mean:.3f}, mean length {length:.1f}")
+        return "\n".join(lines)
+
+
+def version_of(group: Group) -> int:
+    """Version of the oldest policy that sampled any token of the group."""
+    return min(turn.completion.oldest_version for rollout in group.rollouts for turn in rollout.turns)
+
+
+def mixed(fresh: Sequence[Group], replayed: Sequence[Group]) -> list[Group]:
+    """Interleave both kinds evenly, so that each mini-batch gets its share of both."""
+    keyed = [((index + 0.5) / len(part), group) for part in (fresh, replayed) for index, group in enumerate(part)]
+    return [group for _, group in sorted(keyed, key=lambda pair: pair[0])]
+
+
+@dataclass
+class Replay:
+    """Mixes groups of earlier steps into the batch of a step, according to the `[replay]` settings."""
+
+    cfg: ReplayConfig
+    seed: int
+    buffer: ReplayBuffer | None = None  # None: nothing is replayed
+
+    def __post_init__(self) -> None:
+        if self.cfg.groups:
+            self.make_buffer()
+
+    def make_buffer(self) -> ReplayBuffer:
+        cfg = self.cfg
+        self.buffer = self.buffer or ReplayBuffer(cfg.capacity, cfg.max_staleness, cfg.with_replacement)
+        return self.buffer
+
+    def mix(self, groups: list[Group], version: int) -> tuple[list[Group], dict[str, float]]:
+        """The batch to train on, and metrics. The groups are added to the buffer, for later steps."""
+        if self.buffer is None:
+            return groups, {}
+        replayed = self.buffer.sample(self.cfg.groups, version, self.seed)
+        batch = mixed(groups, replayed)
+        metrics = {
+            "replay/size": float(len(self.buffer)),
+            "replay/age": self.buffer.mean_age(version),
+            "replay/share": len(replayed) / max(len(batch), 1),
+        }
+        self.buffer.add(groups)
+        return batch, metrics

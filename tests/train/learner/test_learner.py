@@ -1,4 +1,4 @@
-"""The learner: advantages, the learning rate of a step, and the entropy coefficient that adapts from step to step."""
+"""The learner: advantages, learning rate, adaptive entropy coefficient; masks and loss of the warm start."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from train_parts import make_groups, tiny_decoder, weights_of
+from train_parts import SPEC, make_groups, tiny_decoder, weights_of
 
 from assay.algos import make_algorithm
-from assay.config import TrainConfig
-from assay.train.learner.learner import Learner
+from assay.config import SftConfig, TrainConfig
+from assay.models.spec import spec_to_hf
+from assay.text import Renderer, word_tokenizer
+from assay.train.learner.learner import SFT, Learner, solution_rows, warm_start
 from assay.train.learner.optim import make_adamw
 from assay.train.learner.update import Updater
-from assay.train.state import RunState, Schedule
-from assay.types import Group
+from assay.train.progress import RunState, Schedule
+from assay.types import Group, Prompt, UserError
 
 FOUR_STEPS = Schedule(4)
 
@@ -84,3 +86,74 @@ def test_a_learner_with_the_saved_state_continues_with_the_same_coefficient() ->
     resumed.load_state_dict(learner.state_dict())
     expected = entropy_coef(learner, groups, state)
     assert entropy_coef(resumed, groups, RunState(step=1)) == expected == pytest.approx(0.015)
+
+
+WORDS = [str(number) for number in range(15)]
+
+
+def renderer() -> Renderer:
+    return Renderer(word_tokenizer(WORDS))
+
+
+def problem(question: str, solution: str | None) -> Prompt:
+    return Prompt(f"p/{question}", ({"role": "user", "content": question},), solution=solution)
+
+
+PROMPTS = [problem("1 2 3", "4 5"), problem("6", "7 8 9 10 11 12"), problem("13 14", "0")]
+
+
+def test_sft_loss_equals_transformers_on_solution_tokens() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    policy = tiny_decoder(dtype=torch.float32)
+    updater = Updater(policy, make_adamw(policy, 1e-3), token_budget=9)
+    rows = solution_rows(PROMPTS, renderer(), 64)
+    ours = float(updater._accumulate(rows, SFT).losses["loss/policy"])
+    values = spec_to_hf(SPEC)
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    hf.load_state_dict(policy.state_dict(), strict=False)
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.ids) for r in rows], batch_first=True)
+    labels = torch.nn.utils.rnn.pad_sequence(
+        [torch.where(torch.tensor(r.trained) == 1, torch.tensor(r.ids), -100) for r in rows],
+        batch_first=True,
+        padding_value=-100,
+    )
+    assert ours == pytest.approx(float(hf(input_ids=ids, labels=labels).loss.detach()), abs=1e-5)
+
+
+def test_the_loss_mask_covers_the_solution_and_its_end_token() -> None:
+    asked = renderer()
+    for row, prompt in zip(solution_rows(PROMPTS, asked, 64), PROMPTS, strict=True):
+        assert prompt.solution is not None
+        context = asked.prompt_ids(prompt)
+        assert row.ids[: len(context)] == context
+        assert row.trained == [0] * len(context) + [1] * (len(prompt.solution.split()) + 1)
+        assert row.ids[-1] == asked.tokenizer.eos_id and row.advantage == 1.0
+
+
+@pytest.mark.slow
+def test_a_warm_start_memorizes_its_solutions() -> None:
+    policy = tiny_decoder(dtype=torch.float32)
+    updater = Updater(policy, make_adamw(policy, 1.0))
+    cfg = SftConfig(steps=150, batch=3, lr=1e-2, warmup=5)
+    losses = [found["sft/loss"] for found in warm_start(updater, renderer(), PROMPTS, cfg, seed=0)]
+    assert len(losses) == 150 and losses[0] > 2 and losses[-1] < 0.1
+    assert not updater.optimizer.state  # reinforcement begins with moments of its own
+
+
+def test_sft_learning_rate_warms_up_and_decays_to_zero() -> None:
+    policy = tiny_decoder(dtype=torch.float32)
+    cfg = SftConfig(steps=10, batch=2, lr=1e-3, warmup=2)
+    updater = Updater(policy, make_adamw(policy, 1.0))
+    rates = [found["sft/lr"] for found in warm_start(updater, renderer(), PROMPTS, cfg, seed=0)]
+    expected = [1e-3 / 2, 1e-3, *[1e-3 * (1 - (step - 2) / 8) for step in range(2, 10)]]
+    assert rates == pytest.approx(expected)
+
+
+def test_missing_or_too_long_solutions_are_refused() -> None:
+    with pytest.raises(UserError, match=r"p/1 .* no worked solution"):
+        solution_rows([problem("1", None)], renderer(), 64)
+    with pytest.raises(UserError, match=r"p/1 2 3 fills the context of 5 tokens"):
+        solution_rows(PROMPTS, renderer(), 5)
+    cut = solution_rows([PROMPTS[1]], renderer(), 6)[0]
+    assert len(cut.ids) == 6 and sum(cut.trained) == 3  # what fits of a long solution is learnt

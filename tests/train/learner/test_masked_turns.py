@@ -24,7 +24,7 @@ from assay.cli.main import main
 from assay.mesh import Mesh
 from assay.runs.rollouts import read_arrays, read_rollouts
 from assay.train.learner.pack import Row, rows_of
-from assay.train.learner.replay import ReplayBuffer
+from assay.train.sources import ReplayBuffer
 from assay.types import Group, Prompt, Rollout, Status, Turn, Verdict
 
 LIMIT = 16

@@ -1,4 +1,7 @@
-"""Updates in a worker process: the same results and errors as in this process, and no process left behind."""
+"""Updates in a worker process: the same results and errors as in this process, and no process left behind.
+
+The worker is also called directly, in this process.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,18 @@ from assay.process.spawn import RemoteWorker, reply
 from assay.rewards.importing import load_object
 from assay.runs import checkpoints
 from assay.train.learner.optim import make_adamw, optimizer_tensors
-from assay.train.learner.subprocess_updater import ALIGNMENT, SharedTensors, SubprocessUpdater, policy_device
+from assay.train.learner.subprocess_updater import (
+    ALIGNMENT,
+    WEIGHTS,
+    NameUnpickler,
+    SharedTensors,
+    SubprocessUpdater,
+    UpdateWorker,
+    policy_device,
+)
 from assay.train.learner.update import Updater
-from assay.train.learner.update_worker import UpdateWorker
+from assay.train.progress import ECHO_S
 from assay.train.sources import OnPolicySource
-from assay.train.stopping import ECHO_S
 from assay.types import Group, UserError
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
@@ -517,3 +527,43 @@ def test_a_parameter_in_shared_memory_is_updated_there() -> None:
     layer(torch.ones(4)).sum().backward()
     torch.optim.SGD(layer.parameters(), lr=1.0).step()
     assert shared.tensors()["w"].equal(before - 1.0)
+
+
+@pytest.fixture
+def begin_arguments() -> tuple[Any, ...]:
+    policy = tiny_decoder()
+    updater = SubprocessUpdater.of(Updater(policy, make_adamw(policy, 1e-2)))
+    content = updater._pickled(make_algorithm("grpo"), None)
+    files = {name: (os.dup(shared.file.fileno()), shared.slots) for name, shared in updater.shared.items()}
+    return content, files, torch.device("cpu"), torch.get_num_threads()
+
+
+def test_begin_copies_weights_and_keeps_tied_ones_tied(begin_arguments: tuple[Any, ...]) -> None:
+    worker = UpdateWorker()
+    worker.begin(*begin_arguments)
+    policy = worker.updater.policy
+    assert policy.lm_head.weight is policy.model.embed_tokens.weight
+    for name, weight in tiny_decoder().named_parameters():
+        loaded = dict(policy.named_parameters())[name]
+        assert loaded.equal(weight) and loaded.requires_grad
+        assert loaded.data_ptr() != worker.shared[WEIGHTS].tensors()[name].data_ptr()
+
+
+def test_end_writes_changed_weights_back(begin_arguments: tuple[Any, ...]) -> None:
+    worker = UpdateWorker()
+    worker.begin(*begin_arguments)
+    with torch.no_grad():
+        worker.updater.policy.model.norm.weight.fill_(7.0)
+    assert worker.end() == {}  # no step was made: there is no optimizer state
+    assert bool((worker.shared[WEIGHTS].tensors()["model.norm.weight"] == 7.0).all())
+
+
+def test_weights_that_do_not_fit_on_the_device_are_reported(
+    begin_arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(self: NameUnpickler, key: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(NameUnpickler, "persistent_load", out_of_memory)
+    with pytest.raises(UserError, match=r"do not fit.*sleep_while_training"):
+        UpdateWorker().begin(*begin_arguments)

@@ -23,8 +23,8 @@ from assay.models.decoder import Decoder
 from assay.models.logprobs import LOGITS_AT_ONCE
 from assay.train.learner.optim import make_adamw, make_optimizer
 from assay.train.learner.pack import rows_of, with_step_inputs
-from assay.train.learner.replay import mixed
 from assay.train.learner.update import Updater, mini_batches
+from assay.train.sources import mixed
 from assay.types import Group, Prompt, UserError
 
 
