@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers_generate import transformers_model
 
+from assay.bench import hash_reward
 from assay.bench.engine import now
-from assay.bench.hash_judge import hash_reward
 from assay.bench.results import summarize, version_of
 from assay.bench.step import StepBenchmark, StepOptions, peak_memory, random_prompts, settings_of, step_benchmark
 from assay.bench.workload import Workload, command_options

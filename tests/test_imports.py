@@ -14,7 +14,6 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "assay"
 # Package or top-level module -> those of ours that it may import. Inside a package everything may import everything.
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
-    "terminal": set(),
     "config": {"types"},
     "process": {"types"},
     "mesh": {"types"},
@@ -27,14 +26,14 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"types", "config", "process", "mesh", "models"},
     "rollout": {"types", "config", "process", "mesh", "text", "rewards", "tasks", "envs", "engine"},
     "evals": {"types", "config", "rollout", "engine"},
-    "runs": {"types", "terminal", "config"},
+    "runs": {"types", "config"},
     "train": {
         *("types", "config", "process", "mesh", "text", "rewards", "tasks", "envs", "models", "algos", "engine"),
         *("rollout", "evals", "runs"),
     },
 }
 ALLOWED["api"] = ALLOWED["bench"] = ALLOWED["train"] | {"train"}
-NO_TORCH = ("types", "terminal", "config", "process", "rewards", "tasks", "envs", "text", "runs")
+NO_TORCH = ("types", "config", "process", "rewards", "tasks", "envs", "text", "runs")
 
 
 def package_of(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Benchmarks of a GRPO step and of training alone, with real components."""
+"""Benchmarks of a GRPO step and of training alone, with real components, and their judge."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from assay.algos import make_algorithm
+from assay.bench import hash_reward, judge_by_hash
 from assay.bench import step as step_module
-from assay.bench.hash_judge import hash_reward
 from assay.bench.step import (
     TABLE,
     Sequences,
@@ -24,6 +24,7 @@ from assay.bench.step import (
     step_row_id,
 )
 from assay.bench.workload import Workload
+from assay.rewards import JudgePool
 from assay.train.learner.pack import rows_of
 from assay.train.learner.update import Updater
 from assay.types import UserError
@@ -203,3 +204,13 @@ def test_ids_of_the_training_table() -> None:
 def test_invalid_sequences_are_rejected(wrong: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         measure_training(replace(SEQUENCES, **wrong), OPTIONS)
+
+
+def test_hash_rewards_differ_and_are_the_same_in_judge_workers() -> None:
+    texts = [str(number) for number in range(500)]
+    assert len({hash_reward(text) for text in texts}) == 500 and all(0 <= hash_reward(text) < 1 for text in texts)
+    assert 0.4 < sum(map(hash_reward, texts)) / 500 < 0.6
+    with JudgePool(judge_by_hash, workers=1) as pool:
+        assert [verdict.reward for verdict in pool.judge([(text, "", {}) for text in texts])] == list(
+            map(hash_reward, texts)
+        )

@@ -1,4 +1,4 @@
-"""The front door: help, unknown commands, one line for every mistake, `python -m assay`."""
+"""Help, unknown commands, one line for every mistake, `python -m assay`, and output in distributed runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from assay import __version__
-from assay.cli.main import COMMANDS, Parser, main, run, split_words
+from assay.cli.main import COMMANDS, Parser, main, run, should_report, split_words
+from assay.cli.train import is_lost_peer
 from assay.config import TrainConfig
 from assay.config.settings import keys, parse_overrides
+from assay.runs.console import is_main, make_console
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -187,3 +189,42 @@ def test_a_closed_pipe_is_not_an_error() -> None:
     script = f"{sys.executable} -m assay train --help | head -1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
     assert result.returncode in (0, 141) and "Traceback" not in result.stderr
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, world: int, rank: int, local: int) -> None:
+    for name, value in (("WORLD_SIZE", world), ("RANK", rank), ("LOCAL_RANK", local)):
+        monkeypatch.setenv(name, str(value))
+
+
+def test_only_one_process_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    result = []
+    for world, rank, local in (
+        (1, 0, 0),
+        (4, 0, 0),
+        (4, 1, 1),
+        (4, 2, 0),
+        (1, 3, 3),
+    ):  # the last: RANK of an unrelated program
+        as_rank(monkeypatch, world, rank, local)
+        make_console().note(f"rank {rank} of {world}")
+        assert main(["train", "nowhere.toml"]) == 2
+        output = capsys.readouterr()
+        assert output.out == (f"rank {rank} of {world}\n" if is_main() else "")
+        assert output.err.count("nowhere.toml") == should_report()
+        result.append((is_main(), should_report()))
+    assert result == [
+        (True, True),
+        (True, True),
+        (False, False),
+        (False, True),
+        (True, True),
+    ]  # one per node reports errors
+
+
+def test_errors_of_a_lost_peer_are_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+    as_rank(monkeypatch, 2, 1, 1)
+    assert is_lost_peer(gone)
+    assert not is_lost_peer(RuntimeError("shapes do not match")) and not is_lost_peer(ValueError("timed out"))
+    as_rank(monkeypatch, 1, 0, 0)
+    assert not is_lost_peer(gone)

@@ -1,6 +1,6 @@
-"""`assay slurm`: the script that it writes, run by a real shell among stand-ins for Slurm's commands.
+"""`assay slurm`: the script that it writes, run by a real shell with substitutes for Slurm's commands.
 
-On a real Slurm: tests/slurm.
+On a real Slurm: tests/slurm. Exit codes of torchrun on one node are tested with real processes.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ STAND_INS = {
         'show node') echo "NodeName=$3"; echo "   NodeAddr=$3.cluster NodeHostName=$3";;
         *) echo "$@" >>scontrol.txt;; esac""",
 }
-# Stands for `assay.cli.launch` and the training below it: one that catches SIGTERM, and one that does not.
+# Stands for `assay.cli.slurm` and the training below it: one that catches SIGTERM, and one that does not.
 PYTHON = """#!{python} -S
 import json, os, signal, sys, time
 open("command.json", "w").write(json.dumps(sys.argv[1:]))
@@ -198,7 +198,7 @@ def test_arguments_of_torchrun(cluster: Path) -> None:
     assert write("--nodes", 2, "--procs-per-node", 3, "--train.steps", 7, "--prompt.system", ODD) == 0
     assert run_script(cluster, "0") == 0
     assert command(cluster) == [
-        *shlex.split("-m assay.cli.launch --nnodes 2 --nproc-per-node 3 --master-addr n7.cluster --master-port 20003"),
+        *shlex.split("-m assay.cli.slurm --nnodes 2 --nproc-per-node 3 --master-addr n7.cluster --master-port 20003"),
         *shlex.split("-m assay train tiny.toml --name tiny-12003 --train.steps=7"),
         f"--prompt.system={ODD}",
     ]
@@ -280,3 +280,30 @@ def test_the_output_of_sbatch_is_printed(
     sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2; exit 1\n")
     assert write("--submit") == 2
     assert "sbatch rejected tiny.sbatch: invalid partition" in capsys.readouterr().err
+
+
+# The launcher sends SIGTERM to the other rank as soon as one has ended; `assay` ignores it once it is about to exit.
+STOP = "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.exit(143)"
+ENDS = {  # code of ranks 0 and 1, and the resulting exit code
+    "well": (["pass", "pass"], 0),
+    "stopped": ([STOP, STOP], 143),
+    "stopped but for one": ([STOP, "sys.exit(2)"], 200),
+    "killed": (["time.sleep(60)", "os.kill(os.getpid(), 9)"], 200),
+}
+
+
+def launch(folder: Path, name: str) -> subprocess.Popen[str]:
+    script = folder / f"{name}.py"
+    script.write_text("import os, signal, sys, time\n" + f"exec({ENDS[name][0]}[int(os.environ['RANK'])])\n")
+    command = [sys.executable, "-m", "assay.cli.slurm", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "SLURM_NODEID": "0", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_exit_code_distinguishes_stopped_from_failed(tmp_path: Path) -> None:
+    started = {name: launch(tmp_path, name) for name in ENDS}
+    output = {name: process.communicate(timeout=100)[1] for name, process in started.items()}
+    assert {name: process.returncode for name, process in started.items()} == {n: code for n, (_, code) in ENDS.items()}
+    assert "Signal 9 (SIGKILL)" in output["killed"] and "rank      : 1" in output["killed"]
+    assert "Traceback" not in output["killed"]

@@ -1,9 +1,12 @@
+"""The run directory: its lock, metrics and environment.json."""
+
 from __future__ import annotations
 
 import json
 import math
 import multiprocessing
 import os
+import platform
 import resource
 import signal
 import subprocess
@@ -12,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+import numpy
 import pytest
 
 import assay
 from assay.runs import Run, checkpoints, write_rollouts
-from assay.runs.directory import list_runs
+from assay.runs.directory import describe_environment, list_runs, memory_gib, usable_cores, version_of
 from assay.runs.rollouts import rollout_steps
 from assay.types import UserError
 
@@ -241,7 +245,7 @@ def test_one_writer_at_a_time_and_the_lock_is_released_on_death(tmp_path: Path) 
 
 
 def test_reading_runs_needs_neither_torch_nor_matplotlib() -> None:
-    modules = "assay.runs, assay.runs.console, assay.runs.curves, assay.runs.trackers, assay.cli.runs, assay.cli.export"
+    modules = "assay.runs, assay.runs.console, assay.runs.curves, assay.cli.runs, assay.cli.export"
     script = f"import sys, {modules}; assert not {{'torch', 'matplotlib', 'wandb'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -295,3 +299,35 @@ def test_concurrent_threads_create_different_runs(tmp_path: Path) -> None:
         runs = list(threads.map(lambda number: Run.create(tmp_path, "race", f"n = {number}\n"), range(4)))
     assert {run.name for run in runs} == {"race", "race-2", "race-3", "race-4"}
     assert sorted(run.config_toml for run in runs) == [f"n = {number}\n" for number in range(4)]
+
+
+def test_versions_command_and_machine_are_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    described = describe_environment()
+    assert described["command"] == sys.argv and described["folder"] == str(tmp_path)
+    assert described["versions"]["numpy"] == numpy.__version__
+    assert described["versions"]["python"] == platform.python_version()
+    assert described["machine"]["host"] == platform.node() and described["machine"]["cores"] == os.cpu_count()
+    assert described["git"] is None  # not in a repository
+
+
+def test_git_state_tells_whether_files_differ_from_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("one")
+    user = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "file"], [*user, "commit", "-q", "-m", "one"]):
+        subprocess.run(["git", *words], check=True)
+    state = describe_environment()["git"]
+    assert len(state["commit"]) == 40 and not state["dirty"]
+    (tmp_path / "file").write_text("two")
+    assert describe_environment()["git"] == {**state, "dirty": True}
+
+
+def test_memory_is_rounded_as_requested() -> None:
+    exact = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    assert memory_gib(digits=1) == round(exact, 1) and memory_gib() == round(exact)
+    assert usable_cores() == len(os.sched_getaffinity(0))
+
+
+def test_the_version_of_a_missing_package_is_none() -> None:
+    assert version_of("no-such-package") is None and version_of("numpy") == numpy.__version__

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from assay.bench import judge_by_hash
 from assay.bench.engine import device_settings, dtype_name, free_memory, now, row_id, split_by_tokens, trainer_logprobs
-from assay.bench.hash_judge import judge_by_hash
 from assay.bench.results import summarize
 from assay.bench.workload import SHAPES, Workload, command_options, float32_model, label
 from assay.config import TrainConfig

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from assay.cli.chat_screen import ChatModel, Reply, ReplyStream, Screen
-from assay.cli.common import add_trust, inherited_settings
+from assay.cli.eval import add_trust, inherited_settings
 from assay.config import Count, EvalConfig, MeasureConfig, NonNegative
 from assay.config.settings import load_settings, parse_overrides
 from assay.engine.base import SamplingParams

@@ -17,7 +17,7 @@ from rich.text import Text
 from assay.engine.base import Engine, Failed, Finished, Request, SamplingParams, TokenChunk
 from assay.evals.stats import pass_at_k
 from assay.rollout import with_stops
-from assay.terminal import one_line, printable, raw_stream
+from assay.runs.console import one_line, printable, raw_stream
 from assay.text import Renderer
 from assay.types import Finish, Message, Prompt, UserError, Verdict
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.cli.common import add_trust, inherited_settings
-from assay.config import MeasureConfig
+from assay.config import MeasureConfig, TrainConfig
 from assay.config.settings import load_settings, parse_overrides
-from assay.runs.console import Console
+from assay.runs import checkpoints
+from assay.runs.console import Console, asker
+from assay.runs.resolve import PREFIX, describe_changes, find_run, run_settings, saved_settings, split_tag
+from assay.runs.resolve import SETTINGS as SETTINGS_FILE
 from assay.types import Prompt, UserError
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ For a checkpoint of a run (run:NAME@best), the run's task, prompt and reward set
   assay eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --task.path data/gsm8k
   assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1"""
 SETTINGS = MeasureConfig
+INHERITED = ("task", "env", "prompt", "reward", "eval")  # sections that a checkpoint inherits from its run
 KEPT = ("eval.max_new_tokens", "eval.stop", "model.max_length")  # inherited from the run even if the task is another
 TRAINING_ONLY = {"every", "split", "examples"}  # settings of [eval] that are not used here
 GENERATED = 500  # problems of an endless split, unless eval.final_examples is set
@@ -39,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write all results as JSON")
     parser.add_argument("--answers", metavar="FILE", help="write every answer and its verdict as JSONL")
     add_trust(parser)
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trust", action="store_true", help="import Python code that the run's settings name")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +103,39 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
     if named & set(overrides):  # other problems, but the prompts are still those of training
         inherited = {k: v for k, v in inherited.items() if k.startswith("prompt.") or k in KEPT}
     return load_settings(MeasureConfig, None, {**inherited, **overrides})
+
+
+def inherited_settings(
+    models: Sequence[str], runs_dir: Path, overrides: Mapping[str, Any], trust: bool = False
+) -> dict[str, Any]:
+    """Settings of the first model that is a run's checkpoint, as dotted overrides.
+
+    Code that they name is imported only with the user's consent: `trust`, or naming it in `overrides`.
+    """
+    from assay.train.trust import guard_run, strings
+
+    for model in models:
+        if model.startswith(PREFIX):
+            name, _ = split_tag(model.removeprefix(PREFIX))
+            folder = find_run(name, runs_dir)
+            cfg = run_settings(folder)
+            warn_of_changes(cfg, folder)
+            guard_run(cfg, folder, typed=strings(dict(overrides)), trust=trust, ask=asker())
+            tree = cfg.model_dump()
+            for key in ("max_new_tokens", "stop"):
+                tree["eval"][key] = tree["eval"][key] or tree["sampling"][key]
+            values = {f"{s}.{key}": value for s in INHERITED for key, value in tree[s].items()}
+            return values | {"seed": tree["seed"], "model.max_length": tree["model"]["max_length"]}
+    return {}
+
+
+def warn_of_changes(cfg: TrainConfig, folder: Path) -> None:
+    """Warn if inherited settings have changed since the last checkpoint."""
+    last = checkpoints.last(folder)
+    saved = None if last is None else saved_settings(folder, last)
+    for key, change in describe_changes(saved, cfg).items() if saved else ():
+        if key.partition(".")[0] in (*INHERITED, "sampling", "seed"):
+            warnings.warn(f"{folder / SETTINGS_FILE}: {key} changed since step {last}: {change}", stacklevel=2)
 
 
 def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:

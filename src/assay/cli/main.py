@@ -20,9 +20,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from assay import __version__
-from assay.cli.common import is_distributed, is_main, should_report
 from assay.config.settings import keys, section_at, toml_value
-from assay.terminal import one_line, printable_output
+from assay.runs.console import is_distributed, is_main, one_line, printable_output
 from assay.types import UserError, unknown_name
 
 WIDTH = 118
@@ -113,6 +112,17 @@ def run(command: Callable[[list[str]], int], words: list[str], debug: bool, own_
         silence_closed_streams()
         keep_exit_code(own_process)
         return 128 + getattr(stop, "signum", signal.SIGINT)  # the convention of shells
+
+
+def should_report() -> bool:
+    """Whether this process should print an error, because no other rank has printed one.
+
+    Before the process group exists, all ranks read the same settings, and one message per node is enough.
+    """
+    mesh = sys.modules.get("assay.mesh")
+    if mesh is not None and mesh.dist.is_initialized():
+        return mesh.first_to_fail()
+    return not is_distributed() or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def keep_exit_code(own_process: bool) -> None:

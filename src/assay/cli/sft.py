@@ -6,10 +6,10 @@ import argparse
 import warnings
 from pathlib import Path
 
-from assay.cli.common import make_console
 from assay.cli.train import start
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, parse_overrides
+from assay.runs.console import make_console
 from assay.runs.directory import as_name
 from assay.types import UserError
 

@@ -15,10 +15,10 @@ say() { echo "$(date '+%F %T') $*"; }
 say "start ${SLURM_RESTART_COUNT:-0} of $run on $SLURM_JOB_NODELIST, rendezvous at $address:$port"
 
 # One torchrun per node. The training processes handle SIGTERM: they save and stop together. torchrun must ignore it,
-# because it would allow them only 30 seconds. `assay.cli.launch` is torchrun with exit codes: 143 after such a stop,
+# because it would allow them only 30 seconds. `assay.cli.slurm` is torchrun with exit codes: 143 after such a stop,
 # 200 after an error. srun returns the highest exit code of all nodes.
 srun --ntasks-per-node=1 --cpu-bind=none --export=ALL --kill-on-bad-exit=1 --open-mode=append --output="$node_log" \
-    bash -c 'trap "" TERM; exec "$@"' node "$python" -m assay.cli.launch \
+    bash -c 'trap "" TERM; exec "$@"' node "$python" -m assay.cli.slurm \
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$processes" --master-addr "$address" --master-port "$port" \
     -m assay train "${what[@]}" "${settings[@]}" &
 step=$!

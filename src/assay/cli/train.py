@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.cli.common import asker, is_distributed, is_lost_peer, is_main, make_console
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, parse_overrides, to_toml
-from assay.runs.console import Console
+from assay.runs.console import Console, asker, is_distributed, is_main, make_console
 from assay.runs.directory import as_name
 from assay.runs.resolve import check_fixed, differences, run_settings
 from assay.types import UserError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 HELP = "Train a model by reinforcement learning, as described by a config file. Options override any of its settings."
 SETTINGS = TrainConfig
+# Messages of gloo and NCCL after another process has ended.
+LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|timed out|NCCL|remote process", re.I)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +129,11 @@ def run_training(training: TrainingRun, console: Console) -> int:
         show(summary, path, console)
     training.mesh.close()
     return 0
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether the error only says that another process has ended."""
+    return is_distributed() and isinstance(error, RuntimeError) and bool(LOST.search(str(error)))
 
 
 def show(summary: dict[str, Any], path: Path, console: Console) -> None:

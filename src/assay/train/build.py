@@ -23,9 +23,9 @@ from assay.models.device import free_memory
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
+from assay.runs.curves import check_trackers
 from assay.runs.directory import check_name
 from assay.runs.resolve import changes_since_checkpoint
-from assay.runs.trackers import check_trackers
 from assay.tasks import Task
 from assay.tasks.base import prompts_of
 from assay.text import Renderer, Tokenizer

@@ -14,8 +14,8 @@ from assay.engine.base import Capabilities
 from assay.mesh import Mesh
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
+from assay.runs.curves import Tracker, make_trackers
 from assay.runs.directory import read_metrics
-from assay.runs.trackers import Tracker, make_trackers
 from assay.train import faults
 from assay.train.progress import RunState
 from assay.train.sources import SampledGroups
