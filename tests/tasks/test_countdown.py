@@ -9,7 +9,7 @@ import pytest
 
 from assay.tasks import Countdown, check_gold, make_task
 from assay.tasks.base import SPLITS
-from assay.tasks.countdown import solve
+from assay.tasks.countdown import Term, solve
 from assay.types import UserError
 
 
@@ -73,7 +73,7 @@ def test_solver_agrees_with_brute_force():
     for nums in ((1, 2, 3), (4, 4, 7), (2, 3, 5, 9)):
         values = reachable(nums)
         for target in range(1, 40):
-            solution = solve(nums, target)
+            solution = solve([Term(number, str(number)) for number in nums], target)
             assert (solution is not None) == (Fraction(target) in values)
             assert solution is None or solution.value == target
 

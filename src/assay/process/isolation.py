@@ -220,12 +220,13 @@ def filter_system_calls(read_only: bool) -> None:
     """
     own = os.getpid()
     rules = _refusals(STRICT)
-    rules += _unless_bit("clone", 0, _CLONE_THREAD)
-    for name in ("kill", "tgkill"):
-        rules += _unless_equal(name, (own,))
-    rules += _unless_equal("prlimit64", (0, own))
+    rules += _conditional("clone", 0, [_step(_ANY_BIT, _CLONE_THREAD, 1, 0)])
+    rules += _conditional("kill", 0, [_step(_EQUAL, own, 1, 0)])
+    rules += _conditional("tgkill", 0, [_step(_EQUAL, own, 1, 0)])
+    rules += _conditional("prlimit64", 0, [_step(_EQUAL, 0, 2, 0), _step(_EQUAL, own, 1, 0)])
     if read_only:
-        rules += _if_bit("openat", 2, _WRITING) + _if_bit("open", 1, _WRITING)
+        for name, argument in (("openat", 2), ("open", 1)):
+            rules += _conditional(name, argument, [_step(_ANY_BIT, _WRITING, 0, 1)], errno.EACCES)
     _install(rules)
 
 
@@ -241,48 +242,28 @@ def _machine() -> tuple[int, int]:
     return _MACHINES[machine]
 
 
-def _number(name: str) -> int:
-    return _CALLS[name][_machine()[1]]
-
-
 def _refusals(names: tuple[str, ...]) -> list[bytes]:
     rules = []
     for name in names:
         code = errno.ENOSYS if name in _UNKNOWN else errno.EACCES if name == "socket" else errno.EPERM
-        rules += _for_call(name, [_step(_RETURN, _ERRNO | code)])
+        rules += _for_call(name, [_refused(code)])
     return rules
 
 
-def _unless_bit(name: str, argument: int, bits: int) -> list[bytes]:
-    return _for_call(name, [_argument(argument), _step(_ANY_BIT, bits, 1, 0), _refused(), _allowed()])
-
-
-def _if_bit(name: str, argument: int, bits: int) -> list[bytes]:
-    refused = _step(_RETURN, _ERRNO | errno.EACCES)
-    return _for_call(name, [_argument(argument), _step(_ANY_BIT, bits, 0, 1), refused, _allowed()])
-
-
-def _unless_equal(name: str, values: tuple[int, ...]) -> list[bytes]:
-    compare = [_step(_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
-    return _for_call(name, [_argument(0), *compare, _refused(), _allowed()])
+def _conditional(name: str, argument: int, tests: list[bytes], code: int = errno.EPERM) -> list[bytes]:
+    """Refuse a call depending on an argument: the tests end at the refusal, or jump over it."""
+    load = _step(_LOAD, _ARGUMENTS + 8 * argument)  # the lower half: both machines are little-endian
+    return _for_call(name, [load, *tests, _refused(code), _step(_RETURN, _ALLOW)])
 
 
 def _for_call(name: str, steps: list[bytes]) -> list[bytes]:
     """Apply steps to one system call, skip them for others; the accumulator holds the call number before and after."""
-    number = _number(name)
+    number = _CALLS[name][_machine()[1]]
     return [_step(_EQUAL, number, 0, len(steps)), *steps] if number >= 0 else []
 
 
-def _argument(index: int) -> bytes:
-    return _step(_LOAD, _ARGUMENTS + 8 * index)  # the lower half: both machines are little-endian
-
-
-def _refused() -> bytes:
-    return _step(_RETURN, _ERRNO | errno.EPERM)
-
-
-def _allowed() -> bytes:
-    return _step(_RETURN, _ALLOW)
+def _refused(code: int = errno.EPERM) -> bytes:
+    return _step(_RETURN, _ERRNO | code)
 
 
 def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -293,8 +274,8 @@ def _install(rules: list[bytes]) -> None:
     audit, _ = _machine()
     prologue = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, audit, 1, 0), _refused(), _step(_LOAD, _NUMBER)]
     if platform.machine() == "x86_64":
-        prologue += [_step(_GREATER_EQUAL, _X32, 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
-    program = b"".join([*prologue, *rules, _allowed()])
+        prologue += [_step(_GREATER_EQUAL, _X32, 0, 1), _refused(errno.ENOSYS)]
+    program = b"".join([*prologue, *rules, _step(_RETURN, _ALLOW)])
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
     no_new_privileges()

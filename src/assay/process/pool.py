@@ -12,8 +12,9 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from assay.process.messages import BadMessage, JsonReader
@@ -64,6 +65,8 @@ class WorkerPool(Generic[T]):
         if os.getpid() != self._owner:
             raise RuntimeError("a worker pool cannot be used in a forked process: create one there")
         self._start_threads()
+        if not items:
+            return []
         batch = _Batch(len(items))
         for chunk in _split(batch, items, self._workers):
             self._jobs.put(chunk)
@@ -122,7 +125,7 @@ class _WorkerThread(threading.Thread):
 
     def run(self) -> None:
         while (chunk := self._jobs.get()) is not None:
-            if chunk.batch.failed:
+            if chunk.batch.done:
                 continue
             try:
                 self._process(chunk)
@@ -252,45 +255,42 @@ class _Batch:
 
     def __init__(self, size: int) -> None:
         self._results: list[Any] = [None] * size
-        self._pending = set(range(size))
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._missing = size
+        self._lock = threading.Lock()
+        self._done: Future[list[Any]] = Future()
 
     def put(self, index: int, result: Any) -> None:
-        with self._changed:
-            self._pending.remove(index)
+        with self._lock:
             self._results[index] = result
-            if not self._pending:
-                self._changed.notify_all()
+            self._missing -= 1
+            if not self._missing and not self.done:
+                self._done.set_result(self._results)
 
     def fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+        with self._lock:
+            if not self.done:
+                self._done.set_exception(error)
 
     @property
-    def failed(self) -> bool:
-        return self._error is not None
+    def done(self) -> bool:
+        """Whether all results are there, the batch has failed, or nobody waits for it any more."""
+        return self._done.done()
 
     def wait(self) -> list[Any]:
-        with self._changed:
-            try:
-                self._changed.wait_for(lambda: self._error is not None or not self._pending)
-            except BaseException as error:  # interrupted: nobody waits for the remaining items, so skip them
-                self._error = error
-                raise
-            if self._error is not None:
-                raise self._error
-            return self._results
+        try:
+            return self._done.result()
+        finally:
+            with self._lock:
+                self._done.cancel()  # has an effect only if waiting was interrupted
 
 
+@dataclass
 class _Chunk:
     """Some items of a batch with their indices; the first one is removed when its result arrives."""
 
-    def __init__(self, batch: _Batch, items: list[tuple[int, Item]], retried: bool = False) -> None:
-        self.batch = batch
-        self.items = items
-        self.retried = retried  # a worker was already lost on the first item
+    batch: _Batch
+    items: list[tuple[int, Item]]
+    retried: bool = False  # a worker was already lost on the first item
 
     def put(self, result: Any) -> None:
         self.batch.put(self.items.pop(0)[0], result)
@@ -320,21 +320,20 @@ def _split(batch: _Batch, items: Sequence[Item], workers: int) -> list[_Chunk]:
     return chunks
 
 
+@dataclass
 class _Support:
     """Protections that this system refuses, as workers report them; each is warned about once per process."""
 
-    def __init__(self) -> None:
-        self.namespaces_refused: str | None = None  # the reason
-        self._warned: set[str] = set()
-        self._lock = threading.Lock()
+    namespaces_refused: str | None = None  # the reason
+    warned: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def warn_missing(self, level: Level, names: Iterable[str]) -> None:
-        names = list(names)
+    def warn_missing(self, level: Level, names: list[str]) -> None:
         text = f"worker processes in the {level} sandbox run without {', and without '.join(names)}"
-        with self._lock:
-            if not names or text in self._warned:
+        with self.lock:
+            if not names or text in self.warned:
                 return
-            self._warned.add(text)
+            self.warned.add(text)
         warnings.warn(f"{text}: this system does not offer it (docs/tasks.md, 'Isolation')", stacklevel=2)
 
 

@@ -95,7 +95,7 @@ def _same(answer: str, gold: str, strict: bool) -> bool:
     parts = read_structure(gold)
     if parts is not None:
         check_expression(answer)
-        ours_parts = read_structure(as_list(answer))
+        ours_parts = read_structure(_CONJUNCTION.sub(", ", answer))  # "1 and 2" is a list
         return ours_parts is not None and same_structure(ours_parts, parts, partial(_same_part, strict=strict))
     return _same_scalar(without_unit(answer), without_unit(gold))
 
@@ -211,11 +211,8 @@ def _same_name(answer: str, gold: str) -> bool:
 
 def _is_words(text: str, least: int) -> bool:
     """Return whether a text is words, one with `least` letters or more; "p - q" and "xy" are algebra."""
-    return (
-        _WORDS.fullmatch(text) is not None
-        and " - " not in text
-        and re.search(rf"[A-Za-z]{{{least}}}", text) is not None
-    )
+    is_text = _WORDS.fullmatch(text) is not None and " - " not in text
+    return is_text and re.search(rf"[A-Za-z]{{{least}}}", text) is not None
 
 
 def _same_text(answer: str, gold: str) -> bool:
@@ -223,9 +220,8 @@ def _same_text(answer: str, gold: str) -> bool:
     answer, gold = (
         _EXTRA_SPACE.sub("", _CHOICE.sub(r"\1", text) if _CHOICE.fullmatch(text) else text) for text in (answer, gold)
     )
-    if answer == gold:
-        return True
-    return (is_choice or _is_words(gold, 3) or gold.lower() == "no") and answer.casefold() == gold.casefold()
+    any_case = is_choice or _is_words(gold, 3) or gold.lower() == "no"
+    return answer == gold or (any_case and answer.casefold() == gold.casefold())
 
 
 def _same_based(answer: str, gold: str, number: Quantity | None) -> bool | None:
@@ -290,11 +286,6 @@ def read_structure(text: str) -> Structure | None:
     return Structure("list", values) if len(values) > 1 else None
 
 
-def as_list(text: str) -> str:
-    """Replace "and" and "or" by commas: for an answer whose gold answer has several parts."""
-    return _CONJUNCTION.sub(", ", text)
-
-
 def same_structure(answer: Structure, gold: Structure, same: Callable[[str, str], bool]) -> bool:
     """Return whether all parts are equal: in any order for lists, sets and unions."""
     if max(len(answer.parts), len(gold.parts)) > MAX_PARTS:
@@ -304,10 +295,9 @@ def same_structure(answer: Structure, gold: Structure, same: Callable[[str, str]
     kind = "column" if gold.kind.endswith("x1") else gold.kind
     if answer.kind not in (gold.kind, *_ALSO_WRITTEN.get(kind, ())):
         return False
-    unordered = gold.kind in ("list", "set", "union")
-    if not unordered:
-        return all(map(same, answer.parts, gold.parts))
-    return _same_parts(list(answer.parts), list(gold.parts), same)
+    if gold.kind in ("list", "set", "union"):
+        return _same_parts(list(answer.parts), list(gold.parts), same)
+    return all(map(same, answer.parts, gold.parts))
 
 
 def _same_parts(answer: list[str], gold: list[str], same: Callable[[str, str], bool]) -> bool:
@@ -330,18 +320,14 @@ def _interval(text: str) -> Structure | None:
     r"""Convert an inequality in one variable to an interval: "2 < x \le 3" to (2, 3]."""
     if between := _BETWEEN.fullmatch(text):
         low, first, second, high = between.groups()
-        return Structure(("(" if _excludes(first) else "[") + (")" if _excludes(second) else "]"), (low, high.strip()))
-    if below := _BELOW.fullmatch(text):
-        relation, value = (below[1], below[2]) if below[1] else (below[4], below[3])
-        return Structure("(" + (")" if _excludes(relation) else "]"), ("-\\infty", value.strip()))
-    if above := _ABOVE.fullmatch(text):
-        relation, value = (above[1], above[2]) if above[1] else (above[4], above[3])
-        return Structure(("(" if _excludes(relation) else "[") + ")", (value.strip(), "\\infty"))
-    return None
-
-
-def _excludes(relation: str) -> bool:
-    return relation in ("<", ">", "\\lt", "\\gt")
+    elif below := _BELOW.fullmatch(text):
+        low, first, second, high = "-\\infty", "<", below[1] or below[4], below[2] or below[3]
+    elif above := _ABOVE.fullmatch(text):
+        low, first, second, high = above[2] or above[3], above[1] or above[4], "<", "\\infty"
+    else:
+        return None
+    opening, closing = (relation in ("<", ">", "\\lt", "\\gt") for relation in (first, second))
+    return Structure(("(" if opening else "[") + (")" if closing else "]"), (low.strip(), high.strip()))
 
 
 def _read_matrix(body: str) -> Structure | None:

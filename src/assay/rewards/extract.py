@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from assay.rewards.numeric import MAX_ANSWER_CHARS
+from assay.rewards.numeric import MAX_ANSWER_CHARS, closing_brace
 from assay.types import Status, UserError
 
 
@@ -24,10 +25,7 @@ class Extraction:
         return self.status is Status.OK
 
 
-Extractor = Callable[[str], Extraction]
-
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|((?:\\?\$)?[-+\u2212]?[0-9][0-9,]*(?:\.[0-9]+)?))")
-_BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
 _DIGIT = re.compile(r"[0-9]")
 _GROUPED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _PLAIN = rf"(?:{_GROUPED}(?:\.[0-9]+)?|\.[0-9]+)"
@@ -44,19 +42,15 @@ def clip(text: str, limit: int = 200) -> str:
 
 def boxed(text: str) -> Extraction:
     r"""Extract the last `\boxed{...}` or `\fbox{...}`, with nested braces; `\boxed 5` counts too."""
-    box = None
-    for box in _BOX.finditer(text):  # noqa: B007 - only the last one is used
-        pass
+    box = _last_match(_BOX, text)
     if box is None:
-        return Extraction(status=Status.NO_ANSWER, detail="no \\boxed{} in the completion")
+        return _no_answer("\\boxed{}")
     if box.group(2):
         return _answer(box.group(2))
     start = box.end()
-    depth = 1
-    for token in _BRACE_OR_ESCAPE.finditer(text, start, start + MAX_ANSWER_CHARS + 1):
-        depth += {"{": 1, "}": -1}.get(token.group(), 0)
-        if depth == 0:
-            return _answer(text[start : token.start()])
+    end = closing_brace(text, start, start + MAX_ANSWER_CHARS + 1)
+    if end >= 0:
+        return _answer(text[start:end])
     inside = text[start : start + MAX_ANSWER_CHARS + 1]
     reason = "the last box is too long" if len(inside) > MAX_ANSWER_CHARS else "the last box is never closed"
     return Extraction(clip(inside), Status.UNPARSABLE, detail=reason)
@@ -66,9 +60,8 @@ def hash_mark(text: str) -> Extraction:
     """Extract the text after the last `####`, to the end of the line (the form of GSM8K's solutions)."""
     start = text.rfind("####")
     if start < 0:
-        return Extraction(status=Status.NO_ANSWER, detail="no #### in the completion")
-    start += 4
-    line = text[start : start + MAX_ANSWER_CHARS + 2]
+        return _no_answer("####")
+    line = text[start + 4 : start + MAX_ANSWER_CHARS + 6]
     return _answer(line.split("\n", 1)[0])
 
 
@@ -76,7 +69,7 @@ def answer_tag(text: str) -> Extraction:
     """Extract the content of the last `<answer>...</answer>`."""
     start = text.rfind("<answer>")
     if start < 0:
-        return Extraction(status=Status.NO_ANSWER, detail="no <answer> tag in the completion")
+        return _no_answer("<answer> tag")
     start += len("<answer>")
     end = text.find("</answer>", start)
     if end < 0:
@@ -89,24 +82,18 @@ def last_number(text: str) -> Extraction:
     """Extract the last number, with sign, currency, thousands separators, decimals, a/b, exponent and %."""
     digit = _DIGIT.search(text[::-1])  # backwards, so that the cost does not depend on the length
     if digit is None:
-        return Extraction(status=Status.NO_ANSWER, detail="no number in the completion")
+        return _no_answer("number")
     end = len(text) - digit.start()
     start = max(0, end - MAX_ANSWER_CHARS)
     window = text[start : end + 4]  # a closing brace or a percent sign may follow the last digit
-    number = None
-    for number in _NUMBER.finditer(window):  # noqa: B007
-        pass
+    number = _last_match(_NUMBER, window)
     if number is None or (number.start() == 0 and start > 0):
         return Extraction(clip(window), Status.UNPARSABLE, detail="the last number is too long")
     return _answer(number.group())
 
 
-EXTRACTORS: dict[str, Extractor] = {
-    "boxed": boxed,
-    "hash": hash_mark,
-    "answer-tag": answer_tag,
-    "last-number": last_number,
-}
+EXTRACTORS: dict[str, Callable[[str], Extraction]]
+EXTRACTORS = {"boxed": boxed, "hash": hash_mark, "answer-tag": answer_tag, "last-number": last_number}
 
 
 def check_extractor(name: str) -> None:
@@ -116,20 +103,19 @@ def check_extractor(name: str) -> None:
 
 def extract(text: str, form: str, strict: bool = True, any_number: bool = True) -> Extraction:
     """Extract the final answer in the given form; if not strict, in any form (the last number only if `any_number`)."""
-    first = EXTRACTORS[form](text)
-    if first.found or strict:
-        return _with_form(first, form)
-    for other, extractor in EXTRACTORS.items():
-        if other == form or (other == "last-number" and not any_number):
-            continue
-        extraction = extractor(text)
-        if extraction.found:
-            return _with_form(extraction, other)
-    return _with_form(first, form)
+    others = [name for name in EXTRACTORS if name != form and (any_number or name != "last-number")]
+    extractions = (replace(EXTRACTORS[name](text), form=name) for name in [form, *([] if strict else others)])
+    first = next(extractions)
+    return first if first.found else next((other for other in extractions if other.found), first)
 
 
-def _with_form(extraction: Extraction, form: str) -> Extraction:
-    return Extraction(extraction.text, extraction.status, form, extraction.detail)
+def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    last = deque(pattern.finditer(text), maxlen=1)
+    return last[0] if last else None
+
+
+def _no_answer(missing: str) -> Extraction:
+    return Extraction(status=Status.NO_ANSWER, detail=f"no {missing} in the completion")
 
 
 def _answer(text: str) -> Extraction:

@@ -24,6 +24,11 @@ class Judge(Protocol):
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict: ...
 
 
+def prepare_judge(judge: Judge) -> None:
+    """Call `prepare` of a judge, if it has one."""
+    getattr(judge, "prepare", lambda: None)()
+
+
 def binary_verdict(status: Status, parsed: str | None, in_form: float, detail: str = "") -> Verdict:
     """Return a verdict with reward 1 or 0; `in_form` is 1 if there was an answer in the requested form."""
     reward = 1.0 if status is Status.OK else 0.0
@@ -82,13 +87,9 @@ class FunctionJudge:
 
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
         function, names = _function(self.path)
-        extra = {
-            name: value
-            for name, value in fields.items()
-            if name not in ("completion", "answer") and (names is None or name in names)
-        }
+        taken = (fields.keys() if names is None else names & fields.keys()) - {"completion", "answer"}
         try:
-            result = function(completion, answer, **extra)
+            result = function(completion, answer, **{name: fields[name] for name in fields if name in taken})
             if inspect.isawaitable(result):
                 result = _await(result)
             return as_verdict(result)
@@ -98,46 +99,30 @@ class FunctionJudge:
 
 def as_verdict(result: Any) -> Verdict:
     """Convert what a user's function returned. Raises TypeError or ValueError if it is invalid."""
-    if isinstance(result, Verdict):
-        return _checked(result)
-    if isinstance(result, Mapping):
-        unknown = set(result) - {"reward", "status", "parsed", "parts", "detail"}
-        if unknown or "reward" not in result:
-            raise ValueError(
-                "a reward function's dict needs 'reward' and may have 'status', 'parsed', 'parts', 'detail'; "
-                f"got {sorted(map(str, result))}"
-            )
-        reward = _number(result["reward"])
-        status = Status(result.get("status", _status(reward)))
-        parsed = result.get("parsed")
-        parts = {str(name): _number(value) for name, value in (result.get("parts") or {}).items()}
-        return _checked(
-            Verdict(
-                reward,
-                status,
-                None if parsed is None else str(parsed)[:MAX_TEXT],
-                parts,
-                str(result.get("detail", ""))[:MAX_TEXT],
-            )
+    verdict = result if isinstance(result, Verdict) else _new_verdict(result)
+    if not math.isfinite(verdict.reward):
+        raise ValueError(f"the reward function returned {verdict.reward}, which is not a finite number")
+    return verdict
+
+
+def _new_verdict(result: Any) -> Verdict:
+    values = result if isinstance(result, Mapping) else {"reward": result, "parts": {"accuracy": result}}
+    if "reward" not in values or set(values) - {"reward", "status", "parsed", "parts", "detail"}:
+        raise ValueError(
+            "a reward function's dict needs 'reward' and may have 'status', 'parsed', 'parts', 'detail'; "
+            f"got {sorted(map(str, values))}"
         )
-    reward = _number(result)
-    return _checked(Verdict(reward, _status(reward), parts={"accuracy": reward}))
-
-
-def _status(reward: float) -> Status:
-    return Status.OK if reward >= 1.0 else Status.WRONG
+    reward = _number(values["reward"])
+    status = Status(values.get("status", Status.OK if reward >= 1.0 else Status.WRONG))
+    parsed = None if values.get("parsed") is None else str(values["parsed"])[:MAX_TEXT]
+    parts = {str(name): _number(value) for name, value in (values.get("parts") or {}).items()}
+    return Verdict(reward, status, parsed, parts, str(values.get("detail", ""))[:MAX_TEXT])
 
 
 def _number(value: Any) -> float:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(f"a reward function must return a number, a dict or a Verdict, not {type(value).__name__}")
     return float(value)
-
-
-def _checked(verdict: Verdict) -> Verdict:
-    if not math.isfinite(verdict.reward):
-        raise ValueError(f"the reward function returned {verdict.reward}, which is not a finite number")
-    return verdict
 
 
 @lru_cache(maxsize=32)
@@ -202,9 +187,7 @@ class RewardMix:
         return self.shape(self.judge(completion, answer, fields), completion)
 
     def prepare(self) -> None:
-        prepare = getattr(self.judge, "prepare", None)
-        if prepare is not None:
-            prepare()
+        prepare_judge(self.judge)
 
     def shape(self, verdict: Verdict, completion: str) -> Verdict:
         """Return the judge's verdict with the mixed reward."""

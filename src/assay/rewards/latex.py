@@ -21,14 +21,13 @@ from types import ModuleType
 from typing import Any
 
 from assay.process.sandbox import time_limit_paused
-from assay.rewards.numeric import MAX_DIGITS, Unreadable, UnreadableGold, WrongForm
+from assay.rewards.numeric import MAX_DIGITS, Unreadable, UnreadableGold, WrongForm, nesting_depth
 
 _PLAIN_ROOT = re.compile(r"(?:(?<![\\A-Za-z])sqrt|√)\s*\(([^()]*)\)|√\s*([0-9]+|[A-Za-z])")
 _PLAIN_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 _DECIMAL = re.compile(r"(?<![0-9.])([0-9]*)\.([0-9]+)(?![0-9.])")
-_IMAGINARY = re.compile(
-    r"(?<=[0-9])i(?![A-Za-z])"
-)  # in "5i" math-verify reads i as a variable, in "5 i" as the imaginary unit
+# In "5i" math-verify reads i as a variable, in "5 i" as the imaginary unit.
+_IMAGINARY = re.compile(r"(?<=[0-9])i(?![A-Za-z])")
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)")
 _FUNCTIONS = "sqrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lg min max gcd lcm"
 _PLAIN_NAMES = re.compile(rf"(?<![A-Za-z])(?:{_FUNCTIONS.replace(' ', '|')}|pi)(?![A-Za-z])")
@@ -135,15 +134,9 @@ def _as_box(text: str) -> str:
 def _parse(library: ModuleType, text: str) -> list[Any]:
     # Without the fallback it does not extract a formula from other text; with units kept, "5m" stays algebra.
     default = library.LatexExtractionConfig()
-    config = [
-        replace(
-            default,
-            try_extract_without_anchor=False,
-            boxed_match_priority=0,
-            normalization_config=replace(default.normalization_config, units=False),
-        )
-    ]
-    return library.parse(text, config, fallback_mode="no_fallback", parsing_timeout=None)
+    config = replace(default, try_extract_without_anchor=False, boxed_match_priority=0)
+    config = replace(config, normalization_config=replace(default.normalization_config, units=False))
+    return library.parse(text, [config], fallback_mode="no_fallback", parsing_timeout=None)
 
 
 def verify_whole(completion: str, gold: str) -> tuple[bool | None, str]:
@@ -231,7 +224,7 @@ MAX_FUNCTION_POWER = 20
 MAX_FUNCTIONS = 6  # such as sine and logarithm in one expression
 MAX_ROUND_DEPTH = 5  # of nested round brackets and absolute values: the parser backtracks on each
 
-_BRACKET = re.compile(r"\\[{}]|[{}()\[\]]")
+_ESCAPED_BRACE = re.compile(r"\\[{}]")
 _RAISED = r"\s*(?:\^|\*\*)[\s{(]*"
 _POWER_TOWER = re.compile(rf"{_RAISED}[\w.\\]+{_RAISED}[\w.\\]+{_RAISED}")
 _POWER_OF_POWER = re.compile(rf"{_RAISED}([0-9]+){_RAISED}([0-9]+)")
@@ -253,13 +246,8 @@ def check_expression(text: str) -> None:
     """Reject expressions that are too expensive for a computer algebra system; the time limit handles the rest."""
     if len(text) > MAX_SYMBOLIC_CHARS:
         raise Unreadable(f"the expression is longer than {MAX_SYMBOLIC_CHARS} characters")
-    depth = 0
-    for bracket in _BRACKET.findall(text):
-        if bracket.startswith("\\"):
-            continue
-        depth += 1 if bracket in "{([" else -1
-        if depth > MAX_DEPTH:
-            raise Unreadable(f"brackets are nested more than {MAX_DEPTH} deep")
+    if nesting_depth(_ESCAPED_BRACE.sub("", text), "{([", "})]") > MAX_DEPTH:
+        raise Unreadable(f"brackets are nested more than {MAX_DEPTH} deep")
     if text.count("{") != text.count("}"):
         raise Unreadable("braces do not match")
     _check_powers(text)
@@ -281,19 +269,11 @@ def check_work(text: str) -> None:
             raise Unreadable("the factorial is too large")
     if len(_FUNCTION.findall(text)) > MAX_FUNCTIONS:
         raise Unreadable(f"there are more than {MAX_FUNCTIONS} functions such as \\sin in the answer")
-    if _round_depth(text) > MAX_ROUND_DEPTH or text.count("|") > 2 * MAX_ROUND_DEPTH:
+    if nesting_depth(text) > MAX_ROUND_DEPTH or text.count("|") > 2 * MAX_ROUND_DEPTH:
         raise Unreadable(f"brackets are nested more than {MAX_ROUND_DEPTH} deep")
     for power in _POWER.finditer(text):
         if _work(text, power) > 1:
             raise Unreadable("the powers are too large")
-
-
-def _round_depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character == "(") - (character == ")")
-        deepest = max(deepest, depth)
-    return deepest
 
 
 def _work(text: str, power: re.Match[str]) -> float:

@@ -7,14 +7,20 @@ as "million" multiplies it; other words are rejected.
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 MAX_ANSWER_CHARS = 2_000  # of an extracted answer
 MAX_DIGITS = 400  # of one number
 MAX_EXPONENT = 400  # in scientific notation
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
 
 _TAIL = re.compile(
     r"(?P<first>%|[A-Za-z$€£¥₹][A-Za-z'.\-]*)(?P<rest>(?:\s?[ /]\s?[A-Za-z][A-Za-z'.\-]*){0,7})"
@@ -22,74 +28,41 @@ _TAIL = re.compile(
 )
 _PART = re.compile(r"[a-z$€£¥₹%¢]+")
 
-_SCALES = {
-    "dozen": 12,
-    "dozens": 12,
-    "thousand": 10**3,
-    "million": 10**6,
-    "mn": 10**6,
-    "billion": 10**9,
-    "bn": 10**9,
-    "trillion": 10**12,
-}
+_SCALES = {"dozen": 12, "dozens": 12, "thousand": 10**3, "trillion": 10**12}
+_SCALES |= {"million": 10**6, "mn": 10**6, "billion": 10**9, "bn": 10**9}
 _ADJACENT_SCALES = {"k": 10**3, "K": 10**3, "M": 10**6, "mn": 10**6, "bn": 10**9}  # 42k and 42M, but 42 m is a length
-_NUMBER_WORDS_TEXT = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million "
-    "billion trillion hundreds thousands millions billions trillions tens zillion dozen dozens"
+_NUMBER_WORDS = _words(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion "
+    "hundreds thousands millions billions trillions tens zillion dozen dozens"
 )
-_NUMBER_WORDS = frozenset(_NUMBER_WORDS_TEXT.split())
 # As the first word after a number, these change its value or start an expression.
-_NOT_A_UNIT_TEXT = (
+_NOT_A_UNIT = _words(
     "pi sqrt root sin cos tan log ln exp squared cubed times over and to by of point mod choose third thirds "
     "fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth "
     "hundredths thousandth thousandths millionth millionths infinity mil mio mln tn kilo mega giga lakh lakhs "
     "crore crores score scores gross"
 )
-_NOT_A_UNIT = frozenset(_NOT_A_UNIT_TEXT.split())
 # Anywhere after a number, these negate it, change its value or state an alternative.
-_ALTERS_TEXT = (
-    "or nor if unless either neither than below under above negative minus plus times divided multiplied "
-    "factorial is isn are aren was wasn were be not no none never nothing but except without maybe perhaps "
-    "possibly probably wrong incorrect false wait actually instead rather versus vs half halves halved quarter "
-    "quarters doubled tripled quadrupled twice thrice reciprocal inverse inverted negated reversed modulo "
-    "mille permille"
+_ALTERS = _words(
+    "or nor if unless either neither than below under above negative minus plus times divided multiplied factorial "
+    "is isn are aren was wasn were be not no none never nothing but except without maybe perhaps possibly probably "
+    "wrong incorrect false wait actually instead rather versus vs half halves halved quarter quarters doubled tripled "
+    "quadrupled twice thrice reciprocal inverse inverted negated reversed modulo mille permille"
 )
-_ALTERS = frozenset(_ALTERS_TEXT.split())
-_PERCENT = frozenset({"%", "percent", "percents", "percentage", "pct"})
-_ORDINALS = frozenset({"st", "nd", "rd", "th"})
+_PERCENT = _words("% percent percents percentage pct")
+_ORDINALS = _words("st nd rd th")
 _DIMENSIONS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
-_SYNONYMS = {
-    "dollar": "$ dollar dollars usd us$ bucks",
-    "cent": "¢ cent cents",
-    "euro": "€ euro euros eur",
-    "pound-sterling": "£ gbp",
-    "mm": "mm millimeter millimeters millimetre millimetres",
-    "cm": "cm centimeter centimeters centimetre centimetres",
-    "m": "m meter meters metre metres",
-    "km": "km kilometer kilometers kilometre kilometres",
-    "inch": "in inch inches",
-    "foot": "ft foot feet",
-    "yard": "yd yard yards",
-    "mile": "mi mile miles",
-    "mg": "mg milligram milligrams",
-    "g": "g gram grams",
-    "kg": "kg kilogram kilograms kgs",
-    "ml": "ml milliliter milliliters millilitre millilitres",
-    "l": "l liter liters litre litres",
-    "second": "s sec secs second seconds",
-    "minute": "min mins minute minutes",
-    "hour": "h hr hrs hour hours",
-    "day": "d day days",
-    "week": "week weeks",
-    "month": "month months",
-    "year": "yr yrs year years",
-    "degree": "degree degrees deg",
-    "radian": "radian radians rad",
-    "celsius": "celsius",
-    "fahrenheit": "fahrenheit",
-}
-KNOWN_UNITS = {word: unit for unit, words in _SYNONYMS.items() for word in words.split()}
+# Synonyms, separated by commas; the first one stands for all.
+_SYNONYMS = (
+    "dollar $ dollars usd us$ bucks, cent ¢ cents, euro € euros eur, £ gbp, mm millimeter millimeters millimetre "
+    "millimetres, cm centimeter centimeters centimetre centimetres, m meter meters metre metres, km kilometer "
+    "kilometers kilometre kilometres, inch in inches, foot ft feet, yard yd yards, mile mi miles, mg milligram "
+    "milligrams, g gram grams, kg kilogram kilograms kgs, ml milliliter milliliters millilitre millilitres, l liter "
+    "liters litre litres, second s sec secs seconds, minute min mins minutes, hour h hr hrs hours, day d days, week "
+    "weeks, month months, year yr yrs years, degree degrees deg, radian radians rad, celsius, fahrenheit"
+)
+KNOWN_UNITS = {word: words.split()[0] for words in _SYNONYMS.split(", ") for word in words.split()}
 _LONG_UNITS = sorted((word for word in KNOWN_UNITS if len(word) > 1 and word.isalpha()), key=len, reverse=True)
 _UNIT_WORD = "|".join([*_LONG_UNITS, "units?", *_DIMENSIONS, "per"])
 # Without a number before it, "m" or "s" may be a variable: only longer units are removed from an expression.
@@ -193,6 +166,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?:s)?(?![A-Za-z])|°")
 _TIGHT_COMMA = re.compile(r",\\!\s*")  # 11,\! 111 is one number, 11, 111 are two
 _NOISE = re.compile(r"\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\displaystyle(?![A-Za-z])|\\!")
+_STYLED_FRACTION = re.compile(r"\\[dtc]frac")
 _SLANTED = re.compile(r"\\([lg]eq)slant(?![A-Za-z])")
 _REPEATING = re.compile(r"(?<![0-9.,])([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar)\s*\{([0-9]{1,20})\}")
 _SPACE = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~")
@@ -260,8 +234,7 @@ def tidy(text: str) -> str:
     text = _NOISE.sub("", _TIGHT_COMMA.sub(",", text))
     text = _SPACE.sub(" ", text)
     text = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\#", "#")
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
-    text = _SLANTED.sub(r"\\\1", text)
+    text = _SLANTED.sub(r"\\\1", _STYLED_FRACTION.sub(r"\\frac", text))
     text = _REPEATING.sub(_repeating_decimal, text)
     text = _DEGREES.sub(" degrees ", text)
     for _ in range(3):  # wrappers may be nested
@@ -289,17 +262,22 @@ def _unwrap(text: str) -> str:
             if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
                 text = text[len(opening) : -len(closing)]
         wrapped = _WRAPPED.match(text)
-        if wrapped and _closing(text, wrapped.end()) == len(text) - 1:
+        if wrapped and closing_brace(text, wrapped.end()) == len(text) - 1:
             text = text[wrapped.end() : -1]
         if text == before:
             break
     return text
 
 
-def _closing(text: str, start: int) -> int:
-    """Return the position of the brace that closes the content at `start`; -1 if there is none."""
+def nesting_depth(text: str, opening: str = "(", closing: str = ")") -> int:
+    """Return how deeply brackets are nested; kinds of brackets are not distinguished."""
+    return max(accumulate((character in opening) - (character in closing) for character in text), default=0)
+
+
+def closing_brace(text: str, start: int, end: int = sys.maxsize) -> int:
+    """Return the position of the brace that closes the content at `start`; -1 if there is none before `end`."""
     depth = 1
-    for brace in _BRACE.finditer(text, start):
+    for brace in _BRACE.finditer(text, start, end):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if depth == 0:
             return brace.start()

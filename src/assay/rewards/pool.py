@@ -13,7 +13,7 @@ from typing import Any, Literal
 from assay.process.messages import BadMessage
 from assay.process.pool import ItemFailure, StartFailed, WorkerPool
 from assay.process.sandbox import Level, WorkerSettings, environment
-from assay.rewards.judge import FunctionJudge, Judge, failed_verdict, judge_safely
+from assay.rewards.judge import FunctionJudge, Judge, failed_verdict, judge_safely, prepare_judge
 from assay.types import Status, UserError, Verdict, describe_error
 
 Item = tuple[str, str, Mapping[str, Any]]  # completion, gold answer, fields
@@ -110,9 +110,7 @@ class JudgeInWorker:
     judge: Judge
 
     def prepare(self) -> None:
-        prepare = getattr(self.judge, "prepare", None)
-        if prepare is not None:
-            prepare()
+        prepare_judge(self.judge)
 
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         verdict = judge_safely(self.judge, completion, answer, fields)
@@ -161,19 +159,14 @@ def _worker_settings(
 
 
 def level_for(judge: Any, sandbox: Sandbox) -> Level:
-    if sandbox != "auto":
-        return sandbox
-    return "basic" if is_user_code(judge) else "strict"
+    automatic: Level = "basic" if is_user_code(judge) else "strict"
+    return automatic if sandbox == "auto" else sandbox
 
 
 def is_user_code(judge: Any) -> bool:
     """Return whether judging runs code that is not part of this package."""
-    inner = getattr(judge, "judge", None)
-    if inner is not None and not isinstance(judge, FunctionJudge):
-        return _is_foreign(judge) or is_user_code(inner)
-    return isinstance(judge, FunctionJudge) or _is_foreign(judge)
-
-
-def _is_foreign(judge: Any) -> bool:
     module = judge.__module__ if hasattr(judge, "__qualname__") else type(judge).__module__
-    return module.partition(".")[0] != "assay"
+    if isinstance(judge, FunctionJudge) or module.partition(".")[0] != "assay":
+        return True
+    inner = getattr(judge, "judge", None)
+    return inner is not None and is_user_code(inner)

@@ -20,7 +20,7 @@ from assay.rewards.expressions import compute, parse_arithmetic
 from assay.rewards.extract import check_extractor, clip, extract
 from assay.rewards.judge import binary_verdict
 from assay.rewards.latex import cache_bytecode, verify_whole
-from assay.rewards.numeric import Unreadable, UnreadableGold, read_quantity, tidy
+from assay.rewards.numeric import Unreadable, UnreadableGold, nesting_depth, read_quantity, tidy
 from assay.types import Status, UserError, Verdict, describe_error, unknown_name
 
 MAX_AUDIT_CHARS = 50_000  # math-verify's own extraction searches the whole text, and is slow
@@ -183,11 +183,8 @@ def _parse(text: str) -> ast.expr:
     text = text.strip()
     if not _ALLOWED.fullmatch(text) or "**" in text or "//" in text:
         raise Unreadable("only integers, + - * / and parentheses are allowed")
-    depth = 0
-    for character in text:
-        depth += (character == "(") - (character == ")")
-        if depth > MAX_DEPTH:
-            raise Unreadable(f"parentheses are nested more than {MAX_DEPTH} deep")
+    if nesting_depth(text) > MAX_DEPTH:
+        raise Unreadable(f"parentheses are nested more than {MAX_DEPTH} deep")
     if any(len(digits) > MAX_INT_DIGITS for digits in re.findall(r"[0-9]+", text)):
         raise Unreadable(f"a number has more than {MAX_INT_DIGITS} digits")
     return parse_arithmetic(text)

@@ -11,9 +11,8 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from assay.tasks.base import BOXED_INSTRUCTION, UNLIMITED, LazyPrompts, Task, check_split, rng_for, split_of
+from assay.tasks.base import BOXED_INSTRUCTION, UNLIMITED, GeneratedTask, rng_for, split_of
 from assay.types import Prompt, UserError
 
 Step = tuple[str, int]  # an operation and its operand
@@ -37,7 +36,7 @@ def apply(value: int, step: Step) -> int:
 
 
 @dataclass(frozen=True)
-class Abacus(Task):
+class Abacus(GeneratedTask):
     """Every number that occurs, correct or wrong, is between 0 and `max_value`."""
 
     min_steps: int = 2
@@ -83,13 +82,7 @@ class Abacus(Task):
     def default_extract(self) -> str:  # type: ignore[override]
         return "hash" if self.style == "tokens" else "boxed"
 
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        check_split(split)
-        size = self.train_size if split == "train" else self.eval_size
-        return LazyPrompts(partial(self.problem, split), size)
-
     def problem(self, split: str, index: int) -> Prompt:
-        """Return a problem, which depends only on the settings, the split and the index."""
         rng = rng_for("abacus", self.seed, split, index)
         start, steps = self._skeleton(rng, split)
         solution_rng = rng_for("abacus noise", self.seed, split, index)  # separate: noise must not change the problem

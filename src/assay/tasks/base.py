@@ -7,7 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, overload
 
 from assay.rewards import CountdownJudge, Judge, MathJudge
@@ -83,6 +83,24 @@ def named_judge(kind: str, extract: str, strict: bool = True) -> Judge:
     if kind not in judges:
         raise UserError(f'unknown judge "{kind}": use math, countdown, or a function such as my_file.py:reward')
     return judges[kind](extract=extract, strict=strict)
+
+
+class GeneratedTask(Task):
+    """A task that generates each problem from its split and index. Sizes are fields or attributes of subclasses."""
+
+    train_size: int
+    eval_size: int  # of validation and of test each
+
+    @abstractmethod
+    def problem(self, split: str, index: int) -> Prompt:
+        """Return a problem, which depends only on the settings, the split and the index."""
+
+    def size(self, split: str) -> int:
+        return self.train_size if split == "train" else self.eval_size
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        check_split(split)
+        return LazyPrompts(partial(self.problem, split), self.size(split))
 
 
 class LazyPrompts(Sequence[Prompt]):

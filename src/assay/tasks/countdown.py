@@ -6,11 +6,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from itertools import combinations
 from typing import Any
 
-from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, rng_for, split_of
+from assay.tasks.base import UNLIMITED, GeneratedTask, rng_for, split_of
 from assay.tasks.sources import DataRow, RowTask, Source, open_source, read_messages, user_message
 from assay.types import Prompt, UserError
 
@@ -32,7 +31,7 @@ class Term:
     equations: tuple[str, ...] = ()
 
 
-class Countdown(Task):
+class Countdown(GeneratedTask):
     """Generated and unlimited; with `path`, read from rows with `nums`, `target` and optionally `messages`."""
 
     name = "countdown"
@@ -68,11 +67,7 @@ class Countdown(Task):
         self.has_all = self._stored is not None and self._stored.has_all
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        if self._stored is not None:
-            return self._stored.prompts(split)
-        check_split(split)
-        size = self.train_size if split == "train" else self.eval_size
-        return LazyPrompts(partial(self.problem, split), size)
+        return super().prompts(split) if self._stored is None else self._stored.prompts(split)
 
     def problem(self, split: str, index: int) -> Prompt:
         rng = rng_for("countdown", self.seed, split, index)
@@ -98,7 +93,7 @@ class Countdown(Task):
     def gold_completion(self, prompt: Prompt) -> str:
         if prompt.solution is not None:
             return prompt.solution
-        term = solve(prompt.fields["nums"], prompt.fields["target"])
+        term = solve([Term(number, str(number)) for number in prompt.fields["nums"]], prompt.fields["target"])
         return worked_solution(term) if term else "no expression reaches the target"
 
     def _failures(self, nums: Sequence[int], target: int, split: str, index: int) -> list[Term]:
@@ -198,12 +193,8 @@ def operand(value: Value) -> str:
     return str(value) if value.denominator == 1 and value >= 0 else f"({value})"
 
 
-def solve(nums: Sequence[int], target: int) -> Term | None:
-    """Search for an expression that uses every number once and reaches the target; None if there is none."""
-    return _search([Term(number, str(number)) for number in nums], target)
-
-
-def _search(terms: list[Term], target: int) -> Term | None:
+def solve(terms: list[Term], target: int) -> Term | None:
+    """Search for an expression that uses every term once and reaches the target; None if there is none."""
     if len(terms) == 1:
         return terms[0] if terms[0].value == target else None
     for i, j in combinations(range(len(terms)), 2):
@@ -213,7 +204,7 @@ def _search(terms: list[Term], target: int) -> Term | None:
                 value = calculate(first.value, operation, second.value)
                 if value is None or (not rest and value != target):
                     continue
-                solution = _search([*rest, join(first, operation, second, value)], target)
+                solution = solve([*rest, join(first, operation, second, value)], target)
                 if solution is not None:
                     return solution
     return None

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from assay.rewards import Judge
 from assay.rewards.extract import boxed
 from assay.rewards.verifiers import INDEX, SEED, SIZE, ReasoningGymJudge, dataset, entry
-from assay.tasks.base import BOXED_INSTRUCTION, SPLITS, LazyPrompts, Task, check_split, stable_hash, state_answer
+from assay.tasks.base import BOXED_INSTRUCTION, SPLITS, GeneratedTask, stable_hash, state_answer
 from assay.tasks.sources import (
     MANIFEST,
     DataRow,
-    HubSource,
     RowTask,
+    hub_source,
     is_prepared,
     listed,
     manifest_of,
@@ -28,7 +27,7 @@ from assay.tasks.sources import (
 from assay.types import Prompt, UserError
 
 GSM8K_NAME = "openai/gsm8k"
-GSM8K_HUB = HubSource({split: (GSM8K_NAME, ("main",), split) for split in ("train", "test")})
+GSM8K_HUB = hub_source({split: (GSM8K_NAME, ("main",), split) for split in ("train", "test")})
 SOLUTION_STYLES = ("boxed", "hash")
 WORDING = {"instruction": BOXED_INSTRUCTION, "solution_style": "boxed", "annotations": False}  # defaults
 
@@ -122,7 +121,7 @@ MATH_SUBJECTS = (
     "prealgebra",
     "precalculus",
 )
-MATH_HUB = HubSource({"train": (MATH_TRAIN_NAME, MATH_SUBJECTS, "train"), "test": (MATH_TEST_NAME, (None,), "test")})
+MATH_HUB = hub_source({"train": (MATH_TRAIN_NAME, MATH_SUBJECTS, "train"), "test": (MATH_TEST_NAME, (None,), "test")})
 
 
 class Math(RowTask):
@@ -189,7 +188,7 @@ INSTRUCTION = "Think first, then put nothing but the final answer inside <answer
 MAX_SIZE, MAX_TRIES, SEEDS = 2**16, 2**7, 2**6
 
 
-class ReasoningGym(Task):
+class ReasoningGym(GeneratedTask):
     default_extract = "answer-tag"
 
     def __init__(
@@ -208,32 +207,25 @@ class ReasoningGym(Task):
         for key, value in (("size", size), ("eval_size", eval_size)):
             if not 1 <= value <= MAX_SIZE:
                 raise UserError(f"{self.name}: {key} must be from 1 to {MAX_SIZE:,}, not {value}")
-        self.seed, self.size, self.eval_size, self.instruction = seed, size, eval_size, instruction
+        self.seed, self.train_size, self.eval_size, self.instruction = seed, size, eval_size, instruction
         self.options = json.dumps(options, sort_keys=True)
         dataset(dataset_name, self.options, 0, 1)  # raises if the arguments are invalid
 
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        check_split(split)
-        return LazyPrompts(partial(self.problem, split), self.size if split == "train" else self.eval_size)
-
     def problem(self, split: str, index: int) -> Prompt:
         """Generate a problem; draw again until its text belongs to the split, so that splits are disjoint."""
-        size = self.size if split == "train" else self.eval_size
+        size = self.size(split)
         first = (4 * self.seed + SPLITS.index(split)) * MAX_SIZE * MAX_TRIES
         for seed in range(first, first + size * MAX_TRIES, size):
             problem = entry(self.dataset_name, self.options, seed, size, index)
             if split_by_words(problem["question"]) == split:
-                return self._prompt(split, index, problem, {SEED: seed, SIZE: size, INDEX: index})
+                return Prompt(
+                    id=f"{self.name}/{split}/{index}",
+                    messages=user_message(problem["question"], self.instruction),
+                    answer="" if problem["answer"] is None else str(problem["answer"]),
+                    fields={SEED: seed, SIZE: size, INDEX: index},
+                )
         raise UserError(
             f"{self.name} has too few different problems for a {split} split: choose arguments that allow more"
-        )
-
-    def _prompt(self, split: str, index: int, problem: dict[str, Any], fields: dict[str, Any]) -> Prompt:
-        return Prompt(
-            id=f"{self.name}/{split}/{index}",
-            messages=user_message(problem["question"], self.instruction),
-            answer="" if problem["answer"] is None else str(problem["answer"]),
-            fields=fields,
         )
 
     def judge(self, extract: str | None = None, strict: bool = True) -> Judge:

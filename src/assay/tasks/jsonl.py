@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from assay.rewards import FunctionJudge, Judge, load_object
 from assay.tasks.base import named_judge
 from assay.tasks.sources import (
     DataRow,
-    ListSource,
     RowTask,
     Source,
+    list_source,
     manifest_of,
     open_source,
-    prepared_row,
     read_messages,
     user_message,
 )
@@ -25,16 +24,19 @@ ANSWER_COLUMNS = ("answer", "gold", "target")
 RowMap = Callable[[Mapping[str, Any]], "Mapping[str, Any] | Prompt"]
 
 
-class UserRowTask(RowTask):
-    """Rows of a user's data.
+class Jsonl(RowTask):
+    """Rows of a user's data. `path`: one JSONL file, or a folder with train.jsonl, test.jsonl and optionally
+    validation.jsonl.
 
     `map` converts a raw row to {question or messages, answer, optional solution, any other fields}. `judge` is "math",
     "countdown" or the path of a function such as "my_file.py:reward" (see FunctionJudge).
     """
 
+    name = "jsonl"
+
     def __init__(
         self,
-        source: Source,
+        path: str | None = None,
         map: str | RowMap | None = None,
         extract: str | None = None,
         judge: str | Callable[..., Verdict] | None = None,
@@ -42,16 +44,23 @@ class UserRowTask(RowTask):
         val_size: int | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(source, val_size, seed)
+        manifest = manifest_of(path)  # of prepared files, which says how they are judged
+        if ":" in str(manifest.get("judge", "")):
+            raise UserError(f"the manifest of {path} names code as judge: to use it, set task.args.judge")
+        super().__init__(self._open(path), val_size, seed)
         self.instruction = instruction
         self.map_name = map if isinstance(map, str) else getattr(map, "__name__", "map")
         self.map: Any = load_object(map) if isinstance(map, str) else map
-        self.default_extract = extract or "boxed"
+        self.default_extract = extract or manifest.get("extract") or "boxed"
+        judge = judge or manifest.get("judge")
         self.judge_kind = judge if isinstance(judge, str) and ":" not in judge else "math"
         named_judge(self.judge_kind, self.default_extract)  # raises if the name is unknown
         self.user_judge: Judge | None = None
         if judge is not None and judge != self.judge_kind:
             self.user_judge = FunctionJudge(judge) if isinstance(judge, str) else judge
+
+    def _open(self, path: str | None) -> Source:
+        return open_source(path)
 
     def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
         return self.user_judge or super().judge(extract, strict)
@@ -96,36 +105,7 @@ class UserRowTask(RowTask):
         return mapped
 
 
-class Jsonl(UserRowTask):
-    """`path`: one JSONL file, or a folder with train.jsonl, test.jsonl and optionally validation.jsonl."""
-
-    name = "jsonl"
-
-    def __init__(
-        self,
-        path: str | None = None,
-        map: str | RowMap | None = None,
-        extract: str | None = None,
-        judge: str | Callable[..., Verdict] | None = None,
-        instruction: str = "",
-        val_size: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        manifest = manifest_of(path)  # of prepared files, which says how they are judged
-        if ":" in str(manifest.get("judge", "")):
-            raise UserError(f"the manifest of {path} names code as judge: to use it, set task.args.judge")
-        super().__init__(
-            open_source(path),
-            map,
-            extract or manifest.get("extract"),
-            judge or manifest.get("judge"),
-            instruction,
-            val_size,
-            seed,
-        )
-
-
-class ListTask(UserRowTask):
+class ListTask(Jsonl):
     """Rows or Prompts in a user's module: a mapping from splits to lists, or a list, which is split like a file."""
 
     def __init__(
@@ -138,12 +118,8 @@ class ListTask(UserRowTask):
         val_size: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.name = name.rpartition(":")[2]
-        by_split = (
-            {split: rows_of(part) for split, part in rows.items()} if isinstance(rows, Mapping) else rows_of(rows)
-        )
-        super().__init__(ListSource(by_split, name), None, extract, judge, instruction, val_size, seed)
+        self.rows, self.path, self.name = rows, name, name.rpartition(":")[2]
+        super().__init__(None, None, extract, judge, instruction, val_size, seed)
 
-
-def rows_of(rows: Iterable[Any]) -> list[Any]:
-    return [prepared_row(row, row.question) if isinstance(row, Prompt) else row for row in rows]
+    def _open(self, path: str | None) -> Source:
+        return list_source(self.rows, self.path)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from assay.tasks.base import ALL, NoSuchSplit, Task, carve_validation, check_split
 from assay.types import Message, Prompt, UserError
@@ -27,20 +28,19 @@ class DataRow:
         for name in names:
             if self.values.get(name) is not None:
                 return self.values[name]
-        columns = " or ".join(f'"{name}"' for name in names)
-        raise UserError(f"{self.where} has no column {columns}; it has {listed(self.values)}")
+        raise UserError(f"{self.where} has no column {listed(names, ' or ')}; it has {listed(self.values)}")
 
     def text(self, *names: str) -> str:
         """Return a column as text; a list or an object is a UserError."""
         value = self.column(*names)
         if not isinstance(value, str | int | float):
-            columns = " or ".join(f'"{name}"' for name in names)
+            columns = listed(names, " or ")
             raise UserError(f"{self.where}: the column {columns} must be text or a number, not {type(value).__name__}")
         return str(value)
 
 
-def listed(names: Iterable[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names) or "none"
+def listed(names: Iterable[str], separator: str = ", ") -> str:
+    return separator.join(f'"{name}"' for name in names) or "none"
 
 
 def read_text(path: Path) -> str:
@@ -89,92 +89,73 @@ SPLIT_STEMS = {"train": ("train",), "validation": ("validation", "valid", "val",
 MANIFEST = "manifest.json"  # written with prepared files
 
 
-class Source(Protocol):
+@dataclass(frozen=True)
+class Source:
+    """Rows of a task by split."""
+
     name: str  # for messages
-    whole: bool  # it has no splits: `read` returns all rows for every split
-
-    def read(self, split: str) -> list[DataRow] | None:
-        """Return the rows of a split, or None if the source has no such split."""
+    read: Callable[[str], list[DataRow] | None]  # returns the rows of a split, or None if the source lacks the split
+    whole: bool = False  # it has no splits: `read` returns all rows for every split
 
 
-class FileSource:
-    whole = True
+def list_source(rows: Any, name: str) -> Source:
+    """Rows in memory, as dicts or Prompts: an iterable of them, or a mapping from splits to iterables."""
+    whole = not isinstance(rows, Mapping)
+    lists = {split: list(part) for split, part in ({ALL: rows} if whole else rows).items()}
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.name = path, str(path)
+    def read(split: str) -> list[DataRow] | None:
+        part = lists.get(ALL if whole else split)
+        if part is not None and not part:
+            raise UserError(f"{name} has no rows")
+        return None if part is None else as_data_rows(part, name)
 
-    def read(self, split: str) -> list[DataRow]:
-        return read_jsonl(self.path)
-
-
-class ListSource:
-    """Rows in memory: a list of them, or a mapping from splits to lists."""
-
-    def __init__(self, rows: Sequence[Any] | Mapping[str, Sequence[Any]], name: str) -> None:
-        self.rows, self.name = rows, name
-        self.whole = not isinstance(rows, Mapping)
-
-    def read(self, split: str) -> list[DataRow] | None:
-        rows = self.rows.get(split) if isinstance(self.rows, Mapping) else self.rows
-        if rows is None:
-            return None
-        if not rows:
-            raise UserError(f"{self.name} has no rows")
-        for index, row in enumerate(rows):
-            if not isinstance(row, Mapping):
-                raise UserError(
-                    f"{self.name} must have dicts or Prompts as rows, but row {index} is {type(row).__name__}"
-                )
-        return [DataRow(row, f"{self.name}[{index}]", str(index)) for index, row in enumerate(rows)]
+    return Source(name, read, whole)
 
 
-class FolderSource:
-    """train.jsonl, validation.jsonl, test.jsonl (or the only test*.jsonl); or one .json file per problem in train/."""
-
-    whole = False
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.name = path, str(path)
-
-    def read(self, split: str) -> list[DataRow] | None:
-        for stem in SPLIT_STEMS[split]:
-            if (self.path / f"{stem}.jsonl").is_file():
-                return read_jsonl(self.path / f"{stem}.jsonl")
-            if (self.path / stem).is_dir():
-                return self._read_tree(self.path / stem)
-        numbered = sorted(self.path.glob("test*.jsonl")) if split == "test" else []
-        if len(numbered) > 1:
-            raise UserError(
-                f"{self.path} has several test files ({listed(f.name for f in numbered)}): set the path to one of them"
-            )
-        return read_jsonl(numbered[0]) if numbered else None
-
-    def _read_tree(self, folder: Path) -> list[DataRow]:
-        files = sorted(folder.rglob("*.json"), key=lambda file: (file.parent, len(file.stem), file.stem))
-        if not files:
-            raise UserError(f"{folder} has no .json files")
-        keys = [file.relative_to(folder).with_suffix("").as_posix() for file in files]
-        return [
-            DataRow(parse_object(read_text(file), str(file)), str(file), key)
-            for file, key in zip(files, keys, strict=True)
-        ]
+def as_data_rows(rows: Iterable[Any], name: str) -> list[DataRow]:
+    data = []
+    for index, row in enumerate(rows):
+        values = prepared_row(row, row.question) if isinstance(row, Prompt) else row
+        if not isinstance(values, Mapping):
+            raise UserError(f"{name} must have dicts or Prompts as rows, but row {index} is {type(row).__name__}")
+        data.append(DataRow(values, f"{name}[{index}]", str(index)))
+    return data
 
 
-class HubSource:
+def read_folder(folder: Path, split: str) -> list[DataRow] | None:
+    """Read train.jsonl, validation.jsonl, test.jsonl (or the only test*.jsonl), or one .json file per problem in
+    train/."""
+    for stem in SPLIT_STEMS[split]:
+        if (folder / f"{stem}.jsonl").is_file():
+            return read_jsonl(folder / f"{stem}.jsonl")
+        if (folder / stem).is_dir():
+            return _read_tree(folder / stem)
+    numbered = sorted(folder.glob("test*.jsonl")) if split == "test" else []
+    if len(numbered) > 1:
+        names = listed(file.name for file in numbered)
+        raise UserError(f"{folder} has several test files ({names}): set the path to one of them")
+    return read_jsonl(numbered[0]) if numbered else None
+
+
+def _read_tree(folder: Path) -> list[DataRow]:
+    files = sorted(folder.rglob("*.json"), key=lambda file: (file.parent, len(file.stem), file.stem))
+    if not files:
+        raise UserError(f"{folder} has no .json files")
+    keys = [file.relative_to(folder).with_suffix("").as_posix() for file in files]
+    return [DataRow(parse_object(read_text(f), str(f)), str(f), key) for f, key in zip(files, keys, strict=True)]
+
+
+def hub_source(parts: Mapping[str, tuple[str, Sequence[str | None], str]]) -> Source:
     """Datasets of the Hugging Face hub: for each split the name of the dataset, its configurations and its split."""
 
-    whole = False
-
-    def __init__(self, parts: Mapping[str, tuple[str, Sequence[str | None], str]]) -> None:
-        self.parts = parts
-        self.name = " + ".join(sorted({dataset for dataset, _, _ in parts.values()}))
-
-    def read(self, split: str) -> list[DataRow] | None:
-        if split not in self.parts:
+    def read(split: str) -> list[DataRow] | None:
+        if split not in parts:
             return None
-        dataset, configurations, hub_split = self.parts[split]
-        rows = [row for name in configurations for row in load_hub(dataset, name, hub_split)]
-        return [DataRow(row, f"{dataset} {hub_split}[{index}]", str(index)) for index, row in enumerate(rows)]
+        dataset, configurations, hub_split = parts[split]
+        rows = (row for name in configurations for row in load_hub(dataset, name, hub_split))
+        return as_data_rows(rows, f"{dataset} {hub_split}")
+
+    return Source(" + ".join(sorted({dataset for dataset, _, _ in parts.values()})), read)
 
 
 def load_hub(dataset: str, configuration: str | None, split: str) -> list[dict[str, Any]]:
@@ -194,19 +175,16 @@ def load_hub(dataset: str, configuration: str | None, split: str) -> list[dict[s
         ) from error
 
 
-def open_source(path: str | None, hub: HubSource | None = None, hub_names: Sequence[str] = ()) -> Source:
+def open_source(path: str | None, hub: Source | None = None, hub_names: Sequence[str] = ()) -> Source:
     """Open a local folder or file; or the hub, if the path is None or the name of the hub's dataset."""
     if path is not None and Path(path).is_dir():
-        return FolderSource(Path(path))
+        return Source(str(Path(path)), partial(read_folder, Path(path)))
     if path is not None and Path(path).is_file():
-        return FileSource(Path(path))
+        return Source(str(Path(path)), lambda split: read_jsonl(path), whole=True)
     if hub is not None and (path is None or path in hub_names):
         return hub
-    if path is None:
-        raise UserError("this task needs a path: a JSONL file, or a folder with train.jsonl and test.jsonl")
-    raise UserError(
-        f"there is no file or folder {path}: give a JSONL file, or a folder with train.jsonl and test.jsonl"
-    )
+    problem = "this task needs a path" if path is None else f"there is no file or folder {path}"
+    raise UserError(f"{problem}: give a JSONL file, or a folder with train.jsonl and test.jsonl")
 
 
 def manifest_of(path: str | None) -> dict[str, Any]:
@@ -269,8 +247,7 @@ class RowTask(Task):
         pool = self._present(rows if split == "train" else self.source.read("train"), split)
         if split == "train" and self.source.read("validation") is not None:
             return [(row, split) for row in pool]
-        train, validation = carve_validation(len(pool), self._held_out(len(pool)), self.seed)
-        return [(pool[index], "train") for index in (train if split == "train" else validation)]
+        return [(row, "train") for row in self._carved(pool, self._held_out(len(pool)))[split == "validation"]]
 
     def _part_of_whole(self, split: str) -> list[DataRow]:
         """Return the part of a source without splits: first test, then validation of the rest, then train."""
@@ -283,11 +260,12 @@ class RowTask(Task):
                 f"{self.source.name} has {len(rows)} rows, too few for {size} each of test and validation: "
                 f"set val_size between 0 and {max((len(rows) - 1) // 2, 0)}"
             )
-        rest, test = carve_validation(len(rows), size, self.seed)
-        if split == "test":
-            return [rows[index] for index in test]
-        train, validation = carve_validation(len(rest), size, self.seed)
-        return [rows[rest[index]] for index in (train if split == "train" else validation)]
+        rest, test = self._carved(rows, size)
+        return test if split == "test" else self._carved(rest, size)[split == "validation"]
+
+    def _carved(self, rows: list[DataRow], size: int) -> tuple[list[DataRow], list[DataRow]]:
+        rest, held_out = carve_validation(len(rows), size, self.seed)
+        return [rows[index] for index in rest], [rows[index] for index in held_out]
 
     def _held_out(self, count: int) -> int:
         return min(DEFAULT_VALIDATION, count // 10) if self.val_size is None else self.val_size
