@@ -70,25 +70,20 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text, without added bos or eos. Special tokens are recognised, except in escaped content."""
-        if self._special.has_placeholder(text):
-            return self._special.encode(text.encode("utf-8", "replace").decode("utf-8"))
-        try:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
-        except TypeError:
-            if not isinstance(text, str):
-                raise
-            # Lone surrogates, valid in JSON but not in UTF-8, become question marks.
-            readable = text.encode("utf-8", "replace").decode("utf-8")
-            return list(self._backend.encode(readable, add_special_tokens=False).ids)
+        # Lone surrogates, valid in JSON but not in UTF-8, become question marks. Other types raise TypeError.
+        text = str.encode(text, "utf-8", "replace").decode("utf-8")
+        if _NONCE in text:
+            return self._special.encode(text)
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts, in one thread per core."""
-        if any(map(self._special.has_placeholder, texts)):
-            return [self.encode(text) for text in texts]
         try:
-            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+            if not any(_NONCE in text for text in texts):
+                return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         except TypeError:  # a text is not valid UTF-8
-            return [self.encode(text) for text in texts]
+            pass
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of token ids. Invalid UTF-8 becomes U+FFFD; ids beyond the vocabulary (padding rows) are skipped."""
@@ -135,8 +130,7 @@ def load_tokenizer(source: str, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a local Hugging Face folder, a hub id or a GGUF file."""
     path = Path(source).expanduser()
     if path.suffix.lower() == ".gguf":
-        hf, end_ids = load_gguf_tokenizer(path)
-        return Tokenizer(hf, end_ids)
+        return Tokenizer(*load_gguf_tokenizer(path))
     if path.is_file():
         raise UserError(f'"{source}" is a file: give a Hugging Face folder, a hub id or a .gguf file for the tokenizer')
     if path.is_dir():
@@ -164,8 +158,11 @@ def _from_pretrained(source: str, trust_remote_code: bool) -> Any:
             advice = "the Hugging Face hub cannot be reached: check the name and the network, or give a local folder"
         else:
             advice = "no such local folder, and not found on the Hugging Face hub: check the name"
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f'cannot load the tokenizer "{source}": {advice} ({first_line})') from error
+        raise UserError(f'cannot load the tokenizer "{source}": {advice} ({_first_line(error)})') from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _hub_reachable() -> bool:
@@ -236,9 +233,6 @@ class SpecialTokens:
     def unescape(self, text: str) -> str:
         return self._placeholder.sub(lambda match: self._texts[int(match[1])], text) if _NONCE in text else text
 
-    def has_placeholder(self, text: str) -> bool:
-        return _NONCE in text
-
     def encode(self, text: str) -> list[int]:
         """Token ids of a text with placeholders, whose original strings are encoded as ordinary text."""
         return list(self._renamed_backend.encode(self._either.sub(self._rename, text), add_special_tokens=False).ids)
@@ -255,15 +249,12 @@ class SpecialTokens:
         tree = json.loads(self._backend.to_str())
         for token in tree["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
-        model = tree["model"]
-        _rename_vocabulary(model, names)
+        _rename_vocabulary(tree["model"], names)
         tree["post_processor"] = None  # refers to special tokens by name, and is not needed here
         try:
             renamed = Backend.from_str(json.dumps(tree))
         except Exception as error:  # the library raises plain exceptions
-            raise UserError(
-                f"this tokenizer cannot distinguish special tokens from text in prompts: {error}"
-            ) from error
+            raise UserError(f"this tokenizer cannot tell special tokens from text in prompts: {error}") from error
         wrong = [text for text, index in self._ids.items() if renamed.token_to_id(names[text]) != index]
         if wrong:
             raise UserError(f"this tokenizer cannot encode {wrong[0]} as ordinary text: remove it from the prompts")
@@ -310,14 +301,12 @@ def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
     except BaseException as error:  # damaged metadata causes any exception, including Rust panics
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f'cannot build the tokenizer of "{path}": {first_line}') from error
+        raise UserError(f'cannot build the tokenizer of "{path}": {_first_line(error)}') from error
     template = metadata.get("tokenizer.chat_template")
     if not hf.chat_template and isinstance(template, str):
         hf.chat_template = template
-    names = ("eos", "eot", "eom")
-    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-    return hf, [index for index in ends if isinstance(index, int) and 0 <= index < len(hf)]
+    ends = _as_ids([metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")])
+    return hf, [index for index in ends if index < len(hf)]
 
 
 def _complete(hf: Any, metadata: dict[str, Any]) -> None:
