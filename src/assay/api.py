@@ -218,12 +218,9 @@ def as_prompt(state: PromptLike) -> Prompt:
     if not isinstance(messages, Sequence) or not messages or not all(map(is_message, messages)):
         raise UserError(f"a state must be a question, a Prompt, or messages with role and content, not {state!r:.80}")
     text = "\n".join(message["content"] for message in messages)
-    short = text if len(text) <= ID_CHARS else f"{text[:ID_CHARS]}... {digest(text)}"
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    short = text if len(text) <= ID_CHARS else f"{text[:ID_CHARS]}... {digest}"
     return Prompt(id=short, messages=tuple(messages))
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
 def __getattr__(name: str) -> Any:

@@ -187,10 +187,13 @@ class Mesh:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of this process
     device_mesh: DeviceMesh | None = None  # dimensions "dp" and "tp"; None: one process
     cpu_group: dist.ProcessGroup | None = None  # all ranks; for objects, between passes
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.device_mesh is None else dist.get_rank()
+    rank: int = 0
+    dp_size: int = 1
+    dp_rank: int = 0
+    dp_group: dist.ProcessGroup | None = None
+    tp_size: int = 1
+    tp_rank: int = 0
+    tp_group: dist.ProcessGroup | None = None
 
     @property
     def world(self) -> int:
@@ -199,30 +202,6 @@ class Mesh:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    @property
-    def dp_size(self) -> int:
-        return 1 if self.device_mesh is None else self.device_mesh["dp"].size()
-
-    @property
-    def dp_rank(self) -> int:
-        return 0 if self.device_mesh is None else self.device_mesh.get_local_rank("dp")
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup | None:
-        return None if self.device_mesh is None else self.device_mesh.get_group("dp")
-
-    @property
-    def tp_size(self) -> int:
-        return 1 if self.device_mesh is None else self.device_mesh["tp"].size()
-
-    @property
-    def tp_rank(self) -> int:
-        return 0 if self.device_mesh is None else self.device_mesh.get_local_rank("tp")
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup | None:
-        return None if self.device_mesh is None else self.device_mesh.get_group("tp")
 
     def all_gather_objects(self, item: T) -> list[T]:
         """The items of all ranks, ordered by rank. Waits for slow ranks without a time limit."""
@@ -329,7 +308,9 @@ def init_mesh(
     for group in (None, grid.get_group("dp"), grid.get_group("tp")):
         set_timeout(COLLECTIVE_TIMEOUT, group)
     # Gloo also next to NCCL: objects need no GPU, and GPUs do not spin while a rank judges.
-    return Mesh(device, grid, dist.new_group(backend="gloo", timeout=OBJECT_TIMEOUT))
+    objects = dist.new_group(backend="gloo", timeout=OBJECT_TIMEOUT)
+    dp, tp_position = ((grid[name].size(), grid.get_local_rank(name), grid.get_group(name)) for name in ("dp", "tp"))
+    return Mesh(device, grid, objects, dist.get_rank(), *dp, *tp_position)
 
 
 def check_equal(by_rank: Sequence[tuple[str, Mapping[str, str]]], remedy: str) -> None:

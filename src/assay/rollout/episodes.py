@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
 
 from assay.engine.base import Engine, Event, Failed, Finished, Request, RequestError, SamplingParams
 from assay.envs.base import Env, Observation, Step, as_messages, error_step, is_masked, run_with_timeout, warn_after
@@ -40,14 +39,7 @@ class Limits:
     seconds: float = 0.0  # per episode; 0: no limit
 
 
-class HasEnv(Protocol):
-    env: Env
-
-
-E = TypeVar("E", bound=HasEnv)
-
-
-class Stepper(Generic[E]):
+class Stepper:
     """Steps environments: all pending actions together in `done`, or each in a thread.
 
     Threads are used if `threads` is not 0 and the environment declares itself slow. A long step then does not delay
@@ -59,20 +51,20 @@ class Stepper(Generic[E]):
         self.env = env
         self.seconds = max(seconds, MIN_STEP_S) if seconds else 0.0
         self.pool = ThreadPoolExecutor(threads, "assay-env") if threads and env.slow else None
-        self.pending: list[tuple[E, str]] = []
-        self.running: list[tuple[E, Future[Sequence[Step]]]] = []
+        self.pending: list[tuple[Episode, str]] = []
+        self.running: list[tuple[Episode, Future[Sequence[Step]]]] = []
 
     @property
     def busy(self) -> bool:
         return bool(self.pending or self.running)
 
-    def add(self, episode: E, action: str) -> None:
+    def add(self, episode: Episode, action: str) -> None:
         if self.pool is None:
             self.pending.append((episode, action))
         else:
             self.running.append((episode, self.pool.submit(self._steps, [episode.env], [action])))
 
-    def done(self, wait_for_one: bool) -> list[tuple[E, Step]]:
+    def done(self, wait_for_one: bool) -> list[tuple[Episode, Step]]:
         """Return completed steps in the order of their actions; with `wait_for_one`, wait until there is one."""
         if not self.busy:
             return []
@@ -282,7 +274,7 @@ class EpisodeBatch:
     def __init__(self, runner: EpisodeRunner, requests: Sequence[tuple[Prompt, Request]]) -> None:
         self.runner, self.engine = runner, runner.engine
         self.waiting = deque(requests)  # prompts whose episodes have not started
-        self.stepper: Stepper[Episode] = Stepper(runner.env, runner.threads, runner.limits.seconds)
+        self.stepper: Stepper = Stepper(runner.env, runner.threads, runner.limits.seconds)
         self.groups: list[list[Episode]] = []
         self.active = 0  # episodes that have started and are not over
         self.requests: dict[int, dict[int, Episode]] = {}  # episodes by request id and sample, while they are sampling

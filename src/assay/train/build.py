@@ -29,17 +29,7 @@ from assay.runs.resolve import changes_since_checkpoint
 from assay.tasks import Task
 from assay.tasks.base import prompts_of
 from assay.text import Renderer, Tokenizer
-from assay.train import checkpoint, components
-from assay.train.checks import (
-    check_capabilities,
-    check_collector,
-    check_inputs,
-    check_judge,
-    check_overlap,
-    risky_settings,
-    start_mesh,
-    unused_settings,
-)
+from assay.train import checkpoint, checks, components
 from assay.train.evaluation import RunEvaluator
 from assay.train.faults import check_loaded
 from assay.train.learner.critic import make_critic
@@ -60,7 +50,7 @@ from assay.types import Prompt, UserError
 def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
     """Build a run from its settings. Errors in the settings are raised before the run directory is created."""
     started = time.perf_counter()
-    mesh = start_mesh(cfg)
+    mesh = checks.start_mesh(cfg)
     run = assemble(cfg, console, named_model(cfg, mesh), mesh, started)
     if run.learner.algo.needs.reference:
         load_reference(run.learner.updater, cfg, run.tokenizer)
@@ -76,7 +66,7 @@ def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
 def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRun:
     """Resume a run from its last intact checkpoint. Everything that was written after that checkpoint is deleted."""
     started = time.perf_counter()
-    mesh, path = start_mesh(cfg), directory.path
+    mesh, path = checks.start_mesh(cfg), directory.path
     step = last_checkpoint(cfg, path, mesh, console)
     source, base_damaged = resumed_model(cfg, path, step, mesh, console)
     adapters = checkpoints.folder(path, step) / checkpoint.ADAPTER if cfg.lora.rank and step is not None else None
@@ -104,16 +94,22 @@ def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRu
 
 
 def last_checkpoint(cfg: TrainConfig, path: Path, mesh: Mesh, console: Console) -> int | None:
-    """Step of the last intact checkpoint; None if there is none yet."""
+    """Step of the last intact checkpoint (None if there is none yet). Warns of what has changed since it was saved."""
     step, problems = mesh.on_main(lambda: checkpoints.last_intact(path))
     if step is None and problems:
         raise UserError(
             f"no checkpoint of {path} is intact ({problems[0]}): delete {path / 'checkpoints'} to start from step 0"
         )
-    for problem in problems:
-        console.warn(f"{problem}: resuming from an earlier checkpoint")
+    warnings = [f"{problem}: resuming from an earlier checkpoint" for problem in problems]
     if step is not None:
-        report_changes(cfg, path, step, console)
+        warnings += changes_since_checkpoint(cfg, path, step)
+        if not checkpoints.metrics_intact(path, step):
+            warnings.append(
+                f"{path / 'metrics.jsonl'} was truncated or changed since step {step} was saved: weights are not "
+                "affected, but curves and training time will be incomplete"
+            )
+    for warning in warnings:
+        console.warn(warning)
     return step
 
 
@@ -138,17 +134,6 @@ def load_tensors(run: TrainingRun, step: int) -> None:
     if run.replay.buffer is not None:
         checkpoint.load_replay(path, step, run.replay.buffer)
     run.sync()
-
-
-def report_changes(cfg: TrainConfig, path: Path, step: int, console: Console) -> None:
-    """Warn of settings, or past metrics, that have changed since the checkpoint was saved."""
-    for line in changes_since_checkpoint(cfg, path, step):
-        console.warn(line)
-    if not checkpoints.metrics_intact(path, step):
-        console.warn(
-            f"{path / 'metrics.jsonl'} was truncated or changed since step {step} was saved: weights are not affected, "
-            "but curves and training time will be incomplete"
-        )
 
 
 def named_model(cfg: TrainConfig, mesh: Mesh) -> str:
@@ -188,16 +173,16 @@ def assemble(
     renderer = components.build_renderer(cfg.prompt, tokenizer, task)
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters)
     demonstrations = components.build_demonstrations(cfg)
-    check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
+    checks.check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype)
-    check_capabilities(cfg, engine, has_rl_steps(cfg), console)
+    checks.check_capabilities(cfg, engine, has_rl_steps(cfg), console)
     components.prepare_policy(policy, cfg.train, mesh.world)
     updater = build_updater(cfg, policy, mesh, dtype)
     updater.critic = critic if critic and critic.shared else None
     stopping = Stopping(cfg.save.grace_s, mesh)
     collector = components.build_collector(cfg, task, engine, renderer, mesh, stopping)
-    check_collector(cfg, collector, train, evaluations, policy, console)
+    checks.check_collector(cfg, collector, train, evaluations, policy, console)
     algo.limits = LengthLimits(cfg.sampling.max_new_tokens, engine.info.max_length)
     schedule = Schedule.of(cfg.train, len(train))
     directory = directory or Run(Path())
@@ -221,11 +206,11 @@ def load_problems(
 ) -> tuple[Task, Sequence[Prompt], dict[str, Sequence[Prompt]]]:
     """The task or environment, the prompts of the train split, and those of evaluations by "label:split"."""
     task = components.build_problems(cfg.task, cfg.env)
-    for warning in (*unused_settings(cfg, algo, task), *risky_settings(cfg, algo)):
+    for warning in (*checks.unused_settings(cfg, algo, task), *checks.risky_settings(cfg, algo)):
         console.warn(warning)
     train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
-    check_overlap(train, evaluations, console)
+    checks.check_overlap(train, evaluations, console)
     return task, train, evaluations
 
 
@@ -303,7 +288,7 @@ GIB = 2**30
 
 def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     """Build a run and check its inputs without training. Yields the report line by line."""
-    mesh = start_mesh(cfg)
+    mesh = checks.start_mesh(cfg)
     source = components.model_source(cfg.model, cfg.runs_dir)
     run = assemble(cfg, console, source, mesh, time.perf_counter())
     collector, stream, learner = run.collector, run.source.prompts, run.learner
@@ -317,7 +302,7 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
         if longest + new > limit:
             yield f"warning: prompt and answer can exceed the context of {limit} tokens; longer answers are cut off"
-        verdict = check_judge(collector.judge, prompts[0])
+        verdict = checks.check_judge(collector.judge, prompts[0])
         if collector.env is None or collector.env.judged:
             yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
     if cfg.sft.steps:

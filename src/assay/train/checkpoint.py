@@ -159,16 +159,15 @@ def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: to
     """Restore the optimizer state by parameter name. Each rank reads the shards that it needs."""
     reshard(policy)
     folder = checkpoints.folder(run_path, step)
-    in_parts = (folder / PARTS).is_dir()
-    source = folder / PARTS if in_parts else folder
-    plain = None if in_parts or is_sharded(policy) else load_whole(folder)
-    shapes = saved_shapes(source) if plain is None else {name: tensor.shape for name, tensor in plain.items()}
-    tensors = allocate_optimizer_state(policy.named_parameters(), optimizer, shapes)
-    if plain is None and tensors:
-        load_sharded(source, tensors)
-    elif plain is not None:
-        for name, tensor in tensors.items():
-            tensor.copy_(plain[name])
+    allocate = partial(allocate_optimizer_state, policy.named_parameters(), optimizer)
+    if (folder / PARTS).is_dir() or is_sharded(policy):
+        source = folder / PARTS if (folder / PARTS).is_dir() else folder
+        if tensors := allocate(saved_shapes(source)):
+            load_sharded(source, tensors)
+        return
+    saved = {name: value for file in folder.glob(f"{WHOLE}*.safetensors") for name, value in load_file(file).items()}
+    for name, tensor in allocate({name: value.shape for name, value in saved.items()}).items():
+        tensor.copy_(saved[name])
 
 
 def files_of(tensors: dict[str, Tensor], folder: Path) -> Iterator[tuple[Path, dict[str, Tensor]]]:
@@ -176,7 +175,3 @@ def files_of(tensors: dict[str, Tensor], folder: Path) -> Iterator[tuple[Path, d
     rest = iter(tensors.items())
     for number, count in enumerate(counts, start=1):
         yield folder / shard_name(WHOLE, number, len(counts)), dict(islice(rest, count))
-
-
-def load_whole(folder: Path) -> dict[str, Tensor]:
-    return {name: value for file in folder.glob(f"{WHOLE}*.safetensors") for name, value in load_file(file).items()}

@@ -48,7 +48,7 @@ def unused_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None)
     defaults = {key: field.get_default(call_default_factory=True) for key, field in keys(TrainConfig)}
     defaults |= {f"algo.{name}": value for name, value in complete_settings(cfg.algo.recipe)}
     own = {f"algo.{name}" for name in cfg.algo.model_fields_set}
-    for reason, names in (*_unused_without_env(cfg), *algo.unused(run_facts(cfg, algo)), *_unused_without_judge(task)):
+    for reason, names in (*_unused_with_problems(cfg, task), *algo.unused(run_facts(cfg, algo))):
         for name in names:
             is_set = name in own or not name.startswith("algo.")
             if is_set and attrgetter(name)(cfg) != defaults[name]:
@@ -71,13 +71,10 @@ def run_facts(cfg: TrainConfig, algo: Algorithm) -> RunFacts:
     return RunFacts(episodes=bool(cfg.env.name), updates=updates, replay=cfg.replay.groups > 0)
 
 
-def _unused_without_env(cfg: TrainConfig) -> Iterator[tuple[str, Sequence[str]]]:
+def _unused_with_problems(cfg: TrainConfig, task: Task | None) -> Iterator[tuple[str, Sequence[str]]]:
+    """Settings of an environment without one; reward settings, for an environment that computes all rewards itself."""
     if not cfg.env.name:
         yield "no environment is set (env.name)", [f"env.{name}" for name in EnvConfig.model_fields if name != "name"]
-
-
-def _unused_without_judge(task: Task | None) -> Iterator[tuple[str, Sequence[str]]]:
-    """Reward settings, for an environment that computes all rewards itself."""
     if isinstance(task, Env) and not task.judged:
         of_pool = ("workers", "timeout_s")
         yield (

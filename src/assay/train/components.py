@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -106,17 +107,8 @@ def build_judge_pool(cfg: RewardConfig, task: Task) -> JudgePool:
 
 def build_judge(cfg: RewardConfig, task: Task) -> Judge:
     judge = FunctionJudge(cfg.function) if cfg.function else task.judge(cfg.extract or None, cfg.strict)
-    return RewardMix(
-        judge,
-        accuracy=cfg.accuracy,
-        format=cfg.format,
-        length=cfg.length,
-        correct=cfg.correct,
-        wrong=cfg.wrong,
-        unparsable=cfg.unparsable,
-        format_pattern=cfg.format_pattern or None,
-        target_length=cfg.target_length,
-    )
+    shaping = cfg.model_dump(include={field.name for field in fields(RewardMix)})
+    return RewardMix(judge, **shaping | {"format_pattern": cfg.format_pattern or None})
 
 
 def build_tokenizer(cfg: ModelConfig, source: str, task: Task | None) -> Tokenizer:
@@ -200,11 +192,8 @@ def build_engine(
         policy,
         device=device,
         dtype=pick_dtype(cfg.dtype, device),
-        max_batch=cfg.max_batch,
-        memory=cfg.memory,
-        prefill_tokens=cfg.prefill_tokens,
+        **cfg.model_dump(include={"max_batch", "memory", "prefill_tokens", "kv_on_update"}),
         lend=cfg.sleep_while_training,
-        kv_on_update=cfg.kv_on_update,
         max_length=min(max_length or policy.max_length, policy.max_length),
         decode=renderer.decode,
         group=group,

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from assay.config import TrainConfig
-from assay.mesh import Mesh
 from assay.models import load_model, save_model
 from assay.models.lora import merged_weights
 from assay.runs import checkpoints
@@ -46,7 +45,8 @@ def load_reference(
         source = updater.mesh.on_main(lambda: resolve_model(cfg.algo.reference, Path(cfg.runs_dir)))
         set_reference(updater, cfg, source, has_same_tokenizer(source, tokenizer, cfg.algo.reference))
     elif run_path is not None and (run_path / FOLDER).exists():
-        verify_files(run_path, updater.mesh)
+        if problems := updater.mesh.on_main(lambda: checkpoints.problems(run_path / FOLDER)):
+            raise UserError(f"{problems[0]}: resume with --algo.reference run:{run_path}@0, which is the same model")
         set_reference(updater, cfg, str(run_path / FOLDER))
     elif run_path is not None and updater.policy.lora is not None and not cfg.sft.steps:
         updater.reference = updater.policy
@@ -54,12 +54,6 @@ def load_reference(
         raise UserError(
             f"{run_path} has no reference model, because it started without a KL term: name one as algo.reference"
         )
-
-
-def verify_files(run_path: Path, mesh: Mesh) -> None:
-    """Refuse a reference whose files have changed, or that has no checksums."""
-    if problems := mesh.on_main(lambda: checkpoints.problems(run_path / FOLDER)):
-        raise UserError(f"{problems[0]}: resume with --algo.reference run:{run_path}@0, which is the same model")
 
 
 def freeze_reference(updater: Updater, cfg: TrainConfig, run_path: Path) -> None:

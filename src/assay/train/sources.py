@@ -113,14 +113,14 @@ class OnPolicySource:
                 baselines += self._sample_greedy_baselines(kept, state.step)
             sampled.groups += kept
             sampled.dropped += dropped
-            answers = count_answers([*sampled.all_groups, *baselines])
-            if len(sampled.groups) == self.prompts_per_step or self.schedule.done(state, answers):
+            answers = [rollout for group in (*sampled.all_groups, *baselines) for rollout in group.rollouts]
+            if len(sampled.groups) == self.prompts_per_step or self.schedule.done(state, len(answers)):
                 break
         self.collector.engine.sleep()
         sampled.seconds = dict(self.collector.seconds)
         self.cursor = self.prompts.cursor
-        state.answers += answers
-        state.tokens += sum(r.length for group in (*sampled.all_groups, *baselines) for r in group.rollouts)
+        state.answers += len(answers)
+        state.tokens += sum(answer.length for answer in answers)
         return sampled
 
     def next_prompts(self, count: int) -> list[Prompt]:
@@ -153,10 +153,6 @@ class OnPolicySource:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.cursor = self.prompts.cursor = saved.get("cursor", 0)
-
-
-def count_answers(groups: Sequence[Group]) -> int:
-    return sum(len(group.rollouts) for group in groups)
 
 
 SETTINGS = "buffer.json"  # in a saved buffer's folder, beside its rollouts

@@ -135,7 +135,9 @@ class Critic:
         def accumulate() -> float:
             self.step(usable=False)
             total = 0.0
-            for part in map(self._packed, self._shares(rows)):
+            shares = partition_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, share_prefixes=True)
+            for share in shares:
+                part = pack(share, self.model.trunk.device, self.model.head.weight.dtype)
                 loss = value_loss(self._values(part), *self._targets(part), self.cfg.clip).sum() / tokens
                 loss.backward()
                 total += float(loss.detach())
@@ -184,12 +186,6 @@ class Critic:
 
     def _targets(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
         return part.inputs[VALUES.name], part.inputs[RETURNS.name]
-
-    def _shares(self, rows: Sequence[Row]) -> list[list[Row]]:
-        return partition_rows(rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, share_prefixes=True)
-
-    def _packed(self, part: Sequence[Row]) -> MicroBatch:
-        return pack(part, self.model.trunk.device, self.model.head.weight.dtype)
 
     def _values(self, batch: MicroBatch) -> Tensor:
         trunk = self.model.trunk

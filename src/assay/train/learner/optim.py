@@ -75,14 +75,11 @@ class Muon(torch.optim.Optimizer):
                 [state["exp_avg_sq"] for state in states],
                 [],  # maxima of the second moments, for AMSGrad only
                 [state["step"] for state in states],
-                fused=group["fused"],
                 amsgrad=False,
+                maximize=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
+                **{name: group[name] for name in ("lr", "weight_decay", "eps", "fused")},
             )
 
 

@@ -18,7 +18,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -334,13 +334,5 @@ class NameUnpickler(pickle.Unpickler):
 
 
 def on_cpu(sums: Sums) -> Sums:
-    def moved(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {key: value.cpu() for key, value in values.items()}
-
-    return replace(
-        sums,
-        tokens=sums.tokens.cpu(),
-        losses=moved(sums.losses),
-        per_token=moved(sums.per_token),
-        largest=moved(sums.largest),
-    )
+    parts = (sums.losses, sums.per_token, sums.largest)
+    return Sums(sums.tokens.cpu(), *({key: value.cpu() for key, value in part.items()} for part in parts))

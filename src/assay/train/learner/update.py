@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -144,7 +145,7 @@ class Updater:
 
     def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:
         """Log-probabilities of the trained tokens, one list per row, on every rank."""
-        logprobs = self._own_logprobs if by == "trainer" else self._ref_logprobs
+        logprobs = partial(self._logprobs, self.policy) if by == "trainer" else self._ref_logprobs
         trained = [row for row in rows if row.count]  # other rows need no forward pass
         share_prefixes = self.policy.supports_prefix_sharing
         scores = iter(score_rows(self, self.policy, trained, logprobs, self._loss_dtype, share_prefixes))
@@ -240,9 +241,6 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
         if self.critic:
             self.critic.step(usable=False)
-
-    def _own_logprobs(self, part: MicroBatch) -> Tensor:
-        return self._logprobs(self.policy, part)
 
     def _ref_logprobs(self, part: MicroBatch) -> Tensor:
         assert self.reference is not None, "needs.reference: there is no reference model"
