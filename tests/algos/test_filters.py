@@ -1,10 +1,13 @@
-"""Filters on hand-made groups."""
+"""Filters of rollouts, groups and prompts, on hand-made groups."""
 
 from __future__ import annotations
 
 import pytest
 
-from assay.algos.filters import drop_zero_variance, mask_overlong, should_sample, soft_overlong, with_results
+from assay.algos import LengthLimits
+from assay.algos.filters import OverlongFilter, PassRateFilter, ZeroVarianceFilter
+from assay.config import AlgoConfig
+from assay.config.algorithm import OverlongConfig, PassRateConfig
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 
@@ -20,13 +23,23 @@ def make_group(name: str, samples: list[tuple[float, int, bool]]) -> Group:
     return Group(prompt, rollouts)
 
 
-def test_drop_zero_variance() -> None:
+def drop_zero_variance(groups: list[Group]) -> tuple[list[Group], list[Group]]:
+    return ZeroVarianceFilter(AlgoConfig(drop_zero_variance=True)).split(groups)
+
+
+def soft_overlong(group: Group, buffer: float = 0.2, weight: float = 1.0, max_length: int = 0) -> None:
+    settings = OverlongConfig(soft_overlong_buffer=buffer, soft_overlong_weight=weight)
+    OverlongFilter(settings).shape_rewards([group], LengthLimits(max_new_tokens=100, max_length=max_length))
+
+
+def test_drop_zero_variance_splits_groups_by_equal_rewards() -> None:
     mixed = make_group("mixed", [(1, 3, False), (0, 3, False)])
     solved = make_group("solved", [(1, 3, False), (1, 5, False)])
     failed = make_group("failed", [(0, 3, False), (0, 5, True)])
     kept, dropped = drop_zero_variance([solved, mixed, failed])
     assert [group.prompt.id for group in kept] == ["mixed"]
     assert [group.prompt.id for group in dropped] == ["solved", "failed"]
+    assert ZeroVarianceFilter(AlgoConfig()).split([solved, mixed]) == ([solved, mixed], [])
 
 
 def test_drop_zero_variance_uses_the_reward_before_shaping() -> None:
@@ -35,55 +48,60 @@ def test_drop_zero_variance_uses_the_reward_before_shaping() -> None:
     assert drop_zero_variance([solved]) == ([], [solved])
 
 
-def test_mask_overlong() -> None:
+def test_mask_overlong_masks_truncated_rollouts_and_keeps_their_rewards() -> None:
     group = make_group("a", [(1, 3, False), (0, 8, True), (0, 8, True)])
-    assert mask_overlong([group]) == 2
+    OverlongFilter(OverlongConfig()).mask([group])
+    assert not any(rollout.masked for rollout in group.rollouts)
+    OverlongFilter(OverlongConfig(mask_overlong=True)).mask([group])
     assert [rollout.masked for rollout in group.rollouts] == [False, True, True]
     assert group.rewards == [1, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("length", "punishment"), [(0, 0), (60, 0), (79, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (120, -1)]
+    ("length", "penalty"), [(0, 0), (60, 0), (79, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (120, -1)]
 )
-def test_soft_overlong_is_piecewise_linear(length: int, punishment: float) -> None:
+def test_soft_overlong_is_piecewise_linear(length: int, penalty: float) -> None:
     group = make_group("a", [(1.0, length, False)])
-    soft_overlong([group], max_tokens=100, buffer=0.2, weight=1.0)
-    assert group.rewards == [pytest.approx(1.0 + punishment)]
+    soft_overlong(group)
+    assert group.rewards == [pytest.approx(1.0 + penalty)]
     group = make_group("a", [(1.0, length, False)])
-    soft_overlong([group], max_tokens=100, buffer=0.2, weight=0.3)
-    assert group.rewards == [pytest.approx(1.0 + 0.3 * punishment)]
+    soft_overlong(group, weight=0.3)
+    assert group.rewards == [pytest.approx(1.0 + 0.3 * penalty)]
 
 
-@pytest.mark.parametrize(("length", "punishment"), [(0, 0), (31, 0), (32, 0), (36, -0.5), (40, -1)])
-def test_soft_overlong_uses_the_context_limit_if_it_is_smaller(length: int, punishment: float) -> None:
-    """Two context tokens leave room for 40 tokens of 42: the buffer is the last 8 of these."""
+@pytest.mark.parametrize(("length", "penalty"), [(0, 0), (31, 0), (32, 0), (36, -0.5), (40, -1)])
+def test_soft_overlong_uses_the_context_limit_if_it_is_smaller(length: int, penalty: float) -> None:
+    """Two context tokens leave 40 of 42 tokens: the buffer is the last 8 of these."""
     group = make_group("a", [(1.0, length, length == 40)])
-    soft_overlong([group], max_tokens=100, buffer=0.2, weight=1.0, max_length=42)
-    assert group.rewards == [pytest.approx(1.0 + punishment)]
+    soft_overlong(group, max_length=42)
+    assert group.rewards == [pytest.approx(1.0 + penalty)]
     far = make_group("a", [(1.0, length, False)])
-    soft_overlong([far], max_tokens=100, buffer=0.2, weight=1.0, max_length=102)
+    soft_overlong(far, max_length=102)
     assert far.rewards == [1.0]
 
 
 def test_soft_overlong_subtracts_the_context_of_every_turn() -> None:
     group = make_group("a", [(1.0, 9, True)])
     group.rollouts[0].turns.append(make_group("b", [(0.0, 9, True)]).rollouts[0].turns[0])
-    soft_overlong([group], max_tokens=100, buffer=0.5, weight=1.0, max_length=24)  # 2 + 9 + 2 + 9 of 24
+    soft_overlong(group, buffer=0.5, max_length=24)  # 2 + 9 + 2 + 9 of 24
     assert group.rewards == [pytest.approx(1.0 - 8 / 10)]
 
 
 def test_running_pass_rates_average_old_and_new_results() -> None:
     easy, hard = make_group("easy", [(1, 3, False), (1, 3, False)]), make_group("hard", [(1, 3, False), (0, 3, False)])
     known = {"easy": [0.5, 3.0]}
-    rates = with_results(known, [easy, hard], step=7)
-    assert rates == {"easy": [0.75, 7.0], "hard": [0.5, 7.0]}
-    assert known == {"easy": [0.5, 3.0]}
-    again = with_results(rates, [easy, easy], step=9)
-    assert again == {"easy": [0.9375, 9.0], "hard": [0.5, 7.0]}
+    prompts = PassRateFilter(PassRateConfig(pass_rate_low=0.6))
+    prompts.load_state_dict({"rates": known})
+    assert prompts.end_step(7, [easy, hard], {}) == {"prompts/known": 2.0, "prompts/within_reach": 0.5}
+    state = prompts.state_dict()
+    assert state == {"rates": {"easy": [0.75, 7.0], "hard": [0.5, 7.0]}} and known == {"easy": [0.5, 3.0]}
+    prompts.end_step(9, [easy, easy], {})
+    assert prompts.state_dict() == {"rates": {"easy": [0.9375, 9.0], "hard": [0.5, 7.0]}}
+    assert state["rates"]["easy"] == [0.75, 7.0]  # a saved state does not change
 
 
 @pytest.mark.parametrize(
-    ("prompt", "retry", "tried"),
+    ("prompt", "retry", "accepted"),
     [
         ("new", 0, True),
         ("easy", 0, False),
@@ -93,6 +111,8 @@ def test_running_pass_rates_average_old_and_new_results() -> None:
         ("hard", 5, False),
     ],
 )
-def test_should_sample_new_prompts_medium_pass_rates_and_due_retries(prompt: str, retry: int, tried: bool) -> None:
+def test_new_prompts_medium_pass_rates_and_due_retries_are_accepted(prompt: str, retry: int, accepted: bool) -> None:
     rates = {"easy": [0.95, 3.0], "hard": [0.0, 6.0], "good": [0.2, 1.0]}
-    assert should_sample(rates, prompt, step=8, low=0.1, high=0.9, retry=retry) is tried
+    prompts = PassRateFilter(PassRateConfig(pass_rate_low=0.1, pass_rate_high=0.9, pass_rate_retry=retry))
+    prompts.load_state_dict({"rates": rates})
+    assert prompts.accepts(prompt, step=8) is accepted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ from assay.types import Group, Rollout, UserError
 Advantage = Callable[..., list[Tensor]]  # of rewards: list[Tensor], and token counts if it has that trait
 Trait = Literal[
     "compares_group",  # compares the samples of one prompt, so it needs at least two
+    "compares_batch",  # compares the samples of the whole batch, so it needs at least two in all
     "token_counts",  # its statistics are over tokens: the second argument is the number of tokens with each reward
     "accepts_tokens",  # may also be called with returns of single tokens
     "unscaled",  # rewards minus a baseline: penalties of single tokens can be added in the same units
@@ -38,6 +40,12 @@ def advantage(*traits: Trait) -> Callable[[Advantage], Advantage]:
         def checked(rewards: list[Tensor], *args: list[Tensor] | None) -> list[Tensor]:
             if "compares_group" in traits and any(len(rewards_G) < 2 for rewards_G in rewards):
                 raise group_size_error(function.__name__)
+            if "compares_batch" in traits and not any(map(len, rewards)):  # all tokens of all groups may be masked
+                return list(rewards)
+            if "compares_batch" in traits and sum(map(len, rewards)) == 1:
+                raise UserError(
+                    f'advantage="{function.__name__}" needs at least two rollouts in a batch: raise prompts or samples.'
+                )
             return function(rewards, *args)
 
         ADVANTAGES[function.__name__] = checked
@@ -79,39 +87,26 @@ def leave_one_out(rewards: list[Tensor]) -> list[Tensor]:
     return [centred(rewards_G) * (len(rewards_G) / (len(rewards_G) - 1)) for rewards_G in rewards]
 
 
-@advantage("unscaled")
+@advantage("compares_batch", "unscaled")
 def batch_mean(rewards: list[Tensor]) -> list[Tensor]:
     """Reward minus the mean reward of the whole batch: the classic baseline; one sample per prompt is enough."""
-    if not any(map(len, rewards)):  # all tokens of all groups may be masked
-        return list(rewards)
-    every = torch.cat(rewards)
-    if len(every) == 1:
-        raise UserError('advantage="batch_mean" needs at least two rollouts in a batch: raise prompts or samples.')
-    return list(centred(every).split([len(rewards_G) for rewards_G in rewards]))
+    return list(centred(torch.cat(rewards)).split([len(rewards_G) for rewards_G in rewards]))
 
 
-@advantage()
+@advantage("compares_batch")
 def batch_norm(rewards: list[Tensor]) -> list[Tensor]:
     """(reward - mean) / (std + 1e-4) over all answers of the batch: one scale for all prompts, easy or hard."""
-    if not any(map(len, rewards)):  # all tokens of all groups may be masked
-        return list(rewards)
     every = torch.cat(rewards)
-    if len(every) == 1:
-        raise UserError('advantage="batch_norm" needs at least two rollouts in a batch: raise prompts or samples.')
     return list((centred(every) / (every.std() + STD_EPS)).split([len(rewards_G) for rewards_G in rewards]))
 
 
-@advantage("token_counts", "accepts_tokens")
+@advantage("compares_batch", "token_counts", "accepts_tokens")
 def token_norm(returns: list[Tensor], tokens: list[Tensor] | None = None) -> list[Tensor]:
     """(return - mean) / (std + 1e-4), both over all trained tokens of the batch (REINFORCE++).
 
     `tokens`: number of tokens with each return; default 1, which is equivalent to `batch_norm`.
     """
-    if not any(map(len, returns)):  # all tokens of all groups may be masked
-        return list(returns)
     every = torch.cat(returns)
-    if len(every) == 1:
-        raise UserError('advantage="token_norm" needs at least two rollouts in a batch: raise prompts or samples.')
     counts = torch.ones_like(every) if tokens is None else torch.cat(tokens)
     first = every[0]  # subtracted before summing, so that equal returns give advantages of exactly 0
     mean = (counts * (every - first)).sum() / counts.sum().clamp(min=1)
@@ -180,12 +175,8 @@ def none(rewards: list[Tensor]) -> list[Tensor]:
 
 def returns(rewards: Sequence[float], discount: float = 1.0) -> list[float]:
     """The discounted return of each step: its reward plus `discount` times the return of the next step."""
-    reversed_returns: list[float] = []
-    following = 0.0
-    for reward in reversed(rewards):
-        following = reward + discount * following
-        reversed_returns.append(following)
-    return reversed_returns[::-1]
+    following = accumulate(reversed(rewards), lambda later, reward: reward + discount * later, initial=0.0)
+    return [*following][:0:-1]
 
 
 def step_rewards(rollout: Rollout, whole: float | None = None) -> list[float]:

@@ -25,7 +25,7 @@ from assay.algos.component import (
     require_name,
 )
 from assay.algos.credit import AdvantageCredit, CreditRule, CriticCredit, RewardKL
-from assay.algos.filters import OverlongFilter, PassRateFilter, ZeroVarianceFilter, verdict_reward
+from assay.algos.filters import OverlongFilter, PassRateFilter, ZeroVarianceFilter
 from assay.algos.terms import TERMS
 from assay.config import AlgoConfig, CriticConfig
 from assay.types import Group, UserError
@@ -65,8 +65,8 @@ class Algorithm:
         self.check()
 
     @property
-    def components(self) -> Iterator[Component]:
-        yield from (self.overlong, self.zero_variance, self.pass_rates, self.reward_kl, self.credit_rule, *self.terms)
+    def components(self) -> list[Component[Any]]:
+        return [self.overlong, self.zero_variance, self.pass_rates, self.reward_kl, self.credit_rule, *self.terms]
 
     @property
     def needs(self) -> Needs:
@@ -130,7 +130,7 @@ class Algorithm:
         return self.zero_variance.rounds
 
     def has_zero_variance(self, group: Group) -> bool:
-        """Whether all rewards of a group are equal: see `filters.has_zero_variance`."""
+        """Whether all rewards of a group are equal: see `ZeroVarianceFilter.matches`."""
         return self.zero_variance.matches(group)
 
     def keep(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:
@@ -157,7 +157,8 @@ class Algorithm:
 
     def _shape_rewards(self, groups: list[Group]) -> None:
         for rollout in (rollout for group in groups for rollout in group.rollouts):
-            rollout.reward = verdict_reward(rollout)
+            assert rollout.verdict is not None, f"rollout {rollout.sample} of {rollout.prompt.id} was not judged"
+            rollout.reward = rollout.verdict.reward
             if not math.isfinite(rollout.reward):
                 raise UserError(
                     f"the reward of {rollout.prompt.id} (sample {rollout.sample}) is {rollout.reward}: "
@@ -211,12 +212,6 @@ class Algorithm:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle settings and state; user code is imported by path in the other process."""
-        return _rebuild, (self.settings, self.critic, self.limits, self.load, self.state_dict())
+        return Algorithm, (self.settings, self.critic, self.limits, self.load), self.state_dict()
 
-
-def _rebuild(
-    settings: AlgoConfig, critic: CriticConfig, limits: LengthLimits, load: Loader, state: dict[str, Any]
-) -> Algorithm:
-    algo = Algorithm(settings, critic, limits, load)
-    algo.load_state_dict(state)
-    return algo
+    __setstate__ = load_state_dict

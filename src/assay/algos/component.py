@@ -115,10 +115,16 @@ class TokenInput:
         return list(values)
 
 
-class Component:
+S = TypeVar("S", bound=Section)
+
+
+class Component(Generic[S]):
     """A part of an algorithm. Its settings are declared in its config section only."""
 
     name: ClassVar[str] = ""  # key of its saved state
+
+    def __init__(self, settings: S) -> None:
+        self.settings = settings
 
     @property
     def needs(self) -> Needs:
@@ -161,7 +167,8 @@ def require_name(kind: str, name: str, names: Iterable[str]) -> None:
         raise unknown_name(kind, str(name), valid)
 
 
-def check_order(low_name: str, low: float, high_name: str, high: float) -> None:
+def check_order(settings: Section, low_name: str, high_name: str) -> None:
+    low, high = getattr(settings, low_name), getattr(settings, high_name)
     if low > high:
         raise UserError(f"{low_name} = {low} must not be above {high_name} = {high}.")
 
@@ -176,9 +183,6 @@ def find_function(kind: str, choice: Any, named: Mapping[str, Any], load: Loader
     return named[choice]
 
 
-S = TypeVar("S", bound=Section)
-
-
 @dataclass(frozen=True)
 class TermOutput:
     """Output of a loss term for the N trained tokens of a micro-batch; every tensor has shape [N]."""
@@ -188,7 +192,7 @@ class TermOutput:
     maxima: Mapping[str, Tensor] = field(default_factory=dict)  # metrics, logged as maxima; must not be negative
 
 
-class LossTerm(Component, Generic[S]):
+class LossTerm(Component[S]):
     """A term of the loss, logged as `loss/<name>`.
 
     A subclass sets `name` and `section`, the class of its settings, and implements `per_token`. Built-in terms have
@@ -198,7 +202,7 @@ class LossTerm(Component, Generic[S]):
     section: ClassVar[type[Section]] = Section
 
     def __init__(self, settings: S, load: Loader) -> None:
-        self.settings = settings
+        super().__init__(settings)
 
     @property
     def coef(self) -> float:
@@ -218,14 +222,9 @@ def checked_output(term: LossTerm[Any], out: Any, tokens: int) -> TermOutput:
     """The output of a term, possibly user-defined, after checking its shapes."""
     if not isinstance(out, TermOutput):
         raise UserError(f"the loss term {term.name!r} returned {type(out).__name__}: return a TermOutput.")
-    for what, values in _tensors(out):
+    for what, values in [("", out.losses), *out.means.items(), *out.maxima.items()]:
         check_per_token(f"the loss term {term.name!r}", what, values, tokens)
     return out
-
-
-def _tensors(out: TermOutput) -> Iterator[tuple[str, Any]]:
-    yield "", out.losses
-    yield from (*out.means.items(), *out.maxima.items())
 
 
 def check_per_token(who: str, statistic: str, values: Any, tokens: int) -> None:

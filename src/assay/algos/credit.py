@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, compress
+from itertools import accumulate, chain, compress
 
 import torch
 from torch import Tensor
@@ -43,11 +43,8 @@ class KLPenalties:
         return [[self.coef * ratio for ratio in own] for own in self.log_ratios]
 
 
-class RewardKL(Component):
+class RewardKL(Component[RewardKLConfig]):
     """Subtracts the KL penalty from the reward."""
-
-    def __init__(self, settings: RewardKLConfig) -> None:
-        self.settings = settings
 
     @property
     def needs(self) -> Needs:
@@ -58,20 +55,25 @@ class RewardKL(Component):
             yield "algo.reward_kl_coef is 0", ["algo.reward_kl_per"]
 
     def apply(self, groups: Sequence[Group], scorers: Scorers) -> tuple[KLPenalties | None, dict[str, float]]:
-        """Returns penalties, if tokens get separate credit (reward_kl_per = "token"), and metrics."""
+        """Subtract the penalties of all tokens from `rollout.reward`, which must have been set.
+
+        Returns the penalties, if tokens get separate credit (reward_kl_per = "token"), and metrics.
+        """
         coef = self.settings.reward_kl_coef
         if not coef:
             return None, {}
         assert scorers.ref_logprobs is not None, "needs.ref_logprobs_in_credit"
-        penalties = KLPenalties(log_ratios(groups, scorers.ref_logprobs(groups)), coef)
-        apply_kl_penalty(groups, penalties)
-        ratios = penalties.log_ratios
+        ratios = log_ratios(groups, scorers.ref_logprobs(groups))
+        penalties = KLPenalties(ratios, coef)
+        for rollout, ratios_T in penalties.of(groups):
+            rollout.reward -= coef * sum(ratios_T)
         metrics = {"reward/kl": sum(map(sum, ratios)) / max(len(ratios), 1)}
         return penalties if self.settings.reward_kl_per == "token" else None, metrics
 
 
 def log_ratios(groups: Sequence[Group], ref_logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
     """For each rollout, log(policy / reference) of each trained token; the policy is the one that sampled."""
+    ratios = []
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for rollout, ref in zip(rollouts, ref_logprobs, strict=True):
         if -math.inf in ref:
@@ -80,18 +82,9 @@ def log_ratios(groups: Sequence[Group], ref_logprobs: Sequence[Sequence[float]])
                 "probability 0, so the KL in the reward is infinite: choose a reference that blocks no tokens, "
                 "or use kl_coef with k3."
             )
-    turns = [[turn.completion for turn in rollout.turns if not turn.masked] for rollout in rollouts]
-    sampled = [[logprob for completion in own for logprob in completion.engine_logprobs] for own in turns]
-    return [
-        [own - reference for own, reference in zip(logprobs, ref, strict=True)]
-        for logprobs, ref in zip(sampled, ref_logprobs, strict=True)
-    ]
-
-
-def apply_kl_penalty(groups: Sequence[Group], penalties: KLPenalties) -> None:
-    """Subtract the penalties of all tokens from `rollout.reward`, which must have been set."""
-    for rollout, ratios_T in penalties.of(groups):
-        rollout.reward -= penalties.coef * sum(ratios_T)
+        turns = [turn.completion.engine_logprobs for turn in rollout.turns if not turn.masked]
+        ratios.append([own - reference for own, reference in zip(chain.from_iterable(turns), ref, strict=True)])
+    return ratios
 
 
 def kl_reward_to_go(whole: float, ratios: Sequence[float], coef: float) -> list[float]:
@@ -99,7 +92,7 @@ def kl_reward_to_go(whole: float, ratios: Sequence[float], coef: float) -> list[
     return [whole + coef * paid for paid, _ in zip(accumulate(ratios, initial=0.0), ratios, strict=False)]
 
 
-class CreditRule(Component):
+class CreditRule(Component[AlgoConfig]):
     """Sets the advantages of rollouts whose rewards have been set."""
 
     def check_samples(self, samples: int) -> None:
@@ -114,7 +107,7 @@ class AdvantageCredit(CreditRule):
     """Advantages from a function that compares rewards (or returns) within groups or over the batch."""
 
     def __init__(self, settings: AlgoConfig, load: Loader) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self.function = find_function("advantage", settings.advantage, ADVANTAGES, load)
         self.traits = TRAITS.get(self.function, ())
 
@@ -123,31 +116,28 @@ class AdvantageCredit(CreditRule):
         return Needs(greedy_rollouts=self.settings.greedy_baseline)
 
     def check(self) -> None:
-        by_token = self.settings.reward_kl_coef > 0 and self.settings.reward_kl_per == "token"
+        settings = self.settings
+        by_token = settings.reward_kl_coef > 0 and settings.reward_kl_per == "token"
         suited = [name for name, one in ADVANTAGES.items() if {"accepts_tokens", "unscaled"} & set(TRAITS[one])]
-        if by_token and self.settings.advantage not in suited:
+        if by_token and settings.advantage not in suited:
             raise UserError(
                 f'reward_kl_per = "token" needs an advantage function for single tokens: use {", ".join(suited)}, '
                 'or reward_kl_per = "sequence".'
             )
-        if by_token and (self.settings.step_credit or self.settings.discount != 1):
+        if by_token and (settings.step_credit or settings.discount != 1):
             raise UserError(
                 'reward_kl_per = "token" cannot be combined with step_credit or discount: remove them, '
                 'or use reward_kl_per = "sequence".'
             )
-        if self.settings.advantage == "beta_norm":
-            self._check_probabilities()
-
-    def _check_probabilities(self) -> None:
-        """beta_norm interprets the mean reward of a group as a success probability: rewards must not be modified."""
-        settings = self.settings
+        if settings.advantage != "beta_norm":
+            return
         penalised = settings.soft_overlong_buffer > 0 and settings.soft_overlong_weight > 0
         for added, instead in (
             (settings.reward_kl_coef > 0, "reward_kl_coef = 0, or kl_coef instead of it"),
             (penalised, "soft_overlong_buffer = 0, or mask_overlong = true instead of it"),
             (settings.greedy_baseline, "greedy_baseline = false"),
         ):
-            if added:
+            if added:  # the mean reward of a group would not be a success probability
                 raise UserError(f'advantage="beta_norm" interprets rewards as success rates: set {instead}.')
 
     def check_samples(self, samples: int) -> None:
@@ -188,14 +178,16 @@ class AdvantageCredit(CreditRule):
         """Advantages of each group; 0 if masked steps leave nothing to compare with."""
         by_step = self.settings.step_credit
         least = 2 if "compares_group" in self.traits else 1
-        masked = [by_step and any_masked(group) for group in groups]
-        comparable = [len(values) >= least or not left_out for values, left_out in zip(rewards, masked, strict=True)]
+        comparable = [
+            len(values) >= least or not (by_step and any_masked(group))
+            for values, group in zip(rewards, groups, strict=True)
+        ]
         given = list(compress(rewards, comparable))
+        args = [given]
         if "token_counts" in self.traits:
             counts = [torch.tensor(credited_tokens(group, by_step), dtype=torch.float64) for group in groups]
-            advantages = self.function(given, list(compress(counts, comparable)))
-        else:
-            advantages = self.function(given) if given or not groups else []
+            args.append(list(compress(counts, comparable)))
+        advantages = self.function(*args) if given or not groups else []
         if len(advantages) != len(given):
             raise UserError(
                 f"the advantage function returned {len(advantages)} groups for {len(given)}: return one per group."
@@ -250,7 +242,8 @@ class CriticCredit(CreditRule):
     """Advantages per token from the values of a critic (GAE)."""
 
     def __init__(self, settings: AlgoConfig, critic: CriticConfig) -> None:
-        self.settings, self.critic = settings, critic
+        super().__init__(settings)
+        self.critic = critic
 
     @property
     def needs(self) -> Needs:

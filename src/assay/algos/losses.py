@@ -63,11 +63,8 @@ def importance_correction(
     return weight, outside
 
 
-class ImportanceCorrection(Component):
+class ImportanceCorrection(Component[ImportanceConfig]):
     """Weights tokens by the ratio of trainer and engine probability, truncated or masked (TIS, MIS)."""
-
-    def __init__(self, settings: ImportanceConfig) -> None:
-        self.settings = settings
 
     @property
     def needs(self) -> Needs:
@@ -78,7 +75,7 @@ class ImportanceCorrection(Component):
         )
 
     def check(self) -> None:
-        check_order("correction_low", self.settings.correction_low, "correction_high", self.settings.correction_high)
+        check_order(self.settings, "correction_low", "correction_high")
 
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
         if self.settings.correction is None:
@@ -185,11 +182,8 @@ def clip_cov(logprobs: Tensor, advantages: Tensor, fraction: float, low: float, 
 SELECTIONS = {"kl_cov": kl_cov, "clip_cov": clip_cov}
 
 
-class CovarianceControl(Component):
+class CovarianceControl(Component[CovarianceConfig]):
     """Applies a KL penalty to the selected tokens of an optimizer step (kl_cov), or masks their loss (clip_cov)."""
-
-    def __init__(self, settings: CovarianceConfig) -> None:
-        self.settings = settings
 
     @property
     def needs(self) -> Needs:
@@ -200,7 +194,7 @@ class CovarianceControl(Component):
         return [] if self.settings.cov is None else [TokenInput(MASK, from_rows=self.select)]
 
     def check(self) -> None:
-        check_order("cov_low", self.settings.cov_low, "cov_high", self.settings.cov_high)
+        check_order(self.settings, "cov_low", "cov_high")
 
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
         if self.settings.cov is None:
