@@ -91,6 +91,12 @@ class PolicyModel(nn.Module):
         return self.lora is not None and not any(full_tensor(layer.lora_B.weight).any() for layer in layers)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products with `x`: that of autocast if it is enabled, else the dtype of `x`."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def fingerprint(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
     """The fingerprint of named weights, after a cast to `dtype` if given.
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from assay.models.attention import PackedCausal
-from assay.models.base import PolicyModel
+from assay.models.base import PolicyModel, autocast_dtype
 from assay.models.spec import LLAMA3_SCALING, ModelSpec
 from assay.types import UserError
 
@@ -125,7 +125,8 @@ class Decoder(PolicyModel):
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [N, D] for token ids [N] at positions [N]."""
-        x = autocast_dtype(self.model.embed_tokens(ids))
+        x = self.model.embed_tokens(ids)
+        x = x.to(autocast_dtype(x))  # the residual stream has this dtype too, as in an engine
         angles = positions[:, None].float() * self.inv_freq.float()  # [N, d/2]
         cos, sin = angles.cos()[:, None].to(x.dtype), angles.sin()[:, None].to(x.dtype)  # [N, 1, d/2]
         if self.recompute and torch.is_grad_enabled():
@@ -192,12 +193,6 @@ def bridge(
     """Everything from the attention of one layer to that of the next."""
     x = Layer.post_attention(layer, x, attended)
     return x, *Layer.pre_attention(following, x, cos, sin)
-
-
-def autocast_dtype(x: Tensor) -> Tensor:
-    """Cast to autocast's dtype if that is enabled: the residual stream has it too, as in an engine."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

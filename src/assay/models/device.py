@@ -28,8 +28,11 @@ def pick_device(name: str = "auto") -> torch.device:
         device = None
     if device is None or device.type not in ("cuda", "mps", "cpu"):
         raise UserError(f"unknown device '{name}': use auto, cuda, cuda:N, mps or cpu")
-    if device.type == "cuda":
-        check_cuda(name, device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        version = torch.__version__
+        raise UserError(f"device '{name}' is not available: torch {version} sees no CUDA GPU; use auto or cpu")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise UserError(f"device '{name}' does not exist: there are {count} GPUs, numbered from 0")
     if device.type == "mps" and not has_mps():
         raise UserError("device 'mps' is not available on this machine or in this build of torch: use auto or cpu")
     return device
@@ -37,16 +40,6 @@ def pick_device(name: str = "auto") -> torch.device:
 
 def has_mps() -> bool:
     return torch.backends.mps.is_available()
-
-
-def check_cuda(name: str, device: torch.device) -> None:
-    if not torch.cuda.is_available():
-        raise UserError(
-            f"device '{name}' is not available: torch {torch.__version__} sees no CUDA GPU; use auto or cpu"
-        )
-    count = torch.cuda.device_count()
-    if device.index is not None and device.index >= count:
-        raise UserError(f"device '{name}' does not exist: there are {count} GPUs, numbered from 0")
 
 
 def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.dtype:

@@ -50,7 +50,9 @@ def save_model(
             pass  # takes part in gathering the weights
         return
     dtype = dtype or next(model.parameters()).dtype
-    tokens = special_tokens(eos_ids, pad_id, bos_id)
+    eos = list(eos_ids)
+    special = {"eos_token_id": eos[0] if len(eos) == 1 else eos or None, "pad_token_id": pad_id, "bos_token_id": bos_id}
+    tokens = {key: value for key, value in special.items() if value is not None}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         drop_old_weights(folder)
@@ -59,8 +61,7 @@ def save_model(
         elif isinstance(model, Decoder):
             config = {
                 **spec_to_hf(model.spec),
-                **no_tokens(),
-                **tokens,
+                **special,  # also if None: otherwise the defaults of the family (1 and 2 for Llama) would apply
                 "dtype": name_of(dtype),
                 "torch_dtype": name_of(dtype),
                 # Without it, transformers warns of a possibly wrong tokenizer.
@@ -76,17 +77,6 @@ def save_model(
         raise UserError(
             f"cannot write the model to '{folder}' ({error}): choose a folder that can be written"
         ) from error
-
-
-def special_tokens(eos_ids: Sequence[int], pad_id: int | None, bos_id: int | None) -> dict[str, Any]:
-    eos = list(eos_ids)
-    known = {"eos_token_id": eos[0] if len(eos) == 1 else eos or None, "pad_token_id": pad_id, "bos_token_id": bos_id}
-    return {key: value for key, value in known.items() if value is not None}
-
-
-def no_tokens() -> dict[str, None]:
-    """Written explicitly: otherwise the defaults of the family (1 and 2 for Llama) would apply."""
-    return {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
 
 
 def save_fallback(model: HFModel, folder: Path, dtype: torch.dtype, tokens: dict[str, Any], shard_bytes: int) -> None:
@@ -140,8 +130,6 @@ def shard_name(stem: str, number: int, count: int) -> str:
 
 def write_files(files: Iterable[tuple[Path, dict[str, Tensor]]]) -> None:
     """Write files in several threads: one alone does not use the bandwidth of a disk. Raises the first error."""
-    from safetensors.torch import save_file
-
     written: list[Path] = []
     with ThreadPoolExecutor(WRITERS) as threads:
         writing: set[Future[None]] = set()

@@ -50,15 +50,11 @@ class HFModel(PolicyModel):
         """Logits [N, vocabulary]: sequences are right-padded, which causal attention ignores, and packed again."""
         layout = Padded(lengths, ids.device)
         shape = (layout.batch, layout.longest)
-        extra: dict[str, Any] = {}
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs = {key: scatter(values, layout).view(shape) for key, values in inputs.items()}
         if self.takes_positions:
-            extra["position_ids"] = torch.arange(layout.longest, device=ids.device).expand(shape)
-        output = self.hf(
-            input_ids=scatter(ids, layout).view(shape),
-            attention_mask=scatter(torch.ones_like(ids), layout).view(shape),
-            use_cache=False,
-            **extra,
-        )
+            inputs["position_ids"] = torch.arange(layout.longest, device=ids.device).expand(shape)
+        output = self.hf(**inputs, use_cache=False)
         return output.logits.flatten(0, 1).index_select(0, layout.slots)
 
     def unembed(self, hidden: Tensor) -> Tensor:
@@ -82,15 +78,17 @@ def load_fallback(
     gguf_file: str | None = None,
 ) -> HFModel:
     """Load with transformers. `gguf_file`: name of a GGUF file in the folder."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "local_files_only": True}
     if gguf_file is not None:
-        options |= {"gguf_file": gguf_file, **dequantised()}
+        options["gguf_file"] = gguf_file
+        if hasattr(transformers, "GgufConfig"):  # keeps GGUF weights quantised, hence not trainable, by default
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     what = folder / gguf_file if gguf_file else folder
     try:
         with no_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # a damaged file can raise any error in transformers
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"transformers cannot load the model in {what}: {reason}") from error
@@ -113,12 +111,3 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def dequantised() -> dict[str, Any]:
-    """Newer versions of transformers keep GGUF weights quantised, and so not trainable, by default."""
-    import transformers
-
-    if not hasattr(transformers, "GgufConfig"):
-        return {}
-    return {"quantization_config": transformers.GgufConfig(dequantize=True)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,7 @@ from assay.types import UserError
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-OUTER = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -62,9 +59,10 @@ def load_gguf(path: Path, *, device: str | torch.device, dtype: torch.dtype) -> 
         if name == "rope_freqs.weight" or (name == "token_embd.weight" and spec.tied and "output.weight" in tensors):
             continue  # part of the spec; of the two copies of a tied embedding, the output is more precise
         target = "model.embed_tokens.weight" if name == "output.weight" and spec.tied else hf_name(name)
-        write = write_permuted(tensor, spec) if is_permuted(name, spec) else write_rows(tensor)
+        permuted = spec.family == "llama" and name.split(".")[-2] in ("attn_q", "attn_k")
+        write = partial(write_permuted, spec) if permuted else write_rows
         try:
-            loader.load(target, tensor.shape.tolist()[::-1], write)
+            loader.load(target, tensor.shape.tolist()[::-1], partial(write, tensor))
         except (NotImplementedError, KeyError) as error:
             raise UserError(f"'{path}': {name} is stored as {tensor.tensor_type.name}, which cannot be read") from error
     return loader.finish()
@@ -206,29 +204,17 @@ def hf_name(name: str) -> str:
     return f"{OUTER.get(part, part)}.{kind}"
 
 
-def is_permuted(name: str, spec: ModelSpec) -> bool:
-    return spec.family == "llama" and name.endswith(("attn_q.weight", "attn_q.bias", "attn_k.weight", "attn_k.bias"))
-
-
-def write_rows(tensor: ReaderTensor) -> Callable[[Tensor], None]:
+def write_rows(tensor: ReaderTensor, target: Tensor) -> None:
     """Dequantise some rows at a time: a large embedding is never in memory twice."""
-
-    def write(target: Tensor) -> None:
-        step = max(1, VALUES_AT_ONCE // max(1, target[0].numel()))
-        for start in range(0, len(target), step):
-            rows = slice(start, start + step)
-            target[rows].copy_(dequantise(tensor, rows))
-
-    return write
+    step = max(1, VALUES_AT_ONCE // max(1, target[0].numel()))
+    for start in range(0, len(target), step):
+        rows = slice(start, start + step)
+        target[rows].copy_(dequantise(tensor, rows))
 
 
-def write_permuted(tensor: ReaderTensor, spec: ModelSpec) -> Callable[[Tensor], None]:
+def write_permuted(spec: ModelSpec, tensor: ReaderTensor, target: Tensor) -> None:
     """Llama files interleave the two halves of each head's rotary pairs; Hugging Face separates the halves."""
     heads = spec.heads if ".attn_q." in tensor.name else spec.kv_heads
-
-    def write(target: Tensor) -> None:
-        interleaved = dequantise(tensor)
-        pairs = interleaved.view(heads, spec.head_dim // 2, 2, *interleaved.shape[1:])
-        target.copy_(pairs.transpose(1, 2).reshape(interleaved.shape))
-
-    return write
+    interleaved = dequantise(tensor)
+    pairs = interleaved.view(heads, spec.head_dim // 2, 2, *interleaved.shape[1:])
+    target.copy_(pairs.transpose(1, 2).reshape(interleaved.shape))

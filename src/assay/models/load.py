@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -94,24 +94,18 @@ def load_safetensors(file: Path, loader: WeightLoader) -> None:
 
     try:
         with safe_open(file, framework="pt", device="cpu") as stored:
+
+            def write(name: str, target: Tensor) -> None:
+                target.copy_(stored.get_tensor(name))
+
             for name in stored.keys():  # noqa: SIM118 (a file, not a dict)
-                shape = stored.get_slice(name).get_shape()
-                loader.load(name, shape, copy_from(partial(stored.get_tensor, name)))
+                loader.load(name, stored.get_slice(name).get_shape(), partial(write, name))
     except (SafetensorError, OSError) as error:
         raise UserError(f"'{file}' is damaged or incomplete ({error}): fetch it again") from error
 
 
 def load_pickled(file: Path, loader: WeightLoader) -> None:
-    for name, tensor in read_pickled(file):
-        loader.load(name, tensor.shape, copy_from(partial(torch.as_tensor, tensor)))
-
-
-def copy_from(read: Callable[[], Tensor]) -> Callable[[Tensor], object]:
-    return lambda target: target.copy_(read())
-
-
-def read_pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Weights of a pytorch_model.bin, read without executing code that it may contain."""
+    """Load a pytorch_model.bin without executing code that it may contain."""
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True)
         plain = isinstance(stored, dict) and all(
@@ -121,7 +115,8 @@ def read_pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
         raise UserError(f"'{file}' is damaged, or holds more than plain weights: fetch safetensors instead") from error
     if not plain:
         raise UserError(f"'{file}' holds more than plain weights: fetch safetensors instead")
-    yield from stored.items()
+    for name, tensor in stored.items():
+        loader.load(name, tensor.shape, methodcaller("copy_", tensor))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -164,20 +159,10 @@ def read_json(file: Path, if_missing: str) -> dict[str, Any]:
     return content
 
 
-def shape(family: str, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> ModelSpec:
+def shape(family: str, hidden: int, heads: int, **sizes: Any) -> ModelSpec:
     """A spec whose vocabulary size and maximum length are set later."""
-    return ModelSpec(
-        family=family,
-        vocab_size=0,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        intermediate=intermediate,
-        max_length=0,
-        qk_norm=FAMILIES[family].qk_norm,
-    )
+    sizes |= {"vocab_size": 0, "max_length": 0, "head_dim": hidden // heads, "qk_norm": FAMILIES[family].qk_norm}
+    return ModelSpec(family=family, hidden=hidden, heads=heads, **sizes)
 
 
 # Comments: number of weights without the embedding, which adds vocabulary x hidden.

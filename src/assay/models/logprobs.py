@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from assay.models.base import PolicyModel
+from assay.models.base import PolicyModel, autocast_dtype
 from assay.models.device import upload, uses_triton
 
 # (slice of the tokens, their log-probabilities, their entropies) -> their part of the loss
@@ -67,25 +67,13 @@ def gradient_of(
     return (grad / temperature).to(logits.dtype)
 
 
-def loss_through_head(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    loss: TokenLoss,
-    logits_at_once: int,
-    dtype: torch.dtype,
-) -> Tensor:
+class _HeadLoss(torch.autograd.Function):
     """The sum of a token-level loss of `targets` [M], predicted from hidden [M, D] by the head's weight [V, D].
 
     The loss of a token must not depend on other slices: each slice is computed forward and backward at once, so that
     its logits are computed only once.
     """
-    size = max(logits_at_once // len(weight), 1)
-    return _HeadLoss.apply(hidden, weight, targets, temperature, loss, size, dtype)
 
-
-class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -190,10 +178,8 @@ def token_loss(
     weight = None if whole else model.head()
     if weight is None or sharded_head(model) is not None or not torch.is_grad_enabled():
         return added + loss(slice(None), *scores(model, before, targets, temperature, logits_at_once))
-    kind = before.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else before.dtype
-    at_a_time = logits_at_once or at_once(before)
-    return added + loss_through_head(before, weight, targets, temperature, loss, at_a_time, dtype)
+    size = max((logits_at_once or at_once(before)) // len(weight), 1)
+    return added + _HeadLoss.apply(before, weight, targets, temperature, loss, size, autocast_dtype(before))
 
 
 def predictors(
@@ -218,10 +204,7 @@ def scores(
     if (head := sharded_head(model)) is not None:
         return head.scores(before, targets, temperature, logits_at_once)
     size = max(logits_at_once // model.vocab_size, 1)
-    if not torch.is_grad_enabled():
-        parts = zip(before.split(size), targets.split(size), strict=True)
-        slices = [scores_of(model.unembed(part), target, temperature)[:2] for part, target in parts]
-        return torch.cat([one[0] for one in slices]), torch.cat([one[1] for one in slices])
+    parts = zip(before.split(size), targets.split(size), strict=True)
 
     def score(part: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = at_least_float32(model.unembed(part)) / temperature
@@ -230,13 +213,12 @@ def scores(
         logs = every.masked_fill(probs == 0, 0.0)  # as in `scores_of`
         return every.gather(-1, target[:, None]).squeeze(-1), -(probs * logs).sum(-1)
 
-    if len(targets) <= size:
+    if not torch.is_grad_enabled():
+        slices = [scores_of(model.unembed(part), target, temperature)[:2] for part, target in parts]
+    elif len(targets) <= size:
         return score(before, targets)
-    # Several slices: each is recomputed in the backward pass, so that only one slice of logits is in memory.
-    slices = [
-        checkpoint(score, part, target, use_reentrant=False)
-        for part, target in zip(before.split(size), targets.split(size), strict=True)
-    ]
+    else:  # slices are recomputed in the backward pass, so that only one slice of logits is in memory
+        slices = [checkpoint(score, part, target, use_reentrant=False) for part, target in parts]
     return torch.cat([one[0] for one in slices]), torch.cat([one[1] for one in slices])
 
 

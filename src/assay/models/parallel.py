@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from assay.mesh import Mesh, copy_to, local_tensor, reduce_from
+from assay.models.base import autocast_dtype
 from assay.models.decoder import Decoder, Norm
 from assay.models.logprobs import at_least_float32, gradient_of
 from assay.models.spec import ModelSpec
@@ -116,8 +117,7 @@ class VocabularyHead(VocabularyPart):
     def scores(self, hidden: Tensor, targets: Tensor, temperature: float, logits_at_once: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [M] of `targets` [M] after `hidden` [M, D], a slice of them at a time."""
         table = local_tensor(self.weight)
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        dtype = autocast_dtype(hidden)
         size = max(logits_at_once // self.most, 1)  # the same on all ranks
         hidden = copy_to(hidden, self.group)
         return _Scores.apply(hidden, table, targets, self.first, temperature, size, dtype, self.group)
@@ -265,14 +265,12 @@ def shard_decoder(decoder: Decoder, mesh: Mesh) -> None:
     table = split(decoder.model.embed_tokens.weight, mesh, 0)
     head = table if decoder.spec.tied else split(decoder.lm_head.weight, mesh, 0)
     assert mesh.tp_group is not None
-    setattr(decoder.model, "embed_tokens", VocabularyEmbedding(table, mesh.tp_rank, mesh.tp_group))  # noqa: B010
-    setattr(decoder, "lm_head", VocabularyHead(head, mesh.tp_rank, mesh.tp_group))  # noqa: B010
+    decoder.set_submodule("model.embed_tokens", VocabularyEmbedding(table, mesh.tp_rank, mesh.tp_group))
+    decoder.set_submodule("lm_head", VocabularyHead(head, mesh.tp_rank, mesh.tp_group))
 
 
 def swap(module: nn.Module, name: str, kind: type[Part], mesh: Mesh) -> None:
-    owner, _, last = name.rpartition(".")
-    parent = module.get_submodule(owner)
-    setattr(parent, last, kind(getattr(parent, last), name, mesh))
+    module.set_submodule(name, kind(module.get_submodule(name), name, mesh))  # type: ignore[arg-type]
 
 
 def split(weight: Tensor, mesh: Mesh, dim: int | None) -> nn.Parameter:

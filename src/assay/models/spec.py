@@ -27,7 +27,16 @@ FAMILIES = {  # by `model_type`
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, out_bias=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
 }
-REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+SIZES = {  # field of `ModelSpec` -> key of a Hugging Face config
+    "vocab_size": "vocab_size",
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate": "intermediate_size",
+    "max_length": "max_position_embeddings",
+}
 MAX_SIZE = 1 << 30  # of vocabulary, hidden size, context length or number of layers
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -87,21 +96,17 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
         return None
     needed = {"default": (), "linear": ("factor",), "llama3": LLAMA3_SCALING}[kind]
     absent = [f"rope_parameters.{key}" for key in needed if key not in scaling]
-    absent += [key for key in REQUIRED if config.get(key) is None]
+    optional = ("kv_heads", "head_dim", "max_length")
+    absent += [key for field, key in SIZES.items() if field not in optional and config.get(key) is None]
     if absent:
         raise UserError(f"config.json of this {name} model lacks {', '.join(absent)}: fetch the model again")
     heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
+    defaults = dict(zip(optional, (heads, family.head_dim or max(hidden // heads, 1), 2048), strict=True))
+    sizes: dict[str, Any] = {field: size_of(config, key, defaults.get(field)) for field, key in SIZES.items()}
     bias = bool(config.get("attention_bias", False))
     return ModelSpec(
         family=name,
-        vocab_size=size_of(config, "vocab_size"),
-        hidden=hidden,
-        layers=size_of(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=size_of(config, "num_key_value_heads", heads),
-        head_dim=size_of(config, "head_dim", family.head_dim or max(hidden // heads, 1)),
-        intermediate=size_of(config, "intermediate_size"),
-        max_length=size_of(config, "max_position_embeddings", 2048),
+        **sizes,
         rope_theta=positive("rope_theta", theta),
         rope_scaling=()
         if kind == "default"
@@ -146,14 +151,7 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
     return {
         "architectures": [family.architecture],
         "model_type": spec.family,
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate_size": spec.intermediate,
-        "max_position_embeddings": spec.max_length,
+        **{key: getattr(spec, field) for field, key in SIZES.items()},
         # transformers 5 reads `rope_parameters`; version 4 and most other tools read the other two.
         "rope_parameters": {**rope, "rope_theta": spec.rope_theta},
         "rope_theta": spec.rope_theta,
