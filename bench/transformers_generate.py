@@ -21,7 +21,7 @@ import torch
 from assay.bench.engine import EngineBenchmark, Options, settings_of, timed
 from assay.bench.results import summarize
 from assay.bench.workload import Workload, command_options
-from assay.cli.bench import add_engine_arguments, describe_engine, engine_work, from_args, print_engine_rows, run_jobs
+from assay.cli.bench import add_engine_arguments, describe_engine, engine_work, print_engine_rows, run_jobs
 from assay.cli.main import main, run_command
 from assay.engine import Request, SamplingParams
 from assay.models.base import PolicyModel
@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.table or args.startup or args.first_token or args.peer_rows:
         raise UserError("--table, --startup and --peer-rows are options of assay bench engine: leave them out")
-    work, options = engine_work(args), from_args(Options, args)
+    work, options = engine_work(args), Options(**Options.given(args))
     words = [*PROGRAM.split(), *command_options(work), *command_options(options)]
     jobs = [(describe_engine(work), partial(measure_both, work, options))]
     print_engine_rows(run_jobs(args, jobs, words, "--max-batch, --samples or --new"))

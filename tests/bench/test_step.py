@@ -197,7 +197,7 @@ def test_ids_of_the_training_table() -> None:
     [
         ({"shape": "7b"}, "known: 0.5b"),
         ({"sequences": 0}, "--sequences must be at least 1"),
-        ({"tokens": 1}, "--tokens at least 2"),
+        ({"tokens": 1}, "--tokens must be at least 2"),
         ({"tokens": 40_000}, "exceeds the maximum length of tiny, 32768"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from assay.bench.workload import SHAPES, TABLE, Workload, command_options, label, random_model
+from assay.bench.workload import SHAPES, TABLE, Workload, command_options, random_model
 from assay.types import UserError
 
 
@@ -94,8 +94,9 @@ def test_ids_distinguish_workloads_of_engines(tmp_path) -> None:
     assert len(set(ids)) == len(ids)
     assert dataclasses.replace(TABLE[0], top_p=0.9).id == "gen-0.5b-16x64x256-top_p0.9"
     (tmp_path / "SmolLM2-135M").mkdir()
-    assert label("0.5b", f"{tmp_path}/SmolLM2-135M/") == "smollm2-135m"
-    assert label("0.5b", "some/Model-1.5B.gguf") == "model-1.5b" and label("0.5b", "org/Name-0.5B") == "name-0.5b"
+    assert Workload(model=f"{tmp_path}/SmolLM2-135M/").label == "smollm2-135m"
+    assert Workload(model="some/Model-1.5B.gguf").label == "model-1.5b"
+    assert Workload(model="org/Name-0.5B").label == "name-0.5b"
 
 
 def test_command_options_leave_out_defaults() -> None:

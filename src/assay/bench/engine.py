@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from assay.bench.results import summarize
-from assay.bench.workload import Workload, command_options, float32_model
+from assay.bench.workload import Measurement, Workload, command_options, option
 from assay.engine import Engine, Failed, Request, generate, make_engine
 from assay.models.base import PolicyModel
 from assay.models.device import pick_device, pick_dtype
@@ -35,18 +35,12 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Measurement):
     """How the engine is measured."""
 
-    device: str = "auto"
-    dtype: str = "auto"
-    repeat: int = 3  # timed runs after the warm-up run
-    mismatch: bool = True
-    parts: bool = False
-
-    def __post_init__(self) -> None:
-        if self.repeat < 1:
-            raise UserError(f"--repeat must be at least 1, not {self.repeat}")
+    repeat: int = option(3, "timed runs after a warm-up run", minimum=1)
+    mismatch: bool = option(True, "compare log-probabilities with the trainer's")
+    parts: bool = option(False, "kernel times of a decode step by category (CUDA only)")
 
 
 class EngineBenchmark:
@@ -94,14 +88,14 @@ def measure(work: Workload, options: Options) -> list[dict[str, Any]]:
     bench = EngineBenchmark(work, options)
     for _ in range(1 + options.repeat):
         bench.run()
-    return [bench.row(["assay", "bench", "engine", *command_options(work), *command_options(options)])]
+    return [bench.row(["assay", "bench", "engine", *command_options(work, options)])]
 
 
 def build(work: Workload, options: Options) -> tuple[PolicyModel, Engine, torch.device, torch.dtype]:
     """Return the model in float32, an engine with a copy of its weights, and the engine's device and dtype."""
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
-    model = float32_model(work.shape, work.model, device, work.seed)
+    model = work.float32_model(device, work.seed)
     work.check_length(model)
     engine = make_engine("auto", model, device=device, dtype=dtype, max_batch=work.batch, max_length=work.max_length)
     return model, engine, device, dtype
@@ -309,7 +303,7 @@ def print_first_token(work: Workload, options: Options) -> None:
 
 def measure_startup(work: Workload, options: Options) -> list[dict[str, Any]]:
     """Start a process twice with one cache of compiled kernels, which is empty at first."""
-    words = ["bench", "engine", *command_options(work), *command_options(options)]
+    words = ["bench", "engine", *command_options(work, options)]
     with tempfile.TemporaryDirectory(prefix="assay-startup-") as folder:
         caches = {name: str(Path(folder) / name.lower()) for name in CACHES}
         cold, warm = (seconds_to_first_token([*words, "--first-token"], caches) for _ in range(2))

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from assay.bench.engine import device_settings, now, row_id
 from assay.bench.results import summarize
-from assay.bench.workload import SHAPES, command_options, random_model
+from assay.bench.workload import SHAPES, CommandOptions, Measurement, command_options, option, random_model
 from assay.engine import EngineInfo, Event, SamplingParams, make_engine
 from assay.envs import Env
 from assay.models import PolicyModel, build_preset
@@ -64,45 +64,34 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Episodes:
+class Episodes(CommandOptions):
     """The episodes that are played."""
 
-    shape: str = NANO
-    episodes: int = 2048
-    samples: int = 8  # episodes per seed
-    step_tokens: int = 64  # maximum per action
-    max_batch: int = 256  # running episodes
-    seed: int = 0
+    shape: str = option(NANO, "nano, or 0.5b, 1.5b... with one token per letter")
+    episodes: int = option(2048, "number of episodes", minimum=1)
+    samples: int = option(8, "episodes per environment seed", minimum=1)
+    step_tokens: int = option(64, "maximum tokens per action", minimum=1)
+    max_batch: int = option(256, "running episodes at most", minimum=1)
+    seed: int = option(0, "seed of sampling")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.shape not in (known := (NANO, *SHAPES)):
             raise unknown_name("shape", self.shape, known)
-        for name in ("episodes", "samples", "step_tokens", "max_batch"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         if self.episodes % self.samples:
             raise UserError(f"--episodes {self.episodes} must be a multiple of --samples {self.samples}")
 
     @property
     def id(self) -> str:
-        names = ("samples", "step_tokens", "max_batch")
-        standard = {field.name: field.default for field in fields(self)}
-        others = [f"-{name}{value}" for name in names if (value := getattr(self, name)) != standard[name]]
         shape = "" if self.shape == NANO else f"{self.shape}-"
-        return f"episodes-{shape}{self.episodes}{''.join(others)}"
+        return f"episodes-{shape}{self.episodes}{self.id_of(('samples', 'step_tokens', 'max_batch'))}"
 
 
 @dataclass(frozen=True)
-class EpisodeOptions:
+class EpisodeOptions(Measurement):
     """How episodes are measured."""
 
-    device: str = "auto"
-    dtype: str = "auto"
-    repeat: int = 1  # timed runs of each mode after the warm-up run
-
-    def __post_init__(self) -> None:
-        if self.repeat < 1:
-            raise UserError(f"--repeat must be at least 1, not {self.repeat}")
+    repeat: int = option(1, "timed runs of each mode after a warm-up run", minimum=1)
 
 
 def measure_episodes(work: Episodes, options: EpisodeOptions) -> list[dict[str, Any]]:
@@ -129,7 +118,7 @@ def measure_episodes(work: Episodes, options: EpisodeOptions) -> list[dict[str, 
         one.token_ids == other.token_ids for one, other in zip(*rollouts.values(), strict=True)
     )
     settings = {**asdict(work), **device_settings(device, dtype), "repeat": options.repeat}
-    words = ["assay", "bench", "episodes", *command_options(work), *command_options(options)]
+    words = ["assay", "bench", "episodes", *command_options(work, options)]
     return [
         {
             "id": f"{row_id(work.id, options.device, options.dtype)}-{mode}",

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from assay.bench import judge_by_hash
 from assay.bench.engine import device_settings, dtype_name, free_memory, now, row_id, split_by_tokens, trainer_logprobs
 from assay.bench.results import summarize
-from assay.bench.workload import SHAPES, Workload, command_options, float32_model, label
+from assay.bench.workload import Measurement, ModelOptions, Workload, command_options, option
 from assay.config import TrainConfig
 from assay.engine import Engine
 from assay.models.base import PolicyModel
@@ -47,18 +47,15 @@ SEPARATE_OPTIONS = ("temperature", "dtype")  # fields of the updater that are op
 
 
 @dataclass(frozen=True)
-class StepOptions:
-    """How a step, or training alone, is measured."""
+class StepOptions(Measurement):
+    """How a step, or training alone, is measured. Master weights are float32 with every `dtype`."""
 
-    device: str = "auto"
-    dtype: str = "auto"  # of the engine, and of the computation in training; master weights are float32
-    steps: int = 3  # timed steps after the warm-up step
-    kl: float = 0.0  # KL coefficient; above 0 there is a reference model
+    steps: int = option(3, "timed steps after a warm-up step", minimum=1)
+    kl: float = option(0.0, "KL coefficient; above 0: with a reference model", metavar="COEF")
     set: tuple[str, ...] = ()  # NAME=VALUE, each a setting of the updater
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UserError(f"--steps must be at least 1, not {self.steps}")
+        super().__post_init__()
         if not 0 <= self.kl < float("inf"):
             raise UserError(f"--kl must be 0 (no reference) or more, not {self.kl}")
         parse_settings(self.set)
@@ -205,7 +202,7 @@ def step_benchmark(work: Workload, options: StepOptions) -> Iterator[StepBenchma
         raise UserError(f"--temperature must be above 0 in training, not {work.temperature:g}")
     device = pick_device(options.device)
     free_memory(device)
-    policy = float32_model(work.shape, work.model, device, work.seed)
+    policy = work.float32_model(device, work.seed)
     work.check_length(policy)
     cfg = make_config(options, work.samples, work.new, work.temperature)
     cfg.engine.max_batch, cfg.train.prompts, cfg.seed = work.batch, work.prompts, work.seed
@@ -269,28 +266,16 @@ def measure_step(work: Workload, options: StepOptions) -> list[dict[str, Any]]:
     with step_benchmark(work, options) as bench:
         for _ in range(1 + options.steps):
             bench.step()
-        return [bench.row(["assay", "bench", "step", *command_options(work), *command_options(options)])]
+        return [bench.row(["assay", "bench", "step", *command_options(work, options)])]
 
 
 @dataclass(frozen=True)
-class Sequences:
+class Sequences(ModelOptions):
     """Sequences for training alone. All their tokens are trained except the first, which has no context."""
 
-    shape: str = "0.5b"
-    model: str | None = None  # a folder, GGUF or hub id in place of the shape
-    sequences: int = 16
-    tokens: int = 1024  # per sequence
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.shape not in SHAPES:
-            raise unknown_name("shape", self.shape, SHAPES)
-        if self.sequences < 1 or self.tokens < 2:
-            raise UserError("--sequences must be at least 1, and --tokens at least 2")
-
-    @property
-    def label(self) -> str:
-        return label(self.shape, self.model)
+    sequences: int = option(16, "sequences of --train-only", minimum=1)
+    tokens: int = option(1024, "tokens per sequence of --train-only", minimum=2)
+    seed: int = option(0, "seed of weights and tokens")
 
     @property
     def id(self) -> str:
@@ -312,7 +297,7 @@ class Sequences:
 def measure_training(work: Sequences, options: StepOptions) -> list[dict[str, Any]]:
     device = pick_device(options.device)
     free_memory(device)
-    policy = float32_model(work.shape, work.model, device, work.seed)
+    policy = work.float32_model(device, work.seed)
     if work.tokens > policy.max_length:
         raise UserError(f"--tokens {work.tokens} exceeds the maximum length of {work.label}, {policy.max_length}")
     cfg = make_config(options)
@@ -324,18 +309,15 @@ def measure_training(work: Sequences, options: StepOptions) -> list[dict[str, An
         metrics = learner.update([group], state)
         speeds.append(work.sequences * work.tokens / (now(device) - start))
         assert not metrics["optim/skipped"], "an update was skipped"
-    words = ["assay", "bench", "step", "--train-only", *command_options(work), *command_options(options)]
+    words = ["assay", "bench", "step", "--train-only", *command_options(work, options)]
     row = {
         "id": step_row_id(work.id, options),
         "system": "assay",
         **summarize("tokens_per_s", "first_run_tokens_per_s", speeds, digits=1),
         **peak_memory(device),
         "trained_tokens": work.sequences * (work.tokens - 1),
+        **asdict(work),
         "shape": None if work.model else work.shape,
-        "model": work.model,
-        "sequences": work.sequences,
-        "tokens": work.tokens,
-        "seed": work.seed,
         **settings_of(cfg, options, learner.updater),
         "command": shlex.join(words),
     }

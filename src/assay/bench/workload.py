@@ -1,10 +1,15 @@
-"""Workloads of the benchmarks: a model (a known shape with random weights, or one that is loaded) and requests."""
+"""Workloads of the benchmarks: a model (a known shape with random weights, or one that is loaded) and requests.
+
+Workloads and measurement settings are dataclasses whose fields are also the options of the command line.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,13 +49,6 @@ SHAPES: dict[str, ModelSpec] = {
 }
 
 
-def float32_model(shape: str, source: str | None, device: torch.device, seed: int) -> PolicyModel:
-    """The policy as the trainer holds it; the engine copies its weights in its own dtype."""
-    if source is not None:
-        return load_model(source, device=device, dtype=torch.float32)
-    return random_model(SHAPES[shape], device, seed)
-
-
 @torch.no_grad()
 def random_model(spec: ModelSpec, device: torch.device, seed: int) -> Decoder:
     """Norm weights are 1, all others normal with standard deviation 0.02, sampled on the device."""
@@ -66,12 +64,83 @@ def random_model(spec: ModelSpec, device: torch.device, seed: int) -> Decoder:
     return model
 
 
-def label(shape: str, source: str | None) -> str:
-    """The model's name in row ids."""
-    if source is None:
-        return shape
-    path = Path(source)
-    return (path.stem if path.suffix == ".gguf" else path.resolve().name if path.exists() else path.name).lower()
+def option(default: Any, text: str, *, minimum: int | None = None, **argparse_options: Any) -> Any:
+    """A field of `CommandOptions`: an option of the command line. Its default is added to the help text."""
+    shown = default
+    if isinstance(default, bool):
+        argparse_options["action"], shown = argparse.BooleanOptionalAction, "on" if default else "off"
+    elif default is not None:
+        argparse_options["type"] = type(default)
+    argparse_options["help"] = text if default is None or text.endswith("]") else f"{text} [{shown}]"
+    return field(default=default, metadata={"minimum": minimum, "argparse": argparse_options})
+
+
+@dataclass(frozen=True)
+class CommandOptions:
+    """Settings that are options of the command line; those that are not given have no attribute in its namespace."""
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value, minimum = getattr(self, setting.name), setting.metadata.get("minimum")
+            if minimum is not None and value is not None and value < minimum:
+                raise UserError(f"{option_name(setting.name)} must be at least {minimum}, not {value}")
+
+    @classmethod
+    def add_to(cls, group: argparse._ActionsContainer, *names: str) -> None:
+        """Add the options of these fields; without names, of all."""
+        for setting in fields(cls):
+            if setting.metadata and (not names or setting.name in names):
+                settings = setting.metadata["argparse"]
+                group.add_argument(option_name(setting.name), default=argparse.SUPPRESS, **settings)
+
+    @classmethod
+    def given(cls, args: argparse.Namespace) -> dict[str, Any]:
+        """The fields that were given on the command line."""
+        return {setting.name: getattr(args, setting.name) for setting in fields(cls) if hasattr(args, setting.name)}
+
+    def id_of(self, names: Iterable[str], **standard: Any) -> str:
+        """The named fields that differ from their default, or from the `standard` value, for row ids."""
+        standard = {setting.name: setting.default for setting in fields(self)} | standard
+        return "".join(f"-{name}{value}" for name in names if (value := getattr(self, name)) != standard[name])
+
+
+def option_name(field_name: str) -> str:
+    return f"--{field_name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class Measurement(CommandOptions):
+    """Where something is measured."""
+
+    device: str = option("auto", "auto, cuda, cuda:N, mps or cpu")
+    dtype: str = option("auto", "auto, float32 or bfloat16")
+
+
+@dataclass(frozen=True)
+class ModelOptions(CommandOptions):
+    """A model with random weights, or one that is loaded."""
+
+    shape: str = option("0.5b", "0.5b, 1.5b, tiny-llama or tiny, with random weights")
+    model: str | None = option(None, "load a model instead: folder, .gguf or hub id", metavar="SOURCE")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shape not in SHAPES:
+            raise unknown_name("shape", self.shape, SHAPES)
+
+    @property
+    def label(self) -> str:
+        """The model's name in row ids."""
+        if self.model is None:
+            return self.shape
+        path = Path(self.model)
+        return (path.stem if path.suffix == ".gguf" else path.resolve().name if path.exists() else path.name).lower()
+
+    def float32_model(self, device: torch.device, seed: int) -> PolicyModel:
+        """The policy as the trainer holds it; the engine copies its weights in its own dtype."""
+        if self.model is not None:
+            return load_model(self.model, device=device, dtype=torch.float32)
+        return random_model(SHAPES[self.shape], device, seed)
 
 
 FIXED, LONGTAIL = "fixed", "longtail"
@@ -80,36 +149,33 @@ STANDARD = {FIXED: {"prompts": 16, "new": 256}, LONGTAIL: {"prompts": 64, "new":
 # Lengths of the long tail: log-normal with the median at this fraction of the maximum, clipped to 1 and the maximum.
 # With a maximum of 1,024 the median is 118, the mean about 200; 10 % exceed 480 and 2.5 % reach the maximum.
 MEDIAN_FRACTION, SIGMA = 0.115, 1.1
+LENGTHS_HELP = (
+    f"longtail: each request has one sample, with a length from a log-normal distribution (sigma {SIGMA}, median "
+    f"{MEDIAN_FRACTION} of --new, clipped at --new: for 1024 the mean is about 200)"
+)
 ROUND_TO = 64  # the engine's maximum length is a multiple of this
 NAMED = ("prompt_tokens", "temperature", "top_p", "top_k", "min_p", "max_batch")  # in a row's id if not the default
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(ModelOptions):
     """Requests for one model: `prompts` x `samples` of one length, or `requests` with a long tail of lengths."""
 
-    shape: str = "0.5b"
-    model: str | None = None  # a folder, GGUF or hub id in place of the shape
-    prompts: int = 16  # distinct prompts
-    samples: int = 64  # per prompt, if lengths are fixed
-    prompt_tokens: int = 128
-    new: int = 256  # tokens per sequence; with a long tail the maximum
-    lengths: str = FIXED
-    requests: int = 4096  # with a long tail: one sample each, cycling through the prompts
-    max_batch: int | None = None
-    seed: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    prompts: int = option(16, "distinct prompts [16; longtail: 64]", minimum=1)
+    samples: int = option(64, "samples per prompt", minimum=1)
+    prompt_tokens: int = option(128, "tokens per prompt", minimum=1)
+    new: int = option(256, "new tokens per sequence [256]; longtail: the maximum [1024]", minimum=1)
+    lengths: str = option(FIXED, LENGTHS_HELP, choices=(FIXED, LONGTAIL))
+    requests: int = option(4096, "longtail only: requests of one sample, cycling through the prompts", minimum=1)
+    max_batch: int | None = option(None, "running sequences at most [all; longtail: 1024]", minimum=1, type=int)
+    seed: int = option(0, "seed of weights, prompts, lengths and sampling")
+    temperature: float = option(1.0, "0 is greedy")
+    top_p: float = option(1.0, "1 is off")
+    top_k: int = option(0, "0 is off")
+    min_p: float = option(0.0, "0 is off")
 
     def __post_init__(self) -> None:
-        if self.shape not in SHAPES:
-            raise unknown_name("shape", self.shape, SHAPES)
-        for name in ("prompts", "samples", "prompt_tokens", "new", "requests", "max_batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        super().__post_init__()
         if self.is_longtail and self.prompts > self.requests:
             raise UserError(f"--prompts {self.prompts} must not be above --requests {self.requests}")
 
@@ -145,24 +211,15 @@ class Workload:
         return sum(self.new_tokens) / self.sequences
 
     @property
-    def label(self) -> str:
-        return label(self.shape, self.model)
-
-    @property
     def id(self) -> str:
         """A unique name: results of one workload never replace those of another."""
-        standard: dict[str, Any] = {field.name: field.default for field in fields(self)}
-        names = list(NAMED)
         if not self.is_longtail:
             kind = f"{self.prompts}x{self.samples}x{self.new}"
             kind = "one-sequence" if kind == "1x1x512" else kind
-        else:
-            standard |= STANDARD[LONGTAIL]
-            distinct = self.prompts == self.requests
-            kind = "longtail-distinct" if distinct else "longtail"
-            names += ["requests", "new"] if distinct else ["prompts", "requests", "new"]
-        others = [f"-{name}{value}" for name in names if (value := getattr(self, name)) != standard[name]]
-        return f"gen-{self.label}-{kind}{''.join(others)}"
+            return f"gen-{self.label}-{kind}{self.id_of(NAMED)}"
+        distinct = self.prompts == self.requests
+        kind, names = ("longtail-distinct", ()) if distinct else ("longtail", ("prompts",))
+        return f"gen-{self.label}-{kind}{self.id_of((*NAMED, *names, 'requests', 'new'), **STANDARD[LONGTAIL])}"
 
     def settings(self) -> dict[str, Any]:
         """All fields, with defaults resolved, for a row of results."""
@@ -211,19 +268,16 @@ TABLE = (
 STARTUP = Workload()  # its start-up time is part of the table
 
 
-def command_options(settings: Any) -> list[str]:
-    """The command-line options of this dataclass; default values are left out."""
+def command_options(*groups: CommandOptions) -> list[str]:
+    """The options of the command line that give these settings; default values are left out."""
     words: list[str] = []
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        assert field.default is not MISSING, field.name
-        if value == field.default:
+    for setting, value in ((s, getattr(group, s.name)) for group in groups for s in fields(group)):
+        name = option_name(setting.name)
+        if value == setting.default:
             continue
-        option = field.name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
-        elif isinstance(value, tuple):
-            words += [word for item in value for word in (f"--{option}", item)]
+            words.append(name if value else name.replace("--", "--no-", 1))
         else:
-            words += [f"--{option}", str(value)]
+            values = value if isinstance(value, tuple) else (value,)
+            words += [word for item in values for word in (name, str(item))]
     return words

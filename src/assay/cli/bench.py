@@ -12,22 +12,33 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from assay.bench import step, workload
+from assay.bench.engine import Options, measure, measure_startup, print_first_token
+from assay.bench.episodes import EpisodeOptions, Episodes, measure_episodes
+from assay.bench.results import (
+    describe_machine,
+    describe_versions,
+    earlier_rows,
+    peer_rows,
+    peer_steps,
+    save,
+    with_ratios,
+)
+from assay.bench.step import Sequences, StepOptions
+from assay.bench.workload import Workload, command_options, option_name
+from assay.models.device import pick_device
 from assay.runs.console import Console
 from assay.types import UserError
-
-if TYPE_CHECKING:
-    from assay.bench.engine import Options
-    from assay.bench.step import Sequences, StepOptions
-    from assay.bench.workload import Workload
 
 HELP = "Measure generation, training and episodes on this machine, with random weights or a given model."
 ENGINE_HELP = "measure generation: tokens per second, memory, start-up time, agreement with the trainer"
 STEP_HELP = "measure training: seconds per GRPO step by parts, memory, tokens per second"
 EPISODES_HELP = "measure episodes: engine steps when each continues at its own pace, and when all wait for each other"
-STEP_DEFAULTS = {"prompts": 16, "samples": 64, "prompt_tokens": 128, "new": 256, "temperature": 1.0}
-TRAINING_DEFAULTS = {"sequences": 16, "tokens": 1024}
+MODEL = ("shape", "model")  # of which only one can be given
 
 Rows = list[dict[str, Any]]
 Job = tuple[str, Callable[[], Rows]]  # what to print, and what to measure then
@@ -52,37 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     add_model(group)
-    group.add_argument("--prompts", type=int, help="distinct prompts [16; longtail: 64]")
-    group.add_argument("--samples", type=int, default=64, help="samples per prompt [64]")
-    group.add_argument("--prompt-tokens", type=int, default=128, help="tokens per prompt [128]")
-    group.add_argument("--new", type=int, help="new tokens per sequence [256]; longtail: the maximum [1024]")
-    group.add_argument(
-        "--lengths",
-        choices=("fixed", "longtail"),
-        default="fixed",
-        help="longtail: each request has one sample, with a length from a log-normal distribution "
-        "(sigma 1.1, median 0.115 of --new, clipped at --new: for 1024 the mean is about 200) [fixed]",
-    )
-    group.add_argument(
-        "--requests", type=int, default=4096, help="longtail only: requests, cycling through the prompts"
-    )
-    group.add_argument("--max-batch", type=int, help="running sequences at most [all; longtail: 1024]")
-    group.add_argument("--seed", type=int, default=0, help="seed of weights, prompts, lengths and sampling [0]")
-    group.add_argument("--temperature", type=float, default=1.0, help="[1]; 0 is greedy")
-    group.add_argument("--top-p", type=float, default=1.0, help="[1: off]")
-    group.add_argument("--top-k", type=int, default=0, help="[0: off]")
-    group.add_argument("--min-p", type=float, default=0.0, help="[0: off]")
+    Workload.add_to(group, *(field.name for field in fields(Workload) if field.name not in MODEL))
     group = parser.add_argument_group("measurement")
-    add_device(group)
-    group.add_argument("--repeat", type=int, default=3, help="timed runs after a warm-up run [3]")
+    Options.add_to(group)
     group.add_argument("--compare", action=Moved, const="bench/transformers_generate.py", help=argparse.SUPPRESS)
-    group.add_argument("--parts", action="store_true", help="kernel times of a decode step by category (CUDA only)")
-    group.add_argument(
-        "--mismatch",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compare log-probabilities with the trainer's [on]",
-    )
     which = group.add_mutually_exclusive_group()
     which.add_argument("--startup", action="store_true", help="measure seconds from process start to the first token")
     which.add_argument("--table", action="store_true", help="measure the standard workloads and start-up, one by one")
@@ -93,19 +77,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("work per step")
     add_model(group)
-    group.add_argument("--prompts", type=int, help="[16]")
-    group.add_argument("--samples", type=int, help="samples per prompt [64]")
-    group.add_argument("--prompt-tokens", type=int, help="tokens per prompt [128]")
-    group.add_argument("--new", type=int, help="new tokens per sample [256]")
-    group.add_argument("--temperature", type=float, help="[1]")
-    group.add_argument("--seed", type=int, default=0, help="seed of weights, prompts and sampling [0]")
+    Workload.add_to(group, "prompts", "samples", "prompt_tokens", "new", "temperature", "seed")
     group.add_argument("--train-only", action="store_true", help="no generation: train on random sequences, packed")
-    group.add_argument("--sequences", type=int, help="sequences of --train-only [16]")
-    group.add_argument("--tokens", type=int, help="tokens per sequence of --train-only [1024]")
+    Sequences.add_to(group, "sequences", "tokens")
     group = parser.add_argument_group("measurement")
-    add_device(group)
-    group.add_argument("--steps", type=int, default=3, help="timed steps after a warm-up step [3]")
-    group.add_argument("--kl", type=float, default=0.0, metavar="COEF", help="above 0: with a reference model [0]")
+    StepOptions.add_to(group)
     group.add_argument("--peer", action=Moved, const="bench/trl_step.py", help=argparse.SUPPRESS)
     group.add_argument(
         "--set",
@@ -119,28 +95,13 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_episodes_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("workload: episodes of one to eight actions by a random policy")
-    group.add_argument("--shape", default="nano", help="nano, or 0.5b, 1.5b... with one token per letter [nano]")
-    group.add_argument("--episodes", type=int, default=2048, help="[2048]")
-    group.add_argument("--samples", type=int, default=8, help="episodes per environment seed [8]")
-    group.add_argument("--step-tokens", type=int, default=64, help="maximum tokens per action [64]")
-    group.add_argument("--max-batch", type=int, default=256, help="running episodes at most [256]")
-    group.add_argument("--seed", type=int, default=0, help="seed of sampling [0]")
-    group = parser.add_argument_group("measurement")
-    add_device(group)
-    group.add_argument("--repeat", type=int, default=1, help="timed runs of each mode after a warm-up run [1]")
+    Episodes.add_to(parser.add_argument_group("workload: episodes of one to eight actions by a random policy"))
+    EpisodeOptions.add_to(parser.add_argument_group("measurement"))
     add_output(parser)
 
 
 def add_model(group: argparse._ArgumentGroup) -> None:
-    model = group.add_mutually_exclusive_group()
-    model.add_argument("--shape", default="0.5b", help="0.5b, 1.5b, tiny-llama or tiny, with random weights [0.5b]")
-    model.add_argument("--model", metavar="SOURCE", help="load a model instead: folder, .gguf or hub id")
-
-
-def add_device(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--device", default="auto", help="auto, cuda, cuda:N, mps or cpu [auto]")
-    group.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
+    Workload.add_to(group.add_mutually_exclusive_group(), *MODEL)
 
 
 def add_output(parser: argparse.ArgumentParser, peers: str = "") -> argparse._ArgumentGroup:
@@ -158,12 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_engine(args: argparse.Namespace) -> int:
-    from assay.bench.engine import Options, print_first_token
-    from assay.bench.results import peer_rows
-    from assay.bench.workload import command_options
-    from assay.models.device import pick_device
-
-    work, options = engine_work(args), from_args(Options, args)
+    work, options = engine_work(args), Options(**Options.given(args))
     if args.first_token:
         print_first_token(work, options)
         return 0
@@ -176,27 +132,15 @@ def run_engine(args: argparse.Namespace) -> int:
     return 0
 
 
-def from_args(kind: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """A dataclass with the options of the same names."""
-    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})  # type: ignore[arg-type]
-
-
 def engine_work(args: argparse.Namespace) -> Workload:
-    from assay.bench.workload import STANDARD, Workload, command_options
-
-    for name, default in STANDARD[args.lengths].items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
-    work = from_args(Workload, args)
-    if getattr(args, "table", False) and (words := command_options(work)):
+    given = Workload.given(args)
+    work = Workload(**(workload.STANDARD[given.get("lengths", workload.FIXED)] | given))
+    if args.table and (words := command_options(work)):
         raise UserError(f"--table has its own workloads: leave out {' '.join(words)}")
     return work
 
 
 def engine_jobs(args: argparse.Namespace, work: Workload, options: Options) -> list[Job]:
-    from assay.bench import workload
-    from assay.bench.engine import measure, measure_startup
-
     speeds = workload.TABLE if args.table else () if args.startup else (work,)
     starts = (workload.STARTUP,) if args.table else (work,) if args.startup else ()
     jobs: list[Job] = [(describe_engine(what), partial(measure, what, options)) for what in speeds]
@@ -212,9 +156,6 @@ def describe_engine(work: Workload) -> str:
 
 
 def run_step(args: argparse.Namespace) -> int:
-    from assay.bench.results import peer_steps
-    from assay.bench.workload import command_options
-
     work, options = step_work(args), step_options(args)
     peers = [] if args.peer_rows is None else peer_steps(args.peer_rows)
     words = ["--table"] if args.table else ["--train-only"] * args.train_only + command_options(work)
@@ -228,44 +169,31 @@ STEP_MEMORY = "--set token_budget=..., --samples or --new"  # options that reduc
 
 def step_words(args: argparse.Namespace, options: Sequence[StepOptions]) -> list[str]:
     """Options of the measurement, with --set as it was given."""
-    from assay.bench.workload import command_options
-
     return command_options(replace(options[0], set=())) + [word for text in args.set for word in ("--set", text)]
 
 
 def step_work(args: argparse.Namespace) -> Workload | Sequences:
     """Options that are only for the other kind of work are errors."""
-    from assay.bench.step import Sequences
-    from assay.bench.workload import Workload
-
-    own, others = (TRAINING_DEFAULTS, STEP_DEFAULTS) if args.train_only else (STEP_DEFAULTS, TRAINING_DEFAULTS)
-    shared = {name: getattr(args, name) for name in ("shape", "model", "seed")}
-    chosen = {name: getattr(args, name) for name in (*own, *others) if getattr(args, name) is not None}
-    wrong = [f"--{name.replace('_', '-')}" for name in chosen if name in others]
-    if args.table and (chosen or args.train_only or shared != {"shape": "0.5b", "model": None, "seed": 0}):
+    kind, other = (Sequences, Workload) if args.train_only else (Workload, Sequences)
+    given = kind.given(args)
+    if args.table and (args.train_only or kind(**given) != Workload()):
         raise UserError("--table has its own workloads: leave out --train-only, the model and all sizes")
-    if wrong:
-        raise UserError(f"{wrong[0]} is {'not for' if args.train_only else 'only for'} --train-only: leave it out")
-    if args.train_only and args.kl:
+    if wrong := [name for name in other.given(args) if name not in given]:
+        use = "not for" if args.train_only else "only for"
+        raise UserError(f"{option_name(wrong[0])} is {use} --train-only: leave it out")
+    if args.train_only and getattr(args, "kl", 0.0):
         raise UserError("--kl is not for --train-only: leave it out")
-    values: dict[str, Any] = shared | own | chosen
-    return Sequences(**values) if args.train_only else Workload(**values)
+    return kind(**given)
 
 
 def step_options(args: argparse.Namespace) -> list[StepOptions]:
     """One for each combination of the values of --set."""
-    from assay.bench.step import StepOptions
-
     settings = [text.partition("=") for text in args.set]
     choices = [[f"{name}={value}" for value in values.split(",")] for name, _, values in settings]
-    plain = {field.name: getattr(args, field.name) for field in fields(StepOptions) if field.name != "set"}
-    return [StepOptions(**plain, set=chosen) for chosen in product(*choices)]
+    return [StepOptions(**(StepOptions.given(args) | {"set": chosen})) for chosen in product(*choices)]
 
 
 def step_jobs(args: argparse.Namespace, work: Workload | Sequences, options: Sequence[StepOptions]) -> list[Job]:
-    from assay.bench import step
-    from assay.bench.workload import Workload
-
     works: tuple[Workload | Sequences, ...] = (Workload(), *step.TABLE) if args.table else (work,)
     jobs: list[Job] = []
     for what, how in product(works, options):
@@ -278,8 +206,6 @@ def step_jobs(args: argparse.Namespace, work: Workload | Sequences, options: Seq
 
 
 def describe_step(work: Workload | Sequences) -> str:
-    from assay.bench.step import Sequences
-
     if isinstance(work, Sequences):
         return f"{work.label}: training on {work.sequences} sequences of {work.tokens} tokens"
     samples = f"{work.samples} samples of {work.new} tokens per prompt"
@@ -287,13 +213,10 @@ def describe_step(work: Workload | Sequences) -> str:
 
 
 def run_episodes(args: argparse.Namespace) -> int:
-    from assay.bench.episodes import EpisodeOptions, Episodes, measure_episodes
-    from assay.bench.workload import command_options
-
-    work, options = from_args(Episodes, args), from_args(EpisodeOptions, args)
+    work, options = Episodes(**Episodes.given(args)), EpisodeOptions(**EpisodeOptions.given(args))
     sizes = f"{work.episodes} episodes, at most {work.max_batch} running, actions of up to {work.step_tokens} tokens"
     jobs = [(f"{work.shape}: {sizes}", partial(measure_episodes, work, options))]
-    words = ["assay", "bench", "episodes", *command_options(work), *command_options(options)]
+    words = ["assay", "bench", "episodes", *command_options(work, options)]
     print_table([episode_cells(row) for row in run_jobs(args, jobs, words, "--max-batch")])
     return 0
 
@@ -302,10 +225,6 @@ def run_jobs(
     args: argparse.Namespace, jobs: Sequence[Job], words: Sequence[str], smaller: str, peers: Sequence[Any] = ()
 ) -> Rows:
     """Run all jobs and return their rows. `words` is the command; `smaller` names options that need less memory."""
-    import torch
-
-    from assay.bench.results import describe_machine, describe_versions, earlier_rows, save, with_ratios
-
     console = Console()
     machine, versions = describe_machine(), describe_versions()
     if args.json is not None:
