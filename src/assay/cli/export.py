@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from assay.cli.runs import add_runs_dir
 from assay.runs.files import rename, sync_tree
 from assay.runs.resolve import load_resolved
 from assay.types import UserError
@@ -24,14 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("dest", metavar="DEST", type=Path, help="output folder; must be new or empty")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="default: float32")
-    parser.add_argument(
-        "--runs_dir",
-        "--dir",
-        dest="dir",
-        type=Path,
-        default=Path("runs"),
-        help="folder of the runs [runs]",
-    )
+    add_runs_dir(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,15 +23,13 @@ _UNKNOWN = "-"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="runs to compare, by name or path (default: list all)")
-    parser.add_argument(
-        "--runs_dir",
-        "--dir",
-        dest="dir",
-        type=Path,
-        default=Path("runs"),
-        help="folder of the runs [runs]",
-    )
+    add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_runs_dir(parser: argparse.ArgumentParser) -> None:
+    text = "folder of the runs [runs]"
+    parser.add_argument("--runs_dir", "--dir", dest="dir", type=Path, default=Path("runs"), help=text)
 
 
 def run(args: argparse.Namespace) -> int:

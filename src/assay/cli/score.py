@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePool, MathVerifyJudge, RewardMix, check_verdicts
+from assay.runs.console import aligned
 from assay.types import Status, UserError, Verdict, unknown_name
 
 if TYPE_CHECKING:
@@ -62,12 +63,15 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from assay.tasks import make_task
     from assay.tasks.sources import read_jsonl
 
     started = time.perf_counter()
     source, out = Path(args.file), Path(args.out)
     check_output(out, source, args.force)
-    task = load_task(args)
+    if args.task is None and args.reward is None:
+        raise UserError("no judge: give --task NAME (gsm8k, math, countdown, abacus) or --reward FILE.py:FUNCTION")
+    task = make_task(args.task) if args.task is not None else None
     judge = shaped(first_judge(args, task), args)
     other = second_judge(args, task)
     try:
@@ -89,14 +93,6 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(summary, indent=2))
     report_failures(verdicts, rows)
     return 0
-
-
-def load_task(args: argparse.Namespace) -> Task | None:
-    from assay.tasks import make_task
-
-    if args.task is None and args.reward is None:
-        raise UserError("no judge: give --task NAME (gsm8k, math, countdown, abacus) or --reward FILE.py:FUNCTION")
-    return make_task(args.task) if args.task is not None else None
 
 
 def first_judge(args: argparse.Namespace, task: Task | None) -> Judge:
@@ -265,9 +261,7 @@ def print_disagreements(disagreements: Sequence[Mapping[str, Any]], kind: str) -
     for entry in disagreements[:SHOWN_DISAGREEMENTS]:
         first, second = shortened(entry["parsed"]), shortened(entry["against_parsed"])
         table.append((str(entry["row"]), entry["status"], first, entry["against_status"], second))
-    widths = [max(len(line[column]) for line in table) for column in range(5)]
-    for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), file=sys.stderr)
+    print("\n".join(aligned(table)), file=sys.stderr)
     if len(disagreements) > SHOWN_DISAGREEMENTS:
         print(f"... and {len(disagreements) - SHOWN_DISAGREEMENTS} more, in the summary", file=sys.stderr)
 

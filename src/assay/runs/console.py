@@ -80,6 +80,14 @@ def finite(metrics: Mapping[str, Any], name: str) -> float | None:
 
 
 FINAL_LABELS = ("start", "before", "after")  # evaluations on `eval.final_split`
+_FACTS = {  # metrics in the line of a step, and their formats
+    "sft/loss": "loss {:.3f}",
+    "reward/mean": "reward {:.2f}",
+    **{f"{label}/accuracy": f"accuracy {label} {{:.2f}}" for label in FINAL_LABELS},
+    "eval/accuracy": "eval {:.2f}",  # the last one
+    "length/mean": "len {:.0f}",
+    "time/step": "{:.2f} s",
+}
 _WINDOW = 20  # number of steps from which the remaining time is estimated
 _PAUSE = 0.5  # minimum seconds between plain lines, since the steps of a warm start are short
 
@@ -204,19 +212,10 @@ class Console:
 
     def _facts(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         facts = [f"step {step}/{self._total}" if self._total else f"step {step}"]
-        if (loss := finite(metrics, "sft/loss")) is not None:
-            facts.append(f"loss {loss:.3f}")
-        if (reward := finite(metrics, "reward/mean")) is not None:
-            facts.append(f"reward {reward:.2f}")
-        for label in FINAL_LABELS:
-            if (accuracy := finite(metrics, f"{label}/accuracy")) is not None:
-                facts.append(f"accuracy {label} {accuracy:.2f}")
-        if self._accuracy is not None and reward is not None:
-            facts.append(f"eval {self._accuracy:.2f}")
-        if (length := finite(metrics, "length/mean")) is not None:
-            facts.append(f"len {length:.0f}")
-        if (seconds := finite(metrics, "time/step")) is not None:
-            facts.append(f"{seconds:.2f} s")
+        shown = {**metrics, "eval/accuracy": self._accuracy if finite(metrics, "reward/mean") is not None else None}
+        for name, form in _FACTS.items():
+            if (value := finite(shown, name)) is not None:
+                facts.append(form.format(value))
         if (left := self._seconds_left(step)) is not None:
             facts.append(f"eta {duration(left)}")
         return facts

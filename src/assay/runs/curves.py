@@ -238,12 +238,8 @@ class TensorBoardTracker:
 
 def make_trackers(wandb_project: str | None, tensorboard: bool, run: Run) -> list[Tracker]:
     """The trackers that are enabled."""
-    trackers: list[Tracker] = []
-    if wandb_project:
-        trackers.append(WandbTracker(wandb_project, run))
-    if tensorboard:
-        trackers.append(TensorBoardTracker(run))
-    return trackers
+    trackers: list[Tracker] = [WandbTracker(wandb_project, run)] if wandb_project else []
+    return [*trackers, TensorBoardTracker(run)] if tensorboard else trackers
 
 
 def check_trackers(wandb_project: str | None, tensorboard: bool) -> None:
@@ -261,6 +257,4 @@ def _missing(title: str, extra: str) -> UserError:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        key: float(value) for key, value in metrics.items() if isinstance(value, (int, float)) and math.isfinite(value)
-    }
+    return {name: value for name in metrics if (value := finite(metrics, name)) is not None}

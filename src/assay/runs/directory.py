@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import errno
 import fcntl
+import itertools
 import json
 import os
 import platform
@@ -151,8 +152,8 @@ class Run:
         check_name(name)
         try:
             make_folder(runs_dir)
-            path = next(path for path in _candidates(runs_dir, name) if _claim(path, config_toml))
-            run = cls(path)
+            candidates = (runs_dir / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+            run = cls(next(path for path in candidates if _claim(path, config_toml)))
             run.write_environment()
         except OSError as error:
             raise UserError(
@@ -270,14 +271,6 @@ def _metrics_lines(run_path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         yield line, row
 
 
-def _candidates(runs_dir: Path, name: str) -> Iterator[Path]:
-    yield runs_dir / name
-    count = 2
-    while True:
-        yield runs_dir / f"{name}-{count}"
-        count += 1
-
-
 def _claim(path: Path, config_toml: str) -> bool:
     """Become the writer of a new or empty folder, and write config.toml; False if it belongs to another run.
 
@@ -327,7 +320,8 @@ def describe_environment() -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "folder": os.getcwd(),
-        "versions": {"python": platform.python_version(), "assay": assay.__version__, **_package_versions()},
+        "versions": {"python": platform.python_version(), "assay": assay.__version__}
+        | {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
         "git": _git_state(),
         "machine": {
             "host": platform.node(),
@@ -339,11 +333,6 @@ def describe_environment() -> dict[str, Any]:
             "gpus": _gpu_names(),
         },
     }
-
-
-def _package_versions() -> dict[str, str]:
-    versions = {name: version_of(name) for name in _PACKAGES}
-    return {name: version for name, version in versions.items() if version is not None}
 
 
 def version_of(package: str) -> str | None:

@@ -15,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn
 Kind = Literal["train", "eval", "skipped"]
 SCHEMA = 2  # version of the files that are written here, and the newest one that can be read
 _FOLDERS = {"train": "rollouts", "eval": "evals", "skipped": "skipped"}
+_VERDICT = tuple(field.name for field in fields(Verdict))
 COMPUTED = ("trainer_logprobs", "ref_logprobs")  # arrays of a step that has computed them; NaN for other tokens
 _STEP_NAME = re.compile(r"step-(\d+)(?:-.+)?\.(?:jsonl?|npz)")
 
@@ -37,12 +39,7 @@ def rollout_path(run_path: Path, step: int, kind: Kind = "train", split: str = "
 
 
 def write_rollouts(
-    run_path: Path,
-    step: int,
-    groups: Sequence[Group],
-    kind: Kind = "train",
-    *,
-    split: str = "",
+    run_path: Path, step: int, groups: Sequence[Group], kind: Kind = "train", *, split: str = ""
 ) -> Path:
     """Write the groups of a step."""
     path = rollout_path(run_path, step, kind, split)
@@ -66,7 +63,7 @@ def read_rollouts(run_path: Path, step: int, kind: Kind = "train") -> list[Group
     flat = {name: arrays[name].tolist() for name in names if name in arrays}
     groups: dict[int, Group] = {}
     for line, start in zip(lines, offsets, strict=False):
-        prompt = _read_prompt(line)
+        prompt = Prompt(line["prompt_id"], tuple(line["messages"]), line["answer"], line["solution"], line["fields"])
         group = groups.setdefault(line["group"], Group(prompt, []))
         prompt = group.prompt if prompt == group.prompt else prompt
         group.rollouts.append(_read_rollout(line, prompt, flat, start))
@@ -146,14 +143,7 @@ def _line(index: int, rollout: Rollout, kind: Kind) -> dict[str, Any]:
         "messages": [dict(message) for message in prompt.messages],
         "text": rollout.text,
         "answer": prompt.answer,
-        "verdict": verdict
-        and {
-            "reward": verdict.reward,
-            "status": verdict.status.value,
-            "parsed": verdict.parsed,
-            "parts": verdict.parts,
-            "detail": verdict.detail,
-        },
+        "verdict": verdict and {name: getattr(verdict, name) for name in _VERDICT},
         "reward": rollout.reward,
         "length": rollout.length,
         "finish": last and last.finish.value,
@@ -203,45 +193,43 @@ def _arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
         "schema": np.array(SCHEMA),
         "token_ids": np.fromiter(chain.from_iterable(parts), np.int32, len(mask)),
         "loss_mask": mask,
-        "engine_logprobs": _aligned([turn.completion.engine_logprobs for turn in turns], written),
-        "sampling_logprobs": _aligned([turn.completion.sampling_logprobs for turn in turns], written),
+        "engine_logprobs": _aligned(_floats(turn.completion.engine_logprobs for turn in turns), written),
+        "sampling_logprobs": _aligned(_floats(turn.completion.sampling_logprobs for turn in turns), written),
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
-        "advantages": _floats([rollout.advantage for rollout in rollouts]),
+        "advantages": _floats([[rollout.advantage for rollout in rollouts]]),
     }
     if any(rollout.token_advantages is not None for rollout in rollouts):
-        arrays["token_advantages"] = _aligned([_token_advantages(rollout) for rollout in rollouts], mask)
+        arrays["token_advantages"] = _aligned(_floats(map(_token_advantages, rollouts)), mask)
     for name in COMPUTED:
         values = [getattr(rollout, name) for rollout in rollouts]
         if any(own is not None for own in values):
-            arrays[name] = _computed(values, rollouts, mask)
+            arrays[name] = _aligned(_computed(values, rollouts), mask, math.nan)
     return arrays
 
 
-def _computed(values: Sequence[Any], rollouts: Sequence[Rollout], mask: np.ndarray) -> np.ndarray:
-    """Values of the trained tokens, aligned with all token ids; NaN for tokens without one."""
+def _computed(values: Sequence[Any], rollouts: Sequence[Rollout]) -> np.ndarray:
+    """Values of the trained tokens; NaN for rollouts without them."""
     nan = np.array(np.nan, np.float32)
     parts = [nan.repeat(r.trained) if own is None else np.asarray(own) for own, r in zip(values, rollouts, strict=True)]
-    own = np.concatenate(parts)
-    own = own if own.dtype == np.float32 else _shortened(own)
-    aligned = np.full(len(mask), np.nan, own.dtype)
-    aligned[mask == 1] = own
+    return _shortened(np.concatenate(parts))
+
+
+def _aligned(values: np.ndarray, mask: np.ndarray, other: float = 0.0) -> np.ndarray:
+    """Values of the tokens in the mask, aligned with all token ids; `other` for the others."""
+    aligned = np.full(len(mask), other, values.dtype)
+    aligned[mask == 1] = values
     return aligned
 
 
-def _aligned(values: Sequence[Sequence[float]], mask: np.ndarray) -> np.ndarray:
-    """Values of the tokens in the mask, aligned with all token ids; 0 for the others."""
-    own = _floats(chain.from_iterable(values))
-    aligned = np.zeros(len(mask), own.dtype)
-    aligned[mask == 1] = own
-    return aligned
-
-
-def _floats(values: Iterable[float]) -> np.ndarray:
-    return _shortened(np.fromiter(values, np.float64))
+def _floats(values: Iterable[Iterable[float]]) -> np.ndarray:
+    """All values, in one array."""
+    return _shortened(np.fromiter(chain.from_iterable(values), np.float64))
 
 
 def _shortened(exact: np.ndarray) -> np.ndarray:
     """As float32 if that loses nothing, as with values of an engine in float32; else as it is."""
+    if exact.dtype == np.float32:
+        return exact
     with np.errstate(over="ignore"):
         short = exact.astype(np.float32)
     return short if np.array_equal(short, exact, equal_nan=True) else exact
@@ -250,16 +238,6 @@ def _shortened(exact: np.ndarray) -> np.ndarray:
 def _token_advantages(rollout: Rollout) -> list[float]:
     own = rollout.token_advantages
     return [rollout.advantage] * rollout.trained if own is None else own
-
-
-def _read_prompt(line: dict[str, Any]) -> Prompt:
-    return Prompt(
-        id=line["prompt_id"],
-        messages=tuple(line["messages"]),
-        answer=line["answer"],
-        solution=line["solution"],
-        fields=line["fields"],
-    )
 
 
 def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any]], start: int) -> Rollout:
@@ -304,10 +282,5 @@ def _unless_missing(values: list[float] | None) -> list[float] | None:
 
 
 def _read_verdict(saved: dict[str, Any]) -> Verdict:
-    return Verdict(
-        reward=from_json(saved["reward"]),
-        status=Status(saved["status"]),
-        parsed=saved["parsed"],
-        parts={name: from_json(value) for name, value in saved["parts"].items()},
-        detail=saved["detail"],
-    )
+    parts = {name: from_json(value) for name, value in saved["parts"].items()}
+    return Verdict(from_json(saved["reward"]), Status(saved["status"]), saved["parsed"], parts, saved["detail"])
