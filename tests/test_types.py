@@ -1,10 +1,13 @@
-"""Core data types: the error for unknown names."""
+"""Core data types: the errors for unknown names and missing packages."""
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
-from assay.types import UserError, closest, unknown_name
+from assay.types import DISTRIBUTION, UserError, closest, missing_extra, unknown_name
 
 RECIPES = ["grpo", "gspo", "gpg", "ppo", "dr_grpo"]
 KEYS = ["optim.lr", "train.steps", "sft.steps", "algo.clip_high", "optim"]
@@ -18,12 +21,31 @@ KEYS = ["optim.lr", "train.steps", "sft.steps", "algo.clip_high", "optim"]
         ("optim.lrr", KEYS, "optim.lr"),
         ("algo.lr", KEYS, "optim.lr"),  # the right key in the wrong section
         ("train.stpes", KEYS, "train.steps"),
+        ("steps", KEYS, "train.steps"),  # without a section: the first of equally similar keys
+        ("sft.stps", KEYS, "sft.steps"),
+        ("sf.steps", KEYS, "sft.steps"),
+        ("algo.lrr", KEYS, "optim.lr"),
+        ("clip_hihg", KEYS, "algo.clip_high"),
+        ("prompts", ["prompt", "train.prompts"], "train.prompts"),  # the same last part, before a similar name
         ("whatever", RECIPES, None),
         ("grpo", [], None),
     ],
 )
 def test_closest_name(name: str, known: list[str], expected: str | None) -> None:
     assert closest(name, known) == expected
+
+
+def test_missing_extra_says_how_to_install_it_from_the_index_and_in_a_checkout() -> None:
+    error = missing_extra("reading a dataset", "hub", "or give a folder")
+    assert isinstance(error, UserError) and "\n" not in str(error)
+    for part in ("reading a dataset needs", "pip install 'assay-rl[hub]'", "pip install -e '.[hub]'", "give a folder"):
+        assert part in str(error)
+    assert str(missing_extra("TensorBoard", "tensorboard")).endswith("'assay-rl[tensorboard]'")
+
+
+def test_the_distribution_of_the_message_is_that_of_the_project() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION and project["scripts"].keys() == {"assay"}
 
 
 def test_unknown_name_suggests_and_lists_what_is_known() -> None:

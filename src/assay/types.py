@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
 
 T = TypeVar("T")
+DISTRIBUTION = "assay-rl"  # name of the package in the package index
 
 
 class UserError(ValueError):
@@ -20,6 +21,12 @@ def describe_error(error: BaseException, limit: int = 300) -> str:
     text = " ".join(str(error).split())
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def missing_extra(purpose: str, extra: str, advice: str = "") -> UserError:
+    """Return the error for a feature whose optional dependencies are not installed; `advice` is another way out."""
+    ways = [f"pip install -e '.[{extra}]' in a checkout", f"or pip install '{DISTRIBUTION}[{extra}]'"]
+    return UserError(f"{purpose} needs the {extra} extra: {', '.join([*ways, advice] if advice else ways)}")
 
 
 def unknown_name(
@@ -44,15 +51,18 @@ def closest(name: str, known: Sequence[str]) -> str | None:
     """Return the known name most similar to `name`, or None if all are too different.
 
     Of dotted names the last part counts most, so that a key in the wrong section is found. Swapped letters count as
-    the most likely mistake.
+    the most likely mistake. Of equally similar names, the first is returned.
     """
+    section, _, last = name.lower().rpartition(".")
 
     def similarity(candidate: str) -> tuple[float, bool]:
-        last = SequenceMatcher(None, candidate.lower().rpartition(".")[2], wanted.rpartition(".")[2]).ratio()
-        whole = SequenceMatcher(None, candidate.lower(), wanted).ratio()
-        return last + 0.5 * whole, sorted(candidate) == sorted(name)
+        other_section, _, other_last = candidate.lower().rpartition(".")
+        of_last = SequenceMatcher(None, other_last, last).ratio()
+        of_section = SequenceMatcher(None, other_section, section).ratio() if section or other_section else of_last
+        if (section or other_section) and of_section < 0.6:
+            of_section = 0.4  # different sections, or none given: all of them are equally likely
+        return of_last + 0.5 * of_section + (of_last == 1), sorted(candidate) == sorted(name)
 
-    wanted = name.lower()
     best = max(known, key=similarity, default=None)
     return best if best is not None and similarity(best)[0] > 0.9 else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,13 @@ def test_what_cannot_be_read_is_one_clear_line(make_hf, tmp_path):
             load_model(str(tmp_path / "cut.gguf"))
     write_gguf(tmp_path / "rwkv.gguf", hf, "unheard-of")
     with pytest.raises(UserError, match=r"transformers cannot load the model in .*rwkv\.gguf"):
+        load_model(str(tmp_path / "rwkv.gguf"))
+
+
+def test_a_file_for_transformers_names_the_missing_extra(make_hf, tmp_path, monkeypatch):
+    write_gguf(tmp_path / "rwkv.gguf", make_hf("llama"), "unheard-of")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(UserError, match=r"rwkv\.gguf .* needs the gguf extra: pip install"):
         load_model(str(tmp_path / "rwkv.gguf"))
 
 

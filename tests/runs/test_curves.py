@@ -115,9 +115,9 @@ def test_no_trackers_by_default(run: Run) -> None:
 def test_missing_packages_name_their_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"assay\[wandb\]"):
+    with pytest.raises(UserError, match=r"assay-rl\[wandb\]"):
         make_trackers("project", False, run)
-    with pytest.raises(UserError, match=r"assay\[tensorboard\]"):
+    with pytest.raises(UserError, match=r"assay-rl\[tensorboard\]"):
         make_trackers(None, True, run)
 
 

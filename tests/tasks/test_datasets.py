@@ -90,7 +90,7 @@ def test_hub_datasets_of_gsm8k(monkeypatch):
 
 def test_missing_hub_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # makes the import fail
-    with pytest.raises(UserError, match=r'pip install "assay\[hub\]", or give path=FOLDER'):
+    with pytest.raises(UserError, match=r"pip install 'assay-rl\[hub\]'.*, or give path=FOLDER"):
         make_task("gsm8k").prompts("train")
 
 
@@ -253,7 +253,7 @@ def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     for name in ("reasoning_gym", "reasoning_gym.factory"):
         monkeypatch.setitem(sys.modules, name, None)
     for make in (make_task, make_env):
-        with pytest.raises(UserError, match=r'reasoning_gym:gcd needs .* pip install "assay\[reasoning-gym\]"'):
+        with pytest.raises(UserError, match=r"reasoning_gym:gcd .* pip install 'assay-rl\[reasoning-gym\]'"):
             make("reasoning_gym:gcd")
 
 

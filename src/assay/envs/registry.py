@@ -17,7 +17,7 @@ from assay.rewards import load_object
 from assay.tasks import Task, make_task
 from assay.tasks.datasets import PREFIX
 from assay.tasks.registry import call, call_user, parameters
-from assay.types import UserError, unknown_name
+from assay.types import UserError, missing_extra, unknown_name
 
 MAX_TEXT = 4_096  # characters of a text space
 OPTIONS = ("role", "inline", "stop", "max_steps", "slow", "max_return", "judged", "words")
@@ -72,7 +72,7 @@ def to_gymnasium(env: Env, max_length: int = MAX_TEXT) -> Any:
     try:
         import gymnasium
     except ImportError as error:
-        raise UserError('this needs the gymnasium extra: pip install "assay[gymnasium]"') from error
+        raise missing_extra("a Gymnasium environment", "gymnasium") from error
 
     def text(observation: Observation) -> str:
         messages = as_messages(observation, env.role)

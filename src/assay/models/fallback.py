@@ -6,6 +6,7 @@ soft-capped logits.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from assay.models.attention import Padded
 from assay.models.base import PolicyModel
-from assay.types import UserError
+from assay.types import UserError, missing_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,11 +82,13 @@ def load_fallback(
     import transformers
 
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "local_files_only": True}
+    what = folder / gguf_file if gguf_file else folder
     if gguf_file is not None:
+        if importlib.util.find_spec("accelerate") is None:
+            raise missing_extra(f"loading {what} with transformers", "gguf")
         options["gguf_file"] = gguf_file
         if hasattr(transformers, "GgufConfig"):  # keeps GGUF weights quantised, hence not trainable, by default
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    what = folder / gguf_file if gguf_file else folder
     try:
         with no_progress_bars():
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)

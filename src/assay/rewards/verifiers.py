@@ -21,7 +21,7 @@ from assay.rewards.extract import check_extractor, clip, extract
 from assay.rewards.judge import binary_verdict
 from assay.rewards.latex import cache_bytecode, verify_whole
 from assay.rewards.numeric import Unreadable, UnreadableGold, nesting_depth, read_quantity, tidy
-from assay.types import Status, UserError, Verdict, describe_error, unknown_name
+from assay.types import Status, UserError, Verdict, describe_error, missing_extra, unknown_name
 
 MAX_AUDIT_CHARS = 50_000  # math-verify's own extraction searches the whole text, and is slow
 
@@ -205,9 +205,7 @@ def dataset(name: str, options: str, seed: int, size: int) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        raise UserError(
-            f'reasoning_gym:{name} needs the reasoning-gym extra: pip install "assay[reasoning-gym]" ({error})'
-        ) from None
+        raise missing_extra(f"reasoning_gym:{name} ({error})", "reasoning-gym") from None
     if name not in DATASETS:
         raise unknown_name("reasoning-gym dataset", name, sorted(DATASETS))
     given: dict[str, Any] = json.loads(options)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from assay.runs.console import FINAL_LABELS, finite
 from assay.runs.directory import Run, read_metrics
 from assay.runs.files import atomic_write, read_json
-from assay.types import UserError
+from assay.types import UserError, missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -253,7 +253,7 @@ def check_trackers(wandb_project: str | None, tensorboard: bool) -> None:
 
 
 def _missing(title: str, extra: str) -> UserError:
-    return UserError(f"{title} is not installed: pip install 'assay[{extra}]', or disable it in log.{extra}")
+    return missing_extra(title, extra, f"or disable it in log.{extra}")
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.tasks.base import ALL, NoSuchSplit, Task, carve_validation, check_split
-from assay.types import Message, Prompt, UserError
+from assay.types import Message, Prompt, UserError, missing_extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +163,7 @@ def load_hub(dataset: str, configuration: str | None, split: str) -> list[dict[s
     try:
         import datasets  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
-        raise UserError(
-            f'reading "{dataset}" from the Hugging Face hub needs the hub extra: pip install "assay[hub]", {advice}'
-        ) from None
+        raise missing_extra(f'reading "{dataset}" from the Hugging Face hub', "hub", advice) from None
     try:
         return list(datasets.load_dataset(dataset, configuration, split=split))
     except Exception as error:  # many types from several packages, if the hub cannot be reached
