@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
 PAGES = [page for page in PAGES if page.exists()]
 EXPECTED = {"quickstart", "tasks", "environments", "algorithms", "runs", "models", "configuration", "CONTRIBUTING"}
-EXPECTED |= {"recipes", "extending"}
+EXPECTED |= {"recipes", "extending", "coming-from"}
 
 SCRIPTS = ("bench/recipes.py", "bench/trl_step.py", "bench/transformers_generate.py")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -186,7 +186,11 @@ def test_the_own_task_passes_its_gold_check(
     assert all(report["n_shared"] == 0 for report in found["overlap_with_train"].values())
 
 
-ERRORS = re.findall(r"^\$ assay (.*)\n(.*)$", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE)
+ERRORS = [
+    error
+    for page in ("configuration.md", "coming-from.md")
+    for error in re.findall(r"^\$ assay (.*)\n(.*)$", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+]
 
 
 @pytest.mark.parametrize(("command", "message"), ERRORS, ids=[command for command, _ in ERRORS])
@@ -196,6 +200,45 @@ def test_documented_error_messages_match_the_program(
     monkeypatch.chdir(ROOT)
     assert main(shlex.split(command)) == 2
     assert capsys.readouterr().err.strip() == message
+
+
+def write_coming_from_example(folder: Path) -> None:
+    """The files of docs/coming-from.md, and a few problems in the columns that it names."""
+    page = ROOT / "docs" / "coming-from.md"
+    for block in blocks(page, "python"):
+        if named := re.match(r"# (\w+\.py)\n", block):
+            (folder / named[1]).write_text(block)
+    (folder / "grpo.toml").write_text(next(block for block in blocks(page, "toml") if "grpo" in block))
+    rows = [{"question": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(6) for b in range(6)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+SMALL = ["--model", "preset:nano", "--model.tokenizer", "characters", "--sampling.max_new_tokens", "8"]
+
+
+@pytest.mark.parametrize("function", ["my_reward.py:reward", "adapters.py:from_trl", "adapters.py:from_verl"])
+def test_rewards_of_coming_from_judge_answers(
+    function: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_coming_from_example(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "answers.jsonl").write_text(
+        "".join(json.dumps({"completion": text, "answer": "12"}) + "\n" for text in ("It is 12", "It is 13"))
+    )
+    code = main(["score", "answers.jsonl", "--reward", function, "--out", "judged.jsonl", "--workers", "0"])
+    assert code == 0, capsys.readouterr().err
+    judged = [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
+    assert [row["verdict"]["reward"] for row in judged] == [1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_the_example_of_coming_from_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_coming_from_example(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "grpo.toml", *SMALL, "--train.steps", "1"]) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "runs" / "grpo" / "summary.json").read_text())["steps"] == 1
 
 
 def test_documented_problem_matches_the_program(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,7 @@ def test_short_forms_work_in_files_and_on_the_command_line(tmp_path: Path) -> No
         ("--dtype float8", ("'dtype'", "'bfloat16'", "'float8'")),
         ("--train.steps", ("--train.steps needs a value",)),
         ("--train.process --seed 3", ("--train.process needs a value: one of same, separate",)),
+        ("--algo.kl --seed 3", ("--algo.kl needs a value: one of k1, k2, k3",)),
         ("--optim.lr --seed 3", ("--optim.lr needs a value",)),
         ("--seed.more 1", ("'seed'",)),
         ("optim.lr", ("unexpected argument 'optim.lr'",)),

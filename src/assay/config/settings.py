@@ -1,6 +1,7 @@
 """Load and write settings: defaults < TOML file < dotted overrides from the command line, validated together.
 
-Every error is one sentence with the key, its source and, for a misspelt key, the nearest valid one.
+Every error is one sentence with the key, its source and, for an unknown key, the nearest valid one or the key that
+corresponds to it in another library.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from assay.types import UserError, unknown_name
+from assay.config.foreign import PRIMARY, explain_foreign, nearest_foreign
+from assay.types import UserError, closest, unknown_name
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -51,6 +53,13 @@ class Section(BaseModel):
         return values
 
 
+def literals(kind: Any) -> list[str]:
+    """All strings but "" of the literal types in an annotation, e.g. of `Literal["k1", "k2"] | None`."""
+    if get_origin(kind) is Literal:
+        return [value for value in get_args(kind) if isinstance(value, str) and value]
+    return [value for part in get_args(kind) for value in literals(part)]
+
+
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -61,8 +70,8 @@ def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapp
     # Sections first: --task NAME resets the path given in the file, never one given on the command line.
     for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
         if value is True and key in fields and not is_flag(fields[key].annotation):
-            choices = [one for one in get_args(fields[key].annotation) if isinstance(one, str)]
-            raise UserError(f"--{key} needs a value" + f": one of {', '.join(choices)}" * bool(choices))
+            names = literals(fields[key].annotation)
+            raise UserError(f"--{key} needs a value" + f": one of {', '.join(names)}" * bool(names))
         set_dotted(tree, key, value, kind)
     try:
         return kind.model_validate(tree)
@@ -170,14 +179,35 @@ def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides:
     given = any(f"{key}.".startswith(f"{o}.") or f"{o}.".startswith(f"{key}.") for o in overrides)
     where = "on the command line" if given else f"in {file}" if file else "in the settings"
     if first["type"] == "extra_forbidden":
-        valid = [key for key, _ in keys(kind)] + [name for name in kind.model_fields if section_at(kind, [name])]
-        text = str(unknown_name("key", key, valid, where=where, listed=kind.model_fields))
+        text = unknown_key(key, first["input"], kind, where)
     else:
         text = (
             f"bad value for '{key}' {where}: {first['msg'][0].lower() + first['msg'][1:]}, not {first['input']!r:.200}"
         )
     more = len(problems) - 1
     return text + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
+
+
+def unknown_key(key: str, value: Any, kind: type[BaseModel], where: str) -> str:
+    """Explain an unknown key. A table may hold several of them, e.g. [actor_rollout_ref.rollout] n = 8."""
+    valid = [name for name, _ in keys(kind)] + [name for name in kind.model_fields if section_at(kind, [name])]
+    for name in leaves(key, value):
+        if meaning := explain_foreign(name, valid):
+            return f"unknown key '{name}' {where}: {meaning}"
+    # Of equally similar keys, the first is suggested.
+    valid.sort(key=lambda name: name.partition(".")[0] not in PRIMARY)
+    if closest(key, valid) is None and (near := nearest_foreign(key)) and (meaning := explain_foreign(near, valid)):
+        return f"unknown key '{key}' {where}: {meaning}"
+    return str(unknown_name("key", key, valid, where=where, listed=kind.model_fields))
+
+
+def leaves(key: str, value: Any) -> Iterator[str]:
+    """The dotted keys of all values in a table; the key itself for a value."""
+    if isinstance(value, Mapping) and value:
+        for name, below in value.items():
+            yield from leaves(f"{key}.{name}", below)
+    else:
+        yield key
 
 
 def to_toml(settings: BaseModel) -> str:
