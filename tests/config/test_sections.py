@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from assay.config import MeasureConfig, TrainConfig
-from assay.config.settings import keys, load_settings, parse_overrides
+from assay.config.settings import keys, literals, load_settings, parse_overrides
 from assay.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,6 +16,21 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_setting_has_a_help_text() -> None:
     for kind in (TrainConfig, MeasureConfig):
         assert not [key for key, field in keys(kind) if not field.description]
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("optim.schedule", ["constant", "linear", "cosine"]),
+        ("algo.kl", ["k1", "k2", "k3"]),  # or none
+        ("reward.extract", ["boxed", "hash", "answer-tag", "last-number"]),  # or empty
+        ("eval.final_split", ["train", "validation", "test", "all"]),
+        ("optim.lr", []),
+        ("train.recompute", []),
+    ],
+)
+def test_names_of_settings_with_a_literal_type(key: str, names: list[str]) -> None:
+    assert literals(dict(keys(TrainConfig))[key].annotation) == names
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda f: f.name)

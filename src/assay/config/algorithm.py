@@ -27,12 +27,12 @@ Function = Annotated[str | Callable[..., Any], PlainValidator(name_or_function)]
 
 class RecipeConfig(Section):
     recipe: str = "grpo"
-    """reinforce, grpo, ppo, dr_grpo, dapo, rloo, simple, reinforce_pp, remax, gspo, cispo, gpg or bnpo"""
+    """named set of algorithm settings: see docs/algorithms.md"""
 
 
 class CreditConfig(Section):
     advantage: Function = "group_norm"
-    """group_mean, group_norm, leave_one_out, batch_mean, token_norm, beta_norm, none, ...: see docs/algorithms.md"""
+    """how rewards become advantages, or your own as file.py:function: see docs/algorithms.md"""
     greedy_baseline: bool = False
     """sample one more answer per prompt greedily and subtract its reward from the others'; it is not trained on"""
     critic: bool = False
@@ -52,7 +52,7 @@ class RewardKLConfig(Section):
 
 class PolicyGradientConfig(Section):
     policy_loss: Function = "ppo_clip"
-    """reinforce, ppo_clip or cispo"""
+    """policy-gradient loss of a token, or your own as file.py:function: see docs/algorithms.md"""
     ratio: Literal["token", "sequence"] = "token"
     """policy / sampler probability ratio: of each token, or of the whole answer (geometric mean of its tokens)"""
     clip_low: Bound = 0.2
@@ -91,7 +91,7 @@ class CovarianceConfig(Section):
 
 class AggregateConfig(Section):
     aggregate: str = "sequence"
-    """loss aggregation: token (mean over tokens), sequence (mean over sequence means) or constant (fixed length)"""
+    """loss aggregation: mean over tokens, mean over the means of sequences, or sum divided by a constant length"""
 
 
 class ReferenceKLConfig(Section):

@@ -46,7 +46,7 @@ class TaskConfig(Section):
     short_form: ClassVar = "name"
 
     name: str = ""
-    """gsm8k, math, countdown, abacus, jsonl, reasoning_gym:NAME, or your own as package.module:Name or file.py:Name"""
+    """name of the task, reasoning_gym:NAME, or your own as package.module:Name or file.py:Name"""
     path: str = ""
     """folder or JSONL file with the data, or a hub id; empty: the task's default"""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -59,7 +59,7 @@ class EnvConfig(Section):
     short_form: ClassVar = "name"
 
     name: str = ""
-    """guess, countdown_tries; on top of a task: single, stepwise, calculator, python; or your own as file.py:Name"""
+    """name of the environment, or your own as file.py:Name; all but guess and countdown_tries run on top of a task"""
     path: str = ""
     """folder or file that the environment reads; empty: the environment's default"""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -349,7 +349,7 @@ class EngineConfig(Section):
     renamed: ClassVar = {"lend": "sleep_while_training"}
 
     name: Annotated[str, AfterValidator(check_engine_name)] = "auto"
-    """native for the Llama and Qwen families, hf for everything else (auto), or your own as file.py:function"""
+    """auto: native for the Llama and Qwen families, hf for all others; or your own as file.py:function"""
     max_batch: Count = 0
     """maximum number of sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
     memory: NonNegative = 0.0
@@ -374,7 +374,7 @@ class TrainConfig(Section):
     seed: Seed = 0
     """seed of data order, sampling and new weights"""
     device: str = "auto"
-    """cuda, mps, cpu or auto"""
+    """cuda, cuda:N, mps, cpu, or auto: the first of cuda, mps and cpu that is available"""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """dtype of computation in training; master weights are float32. float64 applies to both; slow, for comparisons"""
     model: ModelConfig = Field(default_factory=ModelConfig)
@@ -405,7 +405,7 @@ class MeasureConfig(Section):
     seed: Seed = 0
     """seed of sampling"""
     device: str = "auto"
-    """cuda, mps, cpu or auto"""
+    """cuda, cuda:N, mps, cpu, or auto: the first of cuda, mps and cpu that is available"""
     model: ModelConfig = Field(default_factory=ModelConfig)
     task: TaskConfig = Field(default_factory=TaskConfig)
     env: EnvConfig = Field(default_factory=EnvConfig)
