@@ -85,7 +85,9 @@ class Critic:
 
     def values(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
         """Values of the states before each trained token, one list per rollout; the bootstrap state's comes last."""
-        return self.row_values([self._with_bootstrap(rollout) for rollout in rollouts])
+        rows = [self._with_bootstrap(rollout) for rollout in rollouts]
+        score = torch.no_grad()(self._values)
+        return score_rows(self, self.model.trunk, rows, score, self.model.head.weight.dtype, share_prefixes=True)
 
     def _with_bootstrap(self, rollout: Rollout) -> Row:
         """The row of a rollout. With `bootstrap`, one for a truncated episode ends with the state that follows it.
@@ -98,11 +100,6 @@ class Critic:
             return row
         ids, trained = [*row.ids, *given, row.ids[0]], [*row.trained, *[0] * len(given), 1]
         return Row(ids, trained, [0.0] * len(ids), 0.0, 0.0)
-
-    def row_values(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Values of the states before each trained token, one list per row, on every rank."""
-        score = torch.no_grad()(self._values)
-        return score_rows(self, self.model.trunk, rows, score, self.model.head.weight.dtype, share_prefixes=True)
 
     def loss(self, hidden: Tensor, part: MicroBatch) -> Tensor:
         """Its term of the policy's loss of a micro-batch, with the policy's token weights. `hidden`: of the trunk."""

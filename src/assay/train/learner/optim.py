@@ -59,7 +59,9 @@ class Muon(torch.optim.Optimizer):
             state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
             update = parameter.grad.lerp(state["momentum"], group["momentum"])  # Nesterov momentum
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(orthogonal_update(update), alpha=-group["lr"] * update_scale(parameter.shape))
+            # Above 1 for a tall matrix, so that its output changes as much as that of a square one.
+            scale = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
+            parameter.add_(orthogonal_update(update), alpha=-group["lr"] * scale)
 
     def _adamw(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -81,11 +83,6 @@ class Muon(torch.optim.Optimizer):
                 beta2=group["betas"][1],
                 **{name: group[name] for name in ("lr", "weight_decay", "eps", "fused")},
             )
-
-
-def update_scale(shape: torch.Size) -> float:
-    """Above 1 for a tall matrix, so that its output changes as much as that of a square one."""
-    return max(1.0, shape[0] / shape[1]) ** 0.5
 
 
 def orthogonal_update(update: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class SubprocessUpdater(Updater):
 
     @classmethod
     def of(cls, updater: Updater) -> SubprocessUpdater:
-        return cls(**settings(updater))
+        return cls(**updater_fields(updater))
 
     @contextmanager
     def working(self, reference: bool = False) -> Iterator[None]:
@@ -209,7 +209,7 @@ class SubprocessUpdater(Updater):
         names |= self._share(MOMENTS, optimizer_tensors(self.policy.named_parameters(), self.optimizer))
         if reference is not None and reference is not self.policy:
             names |= self._share(REFERENCE, dict(reference.named_parameters()))
-        plain = Updater(**settings(self) | {"reference": reference})
+        plain = Updater(**updater_fields(self) | {"reference": reference})
         return pickled_with_names((plain, algo), names)
 
     def _share(self, kind: str, tensors: dict[str, Tensor]) -> dict[int, tuple[Any, ...]]:
@@ -244,7 +244,7 @@ def worker_died(code: int) -> UserError:
     )
 
 
-def settings(updater: Updater) -> dict[str, Any]:
+def updater_fields(updater: Updater) -> dict[str, Any]:
     """The fields that every updater has."""
     return {one.name: getattr(updater, one.name) for one in fields(Updater)}
 
