@@ -13,8 +13,8 @@ from engine_parts import assert_same_tokens, logits_after, small_spec
 from torch import Tensor
 
 from assay.engine import Engine, Event, Finished, NativeEngine, Request, SamplingParams, TokenChunk, make_engine
+from assay.engine.base import Decode
 from assay.engine.native.kv_cache import GIB
-from assay.engine.outputs import Decode
 from assay.engine.sampler import noise_keys, signed, uniform
 from assay.engine.sequence import BLOCK_SIZE
 from assay.models.base import PolicyModel

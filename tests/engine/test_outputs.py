@@ -27,7 +27,7 @@ from native_parts import (
 )
 
 from assay.engine import Failed, Finished, Request, SamplingParams, generate
-from assay.engine.outputs import OutputProcessor, StopStrings
+from assay.engine.outputs import OutputProcessor
 from assay.engine.rows import StepOutput
 from assay.engine.sequence import Job, RowState, Sample, assign_slot, close_gaps
 from assay.models.decoder import Decoder
@@ -194,7 +194,7 @@ def new_processor() -> OutputProcessor:
         return len(kept)
 
     kept: list[list[int]] = []
-    outputs = OutputProcessor(4, StopStrings(words), keep)
+    outputs = OutputProcessor(4, words, keep)
     outputs.versions.current = 6
     outputs.start(0)
     return outputs

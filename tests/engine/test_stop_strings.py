@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel
 
-from assay.engine.outputs import BROKEN, TABLES, Decode, StopStrings, added_by, completes_stop, may_complete
+from assay.engine.base import Decode
+from assay.engine.outputs import BROKEN, TABLES, StopStrings, added_by, completes_stop, may_complete
 
 PIECES = ["", "a", "b", "ab", "ba\n", "</", "x>", "é", "", "bbbb"]
 

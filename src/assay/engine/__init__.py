@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from assay.engine.base import (
     Capabilities,
     Engine,
     EngineInfo,
+    EngineOptions,
     Event,
     Failed,
     Finished,
@@ -24,8 +24,7 @@ from assay.engine.base import (
 )
 from assay.engine.dispatch import Dispatcher, EngineClient
 from assay.engine.hf import HFEngine
-from assay.engine.native.engine import KvOnUpdate, NativeEngine
-from assay.engine.outputs import Decode
+from assay.engine.native.engine import NativeEngine
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.types import UserError, unknown_name
@@ -37,6 +36,7 @@ __all__ = [
     "Engine",
     "EngineClient",
     "EngineInfo",
+    "EngineOptions",
     "Event",
     "Failed",
     "Finished",
@@ -50,7 +50,9 @@ __all__ = [
     "generate",
     "make_engine",
 ]
-MAX_BATCH = {"cpu": 256, "cuda": 1024}  # default number of sequences that are decoded concurrently
+
+
+Backend = Callable[..., Engine]  # called with a model and the fields of `EngineOptions` as keyword arguments
 
 
 def make_native(model: PolicyModel, **options: Any) -> Engine:
@@ -59,80 +61,39 @@ def make_native(model: PolicyModel, **options: Any) -> Engine:
     return NativeEngine(model.spec, **options)
 
 
-def make_hf(
-    model: PolicyModel,
-    *,
-    memory: float,
-    prefill_tokens: int,
-    lend: bool,
-    kv_on_update: KvOnUpdate,
-    group: dist.ProcessGroup | None,
-    **options: Any,
-) -> Engine:
-    """Options that only the native engine supports are accepted and not used."""
-    if group is not None and group.size() > 1:
-        raise UserError("the hf engine cannot be split over devices: set parallel.tp to 1")
+def make_hf(model: PolicyModel, **options: Any) -> Engine:
     if isinstance(model, Decoder):
         raise UserError("the hf engine serves models loaded through transformers: use engine 'native' for this model")
     return HFEngine(model, **options)
 
 
-def without_group(make: Backend) -> Backend:
-    """Wrap a user's backend, which serves a whole model on one device."""
+def without_group(make: Backend, name: str = "a custom engine") -> Backend:
+    """Wrap a backend that serves a whole model on one device."""
 
     def build(model: PolicyModel, *, group: dist.ProcessGroup | None, **options: Any) -> Engine:
         if group is not None and group.size() > 1:
-            raise UserError("a custom engine cannot be split over devices: set parallel.tp to 1")
+            raise UserError(f"{name} cannot be split over devices: set parallel.tp to 1")
         return make(model, **options)
 
     return build
 
 
-Backend = Callable[..., Engine]  # called with a model and keyword options such as device and dtype
-ENGINES: dict[str, Backend] = {"native": make_native, "hf": make_hf}
+ENGINES: dict[str, Backend] = {"native": make_native, "hf": without_group(make_hf, "the hf engine")}
 
 
-def make_engine(
-    backend: str | Backend,
-    model: PolicyModel,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    max_batch: int = 0,
-    max_length: int | None = None,
-    memory: float = 0.0,
-    prefill_tokens: int = 0,
-    decode: Decode | None = None,
-    group: dist.ProcessGroup | None = None,
-    lend: bool = False,
-    kv_on_update: KvOnUpdate = "recompute",
-) -> Engine:
+def make_engine(backend: str | Backend, model: PolicyModel, **options: Any) -> Engine:
     """Build an engine with its own copy of the model's weights, as version 0.
 
     `backend`: a key of `ENGINES`, "auto" to choose by the kind of model, or a function that gets the model and all
-    options below except `group`.
-    `max_batch`, `memory` (GiB of KV cache), `prefill_tokens`: 0 leaves the choice to the engine.
-    `lend`: `sleep` releases the memory of the KV cache.
-    `kv_on_update`: whether `update_weights` recomputes or keeps the KV cache of running sequences.
-    `group`: ranks that serve one model together; every rank must make this call and all later calls in the same order.
+    fields of `EngineOptions` except `group`, as keyword arguments.
+    `options`: fields of `EngineOptions`; `device` and `dtype` are required. With `group`, every rank must make this
+    call and all later calls in the same order.
     """
     if backend == "auto":
         backend = "native" if isinstance(model, Decoder) else "hf"
     if isinstance(backend, str) and backend not in ENGINES:
         raise unknown_name("engine", backend, ["auto", *ENGINES])
     make = ENGINES[backend] if isinstance(backend, str) else without_group(backend)
-    engine = make(
-        model,
-        device=device,
-        dtype=dtype,
-        max_batch=max_batch or MAX_BATCH.get(torch.device(device).type, MAX_BATCH["cpu"]),
-        max_length=max_length,
-        memory=memory,
-        prefill_tokens=prefill_tokens,
-        decode=decode,
-        group=group,
-        lend=lend,
-        kv_on_update=kv_on_update,
-    )
+    engine = make(model, **vars(EngineOptions(**options)))
     engine.update_weights(model, version=0)
     return engine

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from assay.types import Completion, UserError
 
 if TYPE_CHECKING:
     from assay.models.parallel import TPShard
+
+Decode = Callable[[Sequence[int]], str]  # token ids to text
+KvOnUpdate = Literal["recompute", "keep"]
+MAX_BATCH = {"cpu": 256, "cuda": 1024}  # default number of sequences that are decoded concurrently
 
 
 @contextmanager
@@ -117,6 +122,9 @@ class Capabilities:
     fingerprint: bool = False  # of the served weights
 
 
+ALL_CAPABILITIES = Capabilities(**dict.fromkeys(Capabilities.__dataclass_fields__, True))
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     version: int  # of the served weights; -1: none yet
@@ -124,6 +132,29 @@ class EngineInfo:
     max_batch: int  # maximum number of sequences decoded concurrently
     dtype: torch.dtype  # of the served weights
     capabilities: Capabilities
+
+
+@dataclass(kw_only=True)
+class EngineOptions:
+    """Options of all engines. An engine may ignore those after `group`."""
+
+    device: torch.device | str
+    dtype: torch.dtype  # of the served weights
+    max_batch: int = 0  # maximum number of sequences decoded concurrently; 0: chosen by the kind of device
+    max_length: int | None = None  # maximum number of tokens of prompt and completion; None: that of the model
+    decode: Decode | None = None  # for stop strings
+    group: dist.ProcessGroup | None = None  # the ranks that serve one model together
+    memory: float = 0.0  # GiB of KV cache; 0: as much as is useful and free
+    prefill_tokens: int = 0  # prompt tokens computed between two windows of decoding steps; 0: chosen by the engine
+    sleep_while_training: bool = False  # `sleep` releases the memory of the KV cache (CUDA)
+    # The KV cache of running sequences after a weight update. "recompute": it is computed again with the new weights;
+    # "keep": it is kept, and only new tokens use the new weights.
+    kv_on_update: KvOnUpdate = "recompute"
+
+    def __post_init__(self) -> None:
+        self.max_batch = self.max_batch or MAX_BATCH.get(torch.device(self.device).type, MAX_BATCH["cpu"])
+        if self.max_batch < 1:
+            raise UserError(f"max_batch must be at least 1, not {self.max_batch}")
 
 
 class WeightSource(Protocol):

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.engine.base import Engine, Event, Failed, Finished, Request, SamplingParams, TokenChunk
-from assay.engine.outputs import Decode
+from assay.engine.base import Decode, Engine, Event, Failed, Finished, Request, SamplingParams, TokenChunk
 from assay.models.base import PolicyModel, fingerprint
 from assay.types import Completion, Finish, UserError
 

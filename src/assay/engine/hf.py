@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.engine.base import Capabilities, EngineInfo, WeightSource, copy_weights
+from assay.engine.base import ALL_CAPABILITIES, EngineInfo, EngineOptions, WeightSource, copy_weights
 from assay.engine.local import LocalEngine
-from assay.engine.outputs import Decode, OutputProcessor, StopStrings
+from assay.engine.outputs import OutputProcessor
 from assay.engine.rows import Rows, StepOutput
 from assay.engine.sequence import Column, RowState, Sample, assign_slot, close_gaps
 from assay.models.base import PolicyModel
@@ -31,45 +31,23 @@ PREFILL_TOKENS = 8192  # maximum number of prompt tokens per batch
 class HFEngine(LocalEngine):
     """Serves requests in static batches: samples start together, and the batch ends when its last sample finishes."""
 
-    def __init__(
-        self,
-        model: PolicyModel,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        max_batch: int = 256,
-        max_length: int | None = None,
-        decode: Decode | None = None,
-    ) -> None:
-        """`model.hf`: the transformers model. `device` and `dtype`: those of the model by default."""
-        if max_batch < 1:
-            raise UserError(f"max_batch must be at least 1, not {max_batch}")
+    def __init__(self, model: PolicyModel, **options: Any) -> None:
+        """`model.hf`: the transformers model. `options`: fields of `EngineOptions`."""
         super().__init__()
-        self.device = torch.device(device) if device is not None else model.device
-        self.model = own_copy(model, self.device, dtype)
+        opts = EngineOptions(**options)
+        self.device = torch.device(opts.device)
+        self.model = own_copy(model, self.device, opts.dtype)
         self.hf: Any = self.model.hf
         self.vocab_size = self.model.vocab_size
-        self.info = EngineInfo(
-            version=0,
-            max_length=min(model.max_length, max_length or model.max_length),
-            max_batch=max_batch,
-            dtype=dtype or next(model.parameters()).dtype,
-            capabilities=Capabilities(
-                exact_seeds=True,
-                temperature_logprobs=True,
-                entropy=True,
-                kept_mass=True,
-                handles=True,
-                score=True,
-                fingerprint=True,
-            ),
-        )
+        max_length = min(model.max_length, opts.max_length or model.max_length)
+        able = replace(ALL_CAPABILITIES, inflight_updates=False)
+        self.info = EngineInfo(0, max_length, opts.max_batch, opts.dtype, able)
         accepted = inspect.signature(self.hf.forward).parameters
         self.takes_positions = "position_ids" in accepted
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self.kept: dict[int, list[int]] = {}
         self.next_handle = count(1)
-        self.outputs = OutputProcessor(max_batch, StopStrings(decode) if decode else None, self._keep)
+        self.outputs = OutputProcessor(opts.max_batch, opts.decode, self._keep)
         self.waiting: deque[Sample] = deque()
         self.batch: StaticBatch | None = None
 
@@ -186,7 +164,7 @@ class HFEngine(LocalEngine):
         )
 
 
-def own_copy(model: PolicyModel, device: torch.device, dtype: torch.dtype | None) -> Any:
+def own_copy(model: PolicyModel, device: torch.device, dtype: torch.dtype) -> Any:
     """Return an independent copy. Only weights are cast: buffers such as rotary frequencies keep their dtype."""
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     for weight in model.parameters():
@@ -197,7 +175,7 @@ def own_copy(model: PolicyModel, device: torch.device, dtype: torch.dtype | None
         weight.grad = gradients[name]
     for weight in copied.parameters():
         weight.requires_grad_(False)
-        if dtype is not None and weight.is_floating_point():
+        if weight.is_floating_point():
             weight.data = weight.data.to(dtype)
     return copied
 

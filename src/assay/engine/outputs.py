@@ -10,12 +10,11 @@ from enum import IntEnum
 
 import numpy as np
 
-from assay.engine.base import Event, Failed, Finished, TokenChunk
+from assay.engine.base import Decode, Event, Failed, Finished, TokenChunk
 from assay.engine.rows import StepOutput
 from assay.engine.sequence import Job, RowState, Sample
 from assay.types import Completion, Finish
 
-Decode = Callable[[Sequence[int]], str]
 MARGIN = 4  # extra tokens before the tail: decoding may treat the first ones differently (spaces, parts of a character)
 BROKEN = "\ufffd"  # what a part of a character decodes to
 TABLES = 64  # sets of stop strings with a cached table of one byte per token of the vocabulary
@@ -238,13 +237,14 @@ class OutputProcessor:
     def __init__(
         self,
         rows: int,
-        stopping: StopStrings | None,
+        decode: Decode | None,
         keep: Keep,
         float_type: type[np.floating] = np.float32,
         digests: bool = False,
     ) -> None:
-        """`float_type`: of log-probabilities and entropies. `digests`: compute a digest of sampled tokens."""
-        self.rows, self.stopping, self.keep, self.float_type = rows, stopping, keep, float_type
+        """`decode`: for stop strings. `float_type`: of scores. `digests`: compute a digest of sampled tokens."""
+        self.rows, self.keep, self.float_type = rows, keep, float_type
+        self.stopping = StopStrings(decode) if decode else None
         self.jobs: dict[int, Job] = {}  # unfinished requests, by id
         self.events: list[Event] = []  # not yet returned by `step`
         self.versions = VersionLog()

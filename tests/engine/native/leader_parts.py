@@ -19,8 +19,8 @@ from native_parts import MODES, engine_for, idle, mixed_requests, words
 from torch import Tensor
 
 from assay.engine import Engine, Event, Finished, NativeEngine, Request, SamplingParams, generate
+from assay.engine.base import KvOnUpdate
 from assay.engine.dispatch import Dispatcher
-from assay.engine.native.engine import KvOnUpdate
 from assay.engine.native.tensor_parallel import TensorParallelLeader, follow, new_cpu_group
 from assay.mesh import Mesh, init_mesh
 from assay.models.decoder import Decoder

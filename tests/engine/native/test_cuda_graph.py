@@ -186,7 +186,7 @@ def test_losses_of_every_recipe_run_on_cuda() -> None:
 def test_sleep_releases_the_kv_cache_and_captured_graphs_stay_valid() -> None:
     model = small_decoder(small_spec("qwen2", head_dim=64, max_length=160), seed=1)
     asked = [Request([7 * i + j for j in range(20)], SamplingParams(n=6, max_new_tokens=40), seed=i) for i in range(3)]
-    engine = native(model, "cuda", torch.bfloat16, max_batch=8, memory=2.0, lend=True)
+    engine = native(model, "cuda", torch.bfloat16, max_batch=8, memory=2.0, sleep_while_training=True)
     size = engine.runner.kv.nbytes
     assert size > GIB
     torch.cuda.empty_cache()  # memory that torch releases later would be counted as cache
@@ -210,8 +210,8 @@ def test_sleep_releases_the_kv_cache_and_captured_graphs_stay_valid() -> None:
 def test_a_kept_sequence_can_be_continued_after_sleep() -> None:
     model = small_decoder(small_spec("llama", head_dim=64, max_length=160), seed=1)
     found = []
-    for lend in (False, True):
-        engine = native(model, "cuda", max_batch=8, lend=lend)
+    for sleeps in (False, True):
+        engine = native(model, "cuda", max_batch=8, sleep_while_training=sleeps)
         [[first]] = generate(engine, [Request([1, 2, 3], SamplingParams(max_new_tokens=20), seed=1, keep=True)])
         engine.sleep()
         [[more]] = generate(

@@ -334,7 +334,7 @@ def test_recorded_graphs_stay_valid_after_updates(kv: str) -> None:
 
 @pytest.mark.parametrize("kv", KV)
 def test_weights_are_updated_while_the_engine_sleeps_and_between_sleeps(kv: str) -> None:
-    engine = native(weights(0), kv=kv, lend=True, memory=1.0)
+    engine = native(weights(0), kv=kv, sleep_while_training=True, memory=1.0)
     kept = SamplingParams(max_new_tokens=20)
     for version in VERSIONS[1:]:
         ((first,),) = generate(engine, [Request([1, 2, 3], kept, seed=1, keep=True)])

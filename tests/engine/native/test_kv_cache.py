@@ -316,7 +316,7 @@ def test_without_a_budget_the_cache_is_limited_by_use_and_free_memory(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_new_cache_is_zeros_of_the_given_dtype(dtype: torch.dtype) -> None:
-    cache, mapped_memory = new_cache(SPEC, 5, CPU, dtype, lend=True)
+    cache, mapped_memory = new_cache(SPEC, 5, CPU, dtype, mapped=True)
     assert mapped_memory is None  # only on CUDA
     assert cache.shape == (3, 2, 2, 5, BLOCK_SIZE, 8) and cache.dtype == dtype and cache.is_contiguous()
     assert not cache.any()

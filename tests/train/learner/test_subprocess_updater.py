@@ -450,8 +450,8 @@ def test_a_worker_leaves_no_gpu_memory_in_use() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lend", ["false", "true"])
-def test_a_gpu_run_with_a_worker_equals_one_without(small: SmallRuns, lend: str) -> None:
+@pytest.mark.parametrize("sleeps", ["false", "true"])
+def test_a_gpu_run_with_a_worker_equals_one_without(small: SmallRuns, sleeps: str) -> None:
     from safetensors.torch import load_file
 
     words = (
@@ -463,7 +463,7 @@ def test_a_gpu_run_with_a_worker_equals_one_without(small: SmallRuns, lend: str)
         "--engine.dtype",
         "float32",
         "--engine.sleep_while_training",
-        lend,
+        sleeps,
     )
     assert small.train(*words) == 0
     assert small.train(*words, *SEPARATE, "--name", "apart") == 0

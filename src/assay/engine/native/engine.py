@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from assay.engine.base import Capabilities, EngineInfo, Request, WeightSource, copy_weights
+from assay.engine.base import ALL_CAPABILITIES, EngineInfo, EngineOptions, Request, WeightSource, copy_weights
 from assay.engine.local import LocalEngine
 from assay.engine.native.compiled import CompiledOperations, CompiledRunner, library_for
 from assay.engine.native.kv_cache import Blocks, cache_blocks, new_cache
 from assay.engine.native.network import FusedDecoder, Operations, TorchOperations, TritonOperations
 from assay.engine.native.runner import GraphRunner, Runner
 from assay.engine.native.scheduler import Lockstep, Plan, Scheduler, min_over_ranks
-from assay.engine.outputs import Decode, OutputProcessor, StopStrings
+from assay.engine.outputs import OutputProcessor
 from assay.engine.rows import LOG_STEPS, Rows, StepOutput
 from assay.engine.sequence import BLOCK_SIZE, Kept, RowState, Sample, Stats
 from assay.models.decoder import rope_frequencies
@@ -29,59 +28,37 @@ from assay.types import UserError
 
 MEASURE_EVERY = 7  # windows between two measurements of KV waste; odd, so that it varies where blocks are filled to
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed between two windows of decoding steps, by default
-KvOnUpdate = Literal["recompute", "keep"]
 
 
 class NativeEngine(LocalEngine):
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        max_batch: int = 256,
-        max_length: int | None = None,
-        memory: float = 0.0,
-        prefill_tokens: int = 0,
-        decode: Decode | None = None,
-        group: dist.ProcessGroup | None = None,
-        lend: bool = False,
-        kv_on_update: KvOnUpdate = "recompute",
-    ) -> None:
-        """`memory`: GiB for the KV cache; 0: as much as is useful and free. `decode`: token ids to text.
-
-        `lend`: `sleep` releases the memory of the KV cache (CUDA).
-        `group`: the ranks that serve this model together. All of them must make the same calls (see `Lockstep`).
-        `kv_on_update`: the KV cache of running sequences after a weight update. "recompute": it is computed again with
-        the new weights; "keep": it is kept, and only new tokens use the new weights.
-        """
-        if max_batch < 1:
-            raise UserError(f"max_batch must be at least 1, not {max_batch}")
+    def __init__(self, spec: ModelSpec, **options: Any) -> None:
+        """`options`: fields of `EngineOptions`. All ranks of `group` must make the same calls (see `Lockstep`)."""
         super().__init__()
-        max_length = min(spec.max_length, max_length or spec.max_length)
-        self.device, self.kv_on_update, self.vocab_size = torch.device(device), kv_on_update, spec.vocab_size
-        self.group = group if group is not None and group.size() > 1 else None
+        opts = EngineOptions(**options)
+        dtype, max_batch = opts.dtype, opts.max_batch
+        max_length = min(spec.max_length, opts.max_length or spec.max_length)
+        self.device, self.kv_on_update = torch.device(opts.device), opts.kv_on_update
+        self.vocab_size = spec.vocab_size
+        self.group = opts.group if opts.group is not None and opts.group.size() > 1 else None
         shard = None if self.group is None else TPShard(spec, self.group)
         spec = spec if shard is None else shard.spec
         ops = make_operations(spec, max_length, self.device, dtype)
         self.network = FusedDecoder(spec, ops, self.device, dtype, shard)
-        total = cache_blocks(spec, max_batch, max_length, self.device, dtype, memory)
+        total = cache_blocks(spec, max_batch, max_length, self.device, dtype, opts.memory)
         if self.group is not None:
             (total,) = min_over_ranks([total], self.group)
         # A sequence cannot outgrow the whole cache; its last token is sampled but never stored.
         max_length = min(max_length, total * BLOCK_SIZE + 1)
-        able = Capabilities(**dict.fromkeys(Capabilities.__dataclass_fields__, True))
-        self.info = EngineInfo(-1, max_length, max_batch, dtype, able)
+        self.info = EngineInfo(-1, max_length, max_batch, dtype, ALL_CAPABILITIES)
         self.blocks = Blocks(total, BLOCK_SIZE)
-        chunk = prefill_tokens or PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
+        chunk = opts.prefill_tokens or PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         self.scheduler = Scheduler(self.blocks, max_batch, chunk)
         self.rows = Rows(max_batch, -(-max_length // BLOCK_SIZE), self.device, dtype)
         # One more block for writes of rows that do not store their token.
-        kv, self.mapped_memory = new_cache(spec, total + 1, self.device, dtype, lend)
+        kv, self.mapped_memory = new_cache(spec, total + 1, self.device, dtype, opts.sleep_while_training)
         self.runner = make_runner(self.network, self.rows, kv)
-        stopping = StopStrings(decode) if decode else None
         self.outputs = OutputProcessor(
-            max_batch, stopping, self._keep, self.rows.float_type, digests=self.group is not None
+            max_batch, opts.decode, self._keep, self.rows.float_type, digests=self.group is not None
         )
         self.in_flight: deque[StepOutput] = deque()  # windows of steps whose results the host has not read yet
         self.lockstep = Lockstep(self.group) if self.group is not None else None

@@ -169,16 +169,16 @@ def cache_blocks(
 
 
 def new_cache(
-    spec: ModelSpec, blocks: int, device: torch.device, dtype: torch.dtype, lend: bool = False
+    spec: ModelSpec, blocks: int, device: torch.device, dtype: torch.dtype, mapped: bool = False
 ) -> tuple[Tensor, MappedMemory | None]:
     """A cache [layers, 2, kv_heads, blocks, block size, head_dim]. On a CPU, memory is committed as it is written.
 
-    With `lend`, on CUDA, also the mapped memory behind it; the cache can be used once that is mapped.
+    With `mapped`, on CUDA, it is backed by `MappedMemory`, and can be used once that is mapped.
     """
     shape = (spec.layers, 2, spec.kv_heads, blocks, BLOCK_SIZE, spec.head_dim)
     size = math.prod(shape) * dtype.itemsize
     try:
-        if device.type == "cuda" and lend:
+        if device.type == "cuda" and mapped:
             memory = MappedMemory(size, device)
             return memory.tensor(shape, dtype), memory
         if device.type != "cpu":
