@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.rows import LOG_STEPS, Modes, Rows
+from assay.engine.rows import LOG_STEPS, Rows
 from assay.engine.sampler import noise_keys, signed
 from assay.engine.sequence import (
     FORBIDDEN_SLOTS,
@@ -14,6 +14,7 @@ from assay.engine.sequence import (
     WIDTH,
     Column,
     Job,
+    Modes,
     RowState,
     Sample,
     assign_slot,

@@ -162,7 +162,6 @@ class WeightSource(Protocol):
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Yield every weight once, as (Hugging Face name, full tensor)."""
-        ...
 
 
 @torch.inference_mode(False)  # a source may do more than read tensors, e.g. gather shards
@@ -196,7 +195,6 @@ class Engine(Protocol):
 
     def add(self, request: Request) -> int:
         """Queue a request and return its id, without waiting. An invalid request yields a `Failed` event."""
-        ...
 
     def step(self, wait: bool = True) -> list[Event]:
         """Advance all requests and return new events.
@@ -204,22 +202,18 @@ class Engine(Protocol):
         With `wait`, return as soon as there is an event; the list is empty only if there is no unfinished request.
         Without, return after one iteration, with or without events.
         """
-        ...
 
     def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
         """Drop requests, or single samples given as (request id, sample). No event follows for them.
 
         Ids of finished or unknown requests are ignored.
         """
-        ...
 
     def release(self, handles: Iterable[int]) -> None:
         """Free kept sequences that will not be continued. Unknown handles are ignored."""
-        ...
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """For each sequence, the log-probability of every token but the first, given the tokens before it."""
-        ...
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Copy new weights into the engine; cached prefixes of earlier weights are not used any more.
@@ -227,27 +221,21 @@ class Engine(Protocol):
         Returns when all weights are copied. Engines without `inflight_updates` raise a `UserError` while requests are
         running. If the source raises, the version does not change, but some weights may be new: update again.
         """
-        ...
 
     def fingerprint(self) -> str | None:
         """Digest of the served weights, over canonical names in the engine's dtype; None if not supported."""
-        ...
 
     def sleep(self) -> None:
         """Release memory that only generation needs. No request may be running."""
-        ...
 
     def wake(self) -> None:
         """Allocate that memory again. A `step` with requests does it automatically."""
-        ...
 
     def reset_prefix_cache(self) -> None:
         """Drop cached prefixes, so that later results do not depend on earlier requests."""
-        ...
 
     def close(self) -> None:
         """Release all resources. The engine cannot be used afterwards."""
-        ...
 
 
 class RequestError(UserError):

@@ -54,9 +54,12 @@ class Record:
                 require(isinstance(event, Finished), f"step returned {event!r:.60}, which is no event")
                 self.completions[one][event.sample] = event.completion
 
+    def group(self, request_id: int) -> list[Completion]:
+        """Finished samples of a request, in order."""
+        return [completion for _, completion in sorted(self.completions[request_id].items())]
+
     def tokens(self, request_id: int) -> list[list[int]]:
-        """Token ids of the finished samples of a request, in order."""
-        return [completion.token_ids for _, completion in sorted(self.completions[request_id].items())]
+        return [completion.token_ids for completion in self.group(request_id)]
 
 
 @dataclass
@@ -84,7 +87,7 @@ class Probe:
         """Completions of requests that must not fail, in order."""
         record, ids = self.run(requests)
         require(not record.errors, f"a valid request failed: {next(iter(record.errors.values()), '')}")
-        return [[completion for _, completion in sorted(record.completions[one].items())] for one in ids]
+        return [record.group(one) for one in ids]
 
     def serve_one(self, request: Request) -> Completion:
         ((completion,),) = self.serve(request)
@@ -121,14 +124,17 @@ class Probe:
             complete = one in record.errors or finished == [*range(n)]
             require(complete, f"{n} samples were requested and {finished} finished")
 
-    def step_to_end(self) -> Record:
-        """Step until there are no more events."""
+    def step_to_end(self, abort: bool = False) -> Record:
+        """Step until there are no more events. With `abort`, abort all requests that yield one."""
         record = Record()
         for _ in range(MAX_STEPS):
             events = self.engine.step()
             if not events:
                 return record
-            record.add(events)
+            if abort:
+                self.engine.abort([event.request_id for event in events])
+            else:
+                record.add(events)
         raise Violation("step never returns an empty list")
 
     def check_completion(self, completion: Completion, request: Request) -> None:
@@ -182,20 +188,10 @@ def problems(probe: Probe, checks: Iterable[Check]) -> Iterator[str]:
         except Exception as error:
             yield f"{title}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         try:
-            abort_all(probe.engine)
+            probe.step_to_end(abort=True)  # the check may have left requests running
         except Exception as error:
             yield f"{title}: the engine is unusable now ({type(error).__name__}); the remaining checks are skipped"
             return
-
-
-def abort_all(engine: Engine) -> None:
-    """Abort the requests that a check has left running."""
-    for _ in range(MAX_STEPS):
-        events = engine.step()
-        if not events:
-            return
-        engine.abort([event.request_id for event in events])
-    raise Violation("step never returns an empty list")
 
 
 def requests_and_samples(probe: Probe) -> None:

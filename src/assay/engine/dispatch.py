@@ -247,15 +247,13 @@ class Dispatcher(Closeable):
 
     def _serve(self) -> None:
         while self._wait_for_work():
-            self._step_engine()
-
-    def _step_engine(self) -> None:
-        try:
-            events = self.engine.step()
-        except BaseException as error:  # of any kind: clients must not wait forever
-            self._fail(error)
-        else:
-            self._deliver(events)
+            try:
+                events = self.engine.step()
+            except BaseException as error:  # of any kind: clients must not wait forever
+                self._fail(error)
+            else:
+                self._deliver(events)
+                del events  # a waiting dispatcher must not keep completions alive
 
     def _wait_for_work(self) -> bool:
         """Wait until a step is due; False if the dispatcher is closed."""

@@ -21,7 +21,8 @@ from assay.engine.base import ALL_CAPABILITIES, EngineInfo, EngineOptions, Weigh
 from assay.engine.local import LocalEngine
 from assay.engine.outputs import OutputProcessor
 from assay.engine.rows import Rows, StepOutput
-from assay.engine.sequence import Column, RowState, Sample, assign_slot, close_gaps
+from assay.engine.sampler import target_logprobs
+from assay.engine.sequence import Column, Sample, assign_slot, close_gaps
 from assay.models.base import PolicyModel
 from assay.types import UserError
 
@@ -66,13 +67,12 @@ class HFEngine(LocalEngine):
         self.outputs.versions.current = version
 
     def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        return [self._score_one(sequence, temperature) for sequence in sequences]
-
-    def _score_one(self, sequence: Sequence[int], temperature: float) -> list[float]:
-        ids = torch.tensor([list(sequence)], device=self.device)
-        logits = self.hf(input_ids=ids, return_dict=True).logits[0, :-1]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+        scores = []
+        for sequence in sequences:
+            ids = torch.tensor([list(sequence)], device=self.device)
+            logits = self.hf(input_ids=ids, return_dict=True).logits[0, :-1]
+            scores.append(target_logprobs(logits, ids[0, 1:], temperature).tolist())
+        return scores
 
     def _abort(self, ids: Sequence[int | tuple[int, int]]) -> None:
         self._accept()
@@ -131,11 +131,8 @@ class HFEngine(LocalEngine):
             self.batch = StaticBatch(self, self._next())
         output = self.batch.step()
         ended = self.outputs.process(output, self.batch.running)
-        failed = {sample.job.id for sample, state in ended if state == RowState.BROKEN}
         self._shrink([sample for sample, _ in ended])
-        if failed:
-            everyone = [*(self.batch.running if self.batch else ()), *self.waiting]
-            self._drop([sample for sample in everyone if sample.job.id in failed])
+        self._drop_failed(ended)
 
     def _shrink(self, samples: Sequence[Sample]) -> None:
         assert self.batch is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from assay.engine.base import EngineInfo, Event, Request, WeightSource
 from assay.engine.outputs import OutputProcessor, handles_of
-from assay.engine.sequence import Job, Sample, check_scored, job_for, unknown_handle
+from assay.engine.sequence import Job, RowState, Sample, check_scored, job_for, unknown_handle
 from assay.models.base import fingerprint
 from assay.types import UserError
 
@@ -60,23 +60,23 @@ class StepBoundary:
     def post(self, work: Callable[[], object]) -> None:
         """Run `work` at the next boundary; immediately if no step is running."""
         self.queue.append((work, None))
-        if self.lock.acquire(blocking=False):
-            try:
-                self.run_queued()
-            finally:
-                self.lock.release()
+        self._try_queued(timeout=0)
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` at the next boundary and return its result."""
         future: Future[T] = Future()
         self.queue.append((work, future))
         while not future.done():
-            if self.lock.acquire(timeout=RETRY_S):
-                try:
-                    self.run_queued()
-                finally:
-                    self.lock.release()
+            self._try_queued(timeout=RETRY_S)
         return future.result()
+
+    def _try_queued(self, timeout: float) -> None:
+        """Run all queued commands if the lock is free within `timeout` seconds."""
+        if self.lock.acquire(timeout=timeout):
+            try:
+                self.run_queued()
+            finally:
+                self.lock.release()
 
 
 class LocalEngine(ABC):
@@ -240,6 +240,12 @@ class LocalEngine(ABC):
             if not sample.job.unfinished:
                 self.outputs.remove(sample.job)
         self._remove(samples)
+
+    def _drop_failed(self, ended: Iterable[tuple[Sample, RowState]]) -> None:
+        """Drop the remaining samples of requests of which a sample has failed."""
+        jobs = {sample.job.id: sample.job for sample, state in ended if state == RowState.BROKEN}
+        if jobs:
+            self._drop([sample for job in jobs.values() for sample in job.samples if not sample.done])
 
     def _release_unreported(self) -> None:
         """Release kept sequences whose handles are in events that no caller will receive."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -145,27 +146,16 @@ class VersionLog:
         """Spans of the `count` tokens that were sampled from step `first` on, one per step."""
         if len(self.starts) == 1:
             return [(self.starts[0][1], count)]
-        spans: list[Span] = []
-        index = max(bisect_right(self.starts, first, key=lambda start: start[0]) - 1, 0)
-        step, end = first, first + count
-        while step < end:
-            next_start = self.starts[index + 1][0] if index + 1 < len(self.starts) else end
-            if next_start > step:
-                spans.append((self.starts[index][1], min(next_start, end) - step))
-                step = min(next_start, end)
-            index += 1
-        return spans
+        end = first + count
+        bounds = [first, *(min(max(start, first), end) for start, _ in self.starts[1:]), end]
+        sizes = (stop - start for start, stop in pairwise(bounds))
+        return [(version, size) for (_, version), size in zip(self.starts, sizes, strict=True) if size]
 
 
 def merged(spans: list[Span]) -> tuple[Span, ...]:
     """Join adjacent spans of the same version; drop empty ones."""
-    joined: list[Span] = []
-    for version, count in spans:
-        if joined and joined[-1][0] == version:
-            joined[-1] = version, joined[-1][1] + count
-        elif count:
-            joined.append((version, count))
-    return tuple(joined)
+    groups = groupby((span for span in spans if span[1]), key=itemgetter(0))
+    return tuple((version, sum(count for _, count in group)) for version, group in groups)
 
 
 class History:

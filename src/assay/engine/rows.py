@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from assay.engine.sampler import noise_keys, sample_rows, signed
-from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, Job, RowState, Sample
+from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, Job, Modes, RowState, Sample
 
 STAGING_BYTES = 1 << 25
 ALIGNMENT = 64
@@ -54,16 +54,6 @@ class Staging:
                 arrived.synchronize()
         self.offset = start + size
         return self.memory[start : start + size]
-
-
-@dataclass(slots=True)
-class Modes:
-    """What the sampler must support for the running rows; the fields are those of `Job.modes`."""
-
-    greedy: bool = False
-    random: bool = False
-    truncate: bool = False
-    forbids: bool = False
 
 
 @dataclass(slots=True)
@@ -140,20 +130,9 @@ class Rows:
         self.modes = Modes(*(any(mode) for mode in zip(*wanted, strict=True)))
 
     def draw(self, logits: Tensor) -> None:
-        """A token for each row of logits [B, V], in torch: written down, and what follows from it noted."""
-        sample_rows(
-            logits,
-            self.ints,
-            self.floats,
-            self.forbidden,
-            self.step,
-            self.log_tokens,
-            self.log_scores,
-            greedy=self.modes.greedy,
-            random=self.modes.random,
-            truncate=self.modes.truncate,
-            forbids=self.modes.forbids,
-        )
+        """Sample a token for each row of logits [B, V], in torch, and update the rows."""
+        tables = (self.ints, self.floats, self.forbidden, self.step, self.log_tokens, self.log_scores)
+        sample_rows(logits, *tables, self.modes)
         self.step += 1
 
     def add_blocks(self, samples: Sequence[Sample]) -> None:

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.engine.sequence import STOP_SLOTS, Column, RowState
+from assay.engine.sequence import STOP_SLOTS, Column, Modes, RowState
 
 BLOCK = 256  # tokens whose probabilities are summed first
 SMALL_VOCAB = 4096  # up to this size, a table of products is cheaper than a loop over rows
 HEAD = 64  # truncation looks at this many of the most likely tokens before it sorts the whole vocabulary
+ALL_MODES = Modes(greedy=True, random=True, truncate=True, forbids=True)
 TOP_P_SLACK = 1 - 1e-6  # top-p: a set that misses p by rounding alone has reached it
 
 
@@ -85,6 +86,12 @@ def sample(
     if greedy:
         scores[1], scores[2] = torch.where(is_greedy, 0.0, scores[1]), torch.where(is_greedy, 1.0, scores[2])
     return Sampled(tokens, *(score.to(torch.promote_types(logits.dtype, torch.float32)) for score in scores))
+
+
+def target_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities of target tokens [N] from logits [N, V], in float32 at least."""
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return scaled.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def scores_of(
@@ -275,16 +282,12 @@ def sample_rows(
     step: Tensor,
     log_tokens: Tensor,
     log_scores: Tensor,
-    *,
-    greedy: bool = True,
-    random: bool = True,
-    truncate: bool = True,
-    forbids: bool = True,
+    modes: Modes = ALL_MODES,
 ) -> None:
     """Sample for the first rows of the engine's table from their logits [N, V], and update the table.
 
     `log_tokens` [S, R] and `log_scores` [4, S, R] (engine, sampling, kept mass, entropy) are written at step modulo S.
-    Rows that are not running are not changed. `forbids`: whether any row may have forbidden tokens or a minimum length.
+    Rows that are not running are not changed.
     """
     size = len(logits)
     rows, settings = ints[:size], floats[:size]
@@ -297,10 +300,10 @@ def sample_rows(
         min_p,
         rows[:, Column.KEY],
         rows[:, Column.COUNT],
-        forbidden=forbidden_now(rows, forbidden[:size]) if forbids else None,
-        greedy=greedy,
-        random=random,
-        truncate=truncate,
+        forbidden=forbidden_now(rows, forbidden[:size]) if modes.forbids else None,
+        greedy=modes.greedy,
+        random=modes.random,
+        truncate=modes.truncate,
     )
     running = rows[:, Column.STATE] == RowState.RUNNING
     tokens = torch.where(running, sampled.tokens, rows[:, Column.TOKEN])

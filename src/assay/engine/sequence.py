@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,6 +51,15 @@ class RowState(IntEnum):
 WIDTH = Column.STOPS + STOP_SLOTS
 
 
+class Modes(NamedTuple):
+    """What the sampler must support for a request, or for the running rows."""
+
+    greedy: bool = False
+    random: bool = False
+    truncate: bool = False
+    forbids: bool = False  # some rows have forbidden tokens or a minimum length
+
+
 @dataclass(slots=True)
 class Job:
     """One request that is being served."""
@@ -60,12 +70,12 @@ class Job:
     limit: int  # maximum number of new tokens per sample
     samples: list[Sample] = field(default_factory=list, compare=False)
     unfinished: int = 0  # samples that are neither finished nor aborted
-    modes: tuple[bool, bool, bool, bool] = (False,) * 4  # greedy, random, truncates, forbids tokens
+    modes: Modes = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.request.params
         forbids = bool(params.forbidden_token_ids or (params.min_new_tokens and params.stop_token_ids))
-        self.modes = params.temperature == 0, params.temperature > 0, params.truncates, forbids
+        self.modes = Modes(params.temperature == 0, params.temperature > 0, params.truncates, forbids)
         self.unfinished = params.n
         self.samples = [Sample(self, index) for index in range(self.unfinished)]
 
@@ -142,6 +152,11 @@ class Kept:
     tokens: list[int]
     blocks: list[int]
     mixed: bool = False  # some of its blocks were computed with earlier weights than the current ones
+
+    def drop_blocks(self) -> list[int]:
+        """Return the blocks to release."""
+        blocks, self.blocks, self.mixed = self.blocks, [], False
+        return blocks
 
     @property
     def stored(self) -> int:

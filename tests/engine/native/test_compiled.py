@@ -16,7 +16,7 @@ from assay.engine.native.compiled import CompiledAttention, CompiledRunner, Smal
 from assay.engine.native.runner import Runner
 from assay.engine.rows import Rows
 from assay.engine.sampler import noise_keys
-from assay.engine.sequence import Column, RowState
+from assay.engine.sequence import Column, Modes, RowState
 from assay.models.decoder import Decoder
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def some_rows(size: int, vocabulary: int) -> Rows:
     rows.floats[:size, 0] = torch.tensor(TEMPERATURES).repeat(size)[:size]
     rows.floats[:size, 1] = 1.0
     rows.step += 3
-    rows.modes.greedy = rows.modes.random = True
+    rows.modes = Modes(greedy=True, random=True)
     return rows
 
 

@@ -178,10 +178,7 @@ class NativeEngine(LocalEngine):
         job = self._new_job(request_id, request)
         if job is None:
             return
-        kept = None
-        if request.continues is not None:
-            kept = self.scheduler.kept[request.continues]
-            self.scheduler.pop_kept(request.continues)
+        kept = None if request.continues is None else self.scheduler.pop_kept(request.continues)
         self.busy = True
         self.scheduler.add(job.tokens, job.samples, kept)
 
@@ -268,17 +265,13 @@ class NativeEngine(LocalEngine):
         tokens = self.outputs.tokens
         ended = self.outputs.process(self.in_flight.popleft(), self.scheduler.running)
         self.stats.decoded_tokens += self.outputs.tokens - tokens
-        failed: set[int] = set()
         for sample, state in ended:
             if state == RowState.BROKEN:
                 self.blocks.release(sample.blocks, unregister=True)
                 sample.blocks = []
-                failed.add(sample.job.id)
         if ended:
             self._free_rows([sample for sample, _ in ended])
-        if failed:
-            jobs = {id(sample.job): sample.job for sample, _ in ended if sample.job.id in failed}.values()
-            self._drop([sample for job in jobs for sample in job.samples if not sample.done])
+            self._drop_failed(ended)
 
     def _free_rows(self, samples: list[Sample]) -> None:
         before = len(self.scheduler.running)
@@ -302,9 +295,8 @@ class NativeEngine(LocalEngine):
     def drop_requests(self) -> None:
         """Also drops the KV cache: kept sequences are computed again."""
         self._release_unreported()
-        kept = {**self.scheduler.kept, **{handle: Kept(tokens, []) for handle, tokens in self._continued()}}
-        for one in kept.values():
-            one.blocks, one.mixed = [], False
+        kept = {handle: Kept(one.tokens, []) for handle, one in self.scheduler.kept.items()}
+        kept |= {handle: Kept(tokens, []) for handle, tokens in self._continued()}
         self.in_flight.clear()
         self.incoming.clear()
         if self.lockstep is not None:

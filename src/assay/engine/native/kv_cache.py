@@ -231,7 +231,7 @@ class MappedMemory:
         step = ctypes.c_size_t()
         call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self.kind), ctypes.c_int(0))
         self.size = -(-size // step.value) * step.value
-        self._call("cuMemAddressReserve", ctypes.byref(self.address), self.size, 0, 0, 0)
+        call("cuMemAddressReserve", ctypes.byref(self.address), self.size, 0, 0, 0)
 
     def map(self) -> None:
         """Map physical memory; its contents are undefined."""
@@ -248,21 +248,21 @@ class MappedMemory:
                     f"the {self.size / 2**30:.1f} GiB of the KV cache cannot be mapped again: lower engine.memory "
                     "or train.token_budget"
                 ) from None
-        self._call("cuMemMap", self.address, self.size, 0, self.handle, 0)
+        call("cuMemMap", self.address, self.size, 0, self.handle, 0)
         access = Access(self.location, READ_AND_WRITE)
-        self._call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), 1)
+        call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), 1)
         self.mapped = True
 
     def _create(self) -> None:
-        self._call("cuMemCreate", ctypes.byref(self.handle), self.size, ctypes.byref(self.kind), 0)
+        call("cuMemCreate", ctypes.byref(self.handle), self.size, ctypes.byref(self.kind), 0)
 
     def unmap(self) -> None:
         """Release the physical memory. The addresses stay reserved; accessing them is an error until `map`."""
         if not self.mapped:
             return
         torch.cuda.synchronize()
-        self._call("cuMemUnmap", self.address, self.size)
-        self._call("cuMemRelease", self.handle)
+        call("cuMemUnmap", self.address, self.size)
+        call("cuMemRelease", self.handle)
         self.mapped = False
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -277,11 +277,7 @@ class MappedMemory:
     def __del__(self) -> None:
         if not sys.is_finalizing() and self.address.value:
             self.unmap()
-            self._call("cuMemAddressFree", self.address, self.size)
-
-    def _call(self, name: str, *values: Any) -> None:
-        """Call the driver; integers are passed as 64 bits."""
-        call(name, *(ctypes.c_ulonglong(value) if isinstance(value, int) else value for value in values))
+            call("cuMemAddressFree", self.address, self.size)
 
 
 @cache
@@ -295,7 +291,9 @@ def driver() -> ctypes.CDLL:
 
 
 def call(name: str, *values: Any) -> None:
-    error = getattr(driver(), name)(*values)
+    """Call the driver; integers are passed as 64 bits."""
+    arguments = (ctypes.c_ulonglong(value) if isinstance(value, int) else value for value in values)
+    error = getattr(driver(), name)(*arguments)
     if error == OUT_OF_MEMORY:
         raise MemoryError(name)
     if error:

@@ -50,7 +50,6 @@ class Operations(Protocol):
         self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
     ) -> Tensor:
         """Rotated queries [N, H, d]; keys and values are stored in a layer's cache [2, K, blocks, block size, d]."""
-        ...
 
 
 class TorchOperations:

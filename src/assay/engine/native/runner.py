@@ -25,6 +25,7 @@ from assay.engine.native.kv_cache import new_cache
 from assay.engine.native.network import FusedDecoder, TokenPositions
 from assay.engine.native.scheduler import Chunk
 from assay.engine.rows import Rows
+from assay.engine.sampler import target_logprobs
 from assay.engine.sequence import BLOCK_SIZE, Column, RowState, Sample
 from assay.models.attention import has_varlen
 
@@ -90,16 +91,13 @@ class Runner:
         targets = self.rows.upload(np.concatenate([np.asarray(one[1:], dtype=np.int64) for one in sequences]))
         size = max(SCORE_LOGITS // self.network.spec.vocab_size, 1)
         parts = [
-            self._target_logprobs(hidden[start : start + size], targets[start : start + size], temperature)
+            target_logprobs(
+                self.network.unembed(hidden[start : start + size]), targets[start : start + size], temperature
+            )
             for start in range(0, len(targets), size)
         ]
         logprobs = torch.cat(parts) if parts else hidden.new_empty(0)
         return [part.tolist() for part in logprobs.cpu().split([length - 1 for length in lengths])]
-
-    def _target_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        logits = self.network.unembed(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
     def close(self) -> None:
         """Release the cache."""

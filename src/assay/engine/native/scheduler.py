@@ -237,8 +237,7 @@ class Scheduler:
         for kept in self.kept.values():
             if wanted <= self.blocks.available:
                 return True
-            self.blocks.release(kept.blocks)
-            kept.blocks, kept.mixed = [], False
+            self.blocks.release(kept.drop_blocks())
         if not (sparing is not None and self.running):  # while others run, the prefix can wait
             for prefix in reversed(self.waiting):
                 if wanted <= self.blocks.available:
@@ -298,8 +297,7 @@ class Scheduler:
     def evict_kept(self) -> None:
         """Release the blocks of kept sequences, which are computed again when they are continued."""
         for kept in self.kept.values():
-            self.blocks.release(kept.blocks)
-            kept.blocks, kept.mixed = [], False
+            self.blocks.release(kept.drop_blocks())
 
     def weights_changed(self, keep_kv: bool) -> None:
         """Invalidate what earlier weights computed: cached prefixes, blocks of waiting prefixes and of kept sequences.

@@ -21,10 +21,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from operator import index
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,6 @@ from assay.engine.local import StepBoundary
 from assay.engine.native.engine import NativeEngine
 from assay.engine.sequence import Kept
 
-T = TypeVar("T")
 NO_TIMEOUT = timedelta(days=3650)  # followers wait for an idle leader; heartbeats detect a dead one
 STEP = 1  # flag of a header: take a step after the commands
 
@@ -110,10 +110,8 @@ class ReceivedWeights:
             if kind == "error":
                 raise RuntimeError(f"the leader's weight source failed: {values[0]}")
             name, shape, dtype = values
-            yield (
-                name,
-                self.link.tensor(torch.empty(shape, dtype=getattr(torch, dtype), device=self.link.engine.device)),
-            )
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=self.link.engine.device)
+            yield name, self.link.tensor(empty)
 
 
 class SharedCommand:
@@ -165,10 +163,8 @@ class TensorParallelLeader:
         return self.engine.info
 
     def add(self, request: Request) -> int:
-        self._check_open()
-        request_id = next(self._ids)
-        encoded = encode_request(request)
-        command = SharedCommand(lambda: add_as(self.engine, request_id, encoded), "add", request_id, encoded)
+        request_id, encoded = next(self._ids), encode_request(request)
+        command = self._command("add", request_id, encoded, run=lambda: add_as(self.engine, request_id, encoded))
         self._boundary.queue.append((command, None))
         return request_id
 
@@ -198,51 +194,44 @@ class TensorParallelLeader:
         dist.barrier(group=self._link.group)  # a follower may still be inside the step, waiting for this rank
 
     def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
-        ids = list(ids)
-        self._post(lambda: self.engine.abort(ids), "abort", ids)
+        self._boundary.post(self._command("abort", list(ids)))
 
     def release(self, handles: Iterable[int]) -> None:
-        handles = list(handles)
-        self._post(lambda: self.engine.release(handles), "release", handles)
+        self._boundary.post(self._command("release", list(handles)))
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         lists = [[index(token) for token in sequence] for sequence in sequences]
-        return self._call(lambda: self.engine.score(lists, temperature), "score", lists, temperature)
+        return self._boundary.call(self._command("score", lists, temperature))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """`source` is read on this rank alone; each weight is sent to the other ranks in its own dtype."""
         sent = SentWeights(self._link, source)
-        self._call(lambda: self.engine.update_weights(sent, version), "update_weights", version)
+        run = partial(self.engine.update_weights, sent, version)
+        self._boundary.call(self._command("update_weights", version, run=run))
 
     def fingerprint(self) -> str:
-        return self._call(self.engine.fingerprint, "fingerprint")
+        return self._boundary.call(self._command("fingerprint"))
 
     def sleep(self) -> None:
-        self._call(self.engine.sleep, "sleep")
+        self._boundary.call(self._command("sleep"))
 
     def wake(self) -> None:
-        self._call(self.engine.wake, "wake")
+        self._boundary.call(self._command("wake"))
 
     def reset_prefix_cache(self) -> None:
-        self._call(self.engine.reset_prefix_cache, "reset_prefix_cache")
+        self._boundary.call(self._command("reset_prefix_cache"))
 
     def close(self) -> None:
         """Close the engines of all ranks; `follow` returns."""
         if not self._closed:
-            self._closed = True
-            self._boundary.call(SharedCommand(self.engine.close, "close"))
+            command, self._closed = self._command("close"), True
+            self._boundary.call(command)
 
-    def _post(self, run: Callable[[], Any], name: str, *arguments: Any) -> None:
-        self._check_open()
-        self._boundary.post(SharedCommand(run, name, *arguments))
-
-    def _call(self, run: Callable[[], T], name: str, *arguments: Any) -> T:
-        self._check_open()
-        return self._boundary.call(SharedCommand(run, name, *arguments))
-
-    def _check_open(self) -> None:
+    def _command(self, name: str, *arguments: Any, run: Callable[[], Any] | None = None) -> SharedCommand:
+        """`run`: on this rank, unless it is the engine's method of this name with these arguments."""
         if self._closed:
             raise RuntimeError("the engine is closed")
+        return SharedCommand(run or partial(getattr(self.engine, name), *arguments), name, *arguments)
 
 
 def follow(engine: NativeEngine, cpu_group: dist.ProcessGroup) -> None:
@@ -285,10 +274,6 @@ class Follower:
                 add_as(engine, request_id, request)
             case "abort", [ids]:
                 engine.abort(tuple(one) if isinstance(one, list) else one for one in ids)
-            case "release", [handles]:
-                engine.release(handles)
-            case "score", [sequences, temperature]:
-                engine.score(sequences, temperature)
             case "update_weights", [version]:
                 engine.update_weights(ReceivedWeights(self.link), version)
             case "drop_requests", [step, next_handle, kept]:
@@ -296,10 +281,8 @@ class Follower:
             case "close", []:
                 self.closed = True
                 engine.close()
-            case (("fingerprint" | "sleep" | "wake" | "reset_prefix_cache"), []):
-                getattr(engine, name)()
             case _:
-                raise AssertionError(f"unknown command {name}")
+                getattr(engine, name)(*values)
 
     def drop_requests(self, step: int, next_handle: int, kept: list[tuple[int, list[int]]]) -> None:
         """Take over the leader's state after an exception."""

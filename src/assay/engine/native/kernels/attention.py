@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,8 +101,6 @@ def decode_attention(
     order: Tensor | None = None,
     shared: SharedPrefixes | None = None,
     block_n: int | None = None,
-    warps: int | None = None,
-    stages: int | None = None,
 ) -> Tensor:
     """q [N, H, d] over the first lengths [N] tokens of each row of `tables`, in kv_layer [2, K, blocks, block_size, d].
 
@@ -112,14 +111,12 @@ def decode_attention(
     assert q.is_contiguous() and kv_layer.is_contiguous() and lengths.is_contiguous() and tables.stride(1) == 1
     rows, heads, size = q.shape
     _, kv_heads, blocks, block_size, _ = kv_layer.shape
-    group, columns = heads // kv_heads, max(triton.next_power_of_2(size), MIN_DOT)
     if out is None:
         out = torch.empty_like(q)
     if splits is None:
         splits = default_splits(rows, kv_heads, tables.shape[1] * block_size) if shared is None else 1
     assert shared is None or splits == 1
-    best = tuning(size)
-    tile = block_n or (best[0] if q.element_size() == 2 else best[0] // 2)
+    tile, warps, stages = tuning(size)
     if shared is not None:
         attend_shared(q, kv_layer, tables, shared)
     partial, stats = out, out
@@ -134,46 +131,44 @@ def decode_attention(
         lengths if order is None else order,
         *((shared.skip, shared.maxima, shared.sums, shared.partials) if shared else [out] * 4),
         *(blocks * block_size * size, min_range(rows, kv_heads)),
-        SCALE=math.log2(math.e) / math.sqrt(size),  # exponents are to base 2
-        HEADS=heads,
-        GROUP=group,
-        GROUP_BLOCK=max(triton.next_power_of_2(group), MIN_DOT),
-        SIZE=size,
-        SIZE_BLOCK=columns,
-        BLOCK_SIZE=block_size,
-        TILE=tile,
+        **constants(q, kv_layer, tile, MIN_DOT) | ({"TILE": block_n} if block_n else {}),
         SPLITS=splits,
         ORDERED=order is not None,
         SHARED=shared is not None,
-        WIDE=INTERPRETED and q.dtype == torch.bfloat16,
-        num_warps=warps or best[1],
-        num_stages=stages or best[2],
+        num_warps=warps,
+        num_stages=stages,
     )
     return out
 
 
+def constants(q: Tensor, kv_layer: Tensor, tile: int, min_group: int) -> dict[str, Any]:
+    """Constants of both kernels. `tile`: keys per tile in 16 bits; `min_group`: of query heads per key-value head."""
+    _, heads, size = q.shape
+    group = heads // kv_layer.shape[1]
+    return {
+        "SCALE": math.log2(math.e) / math.sqrt(size),  # exponents are to base 2
+        "HEADS": heads,
+        "GROUP": group,
+        "GROUP_BLOCK": max(triton.next_power_of_2(group), min_group),
+        "SIZE": size,
+        "SIZE_BLOCK": max(triton.next_power_of_2(size), MIN_DOT),
+        "BLOCK_SIZE": kv_layer.shape[3],
+        "TILE": tile if q.element_size() == 2 else tile // 2,
+        "WIDE": INTERPRETED and q.dtype == torch.bfloat16,
+    }
+
+
 def attend_shared(q: Tensor, kv_layer: Tensor, tables: Tensor, shared: SharedPrefixes) -> None:
     """Partial results of the shared prefixes, which `_attend` continues from."""
-    rows, heads, size = q.shape
-    _, kv_heads, blocks, block_size, _ = kv_layer.shape
+    _, kv_heads, blocks, block_size, size = kv_layer.shape
     tiles, height = shared.rows.shape
-    group = heads // kv_heads
-    # A tile has at least as many queries as a product on tensor cores has rows.
-    group_block = max(triton.next_power_of_2(group), triton.cdiv(MIN_DOT, height))
     _, tile, warps, stages = SHARED_TUNING[tuned_size(size)]
     _attend_shared[(kv_heads, tiles)](
         *(q, kv_layer, tables, tables.stride(0), shared.rows, shared.tokens),
-        *(shared.maxima, shared.sums, shared.partials, rows, blocks * block_size * size),
-        SCALE=math.log2(math.e) / math.sqrt(size),
-        HEADS=heads,
+        *(shared.maxima, shared.sums, shared.partials, len(q), blocks * block_size * size),
+        # A tile has at least as many queries as a product on tensor cores has rows.
+        **constants(q, kv_layer, tile, triton.cdiv(MIN_DOT, height)),
         ROWS=height,
-        GROUP=group,
-        GROUP_BLOCK=group_block,
-        SIZE=size,
-        SIZE_BLOCK=max(triton.next_power_of_2(size), MIN_DOT),
-        BLOCK_SIZE=block_size,
-        TILE=tile if q.element_size() == 2 else tile // 2,
-        WIDE=INTERPRETED and q.dtype == torch.bfloat16,
         num_warps=warps,
         num_stages=stages,
     )

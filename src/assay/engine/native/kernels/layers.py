@@ -14,11 +14,9 @@ HEADS_BLOCK = 8  # heads per program of rope_store
 STEP_BLOCK = 128  # rows per program of start_step
 LANE = 256  # elements per warp: each thread loads 16 bytes of 16-bit numbers at once
 
-TOKEN = tl.constexpr(int(Column.TOKEN))
-POSITION = tl.constexpr(int(Column.POSITION))
-STORED = tl.constexpr(int(Column.STORED))
-STATE = tl.constexpr(int(Column.STATE))
-RUNNING = tl.constexpr(int(RowState.RUNNING))
+TOKEN, POSITION, STORED, STATE, RUNNING = (
+    tl.constexpr(int(value)) for value in (Column.TOKEN, Column.POSITION, Column.STORED, Column.STATE, RowState.RUNNING)
+)
 
 
 def warps_for(elements: int) -> int:
