@@ -183,7 +183,7 @@ def test_check_reports_gold_answers_and_overlap(tmp_path, capsys):
         (["prepare", "gsm8k", "--path", "SOURCE", "--train-size", 3], "only for generated tasks"),
         (["prepare", "abacus", "--val-size", 0], "at least 1"),
         (["prepare", "abacus", "--arg", "style"], "NAME=VALUE"),
-        (["prepare", "abacus", "--train-size", 1, "--out", "SOURCE/train.jsonl/x"], "cannot create the folder"),
+        (["prepare", "abacus", "--train-size", 1, "--out", "SOURCE/train.jsonl/x"], "cannot write"),
         (["show", "abacus", "-n", 0], "-n must be"),
         (["show", "abacus", "--split", "all"], 'only a single file or list has the split "all"'),
         (["check", "gsm8k", "--path", "nowhere"], "there is no file or folder"),

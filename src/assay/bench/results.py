@@ -93,10 +93,7 @@ def key_of(row: Row) -> tuple[str, str, bool]:
 
 def merge(earlier: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
     """Rows that were measured again keep their position."""
-    merged = {key_of(row): row for row in earlier}
-    for row in rows:
-        merged[key_of(row)] = row
-    return list(merged.values())
+    return list({key_of(row): row for row in (*earlier, *rows)}.values())
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:

@@ -95,29 +95,25 @@ def run_prepare(args: argparse.Namespace) -> int:
         name: jsonl_text([prepared_row(prompt, task.bare_question(prompt)) for prompt in prompts])
         for name, prompts in zip(names[:3], splits, strict=True)
     }
-    files = {
-        name: {"rows": len(prompts), "sha256": hashlib.sha256(texts[name].encode()).hexdigest()}
-        for name, prompts in zip(names[:3], splits, strict=True)
-    }
     manifest = {
         "task": task.name,
         "source": args.path or ("generated" if isinstance(task.prompts("train"), LazyPrompts) else "hub"),
         "seed": args.seed,
-        "args": {
-            **manifest_of(args.path).get("args", {}),
-            **task_arguments(args.arg),
-        },  # also those of a prepared source
+        "args": manifest_of(args.path).get("args", {}) | task_arguments(args.arg),  # also those of a prepared source
         "judge": task.judge_kind,
         "extract": task.default_extract,
-        "files": files,
+        "files": {
+            name: {"rows": text.count("\n"), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+            for name, text in texts.items()
+        },
     }
-    make_folder(out)
     texts[MANIFEST] = json.dumps(manifest, indent=2) + "\n"  # written last, when the others are complete
-    for name, text in texts.items():
-        try:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
             write_text(out / name, text)
-        except OSError as error:
-            raise UserError(f"cannot write {out / name}: {error.strerror}") from None
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or out}: {error.strerror}") from None
     print(json.dumps({"out": str(out), **manifest}, indent=2))
     return 0
 
@@ -147,13 +143,6 @@ def prepare_splits(
         raise UserError(f"--eval-size {args.eval_size} exceeds the {len(test)} problems of the test split")
     chosen = seeded_shuffle(len(test), args.seed)[: args.eval_size]
     return task, (task.prompts("train"), task.prompts("validation"), [test[index] for index in chosen])
-
-
-def make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot create the folder {folder}: {error.strerror}") from None
 
 
 def run_show(args: argparse.Namespace) -> int:
