@@ -66,7 +66,9 @@ class Algorithm:
 
     @property
     def components(self) -> list[Component[Any]]:
-        return [self.overlong, self.zero_variance, self.pass_rates, self.reward_kl, self.credit_rule, *self.terms]
+        filters = self.overlong, self.zero_variance, self.pass_rates
+        own: list[Component[Any]] = [*filters, self.reward_kl, self.credit_rule, *self.terms]
+        return [one for component in own for one in (component, *component.parts)]
 
     @property
     def needs(self) -> Needs:

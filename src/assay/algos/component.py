@@ -122,6 +122,7 @@ class Component(Generic[S]):
     """A part of an algorithm. Its settings are declared in its config section only."""
 
     name: ClassVar[str] = ""  # key of its saved state
+    parts: Sequence[Component[Any]] = ()  # further components, which this one applies
 
     def __init__(self, settings: S) -> None:
         self.settings = settings

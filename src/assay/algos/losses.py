@@ -103,6 +103,10 @@ def reinforce(
     return -advantages * logprobs, {}
 
 
+def clip_fractions(too_low: Tensor, too_high: Tensor) -> dict[str, Tensor]:
+    return {"clip_fraction": too_low | too_high, "clip_low_fraction": too_low, "clip_high_fraction": too_high}
+
+
 def ppo_clip(
     logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -115,8 +119,7 @@ def ppo_clip(
     loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
     too_low = (ratio < 1 - clip_low) & (advantages < 0)
     too_high = (ratio > 1 + clip_high) & (advantages > 0)
-    stats = {"clip_fraction": too_low | too_high, "clip_low_fraction": too_low, "clip_high_fraction": too_high}
-    return loss, stats
+    return loss, clip_fractions(too_low, too_high)
 
 
 def dual_clip(losses: Tensor, advantages: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -139,9 +142,7 @@ def cispo(
     """
     ratio = importance_ratio(logprobs, behaviour_logprobs).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
-    stats = {"clip_fraction": too_low | too_high, "clip_low_fraction": too_low, "clip_high_fraction": too_high}
-    return -weight * advantages * logprobs, stats
+    return -weight * advantages * logprobs, clip_fractions(ratio < 1 - clip_low, ratio > 1 + clip_high)
 
 
 LOSSES: dict[str, PolicyLoss] = {"reinforce": reinforce, "ppo_clip": ppo_clip, "cispo": cispo}

@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 
 from assay.algos.batch import KL, LossBatch
-from assay.algos.component import (
-    Loader,
-    LossTerm,
-    Needs,
-    RunFacts,
-    TermOutput,
-    TokenInput,
-    check_per_token,
-    find_function,
-)
+from assay.algos.component import Loader, LossTerm, Needs, RunFacts, TermOutput, check_per_token, find_function
 from assay.algos.losses import (
     LOSSES,
     ON_POLICY,
@@ -42,28 +33,19 @@ class PolicyGradient(LossTerm[AlgoConfig]):
     def __init__(self, settings: AlgoConfig, load: Loader) -> None:
         super().__init__(settings, load)
         self.function = find_function("policy_loss", settings.policy_loss, LOSSES, load)
-        self.correction = ImportanceCorrection(settings)
-        self.modifiers = (self.correction, CovarianceControl(settings))
+        self.modifiers = ImportanceCorrection(settings), CovarianceControl(settings)
+        self.parts = self.modifiers
 
     @property
     def needs(self) -> Needs:
-        own = Needs(
+        return Needs(
             whole_sequences=self.settings.ratio == "sequence",
             every_rollout=self.settings.policy_loss not in LOSSES,  # a user-defined loss may not vanish at advantage 0
         )
-        for modifier in self.modifiers:
-            own |= modifier.needs
-        return own
-
-    @property
-    def inputs(self) -> Sequence[TokenInput]:
-        return [one for modifier in self.modifiers for one in modifier.inputs]
 
     def check(self) -> None:
         if 0 < self.settings.dual_clip <= 1:
             raise UserError(f"dual_clip = {self.settings.dual_clip} must be above 1, e.g. 3, or 0 for none.")
-        for modifier in self.modifiers:
-            modifier.check()
 
     def check_replay(self) -> None:
         settings = self.settings
@@ -82,8 +64,6 @@ class PolicyGradient(LossTerm[AlgoConfig]):
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
         if self.settings.policy_loss != "ppo_clip":
             yield "algo.policy_loss is not ppo_clip", ["algo.dual_clip"]
-        for modifier in self.modifiers:
-            yield from modifier.unused(run)
 
     def warnings(self, run: RunFacts) -> Iterator[str]:
         if run.updates > 1 and self.settings.policy_loss in ON_POLICY:
