@@ -243,15 +243,17 @@ def check_attributes(env: Env) -> Env:
     for old, new in RENAMED.items():
         if callable(member := getattr(type(env), old, None)) or isinstance(member, int | float):
             raise UserError(f"{env.name}: '{old}' of environments was renamed: use '{new}'")
-    stop: Any = env.stop
-    if isinstance(stop, str) or not all(isinstance(end, str) and end for end in stop):
-        raise UserError(f'{env.name}: stop must be a tuple of strings, such as ("</tool>",), not {stop!r:.80}')
-    if isinstance(env.max_steps, bool) or not isinstance(env.max_steps, int) or env.max_steps < 1:
-        raise UserError(f"{env.name}: max_steps must be an integer of at least 1, not {env.max_steps!r:.80}")
-    if not isinstance(env.role, str):
-        raise UserError(f"{env.name}: role must be text, not {env.role!r:.80}")
-    if not isinstance(env.max_return, int | float) or not math.isfinite(env.max_return):
-        raise UserError(f"{env.name}: max_return must be a finite number, not {env.max_return!r:.80}")
+    stop, steps, total = env.stop, env.max_steps, env.max_return
+    valid = {
+        'stop must be a tuple of strings, such as ("</tool>",)': not isinstance(stop, str)
+        and all(isinstance(end, str) and end for end in stop),
+        "max_steps must be an integer of at least 1": type(steps) is int and steps >= 1,
+        "role must be text": isinstance(env.role, str),
+        "max_return must be a finite number": isinstance(total, int | float) and math.isfinite(total),
+    }
+    for sentence, holds in valid.items():
+        if not holds:
+            raise UserError(f"{env.name}: {sentence}, not {getattr(env, sentence.split()[0])!r:.80}")
     return env
 
 

@@ -95,9 +95,8 @@ def main() -> None:
     except EOFError:
         return
     except BaseException as error:
-        send_json(
-            outgoing, {"kind": "failed", "why": str(error) if isinstance(error, UserError) else describe_error(error)}
-        )
+        why = str(error) if isinstance(error, UserError) else describe_error(error)
+        send_json(outgoing, {"kind": "failed", "why": why})
         return
     _outgoing = outgoing
     send_json(outgoing, {"kind": "ready", "missing": missing})
@@ -117,9 +116,7 @@ def _load(settings: WorkerSettings) -> Callable[..., Any]:
     if settings.memory_gb is not None:
         isolation.limit("RLIMIT_AS", int(settings.memory_gb * 2**30))
     function = pickle.loads(settings.function)
-    prepare = getattr(function, "prepare", None)
-    if prepare is not None:
-        prepare()
+    getattr(function, "prepare", lambda: None)()
     return function
 
 

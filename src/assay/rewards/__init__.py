@@ -1,7 +1,6 @@
 """Judging completions: answer extraction, equality, judges, and a pool of judge processes."""
 
-from assay.rewards.equality import equal
-from assay.rewards.extract import EXTRACTORS, Extraction, extract
+from assay.rewards.extract import EXTRACTORS, extract
 from assay.rewards.importing import load_object
 from assay.rewards.judge import FunctionJudge, Judge, RewardMix, check_verdicts
 from assay.rewards.numeric import Unreadable
@@ -11,7 +10,6 @@ from assay.rewards.verifiers import CountdownJudge, MathJudge, MathVerifyJudge
 __all__ = [
     "EXTRACTORS",
     "CountdownJudge",
-    "Extraction",
     "FunctionJudge",
     "Judge",
     "JudgePool",
@@ -20,7 +18,6 @@ __all__ = [
     "RewardMix",
     "Unreadable",
     "check_verdicts",
-    "equal",
     "extract",
     "load_object",
 ]

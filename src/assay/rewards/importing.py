@@ -58,9 +58,8 @@ def _load_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or name
         if name == missing or name.startswith(f"{missing}."):
-            raise UserError(
-                f"there is no module '{name}': check the name, or give the file as path/to/file.py:name"
-            ) from None
+            advice = "check the name, or give the file as path/to/file.py:name"
+            raise UserError(f"there is no module '{name}': {advice}") from None
         raise UserError(f"importing '{name}' failed: it needs the module '{missing}', which is not installed") from None
     except (ValueError, TypeError) as error:
         raise UserError(f"'{name}' is not the name of a module: {error}") from None

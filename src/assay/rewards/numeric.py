@@ -321,14 +321,14 @@ def _value(number: re.Match[str]) -> Fraction | None:
     if number["mixed"]:
         top, bottom = number["mixed_top"], number["mixed_bottom"]
     if top and whole:
-        part = _ratio(_exact(top), _exact(bottom))
+        part = _ratio(top, bottom)
         proper = part < 1 and not (number["top_sign"] or number["bottom_sign"])
         return _exact(whole) + part if proper else None
     if top:
-        ratio = _ratio(_exact(top), _exact(bottom))
+        ratio = _ratio(top, bottom)
         return ratio if (number["top_sign"] == "-") == (number["bottom_sign"] == "-") else -ratio
     if number["over"]:
-        return _ratio(_exact(number["over"]), _exact(number["under"]))
+        return _ratio(number["over"], number["under"])
     power = number["exponent"] or number["power"] or number["power_of_ten"]
     if power:
         if len(power) > 5 or abs(int(power)) > MAX_EXPONENT:
@@ -344,7 +344,8 @@ def _exact(digits: str) -> Fraction:
     return Fraction(int(digits)) if digits.isdigit() else Fraction(digits)
 
 
-def _ratio(top: Fraction, bottom: Fraction) -> Fraction:
-    if bottom == 0:
-        raise Unreadable("division by zero")
-    return top / bottom
+def _ratio(top: str, bottom: str) -> Fraction:
+    try:
+        return _exact(top) / _exact(bottom)
+    except ZeroDivisionError:
+        raise Unreadable("division by zero") from None

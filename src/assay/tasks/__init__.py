@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from assay.tasks.abacus import Abacus
-from assay.tasks.base import SPLITS, OverlapReport, Task, check_gold, overlap
+from assay.tasks.base import SPLITS, Task, check_gold, overlap
 from assay.tasks.countdown import Countdown
 from assay.tasks.datasets import GSM8K, Math
 from assay.tasks.jsonl import Jsonl
@@ -20,7 +20,6 @@ __all__ = [
     "Countdown",
     "Jsonl",
     "Math",
-    "OverlapReport",
     "Task",
     "check_gold",
     "make_task",

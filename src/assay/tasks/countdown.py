@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
+from operator import add, mul, sub
 from typing import Any
 
 from assay.tasks.base import UNLIMITED, GeneratedTask, rng_for, split_of
@@ -18,6 +19,7 @@ INSTRUCTION = (
     "the expression inside <answer> </answer> tags, for example <answer>(1 + 2) * 3</answer>."
 )
 Value = int | Fraction
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul}
 MAX_DRAWS = 100_000  # after which a split counts as empty
 MAX_TRIES = 50  # draws per failed attempt: for some numbers few combinations are valid
 
@@ -168,12 +170,8 @@ def unwrap(text: str) -> str:
 
 def calculate(a: Value, operation: str, b: Value) -> Value | None:
     """Calculate exactly; None for a division by zero. Integers stay int, which is much faster than Fraction."""
-    if operation == "+":
-        return a + b
-    if operation == "-":
-        return a - b
-    if operation == "*":
-        return a * b
+    if operation in OPERATORS:
+        return OPERATORS[operation](a, b)
     if b == 0:
         return None
     return Fraction(a, b) if a % b else a // b

@@ -52,10 +52,9 @@ def template_errors(what: str) -> Iterator[None]:
         yield
     except RecursionError as error:
         raise UserError("the chat template is nested too deeply or recurses infinitely") from error
-    except TemplateError as error:
-        raise UserError(f"the chat template {what}: {str(error)[:500]}") from error
     except Exception as error:
-        raise UserError(f"the chat template {what}: {type(error).__name__}: {str(error)[:500]}") from error
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise UserError(f"the chat template {what}: {kind}{str(error)[:500]}") from error
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -140,9 +139,8 @@ def text_size(name: str, args: Sequence[Any]) -> int:
     if name in ("format", "format_map") and texts:
         return (texts[0].count("{") + texts[0].count("%")) * sum(map(content_size, args[1:]))
     if name in ("expandtabs", "indent", "wordwrap") and texts:
-        widths = [len(text) for text in texts[1:]] + [
-            arg for arg in args if isinstance(arg, int) and name != "wordwrap"
-        ]
+        widths = [len(text) for text in texts[1:]]
+        widths += [arg for arg in args if isinstance(arg, int) and name != "wordwrap"]
         return texts[0].count({"expandtabs": "\t", "indent": "\n"}.get(name, "")) * max(widths, default=0)
     return 0
 
@@ -199,10 +197,7 @@ def replace_concatenations(tree: nodes.Node) -> None:
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, nodes.Node):
                 replace_concatenations(child)
-        if isinstance(value, list):
-            setattr(tree, field, [joined(child) for child in value])
-        else:
-            setattr(tree, field, joined(value))
+        setattr(tree, field, [joined(child) for child in value] if isinstance(value, list) else joined(value))
 
 
 def joined(node: Any) -> Any:

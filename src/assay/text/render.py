@@ -74,6 +74,7 @@ def _shot_of_line(line: str, where: str) -> Shot:
 
 
 DEFAULT_TEMPLATE = "{examples}Question: {question}\nAnswer:"
+BRACE_HINT = "a literal brace is written twice: {{ or }}"
 Piece = tuple[str, str | None]  # literal text, then the name of a placeholder or None
 
 
@@ -150,14 +151,12 @@ def _parse(template: str) -> list[Piece]:
     try:
         parsed = list(Formatter().parse(template))
     except ValueError as error:
-        raise UserError(f"prompt.template: {error} (a literal brace is written twice: {{{{ or }}}})") from error
+        raise UserError(f"prompt.template: {error} ({BRACE_HINT})") from error
     pieces: list[Piece] = []
     for literal, name, form, conversion in parsed:
         if name is not None and (not name.isidentifier() or form or conversion):
             shown = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            raise UserError(
-                f"prompt.template: {{{shown}}} is not a plain name (a literal brace is written twice: {{{{ or }}}})"
-            )
+            raise UserError(f"prompt.template: {{{shown}}} is not a plain name ({BRACE_HINT})")
         pieces.append((literal, name))
     return pieces
 
@@ -165,10 +164,7 @@ def _parse(template: str) -> list[Piece]:
 def _value(values: Mapping[str, Any], name: str) -> str:
     if name not in values:
         known = ", ".join(f"{{{known}}}" for known in sorted(values))
-        raise UserError(
-            f"prompt.template: unknown placeholder {{{name}}}; known: {known} "
-            "(a literal brace is written twice: {{ or }})"
-        )
+        raise UserError(f"prompt.template: unknown placeholder {{{name}}}; known: {known} ({BRACE_HINT})")
     return str(values[name])
 
 
