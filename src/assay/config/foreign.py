@@ -21,7 +21,7 @@ def no_key(remark: str) -> Equivalent:
     return Equivalent("", remark)
 
 
-PROMPTS = "in prompts per step; the number of answers is train.prompts x train.samples"
+PROMPTS = "counts prompts over all devices; a step has train.prompts x train.samples answers"
 PASSES = "passes over each batch of rollouts"
 TOKENS = "in tokens, not sequences; it does not change the result"
 LIMIT = "limits prompt + answer; prompts are never truncated"
@@ -59,7 +59,7 @@ TRL = {
     "max_steps": Equivalent("train.steps", "counts batches of rollouts, not optimizer steps"),
     "num_train_epochs": Equivalent("train.epochs"),
     "batch_size": Equivalent("train.prompts", PROMPTS),
-    "per_device_train_batch_size": Equivalent("train.prompts", f"{PROMPTS}, over all devices"),
+    "per_device_train_batch_size": Equivalent("train.prompts", PROMPTS),
     "generation_batch_size": Equivalent("train.prompts", PROMPTS),
     "gradient_accumulation_steps": no_key(
         "not needed: train.token_budget limits micro-batches, without changing the loss"
@@ -186,7 +186,9 @@ VERL = {
     f"{ROLLOUT}.calculate_log_probs": no_key("not needed: the engine always returns log-probabilities"),
     f"{ROLLOUT}.multi_turn.enable": Equivalent("env.name", "the name of an environment"),
     f"{ROLLOUT}.multi_turn.max_assistant_turns": Equivalent("env.max_steps"),
-    "algorithm.adv_estimator": Equivalent("algo.recipe", "gae: ppo; reinforce_plus_plus: reinforce_pp; others alike"),
+    "algorithm.adv_estimator": Equivalent(
+        "algo.recipe", "gae: ppo; reinforce_plus_plus: reinforce_pp; grpo, rloo and remax as here"
+    ),
     "algorithm.norm_adv_by_std_in_grpo": Equivalent("algo.advantage", "true: group_norm; false: group_mean"),
     "algorithm.use_kl_in_reward": Equivalent("algo.reward_kl_coef", KL_ON),
     "algorithm.kl_ctrl.kl_coef": Equivalent("algo.reward_kl_coef"),
@@ -244,28 +246,28 @@ OPENRLHF = {
     "max_samples": Equivalent("train.max_train_prompts"),
     "actor_learning_rate": Equivalent("optim.lr"),
     "critic_learning_rate": Equivalent("critic.lr"),
-    "lr_scheduler": Equivalent("optim.schedule", "final = 0.1 gives a minimum of 0.1 x lr"),
+    "lr_scheduler": Equivalent("optim.schedule", "optim.final = 0.1 gives a minimum of 0.1 x optim.lr"),
     "lr_warmup_ratio": Equivalent("optim.warmup", WARMUP),
     "adam_betas": Equivalent("optim.betas"),
     "l2": Equivalent("optim.weight_decay"),
     "max_norm": Equivalent("optim.max_grad_norm"),
     "advantage_estimator": Equivalent(
-        "algo.recipe", "gae: ppo; reinforce: reinforce_pp; group_norm: grpo; rloo, dr_grpo alike"
+        "algo.recipe", "gae: ppo; reinforce: reinforce_pp; group_norm: grpo; rloo and dr_grpo as here"
     ),
-    "no_advantage_std_norm": Equivalent("algo.advantage", '"group_mean"'),
-    "policy_loss_type": Equivalent("algo.recipe", "ppo or gspo"),
+    "no_advantage_std_norm": Equivalent("algo.advantage", 'advantage = "group_mean"'),
+    "policy_loss_type": Equivalent("algo.ratio", "ppo: token; gspo: sequence"),
     "init_kl_coef": Equivalent("algo.reward_kl_coef", "off by default; with use_kl_loss: algo.kl_coef"),
     "use_kl_loss": Equivalent("algo.kl_coef", KL_ON),
     "kl_estimator": Equivalent("algo.kl", "of the KL in the loss; the KL in the reward is k1"),
     "eps_clip": Equivalent("algo.clip_low", BOTH_CLIPS),
-    "eps_clip_low_high": Equivalent("algo.clip_low", BOTH_CLIPS),
+    "eps_clip_low_high": Equivalent("algo.clip_low", "the second number is algo.clip_high"),
     "value_clip": Equivalent("critic.clip"),
     "lambd": Equivalent("critic.gae_lambda"),
     "entropy_loss_coef": Equivalent("algo.entropy_coef"),
     "dynamic_filtering": Equivalent("algo.drop_zero_variance"),
     "overlong_buffer_len": Equivalent("algo.soft_overlong_buffer", "a fraction of the length limit, not tokens"),
     "overlong_penalty_factor": Equivalent("algo.soft_overlong_weight"),
-    "enable_vllm_is_correction": Equivalent("algo.correction", '"token_truncate"'),
+    "enable_vllm_is_correction": Equivalent("algo.correction", 'correction = "token_truncate"'),
     "vllm_is_truncated_threshold": Equivalent("algo.correction_high"),
     "vllm_num_engines": no_key(OWN_ENGINE),
     "vllm_enable_sleep": Equivalent("engine.sleep_while_training"),
