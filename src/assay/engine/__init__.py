@@ -78,7 +78,10 @@ def without_group(make: Backend, name: str = "a custom engine") -> Backend:
     return build
 
 
-ENGINES: dict[str, Backend] = {"native": make_native, "hf": without_group(make_hf, "the hf engine")}
+ENGINES: dict[str, Backend] = {
+    "native": make_native,
+    "hf": without_group(make_hf, "the hf engine"),
+}
 
 
 def make_engine(backend: str | Backend, model: PolicyModel, **options: Any) -> Engine:
