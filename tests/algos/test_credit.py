@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from assay.algos import Scorers, make_algorithm
 from assay.algos.credit import gae, value_loss
@@ -233,3 +236,37 @@ def test_clipped_values_have_no_gradient() -> None:
     loss.sum().backward()
     assert values.grad is not None and values.grad.tolist() == pytest.approx([0.0, -0.95, -1.5])
     assert value_loss(values, given, returns, 0.0).tolist() == pytest.approx([0.125, 0.95**2 / 2, 1.5**2 / 2])
+
+
+def raises_key_error(rewards: list[Tensor]) -> list[Tensor]:
+    return [rewards[99] for _ in rewards]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "message"),
+    [
+        (lambda rewards: [float(r.mean()) for r in rewards], "one finite number per reward"),
+        (lambda rewards: [r[:-1] for r in rewards], "one finite number per reward"),
+        (lambda rewards: torch.cat(rewards), "returned 9 groups for 3"),
+        (lambda rewards: 0.5, "returned float: return a list"),
+        (lambda rewards: torch.tensor(0.5), "a single number: return a list"),
+        (lambda rewards: None, "returned NoneType: return a list"),
+        (lambda rewards: (r for r in rewards), "returned generator: return a list"),
+        (lambda rewards: [["good"] * len(r) for r in rewards], "returned no numbers"),
+        (raises_key_error, r"failed: IndexError: list index out of range \(test_credit.py, line \d+\)"),
+    ],
+)
+def test_an_advantage_function_with_an_invalid_result_is_reported_in_one_line(
+    advantage: Callable[[list[Tensor]], Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        make_algorithm("grpo", advantage=advantage).credit(make_groups()[0])
+    assert "the advantage function" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_advantage_function_may_return_lists_of_numbers() -> None:
+    lists, tensors = make_groups()[0], make_groups()[0]
+    make_algorithm("grpo", advantage=lambda rewards: [(r - r.mean()).tolist() for r in rewards]).credit(lists)
+    make_algorithm("grpo", advantage="group_mean").credit(tensors)
+    found, expected = ([r.advantage for group in groups for r in group.rollouts] for groups in (lists, tensors))
+    assert found == pytest.approx(expected)

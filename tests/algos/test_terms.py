@@ -43,6 +43,9 @@ def test_replay_needs_an_importance_ratio_or_a_correction() -> None:
         (lambda losses: (losses, None), "losses and statistics"),
         (lambda losses: (losses, {"weight": losses.mean()}), "statistic 'weight'"),
         (lambda losses: (losses, {"weight": 0.5}), "statistic 'weight'"),
+        (lambda losses: (losses.numpy(), {}), "returned ndarray: return a tensor"),
+        (lambda losses: (losses.mean(), {}), r"shape \(\) for 3 tokens"),
+        (lambda losses: losses[7], "the loss function failed: IndexError"),
     ],
 )
 def test_output_of_a_user_defined_loss_is_checked(given: Callable[[Tensor], object], message: str) -> None:
@@ -51,6 +54,25 @@ def test_output_of_a_user_defined_loss_is_checked(given: Callable[[Tensor], obje
     algorithm = make_algorithm("simple", policy_loss=lambda *_: given(three))
     with pytest.raises(UserError, match=message):
         algorithm.loss(LossBatch(three, three, three, three))
+
+
+def test_a_loss_without_gradient_is_reported() -> None:
+    three = torch.ones(3)
+    algorithm = make_algorithm("simple", policy_loss=lambda logprobs, *_: (-logprobs.detach(), {}))
+    with pytest.raises(UserError, match="no gradient"):
+        algorithm.loss(LossBatch(three.clone().requires_grad_(), three, three, three))
+    algorithm.loss(LossBatch(three, three, three, three))  # metrics only, as under torch.no_grad()
+
+
+def test_out_of_memory_in_a_user_defined_loss_is_passed_on() -> None:
+    """The trainer repeats the update with smaller micro-batches."""
+
+    def loss(*_: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    three = torch.ones(3)
+    with pytest.raises(torch.OutOfMemoryError):
+        make_algorithm("simple", policy_loss=loss).loss(LossBatch(three, three, three, three))
 
 
 def test_ppo_ratio_equals_the_token_importance_correction_within_the_clip_range() -> None:

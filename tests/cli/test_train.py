@@ -452,6 +452,20 @@ def test_a_judge_that_always_fails_is_rejected_before_the_run_starts(
     assert not small.runs.exists()
 
 
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_a_judge_that_always_times_out_is_rejected_before_the_run_starts(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], dry: list[str]
+) -> None:
+    file = small.folder / "hangs.py"
+    file.write_text("import time\n\n\ndef reward(completion, answer):\n    time.sleep(60)\n")
+    assert (
+        small.train("--reward.function", f"{file}:reward", "--reward.workers", 3, "--reward.timeout_s", 0.1, *dry) == 2
+    )
+    result = capsys.readouterr()
+    assert "timed out on all 3 answers" in result.err and "reward.timeout_s" in result.err
+    assert result.err.count("\n") == 1 and not small.runs.exists()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -107,6 +107,15 @@ def test_check_verdicts_raises_if_all_are_errors() -> None:
     check_verdicts([])
 
 
+def test_check_verdicts_raises_if_all_are_timeouts_and_names_the_limit() -> None:
+    late, broken = Verdict(0.0, Status.TIMEOUT, detail="took longer than 5 s"), Verdict(0.0, Status.ERROR)
+    with pytest.raises(UserError, match=r"timed out on all 2 answers.* 5 s.*reward.timeout_s"):
+        check_verdicts([late, late])
+    with pytest.raises(UserError, match=r"failed or timed out on all 2 answers.*reward.timeout_s"):
+        check_verdicts([late, broken])
+    check_verdicts([late, Verdict(0.0, Status.NO_ANSWER)])
+
+
 @dataclass(frozen=True)
 class Fixed:
     verdict: Verdict

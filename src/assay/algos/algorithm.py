@@ -20,6 +20,7 @@ from assay.algos.component import (
     RunFacts,
     Scorers,
     TokenInput,
+    call_user_code,
     checked_output,
     own_terms,
     require_name,
@@ -188,13 +189,19 @@ class Algorithm:
         means: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
         for term in self.terms:
-            out = checked_output(term, term.per_token(batch), len(batch.logprobs))
+            given = call_user_code(f"the loss term {term.name!r}", term.per_token, batch)
+            out = checked_output(term, given, len(batch.logprobs))
             coef = term.coef
             weighted = (batch.weights * out.losses).sum() if coef else batch.weights.new_zeros(())
             losses[f"loss/{term.name}"] = coef * weighted
             means |= out.means
             maxima |= out.maxima
         total = torch.stack(list(losses.values())).sum()
+        if batch.logprobs.requires_grad and not total.requires_grad:
+            raise UserError(
+                "the loss has no gradient: compute it from logprobs (the first argument of a loss function), without "
+                "detach(), item() or torch.no_grad()."
+            )
         return LossOut(total, sums_of(batch, {"loss/total": total} | losses, means, maxima))
 
     # State

@@ -5,16 +5,19 @@ The loss of a batch is the sum over its terms of coefficient * sum over tokens o
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from assay.algos.batch import LossBatch
 from assay.config import Section
-from assay.types import Group, Rollout, UserError, unknown_name
+from assay.types import Group, Rollout, UserError, describe_error, unknown_name
 
 Loader = Callable[[str], Any]  # "file.py:name" -> object
 
@@ -184,6 +187,25 @@ def find_function(kind: str, choice: Any, named: Mapping[str, Any], load: Loader
     return named[choice]
 
 
+def call_user_code(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that may be the user's. Exceptions of users' code become a UserError with their position.
+
+    Out-of-memory errors are passed on: the trainer repeats the update with smaller micro-batches.
+    """
+    if str(getattr(function, "__module__", "")).partition(".")[0] == "assay":
+        return function(*args)
+    try:
+        return function(*args)
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and "memory" in str(error):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}, line {frame.lineno}"
+        raise UserError(f"{what} failed: {describe_error(error)} ({where})") from error
+
+
 @dataclass(frozen=True)
 class TermOutput:
     """Output of a loss term for the N trained tokens of a micro-batch; every tensor has shape [N]."""
@@ -229,11 +251,14 @@ def checked_output(term: LossTerm[Any], out: Any, tokens: int) -> TermOutput:
 
 
 def check_per_token(who: str, statistic: str, values: Any, tokens: int) -> None:
-    """Raise a UserError unless there is one value per token: a mean would be averaged twice."""
-    shape = tuple(getattr(values, "shape", ()))
-    if shape != (tokens,):
-        what = f"for its statistic {statistic!r}, " if statistic else ""
-        raise UserError(f"{who} returned shape {shape} for {tokens} tokens: {what}return one value per token.")
+    """Raise a UserError unless there is a tensor with one value per token: a mean would be averaged twice."""
+    what = f"for its statistic {statistic!r}, " if statistic else ""
+    if not isinstance(values, Tensor):
+        raise UserError(f"{who} returned {type(values).__name__}: {what}return a tensor with one value per token.")
+    if tuple(values.shape) != (tokens,):
+        raise UserError(
+            f"{who} returned shape {tuple(values.shape)} for {tokens} tokens: {what}return one value per token."
+        )
 
 
 def own_terms(paths: Sequence[str], args: Mapping[str, Mapping[str, Any]], load: Loader) -> list[LossTerm[Any]]:

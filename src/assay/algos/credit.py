@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, compress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,19 @@ from assay.algos.advantages import (
     set_advantages,
     token_rewards,
 )
-from assay.algos.component import Component, Loader, Needs, RunFacts, Scorers, TokenInput, find_function
+from assay.algos.component import (
+    Component,
+    Loader,
+    Needs,
+    RunFacts,
+    Scorers,
+    TokenInput,
+    call_user_code,
+    find_function,
+)
 from assay.config import AlgoConfig, CriticConfig
 from assay.config.algorithm import RewardKLConfig
-from assay.types import Group, Rollout, UserError
+from assay.types import Group, Rollout, UserError, describe_error
 
 
 @dataclass(frozen=True)
@@ -187,12 +197,9 @@ class AdvantageCredit(CreditRule):
         if "token_counts" in self.traits:
             counts = [torch.tensor(credited_tokens(group, by_step), dtype=torch.float64) for group in groups]
             args.append(list(compress(counts, comparable)))
-        advantages = self.function(*args) if given or not groups else []
-        if len(advantages) != len(given):
-            raise UserError(
-                f"the advantage function returned {len(advantages)} groups for {len(given)}: return one per group."
-            )
-        rest = iter(advantages)
+        called = given or not groups
+        advantages = call_user_code("the advantage function", self.function, *args) if called else []
+        rest = iter(per_group(advantages, len(given)))
         return [next(rest) if known else values * 0 for values, known in zip(rewards, comparable, strict=True)]
 
     def _credit_tokens(self, groups: list[Group], penalties: KLPenalties) -> None:
@@ -206,6 +213,21 @@ class AdvantageCredit(CreditRule):
         for (rollout, _), advantages_T in zip(rollouts, self.function(returns), strict=True):
             rollout.token_advantages = advantages_T.tolist()
             rollout.advantage = (rollout.token_advantages or [0.0])[0]
+
+
+def per_group(advantages: Any, groups: int) -> list[Tensor]:
+    """What an advantage function, possibly user-defined, returned: one tensor, or list of numbers, per group."""
+    form = "return a list with one tensor per group"
+    if not isinstance(advantages, Sequence | Tensor) or isinstance(advantages, str):
+        raise UserError(f"the advantage function returned {type(advantages).__name__}: {form}.")
+    if isinstance(advantages, Tensor) and not advantages.dim():
+        raise UserError(f"the advantage function returned a single number: {form}.")
+    if len(advantages) != groups:
+        raise UserError(f"the advantage function returned {len(advantages)} groups for {groups}: {form}.")
+    try:
+        return [torch.as_tensor(advantages_G, dtype=torch.float64) for advantages_G in advantages]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"the advantage function returned no numbers ({describe_error(error)}): {form}.") from error
 
 
 # Values of the states before each trained token at credit assignment, and the targets of the critic.

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from assay.algos.batch import KL, LossBatch
-from assay.algos.component import Loader, LossTerm, Needs, RunFacts, TermOutput, check_per_token, find_function
+from assay.algos.component import (
+    Loader,
+    LossTerm,
+    Needs,
+    RunFacts,
+    TermOutput,
+    call_user_code,
+    check_per_token,
+    find_function,
+)
 from assay.algos.losses import (
     LOSSES,
     ON_POLICY,
@@ -78,7 +87,8 @@ class PolicyGradient(LossTerm[AlgoConfig]):
         if settings.ratio == "sequence":
             assert batch.lengths is not None, "needs.whole_sequences"
             logprobs = sequence_logprobs(logprobs, behaviour, batch.lengths)
-        given = self.function(logprobs, behaviour, batch.advantages, settings.clip_low, settings.clip_high)
+        args = logprobs, behaviour, batch.advantages, settings.clip_low, settings.clip_high
+        given = call_user_code("the loss function", self.function, *args)
         losses_N, stats = _checked(given, len(batch.logprobs))
         means = {f"policy/{name}": values for name, values in stats.items()}
         if settings.dual_clip and settings.policy_loss == "ppo_clip":

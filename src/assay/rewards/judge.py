@@ -55,12 +55,14 @@ def failed_verdict(judge: Judge, status: Status, detail: str) -> Verdict:
 def check_verdicts(
     verdicts: Sequence[Verdict], who: str = "the judge", what: str = "the reward function or the task's gold answers"
 ) -> None:
-    """Raise a UserError if the judge failed on every completion: then the judge is broken, not the completions."""
-    if verdicts and all(verdict.status is Status.ERROR for verdict in verdicts):
-        raise UserError(
-            f"{who} failed on all {len(verdicts)} answers; the first failure: {verdicts[0].detail or 'no detail'}; "
-            f"fix {what}"
-        )
+    """Raise a UserError if the judge failed or timed out on every completion: then the judge is at fault."""
+    statuses = {verdict.status for verdict in verdicts}
+    if not verdicts or not statuses <= {Status.ERROR, Status.TIMEOUT}:
+        return
+    how = "timed out" if Status.ERROR not in statuses else "failed" if len(statuses) == 1 else "failed or timed out"
+    remedy = f"fix {what}" + (", or raise reward.timeout_s" if Status.TIMEOUT in statuses else "")
+    answers = "the only answer" if len(verdicts) == 1 else f"all {len(verdicts)} answers"
+    raise UserError(f"{who} {how} on {answers}; the first failure: {verdicts[0].detail or 'no detail'}; {remedy}")
 
 
 MAX_TEXT = 10_000  # characters of `parsed` and `detail` of a user's function

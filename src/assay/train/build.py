@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from assay.algos import Algorithm, LengthLimits
-from assay.config import TrainConfig
+from assay.config import RewardConfig, TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import Engine
 from assay.mesh import Mesh
@@ -195,7 +195,7 @@ def assemble(
         learner=Learner(cfg, algo, updater, schedule, critic),
         replay=Replay(cfg.replay, cfg.seed),
         evaluator=RunEvaluator(cfg, collector, evaluations, directory, console),
-        recorder=Recorder(cfg, directory, console, mesh, judge_warning(collector), started),
+        recorder=Recorder(cfg, directory, console, mesh, judge_warnings(cfg.reward, collector), started),
         stopping=stopping,
         demonstrations=demonstrations,
     )
@@ -214,10 +214,15 @@ def load_problems(
     return task, train, evaluations
 
 
-def judge_warning(collector: Collector) -> str:
-    """The warning for the first failure of the judge or environment."""
+def judge_warnings(cfg: RewardConfig, collector: Collector) -> dict[str, str]:
+    """Warnings for the first failure and the first timeout of the judge or environment, by metric."""
     judged = "answers" if collector.env is None else "steps"
-    return f"{collector.reward_source} failed on some {judged} (status/error), which count as 0: see the rollouts"
+    source = collector.reward_source
+    return {
+        "status/error": f"{source} failed on some {judged} (status/error), which count as 0: see the rollouts",
+        "status/timeout": f"judging some answers took longer than {cfg.timeout_s:g} s (status/timeout), which count as "
+        "unparsable: raise reward.timeout_s, or make the judge faster",
+    }
 
 
 def load_policy(

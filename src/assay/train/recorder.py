@@ -30,7 +30,7 @@ class Recorder:
     directory: Run
     console: Console
     mesh: Mesh
-    judge_warning: str  # shown once, when a judge or environment fails for the first time
+    judge_warnings: dict[str, str]  # by metric: shown once, when a judge or environment fails or times out
     started: float  # `time.perf_counter` at the start of the run, minus the seconds of earlier sessions
     trackers: list[Tracker] = field(default_factory=list)
     step_started: float = field(default_factory=time.perf_counter)
@@ -50,9 +50,8 @@ class Recorder:
         if self.mesh.is_main:
             self.directory.log(state.step, metrics)
         self.console.step(state.step, metrics)
-        if metrics.get("status/error") and self.judge_warning:
-            self.console.warn(self.judge_warning)
-            self.judge_warning = ""
+        for name in [name for name in self.judge_warnings if metrics.get(name)]:
+            self.console.warn(self.judge_warnings.pop(name))
         for tracker in self.trackers:
             tracker.log(state.step, metrics)
 
