@@ -216,7 +216,7 @@ def write_coming_from_example(folder: Path) -> None:
 SMALL = ["--model", "preset:nano", "--model.tokenizer", "characters", "--sampling.max_new_tokens", "8"]
 
 
-@pytest.mark.parametrize("function", ["my_reward.py:reward", "adapters.py:from_trl", "adapters.py:from_verl"])
+@pytest.mark.parametrize("function", ["my_reward.py:reward", "trl_rewards.py:correct", "verl_rewards.py:compute_score"])
 def test_rewards_of_coming_from_judge_answers(
     function: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +229,11 @@ def test_rewards_of_coming_from_judge_answers(
     assert code == 0, capsys.readouterr().err
     judged = [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
     assert [row["verdict"]["reward"] for row in judged] == [1.0, 0.0]
+
+
+def test_the_rewards_of_tasks_md_are_those_of_the_example() -> None:
+    (block,) = [block for block in blocks(ROOT / "docs" / "tasks.md", "python") if "def shorter" in block]
+    assert block in (ROOT / "examples" / "rewards.py").read_text()
 
 
 @pytest.mark.slow

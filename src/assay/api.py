@@ -170,12 +170,20 @@ class Trainer(ABC):
         action.reward = action.verdict.reward
 
     def judge(self, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """Judge rollouts with the judge of the task, or `reward.function`; sets their verdicts and rewards."""
-        items = [(r.text, r.prompt.answer, r.prompt.fields) for r in rollouts]
-        verdicts = self.training.collector.judge.judge(items)
-        for rollout, verdict in zip(rollouts, verdicts, strict=True):
-            rollout.verdict, rollout.reward = verdict, verdict.reward
-        return verdicts
+        """Judge rollouts with the judge of the task, or `reward.function`; sets their verdicts and rewards.
+
+        A reward function that sees all answers to a prompt gets those of this call.
+        """
+        judge, groups = self.training.collector.judge, dict[str, list[Rollout]]()
+        for rollout in rollouts:
+            groups.setdefault(rollout.prompt.id, []).append(rollout)
+        prompts = [group[0].prompt for group in groups.values()]
+        texts = [[rollout.text for rollout in group] for group in groups.values()]
+        items = [(own, prompt.answer, judge.fields(prompt)) for own, prompt in zip(texts, prompts, strict=True)]
+        for group, verdicts in zip(groups.values(), judge.judge_groups(items), strict=True):
+            for rollout, verdict in zip(group, verdicts, strict=True):
+                rollout.verdict, rollout.reward = verdict, verdict.reward
+        return [rollout.verdict for rollout in rollouts if rollout.verdict]
 
     def credit(self, groups: list[Group]) -> None:
         """Set rewards and advantages from the verdicts, according to the recipe."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 T = TypeVar("T")
@@ -21,6 +24,16 @@ def describe_error(error: BaseException, limit: int = 300) -> str:
     text = " ".join(str(error).split())
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+NOT_OF_THE_USER = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+
+
+def describe_user_error(error: BaseException) -> str:
+    """Describe an exception of a user's code in one line: type, message, and the file and line that raised it."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [f"{file}:{line}" for file, line in frames if not file.startswith(NOT_OF_THE_USER)]
+    return describe_error(error) + (f" ({own[-1]})" if own else "")
 
 
 def missing_extra(purpose: str, extra: str, advice: str = "") -> UserError:

@@ -1,102 +1,16 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix, check_verdicts
+from assay.rewards import JudgePool, MathJudge, RewardMix, RewardSum, check_verdicts
+from assay.rewards.functions import NOT_APPLICABLE
 from assay.rewards.judge import failed_verdict
 from assay.types import Status, UserError, Verdict
-
-Write = Callable[[str], str]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def write_file(code: str) -> str:
-        file = tmp_path / "mine.py"
-        file.write_text(textwrap.dedent(code))
-        return f"{file}:reward"
-
-    return write_file
-
-
-@pytest.mark.parametrize(
-    ("body", "reward", "status"),
-    [
-        ("return 1.0", 1.0, Status.OK),
-        ("return True", 1.0, Status.OK),
-        ("return 0", 0.0, Status.WRONG),
-        ("return 0.3", 0.3, Status.WRONG),
-        ("return -2", -2.0, Status.WRONG),
-        ("return {'reward': 0.5, 'status': 'ok', 'parsed': 7, 'parts': {'style': 0.5}}", 0.5, Status.OK),
-        ("return Verdict(0.0, Status.NO_ANSWER)", 0.0, Status.NO_ANSWER),
-        ("return float(completion == 'c' and answer == 'a' and fields == {'level': 3})", 1.0, Status.OK),
-        ("import numpy; return numpy.float32(1)", 1.0, Status.OK),
-    ],
-)
-def test_return_values_of_reward_functions(write: Write, body: str, reward: float, status: Status) -> None:
-    header = "from assay.types import Status, Verdict\ndef reward(completion, answer, **fields): "
-    verdict = FunctionJudge(write(header + body))("c", "a", {"level": 3})
-    assert (verdict.reward, verdict.status) == (reward, status)
-
-
-@pytest.mark.parametrize(
-    ("body", "word"),
-    [
-        ("raise KeyError('oops\\n two lines')", "KeyError: 'oops"),
-        ("return float('nan')", "finite"),
-        ("return {'reward': float('inf')}", "finite"),
-        ("return None", "NoneType"),
-        ("return '1.0'", "str"),
-        ("return [1.0]", "list"),
-        ("return {'score': 1}", "'reward'"),
-        ("return {'reward': 1, 'status': 'fine'}", "fine"),
-        ("return 1 / 0", "ZeroDivisionError"),
-    ],
-)
-def test_failing_reward_function_gives_an_error_verdict(write: Write, body: str, word: str) -> None:
-    verdict = FunctionJudge(write(f"def reward(completion, answer, **fields): {body}"))("c", "a", {})
-    assert (verdict.reward, verdict.status) == (0.0, Status.ERROR)
-    assert word in verdict.detail and "\n" not in verdict.detail
-
-
-def test_dict_with_parts(write: Write) -> None:
-    verdict = FunctionJudge(write("def reward(c, a): return {'reward': 1, 'parsed': 7, 'parts': {'style': 1}}"))(
-        "", "", {}
-    )
-    assert (verdict.parsed, verdict.parts) == ("7", {"style": 1.0})
-
-
-def test_only_named_fields_are_passed(write: Write) -> None:
-    judge = FunctionJudge(write("def reward(completion, answer, level=0): return level"))
-    assert judge("c", "a", {"level": 1, "subject": "algebra", "answer": "b", "completion": "d"}).reward == 1.0
-
-
-def test_async_functions_local_imports_and_prints_in_workers(write: Write, tmp_path: Path) -> None:
-    (tmp_path / "helper.py").write_text("def worth(text): return float(len(text))")
-    path = write("""
-        import asyncio, dataclasses, os, sys
-        from helper import worth
-
-        @dataclasses.dataclass
-        class Thing:
-            x: int
-
-        async def reward(completion, answer, **fields):
-            print("noise on stdout \\ud800", flush=True)
-            os.write(1, b"raw noise")
-            assert sys.stdin.read() == ""
-            await asyncio.sleep(0.001)
-            return worth(completion)
-    """)
-    with JudgePool(FunctionJudge(path), workers=2) as pool:
-        assert [v.reward for v in pool.judge([("x" * n, "", {}) for n in range(5)])] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_check_verdicts_raises_if_all_are_errors() -> None:
@@ -178,3 +92,58 @@ def test_mixed_reward_in_a_pool() -> None:
 def test_invalid_reward_settings(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=word):
         RewardMix(MathJudge(), **settings)
+
+
+@dataclass(frozen=True)
+class Shortest:
+    """1 for the shortest answers of a group."""
+
+    sees_group = True
+
+    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]:
+        least = min(map(len, completions))
+        return [Verdict(float(len(text) == least), Status.WRONG) for text in completions]
+
+    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
+        return self.judge_group([completion], answer, fields)[0]
+
+
+def test_reward_sum_adds_weighted_rewards_and_the_first_judge_decides_the_status() -> None:
+    first = RewardMix(MathJudge(), format=0.5)
+    total = RewardSum((first, Shortest()), (2.0, 0.1), ("math", "shortest"))
+    texts = [r"\boxed{5}", r"So it is \boxed{5}", "I do not know"]
+    verdicts = total.judge_group(texts, "5", {})
+    assert [v.reward for v in verdicts] == [2 * 1.5 + 0.1, 2 * 1.5, 0.0]
+    assert [v.status for v in verdicts] == [Status.OK, Status.OK, Status.NO_ANSWER]
+    assert verdicts[0].parts == {"accuracy": 1.0, "format": 1.0, "length": 1.0, "math": 1.5, "shortest": 1.0}
+    assert total("no answer", "5", {}).reward == pytest.approx(0.1)  # the second reward counts without an answer too
+
+
+def test_reward_sum_skips_judges_that_do_not_apply_and_names_one_that_fails() -> None:
+    skipped = Fixed(Verdict(0.0, Status.ERROR, detail=NOT_APPLICABLE))
+    broken, right = Fixed(Verdict(0.0, Status.ERROR, detail="KeyError: 'x'")), Fixed(Verdict(1.0, Status.OK))
+    verdict = RewardSum((skipped, right), (3.0, 2.0), ("a", "b"))("", "", {})
+    assert (verdict.reward, verdict.status, verdict.parts) == (2.0, Status.OK, {"b": 1.0})
+    assert RewardSum((skipped,), (1.0,), ("a",))("", "", {}).status is Status.ERROR
+    failed = RewardSum((right, broken), (1.0, 1.0), ("a", "b"))("", "", {})
+    assert (failed.reward, failed.status, failed.detail) == (0.0, Status.ERROR, "b: KeyError: 'x'")
+
+
+def test_failed_verdict_of_a_reward_sum_is_that_of_its_first_judge() -> None:
+    total = RewardSum((RewardMix(MathJudge(), unparsable=-1.0), Shortest()), (2.0, 1.0), ("math", "shortest"))
+    assert failed_verdict(total, Status.TIMEOUT, "slow").reward == -2.0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pool_judges_all_answers_to_a_prompt_together(workers: int) -> None:
+    total = RewardSum((RewardMix(MathJudge()), Shortest()), (1.0, 1.0), ("math", "shortest"))
+    groups = [(["aa", "b", r"\boxed{5}"], "5", {}), (["c"], "5", {}), ([], "5", {})]
+    with JudgePool(total, workers=workers) as pool:
+        assert [[v.reward for v in group] for group in pool.judge_groups(groups)] == [[0.0, 1.0, 1.0], [1.0], []]
+        assert [v.reward for v in pool.judge([("aa", "5", {}), ("b", "5", {})])] == [1.0, 1.0]  # each is its own group
+
+
+def test_pool_groups_verdicts_of_a_judge_of_single_answers() -> None:
+    with JudgePool(MathJudge("hash"), workers=0) as pool:
+        groups = pool.judge_groups([(["#### 5", "#### 6"], "5", {}), ([], "1", {}), (["#### 7"], "7", {})])
+    assert [[v.correct for v in group] for group in groups] == [[True, False], [], [True]]

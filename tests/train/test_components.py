@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from assay.config import PromptConfig, TrainConfig
+from assay.config import PromptConfig, RewardConfig, TrainConfig
+from assay.rewards import RewardMix, RewardSum
 from assay.tasks import make_task
 from assay.text import word_tokenizer
-from assay.train.components import build_algorithm, build_renderer
+from assay.train.components import build_algorithm, build_judge, build_renderer
 from assay.types import Prompt, UserError
 
 TASK: Any = make_task("abacus")
@@ -70,3 +71,41 @@ def test_minibatch_size_and_updates_exclude_each_other() -> None:
     with pytest.raises(UserError, match="both define how a batch is split") as error:
         build_algorithm(cfg)
     assert "\n" not in str(error.value)
+
+
+def write_rewards(folder: Path) -> tuple[str, str]:
+    for name in ("first", "second"):
+        (folder / f"{name}.py").write_text("def reward(c, a): return 0.5\ndef other(completions): return [1.0]\n")
+    return str(folder / "first.py"), str(folder / "second.py")
+
+
+def test_several_reward_functions_are_named_in_the_parts_of_a_verdict(tmp_path: Path) -> None:
+    first, second = write_rewards(tmp_path)
+    cfg = RewardConfig(
+        functions=[f"{first}:reward", f"{second}:reward", "task", f"{first}:other"], weights=[2, 1, 1, 3]
+    )
+    verdict = build_judge(cfg, TASK)("#### 7", "7", {})
+    assert verdict.reward == 2 * 0.5 + 0.5 + 1.0 + 3.0
+    assert {"first.reward": 0.5, "second.reward": 0.5, "task": 1.0, "other": 1.0}.items() <= verdict.parts.items()
+    assert not verdict.correct  # as the first function says
+
+
+def test_one_reward_function_is_not_a_sum(tmp_path: Path) -> None:
+    first, _ = write_rewards(tmp_path)
+    assert isinstance(build_judge(RewardConfig(function=f"{first}:reward"), TASK), RewardMix)
+    assert isinstance(build_judge(RewardConfig(functions=[f"{first}:reward"]), TASK), RewardSum)
+    assert build_judge(RewardConfig(), TASK)("#### 7", "7", {}).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"function": "a.py:f", "functions": ["b.py:f"]}, "both set"),
+        ({"functions": ["task"], "weights": [1.0, 2.0]}, "1 entries"),
+        ({"weights": [1.0]}, "reward.functions"),
+        ({"functions": ["task", "task"]}, "more than once"),
+    ],
+)
+def test_contradicting_reward_functions_are_refused(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        build_judge(RewardConfig(**settings), TASK)

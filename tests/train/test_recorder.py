@@ -24,6 +24,10 @@ from assay.train.sources import SampledGroups
 
 TEMPERATURE = 0.7
 TASK = make_task("abacus", eval_size=8)
+RANK = """
+def rank(prompts, completions, **kwargs):
+    return [sum(len(other) < len(one) for other in completions) for one in completions]
+"""
 
 
 def expected_logprobs(model_folder: Path, arrays: dict[str, np.ndarray]) -> np.ndarray:
@@ -92,3 +96,22 @@ def test_truncation_kl_is_the_mean_log_of_the_kept_mass_and_absent_without_trunc
         kept = logits.softmax(-1).topk(top_k, dim=-1).values.sum(-1)
         logs += (-kept[len(rollout.turns[0].context_ids) - 1 : -1].log()).tolist()
     assert metrics["sampling/truncation_kl"] == pytest.approx(sum(logs) / len(logs), abs=1e-4)
+
+
+def test_each_part_of_the_reward_is_a_metric_and_in_the_rollout_files(tmp_path: Path) -> None:
+    """One function sees all answers to a prompt: it counts how many are shorter than each."""
+    small = SmallRuns(tmp_path)
+    (small.folder / "rank.py").write_text(RANK)
+    functions = f'["{small.folder}/reward.py:reward", "{small.folder}/rank.py:rank"]'
+    words = ("--reward.function", "", "--reward.functions", functions, "--reward.weights", "[1.0, 0.5]")
+    assert small.train(*words) == 0
+    for step, row in enumerate((row for row in small.metrics() if "reward/mean" in row), 1):
+        groups = read_rollouts(small.runs / "small", step)
+        for group in groups:
+            lengths = [len(rollout.text) for rollout in group.rollouts]
+            verdicts = [rollout.verdict for rollout in group.rollouts if rollout.verdict]
+            assert [v.parts["rank"] for v in verdicts] == [sum(m < n for m in lengths) for n in lengths]
+            assert all(v.reward == v.parts["reward"] + 0.5 * v.parts["rank"] for v in verdicts)
+        ranks = [r.verdict.parts["rank"] for group in groups for r in group.rollouts if r.verdict]
+        assert row["parts/rank"] == pytest.approx(sum(ranks) / len(ranks))
+        assert row["reward/mean"] == pytest.approx(row["parts/reward"] + 0.5 * row["parts/rank"])

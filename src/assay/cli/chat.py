@@ -235,8 +235,9 @@ class TaskQuestions:
         return prompts[index], split, index
 
     def grade(self, name: str, prompt: Prompt, replies: Sequence[Reply]) -> None:
-        items = [(reply.full_text, prompt.answer, prompt.fields) for reply in replies]
-        for reply, verdict in zip(replies, self._judge(name).judge(items), strict=True):
+        judge, texts = self._judge(name), [reply.full_text for reply in replies]
+        (verdicts,) = judge.judge_groups([(texts, prompt.answer, judge.fields(prompt))])
+        for reply, verdict in zip(replies, verdicts, strict=True):
             reply.verdict = verdict
 
     def close(self) -> None:

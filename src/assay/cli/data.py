@@ -197,7 +197,7 @@ def check_split_golds(task: Task, prompts: Sequence[Prompt], pool: JudgePool, li
     if limit is None and isinstance(prompts, LazyPrompts):
         limit = LAZY_CHECKED
     chosen = list(prompts[:limit])
-    verdicts = pool.judge([(task.gold_completion(prompt), prompt.answer, prompt.fields) for prompt in chosen])
+    verdicts = pool.judge([(task.gold_completion(prompt), prompt.answer, pool.fields(prompt)) for prompt in chosen])
     failed = [
         {"id": prompt.id, "status": str(verdict.status), "parsed": verdict.parsed, "answer": prompt.answer}
         for prompt, verdict in zip(chosen, verdicts, strict=True)

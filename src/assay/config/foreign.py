@@ -41,8 +41,8 @@ SPLITS = "a folder with one file per split, or one file that is split"
 TRL = {
     "model_name_or_path": Equivalent("model.source"),
     "dataset_name": Equivalent("task.path", "task.name selects the task; jsonl reads your own rows"),
-    "reward_funcs": Equivalent("reward.function", "one function, called for one answer at a time"),
-    "reward_weights": no_key("not supported: combine the rewards in one reward.function"),
+    "reward_funcs": Equivalent("reward.functions", "file.py:function, in TRL's signature or in assay's own"),
+    "reward_weights": Equivalent("reward.weights"),
     "output_dir": Equivalent("runs_dir", FOLDER),
     "run_name": Equivalent("name"),
     "report_to": Equivalent("log.wandb", "the project name; for TensorBoard: log.tensorboard"),

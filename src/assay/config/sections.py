@@ -114,6 +114,10 @@ class RewardConfig(Section):
     """correctness value if no answer could be extracted"""
     function: str = ""
     """your own reward function instead of the task's judge: package.module:function or file.py:function"""
+    functions: list[str] = Field(default_factory=list)
+    """several reward functions, added with reward.weights; 'task' is the task's judge; the first decides accuracy"""
+    weights: list[Finite] = Field(default_factory=list)
+    """one weight per entry of reward.functions; empty: all 1"""
     workers: Count = 2
     """number of judge processes; 0: judge in the training process, without isolation"""
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 5.0

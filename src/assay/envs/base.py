@@ -14,7 +14,7 @@ from threading import Thread, Timer
 from typing import Any, Self, TypeVar
 
 from assay.rewards import Judge
-from assay.rewards.judge import judge_safely
+from assay.rewards.judge import judge_safely, judged_fields
 from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, stable_hash
 from assay.types import Message, Prompt, Status, UserError, Verdict, describe_error
 
@@ -153,7 +153,8 @@ class TaskEnv(Env):
         """End the episode: the answer is judged here, or by the run."""
         if self.defer_judging:
             return "", reward, True, False, {"answer": answer}
-        verdict = judge_safely(self._judge, answer, self.prompt.answer, self.prompt.fields)
+        fields = judged_fields(self._judge, self.prompt)
+        verdict = judge_safely(self._judge, answer, self.prompt.answer, fields)
         return "", reward + verdict.reward, True, False, {"verdict": verdict}
 
     def gold_action(self) -> str | None:

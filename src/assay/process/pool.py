@@ -311,13 +311,17 @@ def _split(batch: _Batch, items: Sequence[Item], workers: int) -> list[_Chunk]:
     chunks: list[_Chunk] = []
     chars_left = 0
     for index, item in enumerate(items):
-        chars = sum(len(field) for field in item if isinstance(field, str))
+        chars = sum(len(text) for field in item for text in _texts(field))
         if not chunks or len(chunks[-1].items) == size or chars > chars_left:
             chunks.append(_Chunk(batch, []))
             chars_left = MAX_CHUNK_CHARS
         chunks[-1].items.append((index, item))
         chars_left -= chars
     return chunks
+
+
+def _texts(field: Any) -> list[str]:
+    return [text for text in (field if isinstance(field, list) else [field]) if isinstance(text, str)]
 
 
 @dataclass

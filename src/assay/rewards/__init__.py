@@ -1,8 +1,9 @@
 """Judging completions: answer extraction, equality, judges, and a pool of judge processes."""
 
 from assay.rewards.extract import EXTRACTORS, extract
+from assay.rewards.functions import FunctionJudge
 from assay.rewards.importing import load_object
-from assay.rewards.judge import FunctionJudge, Judge, RewardMix, check_verdicts
+from assay.rewards.judge import Judge, RewardMix, RewardSum, check_verdicts
 from assay.rewards.numeric import Unreadable
 from assay.rewards.pool import JudgePool
 from assay.rewards.verifiers import CountdownJudge, MathJudge, MathVerifyJudge
@@ -16,6 +17,7 @@ __all__ = [
     "MathJudge",
     "MathVerifyJudge",
     "RewardMix",
+    "RewardSum",
     "Unreadable",
     "check_verdicts",
     "extract",

@@ -1,17 +1,17 @@
-"""The judge interface, users' reward functions as judges, and the mix of accuracy, format and length in one reward."""
+"""The judge interface, and rewards from several parts: accuracy, format and length; several judges; one per task."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from assay.rewards.importing import absolute_path, load_object
-from assay.types import Status, UserError, Verdict, describe_error
+from assay.rewards.functions import NOT_APPLICABLE
+from assay.types import Prompt, Status, UserError, Verdict, describe_error
 
 
 class Judge(Protocol):
@@ -19,6 +19,9 @@ class Judge(Protocol):
 
     Implementations are small frozen dataclasses, which can be sent to worker processes. A judge may also have
     `prepare()`, called once per worker before its first time limit starts.
+
+    A judge with `sees_group = True` has `judge_group(completions, answer, fields)`, which returns a verdict for each
+    answer to a prompt. With `wants_prompt = True`, its fields also contain `messages` and `solution` of the prompt.
     """
 
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict: ...
@@ -27,6 +30,42 @@ class Judge(Protocol):
 def prepare_judge(judge: Judge) -> None:
     """Call `prepare` of a judge, if it has one."""
     getattr(judge, "prepare", lambda: None)()
+
+
+def sees_group(judge: Any) -> bool:
+    """Return whether the judge compares the answers to a prompt: all of them are then judged together."""
+    return bool(getattr(judge, "sees_group", False))
+
+
+def wants_prompt(judge: Any) -> bool:
+    return bool(getattr(judge, "wants_prompt", False))
+
+
+def judged_fields(judge: Any, prompt: Prompt) -> Mapping[str, Any]:
+    """Return the fields of a prompt for its judge, with the prompt itself if the judge asks for it."""
+    if not wants_prompt(judge):
+        return prompt.fields
+    given: dict[str, Any] = {**prompt.fields, "messages": [dict(message) for message in prompt.messages]}
+    return given if prompt.solution is None else given | {"solution": prompt.solution}
+
+
+def judge_group(judge: Any, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]:
+    """Judge all answers to a prompt, together if the judge compares them."""
+    if sees_group(judge):
+        return judge.judge_group(completions, answer, fields)
+    return [judge(completion, answer, fields) for completion in completions]
+
+
+def judge_group_safely(
+    judge: Judge, completions: Sequence[str], answer: str, fields: Mapping[str, Any]
+) -> list[Verdict]:
+    """As `judge_safely`, for all answers to a prompt."""
+    try:
+        return judge_group(judge, completions, answer, fields)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return [failed_verdict(judge, Status.ERROR, describe_error(error)) for _ in completions]
 
 
 def binary_verdict(status: Status, parsed: str | None, in_form: float, detail: str = "") -> Verdict:
@@ -65,93 +104,6 @@ def check_verdicts(
     raise UserError(f"{who} {how} on {answers}; the first failure: {verdicts[0].detail or 'no detail'}; {remedy}")
 
 
-MAX_TEXT = 10_000  # characters of `parsed` and `detail` of a user's function
-
-
-@dataclass(frozen=True)
-class FunctionJudge:
-    """Calls the user's `def reward(completion: str, answer: str, **fields) -> float | dict | Verdict`, plain or async.
-
-    `path` is "package.module:function" or "file.py:function", from which worker processes import it. A function without
-    `**fields` gets only the fields that it names. A number of at least 1.0 means status ok, a smaller one wrong. A dict
-    has `reward` and optionally `status`, `parsed`, `parts` and `detail`. If the function raises, returns anything else
-    or a reward that is not finite, the status is error.
-    """
-
-    path: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "path", absolute_path(self.path))
-        self.prepare()  # reports a wrong path now, not once per completion
-
-    def prepare(self) -> None:
-        _function(self.path)
-
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
-        function, names = _function(self.path)
-        taken = (fields.keys() if names is None else names & fields.keys()) - {"completion", "answer"}
-        try:
-            result = function(completion, answer, **{name: fields[name] for name in fields if name in taken})
-            if inspect.isawaitable(result):
-                result = _await(result)
-            return as_verdict(result)
-        except Exception as error:
-            return Verdict(0.0, Status.ERROR, detail=describe_error(error))
-
-
-def as_verdict(result: Any) -> Verdict:
-    """Convert what a user's function returned. Raises TypeError or ValueError if it is invalid."""
-    verdict = result if isinstance(result, Verdict) else _new_verdict(result)
-    if not math.isfinite(verdict.reward):
-        raise ValueError(f"the reward function returned {verdict.reward}, which is not a finite number")
-    return verdict
-
-
-def _new_verdict(result: Any) -> Verdict:
-    values = result if isinstance(result, Mapping) else {"reward": result, "parts": {"accuracy": result}}
-    if "reward" not in values or set(values) - {"reward", "status", "parsed", "parts", "detail"}:
-        raise ValueError(
-            "a reward function's dict needs 'reward' and may have 'status', 'parsed', 'parts', 'detail'; "
-            f"got {sorted(map(str, values))}"
-        )
-    reward = _number(values["reward"])
-    status = Status(values.get("status", Status.OK if reward >= 1.0 else Status.WRONG))
-    parsed = None if values.get("parsed") is None else str(values["parsed"])[:MAX_TEXT]
-    parts = {str(name): _number(value) for name, value in (values.get("parts") or {}).items()}
-    return Verdict(reward, status, parsed, parts, str(values.get("detail", ""))[:MAX_TEXT])
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"a reward function must return a number, a dict or a Verdict, not {type(value).__name__}")
-    return float(value)
-
-
-@lru_cache(maxsize=32)
-def _function(path: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
-    """Return the function and the names of the fields it takes (None: all)."""
-    function = load_object(path)
-    if not callable(function):
-        raise UserError(f"'{path}' is a {type(function).__name__}, not a function")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some builtins have no signature
-        return function, None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return function, None
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return function, frozenset(parameter.name for parameter in parameters if parameter.kind in by_name)
-
-
-def _await(awaitable: Any) -> Any:
-    import asyncio  # imported late: it would slow down the start of every worker
-
-    async def wait() -> Any:
-        return await awaitable
-
-    return asyncio.run(wait())
-
-
 _UNREADABLE = (Status.NO_ANSWER, Status.UNPARSABLE, Status.TIMEOUT)
 
 
@@ -187,6 +139,18 @@ class RewardMix:
 
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
         return self.shape(self.judge(completion, answer, fields), completion)
+
+    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]:
+        verdicts = judge_group(self.judge, completions, answer, fields)
+        return [self.shape(verdict, completion) for verdict, completion in zip(verdicts, completions, strict=True)]
+
+    @property
+    def sees_group(self) -> bool:
+        return sees_group(self.judge)
+
+    @property
+    def wants_prompt(self) -> bool:
+        return wants_prompt(self.judge)
 
     def prepare(self) -> None:
         prepare_judge(self.judge)
@@ -225,3 +189,67 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise UserError(f"the reward's 'format_pattern' is not a regular expression: {error}") from None
+
+
+@dataclass(frozen=True)
+class SeveralJudges(ABC):
+    """A judge that consists of others."""
+
+    judges: tuple[Judge, ...]
+
+    @property
+    def sees_group(self) -> bool:
+        return any(map(sees_group, self.judges))
+
+    @property
+    def wants_prompt(self) -> bool:
+        return any(map(wants_prompt, self.judges))
+
+    def prepare(self) -> None:
+        for judge in self.judges:
+            prepare_judge(judge)
+
+    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
+        return self.judge_group([completion], answer, fields)[0]
+
+    @abstractmethod
+    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]: ...
+
+
+@dataclass(frozen=True)
+class RewardSum(SeveralJudges):
+    """reward = sum of weight x reward of several judges; `parts` has the reward of each, before weighting, by its name.
+
+    The first judge decides status and parsed answer. If a judge fails, the status is error. A function that returns
+    None for an answer does not apply to it and adds nothing, as in TRL.
+    """
+
+    weights: tuple[float, ...]
+    names: tuple[str, ...]
+
+    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]:
+        by_judge = [judge_group(judge, completions, answer, fields) for judge in self.judges]
+        return [self._sum(verdicts) for verdicts in zip(*by_judge, strict=True)]
+
+    def shape(self, verdict: Verdict, completion: str) -> Verdict:
+        """Return the verdict on a completion that could not be judged: its reward is that of the first judge."""
+        shape = getattr(self.judges[0], "shape", None)
+        shaped: Verdict = verdict if shape is None else shape(verdict, completion)
+        shaped.reward *= self.weights[0]
+        return shaped
+
+    def _sum(self, verdicts: Sequence[Verdict]) -> Verdict:
+        named = [item for item in zip(self.names, self.weights, verdicts, strict=True) if not _skipped(item[2])]
+        if not named:
+            return Verdict(0.0, Status.ERROR, detail="no reward function applies to this answer: all returned None")
+        first = named[0][2]
+        parts = {**first.parts, **{name: verdict.reward for name, _, verdict in named}}
+        failed = next(((name, verdict) for name, _, verdict in named if verdict.status is Status.ERROR), None)
+        if failed is not None:
+            return Verdict(0.0, Status.ERROR, first.parsed, parts, f"{failed[0]}: {failed[1].detail}")
+        reward = sum(weight * verdict.reward for _, weight, verdict in named)
+        return Verdict(reward, first.status, first.parsed, parts, first.detail)
+
+
+def _skipped(verdict: Verdict) -> bool:
+    return verdict.status is Status.ERROR and verdict.detail == NOT_APPLICABLE

@@ -13,10 +13,19 @@ from typing import Any, Literal
 from assay.process.messages import BadMessage
 from assay.process.pool import ItemFailure, StartFailed, WorkerPool
 from assay.process.sandbox import Level, WorkerSettings, environment
-from assay.rewards.judge import FunctionJudge, Judge, failed_verdict, judge_safely, prepare_judge
-from assay.types import Status, UserError, Verdict, describe_error
+from assay.rewards.functions import FunctionJudge
+from assay.rewards.judge import (
+    Judge,
+    failed_verdict,
+    judge_group_safely,
+    judged_fields,
+    prepare_judge,
+    sees_group,
+)
+from assay.types import Prompt, Status, UserError, Verdict, describe_error
 
 Item = tuple[str, str, Mapping[str, Any]]  # completion, gold answer, fields
+GroupItem = tuple[Sequence[str], str, Mapping[str, Any]]  # all completions of a prompt, gold answer, fields
 Sandbox = Literal["auto", "strict", "off"]  # the setting reward.sandbox
 
 _STATUSES = [str(status.value) for status in Status]
@@ -31,6 +40,8 @@ class JudgePool:
     `WorkerPool`). Each process may use `memory_gb` of address space. `sandbox` and `pass_env` are the settings of that
     name in the section `reward`: "auto" is strict for judges of this package and basic for users' code (see
     `assay.process.sandbox`). `workers=0` judges in this process without any limit: for tests and trusted judges.
+
+    A judge that sees groups judges all answers to a prompt in one call, to which the time limit applies.
     """
 
     def __init__(
@@ -50,10 +61,10 @@ class JudgePool:
             raise UserError("the strict sandbox needs worker processes: set reward.workers to at least 1")
         self._judge = judge
         self._closed = False
-        self._pool: WorkerPool[Verdict] | None = None
+        self._pool: WorkerPool[list[Verdict]] | None = None
         if workers:
             self._settings = _worker_settings(judge, timeout_s, memory_gb, sandbox, pass_env)
-            self._pool = WorkerPool(self._settings, workers, parse_verdict)
+            self._pool = WorkerPool(self._settings, workers, parse_verdicts)
 
     def __enter__(self) -> JudgePool:
         return self
@@ -61,19 +72,34 @@ class JudgePool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def fields(self, prompt: Prompt) -> Mapping[str, Any]:
+        """Return the fields of a prompt as its judge needs them."""
+        return judged_fields(self._judge, prompt)
+
     def judge(self, items: Sequence[Item]) -> list[Verdict]:
         """Return one verdict per (completion, gold answer, fields), in order. Thread-safe."""
+        return [verdict for (verdict,) in self._judge_together([([item[0]], *item[1:]) for item in items])]
+
+    def judge_groups(self, groups: Sequence[GroupItem]) -> list[list[Verdict]]:
+        """Return the verdicts on all completions of each prompt. Thread-safe."""
+        if sees_group(self._judge):
+            return self._judge_together(groups)
+        flat = iter(self.judge([(completion, *group[1:]) for group in groups for completion in group[0]]))
+        return [[next(flat) for _ in group[0]] for group in groups]
+
+    def _judge_together(self, groups: Sequence[GroupItem]) -> list[list[Verdict]]:
+        """Judge each group in one call."""
         if self._closed:
             raise RuntimeError("the judge pool is closed")
-        if not items:
+        if not groups:
             return []
         if self._pool is None:
-            return [judge_safely(self._judge, *item) for item in items]
+            return [judge_group_safely(self._judge, *group) for group in groups]
         try:
-            results = self._pool.map([(completion, answer, dict(fields)) for completion, answer, fields in items])
+            results = self._pool.map([(list(texts), answer, dict(fields)) for texts, answer, fields in groups])
         except StartFailed as error:
             raise UserError(f"the judge cannot run in a worker process: {self._with_hint(str(error))}") from None
-        return [self._verdict(result) for result in results]
+        return [self._verdicts(result, len(group[0])) for result, group in zip(results, groups, strict=True)]
 
     def close(self) -> None:
         """End the workers. Calls of `judge` that still wait in other threads fail."""
@@ -81,15 +107,21 @@ class JudgePool:
         if self._pool is not None:
             self._pool.close()
 
-    def _verdict(self, result: Verdict | ItemFailure) -> Verdict:
-        if isinstance(result, Verdict):
-            if result.status is Status.ERROR:
-                result.detail = self._with_hint(result.detail)
+    def _verdicts(self, result: list[Verdict] | ItemFailure, count: int) -> list[Verdict]:
+        if isinstance(result, list) and len(result) != count:
+            result = ItemFailure(
+                timed_out=False, detail=f"the judge returned {len(result)} verdicts for {count} answers"
+            )
+        if isinstance(result, list):
+            for verdict in result:
+                if verdict.status is Status.ERROR:
+                    verdict.detail = self._with_hint(verdict.detail)
             return result
+        status, detail = Status.ERROR, self._with_hint(result.detail)
         if result.timed_out:
-            detail = f"judging took longer than {self._settings.timeout_s:g} s"
-            return failed_verdict(self._judge, Status.TIMEOUT, detail)
-        return failed_verdict(self._judge, Status.ERROR, self._with_hint(result.detail))
+            judged = f"judging {count} answers together" if count > 1 else "judging"
+            status, detail = Status.TIMEOUT, f"{judged} took longer than {self._settings.timeout_s:g} s"
+        return [failed_verdict(self._judge, status, detail) for _ in range(count)]
 
     def _with_hint(self, detail: str) -> str:
         """Append the setting that allows what the sandbox refused, if that is why judging failed."""
@@ -105,25 +137,35 @@ class JudgePool:
 
 @dataclass(frozen=True)
 class JudgeInWorker:
-    """Calls a judge in a worker and returns its verdict as plain values: users' judges may return anything."""
+    """Calls a judge in a worker and returns its verdicts as plain values: users' judges may return anything."""
 
     judge: Judge
 
     def prepare(self) -> None:
         prepare_judge(self.judge)
 
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        verdict = judge_safely(self.judge, completion, answer, fields)
-        reward = float(verdict.reward)
-        if not math.isfinite(reward):
-            raise ValueError(f"the reward is {reward}")
-        return {
-            "reward": reward,
-            "status": str(verdict.status.value),
-            "parsed": None if verdict.parsed is None else str(verdict.parsed),
-            "parts": {str(name): float(value) for name, value in verdict.parts.items()},
-            "detail": str(verdict.detail),
-        }
+    def __call__(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [plain_values(verdict) for verdict in judge_group_safely(self.judge, completions, answer, fields)]
+
+
+def plain_values(verdict: Verdict) -> dict[str, Any]:
+    reward = float(verdict.reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}")
+    return {
+        "reward": reward,
+        "status": str(verdict.status.value),
+        "parsed": None if verdict.parsed is None else str(verdict.parsed),
+        "parts": {str(name): float(value) for name, value in verdict.parts.items()},
+        "detail": str(verdict.detail),
+    }
+
+
+def parse_verdicts(value: Any) -> list[Verdict]:
+    """Check what a worker sent as verdicts on the answers to a prompt. Raises BadMessage if it is invalid."""
+    if not isinstance(value, list):
+        raise BadMessage("it is not a list of verdicts")
+    return [parse_verdict(one) for one in value]
 
 
 def parse_verdict(value: Any) -> Verdict:
@@ -168,5 +210,5 @@ def is_user_code(judge: Any) -> bool:
     module = judge.__module__ if hasattr(judge, "__qualname__") else type(judge).__module__
     if isinstance(judge, FunctionJudge) or module.partition(".")[0] != "assay":
         return True
-    inner = getattr(judge, "judge", None)
-    return inner is not None and is_user_code(inner)
+    inner = [judge.judge] if hasattr(judge, "judge") else getattr(judge, "judges", ())
+    return any(map(is_user_code, inner))

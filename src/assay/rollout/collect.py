@@ -143,10 +143,12 @@ class Collector:
             context = list(request.prompt_ids)
             turns = [Turn(context, completion, next(texts)) for completion in samples]
             groups.append(Group(prompt, [Rollout(prompt, sample, [turn]) for sample, turn in enumerate(turns)]))
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        verdicts = self._judge([(rollout.prompt, rollout.text) for rollout in rollouts], started)
-        for rollout, verdict in zip(rollouts, verdicts, strict=True):
-            rollout.verdict, rollout.reward = verdict, verdict.reward
+        judged = self._judge(
+            [(group.prompt, [rollout.text for rollout in group.rollouts]) for group in groups], started
+        )
+        for group, verdicts in zip(groups, judged, strict=True):
+            for rollout, verdict in zip(group.rollouts, verdicts, strict=True):
+                rollout.verdict, rollout.reward = verdict, verdict.reward
         return groups
 
     def _run_episodes(self, requests: Sequence[tuple[Prompt, Request]], env: Env) -> list[Group]:
@@ -158,17 +160,21 @@ class Collector:
         groups = EpisodeRunner(self.engine, self.renderer, env, self.limits, threads).run(requests)
         if self.mesh.tp_rank:
             return []
-        pending = [(episode, episode.answer) for group in groups for episode in group if episode.answer is not None]
-        verdicts = self._judge([(episode.prompt, answer) for episode, answer in pending], started)
-        for (episode, _), verdict in zip(pending, verdicts, strict=True):
-            episode.verdict = verdict
-            episode.turns[-1].reward += verdict.reward
+        pending = [[(episode, episode.answer) for episode in group if episode.answer is not None] for group in groups]
+        pending = [answered for answered in pending if answered]
+        answers = [(answered[0][0].prompt, [answer for _, answer in answered]) for answered in pending]
+        for answered, verdicts in zip(pending, self._judge(answers, started), strict=True):
+            for (episode, _), verdict in zip(answered, verdicts, strict=True):
+                episode.verdict = verdict
+                episode.turns[-1].reward += verdict.reward
         return [as_group(prompt, episodes) for (prompt, _), episodes in zip(requests, groups, strict=True)]
 
-    def _judge(self, answers: Sequence[tuple[Prompt, str]], started: float) -> list[Verdict]:
-        """Judge answers whose generation began at `started`, and record how long both took."""
+    def _judge(self, answers: Sequence[tuple[Prompt, list[str]]], started: float) -> list[list[Verdict]]:
+        """Judge the answers to each prompt, whose generation began at `started`; record how long both took."""
         generated = time.perf_counter()
-        verdicts = self.judge.judge([(text, prompt.answer, prompt.fields) for prompt, text in answers])
+        verdicts = self.judge.judge_groups(
+            [(texts, prompt.answer, self.judge.fields(prompt)) for prompt, texts in answers]
+        )
         for part, spent in (("generate", generated - started), ("judge", time.perf_counter() - generated)):
             self.seconds[part] = self.seconds.get(part, 0.0) + spent
         return verdicts

@@ -12,6 +12,7 @@ from typing import Any, overload
 
 from assay.rewards import CountdownJudge, Judge, MathJudge
 from assay.rewards.extract import check_extractor
+from assay.rewards.judge import judged_fields
 from assay.types import Prompt, UserError, Verdict, describe_error
 
 SPLITS = ("train", "validation", "test")
@@ -181,7 +182,7 @@ def check_gold(
     judge = judge or task.judge()
     prompts = task.prompts(split)
     chosen = prompts if limit is None else prompts[:limit]
-    return [p.id for p in chosen if not is_gold(judge(task.gold_completion(p), p.answer, p.fields))]
+    return [p.id for p in chosen if not is_gold(judge(task.gold_completion(p), p.answer, judged_fields(judge, p)))]
 
 
 def is_gold(verdict: Verdict) -> bool:

@@ -130,7 +130,7 @@ def check_collector(
 def check_judge(judge: JudgePool, prompt: Prompt) -> Verdict:
     """Raise if the judge fails on every answer. Returns the verdict on an empty answer."""
     texts = ("", prompt.answer, prompt.solution or prompt.answer)
-    verdicts = judge.judge([(text, prompt.answer, prompt.fields) for text in texts])
+    (verdicts,) = judge.judge_groups([(texts, prompt.answer, judge.fields(prompt))])
     check_verdicts(verdicts)
     return verdicts[0]
 

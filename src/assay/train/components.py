@@ -28,7 +28,7 @@ from assay.envs import Env, TaskEnv, make_env
 from assay.mesh import Mesh
 from assay.models import Decoder, PolicyModel, build_preset, load_model, pick_device, pick_dtype
 from assay.models.device import uses_triton
-from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix
+from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix, RewardSum
 from assay.rewards.importing import load_object, normalized
 from assay.rollout import Collector, Limits
 from assay.runs.resolve import load_resolved, resolve_model
@@ -41,6 +41,7 @@ from assay.types import Prompt, UserError, describe_error
 
 PRESET = "preset:"
 PRESET_LENGTH = 512
+TASK_JUDGE = "task"  # in reward.functions
 COMPILED = 100_000_000  # number of parameters from which compilation pays off within a few steps
 
 
@@ -106,9 +107,38 @@ def build_judge_pool(cfg: RewardConfig, task: Task) -> JudgePool:
 
 
 def build_judge(cfg: RewardConfig, task: Task) -> Judge:
-    judge = FunctionJudge(cfg.function) if cfg.function else task.judge(cfg.extract or None, cfg.strict)
+    """The judge of the settings. Weights for accuracy, format and length apply to the first of several functions."""
+    paths, weights = reward_functions(cfg)
+    judges = [
+        task.judge(cfg.extract or None, cfg.strict) if path == TASK_JUDGE else FunctionJudge(path) for path in paths
+    ]
     shaping = cfg.model_dump(include={field.name for field in fields(RewardMix)})
-    return RewardMix(judge, **shaping | {"format_pattern": cfg.format_pattern or None})
+    first = RewardMix(judges[0], **shaping | {"format_pattern": cfg.format_pattern or None})
+    return RewardSum((first, *judges[1:]), tuple(weights), part_names(paths)) if cfg.functions else first
+
+
+def reward_functions(cfg: RewardConfig) -> tuple[list[str], list[float]]:
+    """Paths of the reward functions (TASK_JUDGE: the task's judge), and their weights."""
+    if cfg.function and cfg.functions:
+        raise UserError("reward.function and reward.functions are both set: remove one of them")
+    if not cfg.functions:
+        if cfg.weights:
+            raise UserError("reward.weights needs reward.functions, with one function per weight")
+        return [cfg.function or TASK_JUDGE], [1.0]
+    weights = cfg.weights or [1.0] * len(cfg.functions)
+    if len(weights) != len(cfg.functions):
+        raise UserError(f"reward.functions has {len(cfg.functions)} entries and reward.weights {len(weights)}")
+    return cfg.functions, weights
+
+
+def part_names(paths: Sequence[str]) -> tuple[str, ...]:
+    """Names of reward functions in metrics: the name of the function, with its file if two have the same name."""
+    short = [path.rpartition(":")[2] for path in paths]
+    full = [f"{Path(path.rpartition(':')[0]).stem}.{name}" for path, name in zip(paths, short, strict=True)]
+    names = tuple(long if short.count(name) > 1 else name for name, long in zip(short, full, strict=True))
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"reward.functions names {repeated[0]} more than once: give each function once")
+    return names
 
 
 def build_tokenizer(cfg: ModelConfig, source: str, task: Task | None) -> Tokenizer:

@@ -19,7 +19,7 @@ from assay.runs.directory import read_metrics
 from assay.train import faults
 from assay.train.progress import RunState
 from assay.train.sources import SampledGroups
-from assay.types import Group
+from assay.types import Group, Rollout
 
 
 @dataclass
@@ -124,7 +124,17 @@ def rollout_metrics(sampled: SampledGroups, algo: Algorithm, engine: Capabilitie
         "sampling/logprob": sum(sum(c.engine_logprobs) for c in completions) / sum(lengths),
         **({"sampling/entropy": entropy} if engine.entropy else {}),
         **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
+        **reward_parts(answers),
         **({"reward/greedy": sum(greedy) / len(greedy)} if greedy else {}),
         **({"turns/masked": masked / len(completions)} if masked else {}),
         **{f"time/{part}": seconds for part, seconds in sampled.seconds.items()},
     }
+
+
+def reward_parts(answers: Sequence[Rollout]) -> dict[str, float]:
+    """Mean of each component of the reward before weighting, over the answers that have it."""
+    parts: dict[str, list[float]] = {}
+    for rollout in answers:
+        for name, value in rollout.verdict.parts.items() if rollout.verdict else ():
+            parts.setdefault(name, []).append(value)
+    return {f"parts/{name}": sum(values) / len(values) for name, values in sorted(parts.items())}

@@ -127,6 +127,8 @@ def code_settings(cfg: TrainConfig) -> dict[str, Any]:
         "algo": cfg.algo.code(),
         "sft": cfg.sft.model_dump(mode="json", include={"args"}, exclude_none=True),
     }
+    if cfg.reward.functions:  # else left out, as in the records of versions with one function
+        chosen["rewards"] = cfg.reward.functions
     if ":" in cfg.engine.name:  # else it is left out, as in the records of versions without engines by path
         chosen["engine"] = cfg.engine.name
     if cfg.model.trust_remote_code:

@@ -1,0 +1,247 @@
+"""Users' reward functions as judges, in three signatures: one answer, all answers to a prompt (TRL), or verl's."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from assay.rewards.importing import absolute_path, load_object
+from assay.types import Status, UserError, Verdict, describe_user_error
+
+MAX_TEXT = 10_000  # characters of `parsed` and `detail` of a user's function
+NOT_APPLICABLE = "the reward function returned None: it does not apply to this answer"  # as in TRL
+PROMPT_FIELDS = ("messages", "solution")  # of a prompt; passed to judges that ask for them (`wants_prompt`)
+SIGNATURES = (
+    "f(completion, answer, **fields) for one answer, f(completions, prompts, **columns) for all answers to a prompt as "
+    "in TRL, or f(data_source, solution_str, ground_truth, extra_info) as in verl"
+)
+_STRING_USED_AS_MESSAGES = ("string indices must be integers", "string index out of range", "'str' object has no attr")
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a user's function is called."""
+
+    convention: Literal["assay", "trl", "verl"] = "assay"
+    names: frozenset[str] | None = None  # of its parameters; None: it takes any
+    required: tuple[str, ...] = ()  # parameters without a default, beyond those that the convention fills
+    conversational: bool = False  # TRL: its annotation says that completions are lists of messages
+
+    def chosen(self, values: Mapping[str, Any], excluded: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the values that the function takes. Raises TypeError if one that it needs is missing."""
+        missing = [name for name in self.required if name not in values]
+        if missing:
+            known = ", ".join(sorted(values)) or "none"
+            raise TypeError(
+                f"the reward function needs '{missing[0]}', which the problem does not have; known: {known}"
+            )
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in excluded and (self.names is None or name in self.names)
+        }
+
+
+@dataclass(frozen=True)
+class FunctionJudge:
+    """Calls the user's `def reward(completion: str, answer: str, **fields) -> float | dict | Verdict`, plain or async.
+
+    `path` is "package.module:function" or "file.py:function", from which worker processes import it. A function without
+    `**fields` gets only the fields that it names. A number of at least 1.0 means status ok, a smaller one wrong. A dict
+    has `reward` and optionally `status`, `parsed`, `parts` and `detail`. If the function raises, returns anything else
+    or a reward that is not finite, the status is error.
+
+    A function with a parameter `completions` is called as in TRL, with all answers to a prompt; one with a parameter
+    `solution_str` is called as in verl.
+    """
+
+    path: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", absolute_path(self.path))
+        self.prepare()  # reports a wrong path or signature now, not once per completion
+
+    def prepare(self) -> None:
+        _function(self.path)
+
+    @property
+    def sees_group(self) -> bool:
+        return _function(self.path)[1].convention == "trl"
+
+    @property
+    def wants_prompt(self) -> bool:
+        signature = _function(self.path)[1]
+        return self.sees_group or not (signature.names or frozenset()).isdisjoint(PROMPT_FIELDS)
+
+    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
+        function, signature = _function(self.path)
+        if signature.convention == "trl":
+            return self.judge_group([completion], answer, fields)[0]
+        try:
+            if signature.convention == "verl":
+                return _verl_verdict(_call(function, **_verl_arguments(signature, completion, answer, fields)))
+            chosen = signature.chosen(fields, excluded=("completion", "answer"))
+            return as_verdict(_call(function, completion, answer, **chosen))
+        except Exception as error:
+            return Verdict(0.0, Status.ERROR, detail=describe_user_error(error))
+
+    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]:
+        """Judge all answers to a prompt with one call of a function in TRL's signature."""
+        function, signature = _function(self.path)
+        try:
+            rewards = _call_trl(function, signature, completions, answer, fields)
+        except Exception as error:
+            detail = describe_user_error(error)
+            return [Verdict(0.0, Status.ERROR, detail=detail) for _ in completions]
+        return [_verdict_or_error(reward) for reward in rewards]
+
+
+def _call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    result = function(*args, **named)
+    return _await(result) if inspect.isawaitable(result) else result
+
+
+def _call_trl(
+    function: Callable[..., Any],
+    signature: Signature,
+    completions: Sequence[str],
+    answer: str,
+    fields: Mapping[str, Any],
+) -> list[Any]:
+    """Call a function with lists, as TRL does; the columns are the answer, the solution and the fields of the prompt.
+
+    TRL passes strings, or lists of messages if its dataset is conversational. A function that is not annotated gets
+    strings, and lists of messages if it uses a string as such a list.
+    """
+    count = len(completions)
+    values = {"answer": answer, **{name: value for name, value in fields.items() if name != "messages"}}
+    columns = {name: [value] * count for name, value in signature.chosen(values).items()}
+    messages = list(fields.get("messages") or ())
+
+    def call(prompt: Any, answers: Sequence[Any]) -> Any:
+        given = {"prompts": [prompt] * count, "completions": list(answers)}
+        if signature.names is not None and "prompts" not in signature.names:
+            del given["prompts"]
+        return _call(function, **given, **columns)
+
+    replies = [[{"role": "assistant", "content": completion}] for completion in completions]
+    if signature.conversational:
+        return _as_list(call(messages, replies), count)
+    try:
+        return _as_list(call("\n".join(message["content"] for message in messages), completions), count)
+    except (TypeError, IndexError, AttributeError) as error:
+        if not any(text in str(error) for text in _STRING_USED_AS_MESSAGES):
+            raise
+    return _as_list(call(messages, replies), count)
+
+
+def _as_list(result: Any, count: int) -> list[Any]:
+    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__iter__"):
+        raise TypeError(f"a reward function with `completions` must return a list of numbers, not {result!r:.80}")
+    rewards = list(result)
+    if len(rewards) != count:
+        raise ValueError(f"the reward function returned {len(rewards)} rewards for {count} completions")
+    return rewards
+
+
+def _verdict_or_error(reward: Any) -> Verdict:
+    if reward is None:
+        return Verdict(0.0, Status.ERROR, detail=NOT_APPLICABLE)
+    try:
+        return as_verdict(reward)
+    except Exception as error:
+        return Verdict(0.0, Status.ERROR, detail=describe_user_error(error))
+
+
+def _verl_arguments(signature: Signature, completion: str, answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    values = {"data_source": "", "extra_info": dict(fields), **fields}
+    return signature.chosen({**values, "solution_str": completion, "ground_truth": answer})
+
+
+def _verl_verdict(result: Any) -> Verdict:
+    """Convert a number, or a dict with `score`, optionally `acc` (whether it is correct), `pred`, and other numbers."""
+    if not isinstance(result, Mapping):
+        return as_verdict(result)
+    if "score" not in result:
+        raise ValueError(f"the dict of a reward function as in verl needs 'score'; got {sorted(map(str, result))}")
+    parts = {name: value for name, value in result.items() if isinstance(value, int | float) and name != "score"}
+    verdict = as_verdict({"reward": result["score"], "parts": parts, "parsed": result.get("pred")})
+    if "acc" in result:
+        verdict.status = Status.OK if result["acc"] else Status.WRONG
+    return verdict
+
+
+def as_verdict(result: Any) -> Verdict:
+    """Convert what a user's function returned. Raises TypeError or ValueError if it is invalid."""
+    verdict = result if isinstance(result, Verdict) else _new_verdict(result)
+    if not math.isfinite(verdict.reward):
+        raise ValueError(f"the reward function returned {verdict.reward}, which is not a finite number")
+    return verdict
+
+
+def _new_verdict(result: Any) -> Verdict:
+    values = result if isinstance(result, Mapping) else {"reward": result, "parts": {"accuracy": result}}
+    if "reward" not in values or set(values) - {"reward", "status", "parsed", "parts", "detail"}:
+        raise ValueError(
+            "a reward function's dict needs 'reward' and may have 'status', 'parsed', 'parts', 'detail'; "
+            f"got {sorted(map(str, values))}"
+        )
+    reward = _number(values["reward"])
+    status = Status(values.get("status", Status.OK if reward >= 1.0 else Status.WRONG))
+    parsed = None if values.get("parsed") is None else str(values["parsed"])[:MAX_TEXT]
+    parts = {str(name): _number(value) for name, value in (values.get("parts") or {}).items()}
+    return Verdict(reward, status, parsed, parts, str(values.get("detail", ""))[:MAX_TEXT])
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"a reward function must return a number, a dict or a Verdict, not {type(value).__name__}")
+    return float(value)
+
+
+@lru_cache(maxsize=32)
+def _function(path: str) -> tuple[Callable[..., Any], Signature]:
+    function = load_object(path)
+    if not callable(function):
+        raise UserError(f"'{path}' is a {type(function).__name__}, not a function")
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some builtins have no signature
+        return function, Signature()
+    return function, _signature(path, parameters)
+
+
+def _signature(path: str, parameters: Sequence[inspect.Parameter]) -> Signature:
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = [parameter for parameter in parameters if parameter.kind in by_name]
+    all_names = frozenset(parameter.name for parameter in named)
+    names = None if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters) else all_names
+    required = [parameter.name for parameter in named if parameter.default is parameter.empty]
+    if "completions" in all_names:
+        annotation = str(next(parameter.annotation for parameter in named if parameter.name == "completions"))
+        conversational = any(word in annotation for word in ("dict", "Dict", "Message", "Mapping"))
+        filled = ("prompts", "completions")
+        return Signature("trl", names, tuple(name for name in required if name not in filled), conversational)
+    if "solution_str" in all_names:
+        return Signature("verl", names, tuple(required))
+    positional = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+    takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    if len(positional) < 2 and not takes_any:
+        stated = ", ".join(str(parameter).partition(":")[0] for parameter in parameters)
+        raise UserError(f"'{path}' takes ({stated}), but a reward function must be {SIGNATURES}")
+    first_two = {parameter.name for parameter in positional[:2]}
+    return Signature("assay", names, tuple(name for name in required if name not in first_two))
+
+
+def _await(awaitable: Any) -> Any:
+    import asyncio  # imported late: it would slow down the start of every worker
+
+    async def wait() -> Any:
+        return await awaitable
+
+    return asyncio.run(wait())

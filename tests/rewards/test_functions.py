@@ -1,0 +1,235 @@
+"""Users' reward functions: what they get and return, in assay's signature and in those of TRL and verl."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from assay.rewards import FunctionJudge, JudgePool
+from assay.rewards.functions import NOT_APPLICABLE
+from assay.types import Prompt, Status, UserError
+
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(code: str) -> str:
+        count = len(list(tmp_path.glob("mine*.py")))  # a file is imported once
+        file = tmp_path / f"mine{count or ''}.py"
+        file.write_text(textwrap.dedent(code))
+        return f"{file}:reward"
+
+    return write_file
+
+
+@pytest.mark.parametrize(
+    ("body", "reward", "status"),
+    [
+        ("return 1.0", 1.0, Status.OK),
+        ("return True", 1.0, Status.OK),
+        ("return 0", 0.0, Status.WRONG),
+        ("return 0.3", 0.3, Status.WRONG),
+        ("return -2", -2.0, Status.WRONG),
+        ("return {'reward': 0.5, 'status': 'ok', 'parsed': 7, 'parts': {'style': 0.5}}", 0.5, Status.OK),
+        ("return Verdict(0.0, Status.NO_ANSWER)", 0.0, Status.NO_ANSWER),
+        ("return float(completion == 'c' and answer == 'a' and fields == {'level': 3})", 1.0, Status.OK),
+        ("import numpy; return numpy.float32(1)", 1.0, Status.OK),
+    ],
+)
+def test_return_values_of_reward_functions(write: Write, body: str, reward: float, status: Status) -> None:
+    header = "from assay.types import Status, Verdict\ndef reward(completion, answer, **fields): "
+    verdict = FunctionJudge(write(header + body))("c", "a", {"level": 3})
+    assert (verdict.reward, verdict.status) == (reward, status)
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ("raise KeyError('oops\\n two lines')", "KeyError: 'oops"),
+        ("return float('nan')", "finite"),
+        ("return {'reward': float('inf')}", "finite"),
+        ("return None", "NoneType"),
+        ("return '1.0'", "str"),
+        ("return [1.0]", "list"),
+        ("return {'score': 1}", "'reward'"),
+        ("return {'reward': 1, 'status': 'fine'}", "fine"),
+        ("return 1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_failing_reward_function_gives_an_error_verdict(write: Write, body: str, word: str) -> None:
+    verdict = FunctionJudge(write(f"def reward(completion, answer, **fields): {body}"))("c", "a", {})
+    assert (verdict.reward, verdict.status) == (0.0, Status.ERROR)
+    assert word in verdict.detail and "\n" not in verdict.detail
+
+
+def test_dict_with_parts(write: Write) -> None:
+    verdict = FunctionJudge(write("def reward(c, a): return {'reward': 1, 'parsed': 7, 'parts': {'style': 1}}"))(
+        "", "", {}
+    )
+    assert (verdict.parsed, verdict.parts) == ("7", {"style": 1.0})
+
+
+def test_only_named_fields_are_passed(write: Write) -> None:
+    judge = FunctionJudge(write("def reward(completion, answer, level=0): return level"))
+    assert judge("c", "a", {"level": 1, "subject": "algebra", "answer": "b", "completion": "d"}).reward == 1.0
+
+
+def test_async_functions_local_imports_and_prints_in_workers(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("def worth(text): return float(len(text))")
+    path = write("""
+        import asyncio, dataclasses, os, sys
+        from helper import worth
+
+        @dataclasses.dataclass
+        class Thing:
+            x: int
+
+        async def reward(completion, answer, **fields):
+            print("noise on stdout \\ud800", flush=True)
+            os.write(1, b"raw noise")
+            assert sys.stdin.read() == ""
+            await asyncio.sleep(0.001)
+            return worth(completion)
+    """)
+    with JudgePool(FunctionJudge(path), workers=2) as pool:
+        assert [v.reward for v in pool.judge([("x" * n, "", {}) for n in range(5)])] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_failure_names_the_line_of_the_users_file(write: Write) -> None:
+    verdict = FunctionJudge(write("def reward(completion, answer):\n    return 1 / 0\n"))("c", "a", {})
+    assert "ZeroDivisionError" in verdict.detail and "mine.py:2" in verdict.detail
+
+
+GROUP = ["It is 12", "12", "It is 13"]
+TRL = {
+    "strings": """
+        def reward(completions, answer, **kwargs):
+            return [float(c.endswith(a)) for c, a in zip(completions, answer)]
+    """,
+    "messages": """
+        def reward(prompts, completions, answer, **kwargs):
+            return [float(c[0]["content"].endswith(a)) for c, a in zip(completions, answer)]
+    """,
+    "annotated": """
+        def reward(completions: list[list[dict[str, str]]], **kwargs):
+            assert kwargs["solution"] == ["because"] * len(completions) and len(completions[0]) == 1
+            return [c[-1]["content"].endswith("12") for c in completions]
+    """,
+    "without kwargs": """
+        async def reward(completions, answer):
+            return tuple(int(c.endswith(a)) for c, a in zip(completions, answer))
+    """,
+    "prompts": """
+        def reward(prompts, completions, level, **kwargs):
+            assert set(prompts) == {"7 + 5 = ?"} and level == [3] * len(completions)
+            return [0.0 if c.endswith("13") else 1.0 for c in completions]
+    """,
+}
+
+
+@pytest.mark.parametrize("form", TRL)
+def test_function_in_trl_signature_gets_the_whole_group(write: Write, form: str) -> None:
+    judge = FunctionJudge(write(TRL[form]))
+    prompt = Prompt("p", ({"role": "user", "content": "7 + 5 = ?"},), "12", "because", {"level": 3})
+    with JudgePool(judge, workers=0) as pool:
+        (verdicts,) = pool.judge_groups([(GROUP, prompt.answer, pool.fields(prompt))])
+    assert [v.reward for v in verdicts] == [1.0, 1.0, 0.0] and not any(v.detail for v in verdicts)
+    assert [v.status for v in verdicts] == [Status.OK, Status.OK, Status.WRONG]
+
+
+def test_trl_function_can_compare_the_answers_of_a_group_in_worker_processes(write: Write) -> None:
+    judge = FunctionJudge(
+        write("def reward(completions, **kwargs): return [completions.count(c) for c in completions]")
+    )
+    with JudgePool(judge, workers=2) as pool:
+        groups = pool.judge_groups([(["a", "b", "a"], "", {}), (["b"], "", {})])
+    assert [[v.reward for v in group] for group in groups] == [[2.0, 1.0, 2.0], [1.0]]
+
+
+def test_own_errors_of_a_trl_function_are_not_hidden_by_the_second_form(write: Write) -> None:
+    code = """
+        def reward(completions, **kwargs):
+            texts = [c[0]["content"] for c in completions]
+            return [1.0 / (len(text) - 1) for text in texts]
+    """
+    assert "ZeroDivisionError" in FunctionJudge(write(code))("c", "a", {}).detail
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return [1.0]", ("1 rewards", "2 completions")),
+        ("return 1.0", ("list",)),
+        ("return {'reward': 1.0}", ("list",)),
+        ("raise KeyError('x')", ("KeyError", "mine.py:1")),
+    ],
+)
+def test_failing_trl_function_gives_error_verdicts_for_the_group(
+    write: Write, body: str, words: tuple[str, ...]
+) -> None:
+    verdicts = FunctionJudge(write(f"def reward(completions, **kwargs): {body}")).judge_group(["a", "b"], "", {})
+    assert len(verdicts) == 2
+    assert all(v.status is Status.ERROR and all(word in v.detail for word in words) for v in verdicts)
+
+
+def test_none_and_nan_of_a_trl_function_concern_one_answer(write: Write) -> None:
+    judge = FunctionJudge(write("def reward(completions, **kwargs): return [1.0, None, float('nan')]"))
+    verdicts = judge.judge_group(["a", "b", "c"], "", {})
+    assert [v.status for v in verdicts] == [Status.OK, Status.ERROR, Status.ERROR]
+    assert verdicts[1].detail == NOT_APPLICABLE and "finite" in verdicts[2].detail
+
+
+VERL = "def reward(data_source, solution_str, ground_truth, extra_info=None): "
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return float(solution_str == 'c' and ground_truth == 'a' and data_source == '')", (1.0, Status.OK)),
+        ("return extra_info['level'] / 4", (0.5, Status.WRONG)),
+        ("return {'score': -1.0, 'acc': False, 'pred': 7}", (-1.0, Status.WRONG)),
+        ("return {'score': 0.5, 'acc': True}", (0.5, Status.OK)),
+    ],
+)
+def test_function_in_verl_signature(write: Write, body: str, expected: tuple[float, Status]) -> None:
+    verdict = FunctionJudge(write(VERL + body))("c", "a", {"level": 2})
+    assert (verdict.reward, verdict.status) == expected
+    assert "acc" not in body or verdict.parts["acc"] == float("True" in body)
+
+
+def test_verl_function_gets_the_columns_of_the_row_by_their_names(write: Write) -> None:
+    code = VERL + "return float((data_source, extra_info) == ('gsm8k', {'index': 3}))"
+    assert FunctionJudge(write(code))("c", "a", {"data_source": "gsm8k", "extra_info": {"index": 3}}).reward == 1.0
+    failed = FunctionJudge(write(VERL.replace("data_source, ", "data_source, split, ") + "return 1.0"))("c", "a", {})
+    assert failed.status is Status.ERROR and "'split'" in failed.detail
+
+
+@pytest.mark.parametrize("parameters", ["", "completion", "*, completion, answer"])
+def test_other_signatures_are_told_the_expected_ones(write: Write, parameters: str) -> None:
+    with pytest.raises(UserError) as error:
+        FunctionJudge(write(f"def reward({parameters}): return 1.0"))
+    text = str(error.value)
+    assert "completion, answer" in text and "completions" in text and "solution_str" in text and "\n" not in text
+
+
+def test_missing_field_is_named_with_those_that_are_there(write: Write) -> None:
+    verdict = FunctionJudge(write("def reward(completion, answer, grade): return 1.0"))("c", "a", {"level": 1})
+    assert verdict.status is Status.ERROR and "'grade'" in verdict.detail and "level" in verdict.detail
+
+
+def test_function_of_one_answer_can_ask_for_the_prompt(write: Write) -> None:
+    code = "def reward(completion, answer, messages): return float(messages[0]['content'] == completion)"
+    prompt = Prompt("p", ({"role": "user", "content": "copy this"},), "12")
+    with JudgePool(FunctionJudge(write(code)), workers=0) as pool:
+        verdicts = pool.judge([(text, "", pool.fields(prompt)) for text in ("copy this", "no")])
+    assert [v.reward for v in verdicts] == [1.0, 0.0]
+    with JudgePool(FunctionJudge(write("def reward(c, a, **fields): return len(fields)")), workers=0) as pool:
+        assert pool.fields(prompt) == {}
+
+
+def test_builtin_without_signature_is_called_with_completion_and_answer() -> None:
+    assert FunctionJudge("operator:contains")("It is 12", "12", {}).correct
