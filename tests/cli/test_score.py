@@ -133,7 +133,7 @@ def test_user_defined_reward_function(run: Score, tmp_path: Path) -> None:
     summary, written, output = run(rows, "--reward", f"{file}:reward")
     assert statuses(written) == ["wrong", "ok", "error"] and summary["mean_reward"] == 0.5
     assert "in.jsonl:3" in output and "KeyError: 'nine'" in output
-    with pytest.raises(UserError, match=r"all 1 answers.*nine"):
+    with pytest.raises(UserError, match=r"only answer.*nine"):
         run(rows[2:], "--reward", f"{file}:reward", "--force")
 
 

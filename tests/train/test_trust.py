@@ -17,7 +17,7 @@ from assay.api import Trainer
 from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, to_toml
-from assay.rewards.judge import _function
+from assay.rewards.functions import _function
 from assay.tasks import make_task
 from assay.train import trust
 from assay.types import UserError
