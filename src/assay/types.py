@@ -36,6 +36,11 @@ def describe_user_error(error: BaseException) -> str:
     return describe_error(error) + (f" ({own[-1]})" if own else "")
 
 
+def plural(count: int, noun: str) -> str:
+    """A number and its noun: 1 step, 2 steps, 1,000 steps."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def missing_extra(purpose: str, extra: str, advice: str = "") -> UserError:
     """Return the error for a feature whose optional dependencies are not installed; `advice` is another way out."""
     ways = [f"pip install -e '.[{extra}]' in a checkout", f"or pip install '{DISTRIBUTION}[{extra}]'"]

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from assay.cli.env import read_action
 from assay.cli.main import main
+from assay.envs import make_env
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,10 +56,16 @@ def test_a_broken_environment_fails_the_check(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_play_an_episode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    typed(monkeypatch, [word for guess in ("1", "2", "3") for word in (guess, "")])
+    typed(monkeypatch, ["1", "", "2", "3"])  # an empty line is not an action
     assert main(["env", "play", "guess", "--seed", "1", "--arg", "high=3", "--arg", "tries=3"]) == 0
     output = capsys.readouterr().out
     assert "Guess a number from 1 to 3" in output and "return: 1 of 1" in output and "episode 2" in output
+
+
+def test_an_action_is_one_line_or_several_that_end_with_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed(monkeypatch, ["one", "first\\", "second"])
+    episode = make_env("guess")
+    assert [read_action(episode), read_action(episode)] == ["one", "first\nsecond"]
 
 
 def test_play_with_a_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

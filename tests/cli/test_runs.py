@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,72 @@ def test_json(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert listed[0]["after"] == SUMMARY["after"]
     call("demo", "fast", "--dir", runs_dir, "--json")
     assert json.loads(capsys.readouterr().out)["differences"] == {"optim.lr": [1e-4, 4e-4]}
+
+
+def listed(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """The cells of the only run in the folder, by heading."""
+    assert call("--dir", runs_dir) == 0
+    _, headings, cells, *rest = capsys.readouterr().out.splitlines()
+    return {**dict(zip(headings.split(), re.split(r" {2,}", cells), strict=True)), "rest": "\n".join(rest)}
+
+
+def test_a_running_run_shows_reward_and_the_accuracy_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Run.create(tmp_path, "now", CONFIG.format(name="now", lr=1e-4)) as run:
+        run.write_status("running", 240)
+        run.log(0, {"before/accuracy": 0.25, "before/low": 0.2, "before/high": 0.3})
+        run.log(12, {"reward/mean": 0.5})
+        cells = listed(tmp_path, capsys)
+    assert cells["state"] == "running" and cells["steps"] == "12/240" and cells["reward"] == "0.50"
+    assert cells["before"] == "25.0% [20.0, 30.0]" and cells["after"] == "-"
+
+
+@pytest.mark.parametrize(
+    "settings, metrics, shown",
+    [
+        ("[train]\nsteps = 9\nepochs = 2.0\n", {"reward/mean": 0.5}, "12/30"),
+        ("[train]\nsteps = 9\nbudget = 1000\n", {"sampling/answers": 384.0}, "12 (384/1000 answers)"),
+    ],
+)
+def test_progress_honours_epochs_and_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: str, metrics: dict[str, float], shown: str
+) -> None:
+    with Run.create(tmp_path, "now", settings) as run:
+        run.write_status("running", 30)
+        run.log(12, metrics)
+        assert listed(tmp_path, capsys)["steps"] == shown
+
+
+def test_progress_of_a_warm_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Run.create(tmp_path, "now", "[sft]\nsteps = 600\n[train]\nsteps = 80\n") as run:
+        run.write_status("running", 80)
+        run.log(0, {"sft/step": 30, "sft/loss": 2.0})
+        assert listed(tmp_path, capsys)["steps"] == "warm start 30/600"
+        run.log(0, {"sft/step": 600, "sft/loss": 1.0})
+        assert listed(tmp_path, capsys)["steps"] == "0/80"
+
+
+def test_a_killed_run_is_interrupted_and_a_failed_run_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Run.create(tmp_path, "ended", "") as run:
+        run.write_status("running", 80)
+    assert listed(tmp_path, capsys)["state"] == "interrupted"
+    run.write_status("failed", 80, "the judge failed")
+    cells = listed(tmp_path, capsys)
+    assert cells["state"] == "failed" and cells["rest"] == "ended failed: the judge failed"
+    assert call("ended", "--dir", tmp_path) == 0
+    assert "the judge failed" in capsys.readouterr().out
+
+
+def test_plot_draws_the_curves_again(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = runs_dir / "fast" / "curves.png"
+    assert call("fast", "--plot", "--dir", runs_dir) == 0
+    assert capsys.readouterr().out.strip() == str(picture) and picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="--plot needs the name"):
+        call("--plot", "--dir", runs_dir)
+    Run.create(runs_dir, "new", "").close()
+    with pytest.raises(UserError, match="no metrics yet"):
+        call("new", "--plot", "--dir", runs_dir)
 
 
 def test_state_of_a_running_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,10 +153,14 @@ def test_disagreements_of_two_judges(run: Score, tmp_path: Path) -> None:
         "wrong",
         "6",
     )
-    assert summary["agreement"] == 0.5 and "2 disagreements with hash" in output and "no_answer" in output
+    assert summary["agreement"] == 0.5 and "2 disagreements with hash in 4 rows" in output and "no_answer" in output
+    assert (summary["same_status"], summary["same_correctness"]) == (2, 2)
 
     summary, _, _ = run(rows, "--task", "gsm8k", "--against", "lenient", "--force")
     assert [(e["row"], e["against_status"]) for e in summary["disagreements"]] == [(2, "ok")]
+    rows_without = [{"gold": "5", "completion": text} for text in (r"\boxed{5}", "#### x", "#### y")]
+    summary, _, output = run(rows_without, "--task", "gsm8k", "--against", "lenient", "--force")
+    assert len(summary["disagreements"]) == 3 - summary["same_status"] and summary["same_correctness"] == 3
     summary, _, _ = run(rows[:1], "--task", "gsm8k", "--against", "math-verify", "--force")
     assert summary["disagreements"] == [] and summary["against_accuracy"] == 1.0
     (tmp_path / "mine.py").write_text("def reward(completion, answer): return 0")

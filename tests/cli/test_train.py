@@ -15,6 +15,7 @@ from small_run import SmallRuns, gpt2_folder
 from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
+from assay.runs import Run
 from assay.train.sources import OnPolicySource
 
 TASK_FILE = '''
@@ -146,11 +147,13 @@ def test_training_starts_from_a_checkpoint_of_another_run(small: SmallRuns, fini
 
 
 @pytest.mark.slow
-def test_an_existing_run_name_gets_a_number(small: SmallRuns) -> None:
+def test_an_existing_run_name_gets_a_number(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--train.steps", 1, "--train.prompts", 1, "--eval.final_examples", 1)
     assert small.train(*words) == 0
+    assert "exists" not in capsys.readouterr().out
     before = small.files()
     assert small.train(*words) == 0
+    assert "small exists: this run is small-2" in capsys.readouterr().out
     assert small.train(*words, "--name", "small") == 0
     assert sorted(path.name for path in small.runs.iterdir()) == ["small", "small-2", "small-3"]
     assert small.summary("small-2")["run"] == "small-2"
@@ -163,11 +166,15 @@ def test_results_folder_and_next_commands_are_printed(small: SmallRuns, capsys: 
     result = capsys.readouterr()
     output = result.out
     assert re.search(r"before +\d+\.\d %", output) and re.search(r"after +\d+\.\d %", output)
-    assert re.search(r"[+-]\d+\.\d points; \d+ problems gained, \d+ lost, paired p = ", output)
+    assert re.search(r"[+-]\d+\.\d points; \d+ problems? gained, \d+ lost, paired p = ", output)
     path = small.runs / "small"
-    assert (
-        f"saved in {path}" in output and f"next commands to try:\n  assay chat run:{path}@0 run:{path}@last\n" in output
-    )
+    _, commands = output.split(f"saved in {path}")[1].split("next commands to try:\n")
+    assert [line.split()[:3] for line in commands.splitlines()] == [
+        ["assay", "runs", str(path)],
+        ["assay", "chat", f"run:{path}@0"],
+        ["assay", "eval", f"run:{path}@0"],
+        ["assay", "export", f"run:{path}@last"],
+    ]
     assert re.search(r"step 2/2  reward \d\.\d\d", output)
     assert "\x1b[" not in output and not result.err  # plain lines, because stdout is not a terminal
 
@@ -513,6 +520,7 @@ def test_an_interrupted_run_prints_how_to_resume(
         patch.setattr(OnPolicySource, "next", interrupted)
         assert small.train() == 130
     result = capsys.readouterr()
-    assert f"assay train --resume {small.runs / 'small'}" in result.out and "Traceback" not in result.err
+    assert f"saved after step 0 of 2; to resume from there: assay train --resume {small.runs / 'small'}" in result.out
+    assert "Traceback" not in result.err and Run(small.runs / "small").state == "stopped"
     assert main(["train", "--resume", str(small.runs / "small")]) == 0
     assert small.summary()["steps"] == 2

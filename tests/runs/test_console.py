@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.runs.console import Console, PrintableStream, aligned, duration, one_line, printable
+from assay.runs.console import Console, PrintableStream, aligned, duration, one_line, percent, printable
 
 
 class Terminal(io.StringIO):
@@ -187,3 +187,8 @@ def test_notes_warnings_tables_and_progress_of_a_run_are_printable(kind: type[io
     console.stop()
     assert "\x1b]0" not in file.getvalue() and "\x07" not in file.getvalue() and "\u202e" not in file.getvalue()
     assert "two lines" in file.getvalue()
+
+
+def test_a_percentage_is_never_rounded_to_0_or_100() -> None:
+    assert [percent(value) for value in (0, 1, 0.5, 1 / 3)] == ["0.0 %", "100.0 %", "50.0 %", "33.3 %"]
+    assert [percent(value) for value in (4999 / 5000, 1 / 5000, 0.9996)] == ["99.98 %", "0.02 %", "99.96 %"]

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from assay.runs import Run
-from assay.runs.curves import PANELS, _against_time, _has_points, _points, _smooth, _splits, draw_curves, make_trackers
+from assay.runs.curves import PANELS, _along, _is_shown, _lines, _points, _smooth, _splits, draw_curves, make_trackers
 from assay.runs.directory import read_metrics
 from assay.types import UserError
 
@@ -64,10 +64,37 @@ def test_accuracy_is_also_plotted_by_time(tmp_path: Path) -> None:
         run.log(step, {"eval/accuracy": 0.1 * step, "time/wall": wall})
     run.log(20, {"sft/step": 1})
     rows = read_metrics(run.path)
-    assert _points(_against_time(rows), "eval/accuracy") == ([0.5, 1.5, 4.0], [0.0, 1.0, 2.0])
-    by_time = [panel for panel in PANELS if panel.by_time and _has_points(panel, rows)]
+    assert _points(_along(rows, "time/wall"), "eval/accuracy") == ([0.5, 1.5, 4.0], [0.0, 1.0, 2.0])
+    by_time = [panel for panel in PANELS if panel.x == "time/wall" and _is_shown(panel, rows)]
     assert [panel.metric for panel in by_time] == ["eval/accuracy"]
-    assert not any(_has_points(panel, [{"step": 1, "eval/accuracy": 0.5}]) for panel in by_time)
+    assert not any(_is_shown(panel, [{"step": 1, "eval/accuracy": 0.5}]) for panel in by_time)
+
+
+def test_every_line_of_panels_is_full() -> None:
+    assert [_lines(count) for count in (1, 2, 3, 4, 7, 11)] == [[1], [2], [3], [2, 2], [2, 2, 3], [2, 3, 3, 3]]
+
+
+def shown(rows: list[dict[str, object]]) -> list[str]:
+    return [f"{panel.metric} by {panel.x}" for panel in PANELS if _is_shown(panel, rows)]
+
+
+def test_the_loss_of_a_warm_start_is_plotted_by_its_own_steps() -> None:
+    rows: list[dict[str, object]] = [{"step": 0, "sft/step": step, "sft/loss": 1 / step} for step in (1, 2)]
+    assert _points(_along(rows, "sft/step"), "sft/loss") == ([1, 2], [1.0, 0.5])
+    assert shown([*rows, {"step": 1, "reward/mean": 0.5}]) == ["reward/mean by step", "sft/loss by sft/step"]
+
+
+def test_accuracies_of_supervised_fine_tuning_are_plotted_by_time_only() -> None:
+    rows: list[dict[str, object]] = [
+        {"step": 0, "before/accuracy": 0.1, "time/wall": 1.0},
+        {"step": 0, "after/accuracy": 0.2, "time/wall": 9.0},
+    ]
+    assert shown(rows) == ["eval/accuracy by time/wall"]
+
+
+def test_actions_per_episode_are_plotted_for_environments_only() -> None:
+    assert shown([{"step": 1, "turns/mean": 1.0}]) == []
+    assert shown([{"step": 1, "turns/mean": 3.5}]) == ["turns/mean by step"]
 
 
 def test_no_curves_without_metrics(tmp_path: Path) -> None:

@@ -74,6 +74,10 @@ class SmallRuns:
     def summary(self, name: str = "small") -> dict[str, Any]:
         return json.loads((self.runs / name / "summary.json").read_text())
 
+    def lose_summary(self, name: str = "small") -> None:
+        """Leave the run as if its process had died before it wrote its summary."""
+        (self.runs / name / "summary.json").unlink()
+
     def metrics(self, name: str = "small") -> list[dict[str, Any]]:
         lines = (self.runs / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]

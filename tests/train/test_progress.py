@@ -186,7 +186,7 @@ def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
         inject(patch, *target, 2, strike)
         assert complete.train(*WORDS, "--name", name) == 130
     assert checkpoints.last_intact(complete.runs / name) == (0, [])
-    assert "stopped with a checkpoint of step 0" in capfd.readouterr().out
+    assert "saved after step 0 of 5" in capfd.readouterr().out
     assert complete.resume(name) == 0
     complete.same_run("small", name, STEPS)
 

@@ -142,11 +142,12 @@ def test_a_finished_run_is_extended_by_more_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resuming_a_finished_run_only_repeats_its_final_evaluation(tmp_path: Path) -> None:
+def test_resuming_a_run_that_died_before_its_summary_only_repeats_its_final_evaluation(tmp_path: Path) -> None:
     small = SmallRuns(tmp_path)
     assert small.train() == 0
     summary, metrics = small.summary(), small.timeless()
     weights = (small.checkpoint(2) / "model/model.safetensors").read_bytes()
+    small.lose_summary()
     assert small.resume("small") == 0
     again = small.summary()
     assert again.pop("wall_s") > 0 and summary.pop("wall_s") > 0
@@ -179,8 +180,10 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
+    """A run with all of its steps, but without its summary: it can be resumed."""
     small = SmallRuns(tmp_path_factory.mktemp("finished"))
     assert small.train() == 0
+    small.lose_summary()
     return small
 
 
@@ -243,6 +246,7 @@ def test_changed_settings_are_reported_with_old_and_new_value(
     assert "warning: train.steps changed since step 2: 2 -> 3" in shown
     assert shown.count("changed since") == 2
     assert small.metrics()[-1]["step"] == 3
+    small.lose_summary()
     assert small.resume("small") == 0  # the new settings are those of the last checkpoint now
     assert "changed since" not in capsys.readouterr().out
 
@@ -254,6 +258,7 @@ def test_an_edited_fixed_setting_is_refused_and_the_error_names_the_intact_copy(
     small = SmallRuns(tmp_path)
     assert small.train() == 0
     config = small.runs / "small" / "config.toml"
+    small.lose_summary()
     edit(config, "final_examples = 5", "final_examples = 4")
     assert small.resume("small") == 2
     shown = capsys.readouterr().err
@@ -287,6 +292,7 @@ def test_resume_warns_of_truncated_or_changed_metrics(
     metrics.write_text("".join(kept))
     if damage == "lost":
         metrics.unlink()
+    small.lose_summary()
     capsys.readouterr()
     assert small.resume("small") == 0
     assert "metrics.jsonl was truncated or changed" in capsys.readouterr().out
@@ -328,6 +334,7 @@ def test_a_run_finishes_without_its_first_evaluation_and_checkpoint(
     whole = small.summary()
     (small.runs / "small" / "evals" / "step-000000-before-test.jsonl").unlink()
     shutil.rmtree(small.checkpoint(0))
+    small.lose_summary()
     capsys.readouterr()
     assert small.resume("small") == 0
     shown = capsys.readouterr().out
@@ -345,6 +352,7 @@ def test_a_run_finishes_without_its_evaluation_before_the_warm_start(
     words = ("--model", "run:source@last", "--sft.steps", 1, "--sft.batch", 4)
     assert small.train(*words) == 0 and "paired" in small.summary()["sft"]
     (small.runs / "small" / "evals" / "step-000000-start-test.jsonl").unlink()
+    small.lose_summary()
     capsys.readouterr()
     assert small.resume("small") == 0
     assert "finishing without the comparison with the model before its warm start" in capsys.readouterr().out
@@ -359,4 +367,18 @@ def test_a_name_given_on_resume_is_refused(tmp_path: Path, capsys: pytest.Captur
     shown = capsys.readouterr().err
     assert "--name cannot rename a run that is resumed: rename the folder" in shown and shown.count("\n") == 1
     assert small.files() == before
+    small.lose_summary()
     assert small.resume("small", "--name", "small") == 0
+
+
+def test_resuming_a_finished_run_says_so_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train("--train.steps", 1) == 0
+    before = small.files()
+    capsys.readouterr()
+    assert small.resume("small", "--optim.lr", 1e-4) == 0
+    shown = capsys.readouterr().out
+    assert "finished (1 step)" in shown and f"--resume {small.runs / 'small'} --train.steps 2" in shown
+    assert shown.count("\n") == 1 and small.files() == before

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,12 @@ from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.runs import checkpoints
 from assay.runs.console import Console
+from assay.train import run as train_run
 from assay.train.build import new_run
 from assay.train.checkpoint import read_state
+from assay.train.progress import Stopped
 from assay.train.run import GC_THRESHOLD, TrainingRun, gc_threshold
+from assay.types import UserError
 
 # As written by the first edition, where one record held the state of all components.
 FIRST_EDITION = {
@@ -50,6 +55,42 @@ def make_run(tmp_path: Path) -> TrainingRun:
     small = SmallRuns(tmp_path)
     settings = {"runs_dir": str(small.runs), "algo.entropy_target": 2.0, "algo.pass_rate_high": 0.9}
     return new_run(load_settings(TrainConfig, small.config, settings), Console(quiet=True))
+
+
+def test_status_and_curves_of_a_run_that_stops_fails_or_cannot_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, drawn = make_run(tmp_path), []
+    monkeypatch.setattr(train_run, "draw_curves", drawn.append)
+    with pytest.raises(Stopped), run.active():
+        assert run.directory.read_status() == {"state": "running", "total_steps": 2, "error": ""}
+        raise Stopped(signal.SIGTERM)
+    assert run.directory.state == "stopped" and drawn == [run.directory.path]
+    with pytest.raises(ZeroDivisionError), run.active():
+        raise ZeroDivisionError("no divisor")
+    assert run.directory.state == "failed" and run.directory.read_status()["error"] == "ZeroDivisionError: no divisor"
+    with pytest.raises(UserError), run.active():
+        raise UserError("the judge failed")
+    assert run.directory.read_status()["error"] == "the judge failed" and len(drawn) == 3
+
+    def fails(path: Path) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(train_run, "draw_curves", fails)
+    with pytest.raises(Stopped), run.active():
+        raise Stopped(signal.SIGTERM)
+    assert "no fonts" in capsys.readouterr().out and run.directory.state == "stopped"
+
+
+def test_curves_are_drawn_at_evaluations_after_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, drawn = make_run(tmp_path), []
+    monkeypatch.setattr(train_run, "draw_curves", drawn.append)
+    monkeypatch.setattr(run.recorder, "curves_due", 0.0)
+    with run.active():
+        run.begin()  # evaluates
+        assert drawn == [run.directory.path]
+        run._measure_and_log("before")
+        assert len(drawn) == 1 and run.recorder.curves_due > time.perf_counter() + 1
 
 
 def test_state_json_of_the_first_edition_is_converted(tmp_path: Path) -> None:

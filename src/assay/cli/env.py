@@ -61,7 +61,7 @@ def check(env: Env, episodes: int, seconds: float) -> int:
 
 def play(env: Env, seed: int | None) -> int:
     """Play episodes until the user exits."""
-    print("You are the policy. An empty line ends an action of several lines; Ctrl-D exits.")
+    print("You are the policy. Enter sends an action (a line that ends with \\ continues on the next); Ctrl-D exits.")
     seed = random.randrange(2**31) if seed is None else seed
     try:
         while True:
@@ -95,12 +95,10 @@ def show(episode: Env, observation: Observation) -> None:
 
 
 def read_action(episode: Env) -> str:
-    """Read an action: lines up to an empty one or up to a stop string."""
+    """Read an action: a line, or several if all but the last one end with a backslash. Empty lines are skipped."""
     lines: list[str] = []
-    while line := input("> "):
-        lines.append(line)
-        if any(stop.strip("\n") and stop in line for stop in episode.stop):
-            return "\n".join(lines)
-        if "\n" in episode.stop:
-            return line + "\n"
-    return "\n".join(lines)
+    while not lines or lines[-1].endswith("\\"):
+        if line := input("> " if not lines else "  "):
+            lines.append(line)
+    action = "\n".join(line.removesuffix("\\") for line in lines)
+    return action + "\n" if "\n" in episode.stop else action

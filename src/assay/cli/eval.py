@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from assay.config import MeasureConfig, TrainConfig
 from assay.config.settings import load_settings, parse_overrides
 from assay.runs import checkpoints
-from assay.runs.console import Console, asker
+from assay.runs.console import Console, asker, percent
 from assay.runs.resolve import PREFIX, describe_changes, find_run, run_settings, saved_settings, split_tag
 from assay.runs.resolve import SETTINGS as SETTINGS_FILE
-from assay.types import Prompt, UserError
+from assay.types import Prompt, UserError, plural
 
 if TYPE_CHECKING:
     from assay.evals.report import Report
@@ -62,6 +62,11 @@ def run(args: argparse.Namespace) -> int:
     if args.data and not task.has_all and cfg.eval.final_split == "all":
         cfg.eval.final_split = "test"  # a user's task may read the file in its own way
     prompts = problems(task, cfg)
+    if cfg.eval.samples > 1 and cfg.eval.temperature == 0:
+        console.warn(
+            f"at temperature 0 all {cfg.eval.samples} samples of a problem are equal: "
+            "set --eval.temperature, e.g. 1, or leave out --eval.samples"
+        )
     try:
         reports = {model: measure(model, cfg, task, prompts, args.answers, console) for model in args.models}
     finally:
@@ -161,7 +166,7 @@ def measure(
 
     renderer, engine = components.build_server(model, cfg, task)
     params = sampling_params(cfg.eval, cfg.eval.samples)
-    console.note(f"{model}: {len(prompts)} problems x {params.n}")
+    console.note(f"{model}: {plural(len(prompts), 'problem')} x {plural(params.n, 'sample')}")
     collector = components.build_collector(cfg, task, engine, renderer)
     with collector.judge:
         report, groups = evaluate(collector, prompts, params, cfg.seed)
@@ -204,7 +209,8 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
             paired = entry.get("paired")
             row.append(f"+{paired['gained']} -{paired['lost']}, p = {paired['p_value']:.2g}" if paired else "")
         rows.append(row)
-    console.table(f"{results[0]['task']}, {results[0]['split']} split, {results[0]['n']} problems", columns, rows)
+    problems = plural(results[0]["n"], "problem")
+    console.table(f"{results[0]['task']}, {results[0]['split']} split, {problems}", columns, rows)
     for entry in results if samples > 1 else ():
         console.note(f"pass@k of {entry['model']}  {curve_of(entry)}")
 
@@ -216,7 +222,3 @@ def curve_of(entry: dict[str, Any]) -> str:
         f"{k}: {percent(value)} ({100 * bounds[k][0]:.1f} to {100 * bounds[k][1]:.1f})"
         for k, value in entry["pass_at_k"].items()
     )
-
-
-def percent(fraction: float) -> str:
-    return f"{100 * fraction:.1f} %"

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from assay.runs.console import Console, duration
+from assay.runs.console import Console, duration, finite, percent
 from assay.runs.directory import Run, list_runs
 from assay.runs.files import read_json, to_json
 from assay.runs.resolve import PREFIX, find_run, split_tag
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="runs to compare, by name or path (default: list all)")
     add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", action="store_true", help="draw curves.png of the named runs again")
 
 
 def add_runs_dir(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
         runs = [Run.open(find_run(split_tag(name.removeprefix(PREFIX))[0], args.dir)) for name in args.names]
     else:
         runs = list_runs(args.dir)
+    if args.plot:
+        return plot(runs if args.names else [])
     facts = [describe_checked(run) if args.names else describe_or_mark_damaged(run) for run in runs]
     differences = config_differences(facts) if args.names else {}
     if args.json:
@@ -47,31 +50,68 @@ def run(args: argparse.Namespace) -> int:
     elif args.names:
         print_comparison(facts, differences)
     else:
-        headings = ["run", "state", "task", "model", "algorithm", "steps", "before", "after", "p", "time"]
+        headings = ["run", "state", "task", "model", "algorithm", "steps", "reward", "before", "after", "p", "time"]
         Console().table(f"Runs in {args.dir}", headings, [[cells(fact)[name] for name in headings] for fact in facts])
+        for fact in facts:
+            if fact["error"]:
+                print(f"{fact['run']} failed: {fact['error']}")
+    return 0
+
+
+def plot(runs: Sequence[Run]) -> int:
+    """Draw curves.png of the runs again, and print where it is."""
+    from assay.runs.curves import draw_curves
+
+    if not runs:
+        raise UserError("--plot needs the name of a run: assay runs NAME --plot")
+    for run in runs:
+        path = draw_curves(run.path)
+        if path is None:
+            raise UserError(f"{run.path} has no curves: there are no metrics yet, or matplotlib is not installed")
+        print(path)
     return 0
 
 
 def describe(run: Run) -> dict[str, Any]:
     """Facts about a run: from its summary, or from its config and metrics if it has none yet."""
-    summary = run.read_summary()
+    summary, status, state = run.read_summary(), run.read_status(), run.state
     config = read_config(run)
     rows = run.read_metrics()
     facts = {
         "run": run.name,
         "path": str(run.path),
-        "state": run.state,
+        "state": state,
+        "error": status.get("error") if state == "failed" else None,
         "started": read_json(run.path / "environment.json").get("started"),
         "task": summary.get("task") or lookup(config, "task", "name"),
         "model": summary.get("model") or lookup(config, "model", "source"),
         "algorithm": summary.get("algorithm") or lookup(config, "algo", "recipe"),
         "seed": summary.get("seed", lookup(config, "seed")),
         "steps": max((row["step"] for row in rows), default=summary.get("steps", 0)),
-        "steps_planned": lookup(config, "train", "steps"),
+        "steps_planned": status.get("total_steps", planned_steps(config)),
+        "warm_start": {"step": last(rows, "sft/step"), "steps": lookup(config, "sft", "steps")},
+        "answers": last(rows, "sampling/answers"),
+        "budget": lookup(config, "train", "budget") or None,
+        "reward": last(rows, "reward/mean"),
         "wall_s": summary.get("wall_s", measured_time(run)),
         "config": config,
     }
-    return facts | {key: summary.get(key) for key in ("before", "after", "paired", "tokens")}
+    facts |= {key: summary.get(key) for key in ("before", "after", "paired", "tokens")}
+    if not summary and (value := last(rows, "before/accuracy")) is not None:
+        low, high = last(rows, "before/low"), last(rows, "before/high")
+        facts["before"] = {"accuracy": value, "ci95": None if low is None or high is None else [low, high]}
+    return facts
+
+
+def planned_steps(config: Mapping[str, Any]) -> int | None:
+    """Number of steps in the settings of a run that has not begun; None if it depends on the data."""
+    steps, epochs, budget = (lookup(config, "train", key) for key in ("steps", "epochs", "budget"))
+    return None if epochs or budget else steps
+
+
+def last(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
+    """The last value of a metric that is a finite number."""
+    return next((value for row in reversed(rows) if (value := finite(row, metric)) is not None), None)
 
 
 def describe_checked(run: Run) -> dict[str, Any]:
@@ -89,8 +129,8 @@ def describe_or_mark_damaged(run: Run) -> dict[str, Any]:
     try:
         return describe_checked(run)
     except UserError as error:
-        known = dict.fromkeys(("started", "task", "model", "algorithm", "seed", "steps_planned", "wall_s"))
-        known |= dict.fromkeys(("before", "after", "paired", "tokens"))
+        known = dict.fromkeys(("started", "task", "model", "algorithm", "seed", "steps_planned", "wall_s", "error"))
+        known |= dict.fromkeys(("before", "after", "paired", "tokens", "warm_start", "answers", "budget", "reward"))
         return {**known, "run": run.name, "path": str(run.path), "state": f"damaged: {error}", "steps": 0, "config": {}}
 
 
@@ -119,7 +159,7 @@ def measured_time(run: Run) -> float | None:
 
 def cells(fact: Mapping[str, Any]) -> dict[str, str]:
     """The facts of a run as cells of a table."""
-    planned, wall, p_value = fact["steps_planned"], fact["wall_s"], lookup(fact["paired"], "p_value")
+    wall, p_value = fact["wall_s"], lookup(fact["paired"], "p_value")
     return {
         "run": fact["run"],
         "state": fact["state"],
@@ -128,7 +168,8 @@ def cells(fact: Mapping[str, Any]) -> dict[str, str]:
         "model": shortened(str(fact["model"] or _UNKNOWN)),
         "algorithm": shortened(str(fact["algorithm"] or _UNKNOWN)),
         "seed": _UNKNOWN if fact["seed"] is None else str(fact["seed"]),
-        "steps": f"{fact['steps']}/{planned}" if planned else str(fact["steps"]),
+        "steps": progress(fact),
+        "reward": _UNKNOWN if fact["reward"] is None else f"{fact['reward']:.2f}",
         "before": accuracy(fact["before"]),
         "after": accuracy(fact["after"]),
         "p": _UNKNOWN if p_value is None else f"{p_value:.2g}",
@@ -137,12 +178,25 @@ def cells(fact: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def progress(fact: Mapping[str, Any]) -> str:
+    """12/240; 12 (384/1000 answers) with a budget; warm start 30/600 before the first step."""
+    planned, budget, warm_start = fact["steps_planned"], fact["budget"], fact["warm_start"]
+    done, total = lookup(warm_start, "step"), lookup(warm_start, "steps")
+    if done is not None and not fact["steps"] and (done < total or not planned):
+        return f"warm start {done:.0f}/{total}"
+    if budget:
+        return f"{fact['steps']} ({fact['answers'] or 0:.0f}/{budget} answers)"
+    return f"{fact['steps']}/{planned}" if planned else str(fact["steps"])
+
+
 def accuracy(measured: Any) -> str:
     """52.1 % [48.0, 56.2]"""
     value, interval = lookup(measured, "accuracy"), lookup(measured, "ci95")
     if value is None:
         return _UNKNOWN
-    return f"{value:.1%}" + (f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else "")
+    return percent(value).replace(" ", "") + (
+        f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else ""
+    )
 
 
 def gains(paired: Any) -> str:
@@ -174,6 +228,8 @@ def print_comparison(facts: Sequence[Mapping[str, Any]], differences: Mapping[st
     columns = [cells(fact) for fact in facts]
     headings = ["", *(column["run"] for column in columns)]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0] if name != "run"]
+    if any(fact["error"] for fact in facts):
+        rows.insert(1, ["error", *(fact["error"] or _UNKNOWN for fact in facts)])
     console.table("Results", headings, rows)
     if differences:
         print()

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePool, MathVerifyJudge, RewardMix, check_verdicts
 from assay.runs.console import aligned
-from assay.types import Status, UserError, Verdict, unknown_name
+from assay.types import Status, UserError, Verdict, plural, unknown_name
 
 if TYPE_CHECKING:
     from assay.rewards.pool import Item
@@ -243,18 +243,22 @@ def audit(
         for index, (first, second, row) in enumerate(zip(verdicts, audited, rows, strict=True))
         if first.status is not second.status
     ]
-    print_disagreements(disagreements, kind)
+    print_disagreements(disagreements, kind, len(verdicts))
+    same_correctness = len(verdicts) - sum(bool(entry["changes_correctness"]) for entry in disagreements)
     return {
         "against": kind,
         "against_accuracy": sum(verdict.correct for verdict in audited) / len(audited),
-        "agreement": 1 - sum(bool(entry["changes_correctness"]) for entry in disagreements) / len(verdicts),
+        "same_status": len(verdicts) - len(disagreements),
+        "same_correctness": same_correctness,
+        "agreement": same_correctness / len(verdicts),
         "disagreements": disagreements,
     }
 
 
-def print_disagreements(disagreements: Sequence[Mapping[str, Any]], kind: str) -> None:
-    plural = "" if len(disagreements) == 1 else "s"
-    print(f"{len(disagreements)} disagreement{plural} with {kind}", file=sys.stderr)
+def print_disagreements(disagreements: Sequence[Mapping[str, Any]], kind: str, rows: int) -> None:
+    changed = sum(bool(entry["changes_correctness"]) for entry in disagreements)
+    line = f"{plural(len(disagreements), 'disagreement')} with {kind} in {plural(rows, 'row')}"
+    print(f"{line}, of which {changed} change correctness" if disagreements else line, file=sys.stderr)
     if not disagreements:
         return
     table = [("row", "status", "parsed", "against", "parsed")]
@@ -271,7 +275,7 @@ def report_failures(verdicts: Sequence[Verdict], rows: Sequence[DataRow]) -> Non
     if failures:
         verdict, row = failures[0]
         detail = verdict.detail.encode("ascii", "backslashreplace").decode()
-        print(f"{len(failures)} rows could not be judged; the first, {row.where}: {detail}", file=sys.stderr)
+        print(f"{plural(len(failures), 'row')} could not be judged; the first, {row.where}: {detail}", file=sys.stderr)
 
 
 def shortened(parsed: str | None, limit: int = 32) -> str:

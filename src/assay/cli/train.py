@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import signal
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.config import TrainConfig
+from assay.config import LoopConfig, TrainConfig
 from assay.config.settings import load_settings, parse_overrides, to_toml
-from assay.runs.console import Console, asker, is_distributed, is_main, make_console
+from assay.runs.console import Console, asker, is_distributed, is_main, make_console, percent
 from assay.runs.directory import as_name
 from assay.runs.resolve import check_fixed, differences, run_settings
-from assay.types import UserError
+from assay.types import UserError, plural
 
 if TYPE_CHECKING:
     from assay.train.run import TrainingRun
@@ -78,6 +79,9 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
             f"{args.config} differs from the settings of run {path.name} in {', '.join(others[:5])}: "
             "resume without a config file, and change settings as options"
         )
+    if finished := describe_finished(path, before.train, cfg.train):
+        console.note(finished)
+        return 0
     named = [overrides, *([code_settings(given)] if args.config else [])]  # by the user, in this command
     foreign = guard_run(before, path, typed=strings(named), trust=args.trust, ask=asker())
     if foreign is not None:
@@ -89,8 +93,41 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
         return run_training(resumed, console)
 
 
+def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:
+    """For a run that has no more steps to train: what it has done, and how to extend it. Empty for other runs, and if
+    the last checkpoint is damaged: resuming repeats its steps.
+
+    `before`, `now`: its settings as they were, and as they are with the options of this command.
+    """
+    from assay.runs import Run, checkpoints
+
+    opened = Run.open(path)
+    summary = opened.read_summary()
+    if not summary or opened.state != "finished" or checkpoints.last_intact(path) != (summary.get("steps"), []):
+        return ""
+    name, steps = run_argument(path), int(summary.get("steps", 0))
+    if not (now.steps or now.epochs or now.budget):
+        return f"run {path.name} is finished: to train the model further, start a run with --model run:{name}@last"
+    key = "budget" if now.budget else "epochs" if now.epochs else "steps"
+    planned = getattr(now, key)
+    if key == "epochs":  # whether there are more steps depends on the number of problems
+        extended = now != before
+    else:
+        extended = summary.get("answers" if key == "budget" else "steps", 0) < planned
+    if extended:
+        return ""
+    return (
+        f"run {path.name} is finished ({plural(steps, 'step')}), and there is nothing to resume; "
+        f"to train longer: assay train --resume {name} --train.{key} {planned * 2:g}"
+    )
+
+
+def run_argument(path: Path) -> str:
+    """The name of a run in the default folder, or its path, as an argument for a shell."""
+    return path.name if path.parent == Path("runs") else shlex.quote(str(path))
+
+
 def run_training(training: TrainingRun, console: Console) -> int:
-    from assay.runs import checkpoints
     from assay.runs.files import disk_error
     from assay.train.loop import train
 
@@ -100,9 +137,7 @@ def run_training(training: TrainingRun, console: Console) -> int:
             summary = train(training)
     except KeyboardInterrupt as stop:
         console.stop()
-        saved = checkpoints.last(path)
-        where = "before the first checkpoint" if saved is None else f"with a checkpoint of step {saved}"
-        console.note(f"stopped {where}; resume with: assay train --resume {path}")
+        console.note(describe_stop(training))
         if is_distributed() and not getattr(stop, "at_once", True):
             # The launcher ends all processes when the first one exits: wait, so that they keep their exit codes.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -131,6 +166,21 @@ def run_training(training: TrainingRun, console: Console) -> int:
     return 0
 
 
+def describe_stop(training: TrainingRun) -> str:
+    """What a stopped run has saved, and the command that resumes it."""
+    from assay.runs import checkpoints
+    from assay.runs.files import read_json
+
+    path, total = training.directory.path, training.schedule.total_steps
+    command = f"assay train --resume {run_argument(path)}"
+    saved = checkpoints.last(path)
+    if saved is None:
+        return f"stopped before the first checkpoint; to start this run again from the beginning: {command}"
+    sft_step = read_json(checkpoints.folder(path, saved) / "state.json").get("sft_step")
+    where = f"step {sft_step} of {training.cfg.sft.steps} of the warm start" if sft_step else f"step {saved} of {total}"
+    return f"stopped; saved after {where}; to resume from there: {command}"
+
+
 def is_lost_peer(error: BaseException) -> bool:
     """Whether the error only says that another process has ended."""
     return is_distributed() and isinstance(error, RuntimeError) and bool(LOST.search(str(error)))
@@ -146,19 +196,24 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
             continue
         low, high = report["ci95"]
         interval = f"{100 * low:.1f} to {100 * high:.1f} %"
-        rows.append([name, f"{100 * report['accuracy']:.1f} %", interval, report["n"], f"{report['mean_length']:.0f}"])
-    title = f"{summary['task']}, {summary['split']} split, {summary['algorithm']}, {summary['steps']} steps"
+        rows.append([name, percent(report["accuracy"]), interval, report["n"], f"{report['mean_length']:.0f}"])
+    steps = plural(summary["steps"] or summary.get("sft", {}).get("steps", 0), "step")
+    title = f"{summary['task']}, {summary['split']} split, {summary['algorithm']}, {steps}"
     console.table(title, ["", "accuracy", "95 % interval", "problems", "tokens"], rows)
     if paired := summary["paired"]:
         gain = summary["after"]["accuracy"] - summary["before"]["accuracy"]
         console.note(
-            f"{100 * gain:+.1f} points; {paired['gained']} problems gained, {paired['lost']} lost, "
+            f"{100 * gain:+.1f} points; {plural(paired['gained'], 'problem')} gained, {paired['lost']} lost, "
             f"paired p = {paired['p_value']:.2g}; {summary['wall_s']:.0f} s in total"
         )
     console.note(f"saved in {path} (summary.json, curves.png, metrics.jsonl, ...)")
-    name = path.name if path.parent == Path("runs") else str(path)
+    name = run_argument(path)
     models = f"run:{name}@0 run:{name}@last" if summary["steps"] else f"run:{name}@last"
     console.note("next commands to try:")
-    for command in (f"chat {models}", f"eval {models} --eval.samples 8 --eval.temperature 1", "runs"):
+    for command in (
+        f"runs {name}",
+        f"chat {models}",
+        f"eval {models} --eval.samples 8 --eval.temperature 1",
+        f"export run:{name}@last {shlex.quote(f'{path.name}-model')}",
+    ):
         console.note(f"  assay {command}")
-    console.note(f"  assay export run:{name}@last FOLDER")

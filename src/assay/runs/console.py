@@ -265,6 +265,12 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def percent(fraction: float) -> str:
+    """52.1 %, with more digits where one would round a fraction to 0 or 100 %."""
+    digits = next((n for n in (1, 2, 3) if 0 < round(100 * fraction, n) < 100), 4 if 0 < fraction < 1 else 1)
+    return f"{100 * fraction:.{digits}f} %"
+
+
 def listed(columns: Sequence[str], row: Sequence[object]) -> list[str]:
     """A row of a table that is too wide for the terminal: the first cell, and the others below it, one per line."""
     first, *rest = zip(columns, row, strict=True)

@@ -6,6 +6,7 @@ The plotting packages are imported only if they are used.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import tomllib
 import warnings
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 ACCURACY = "eval/accuracy"
 _INK, _MUTED, _GRID = "#22303c", "#6b7885", "#e6eaee"
 _LINE, _ACCENT = "#2f6db5", "#d9622b"
+_LEGEND: dict[str, Any] = {"fontsize": 8, "labelcolor": _MUTED, "edgecolor": "none", "framealpha": 0.85}
 
 
 @dataclass(frozen=True)
@@ -33,32 +35,40 @@ class Panel:
     title: str
     share: bool = False  # a fraction from 0 to 1, shown in per cent
     smooth: bool = True
-    by_time: bool = False  # against minutes since the start, not against steps
+    x: str = "step"  # key of `X_LABELS`
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return (self.metric, "before/accuracy", "after/accuracy") if self.metric == ACCURACY else (self.metric,)
+        finals = tuple(f"{label}/accuracy" for label in FINAL_LABELS)
+        return (self.metric, *finals) if self.metric == ACCURACY else (self.metric,)
 
 
+X_LABELS = {"step": "step", "sft/step": "step of the warm start", "time/wall": "minutes"}
 PANELS = (
     Panel("reward/mean", "Reward (mean)"),
     Panel(ACCURACY, "Evaluation accuracy (95 % interval)", share=True),
-    Panel(ACCURACY, "Evaluation accuracy, by time", share=True, by_time=True),
+    Panel(ACCURACY, "Evaluation accuracy, by time", share=True, x="time/wall"),
+    Panel("sft/loss", "Warm start: SFT loss (nats per token)", x="sft/step"),
     Panel("length/mean", "Completion length (tokens)"),
     Panel("length/truncated", "Cut off at the length limit", share=True),
+    Panel("turns/mean", "Actions per episode"),
     Panel("policy/entropy", "Entropy (nats per token)"),
     Panel("policy/kl", "KL to the reference"),
     Panel("mismatch/logprob_abs_diff", "Engine/trainer log-probability gap"),
+    Panel("critic/loss", "Value loss"),
+    Panel("loss/value", "Value loss"),  # of a critic that shares the trunk of the policy
+    Panel("critic/explained_variance", "Explained variance of the critic"),
     Panel("optim/grad_norm", "Gradient norm"),
     Panel("optim/lr", "Learning rate", smooth=False),
     Panel("time/step", "Seconds per step"),
 )
+COLUMNS = 3
 
 
 def draw_curves(run_path: Path) -> Path | None:
     """Plot every known metric that was logged. None if there is nothing to plot."""
     rows = read_metrics(run_path)
-    panels = [panel for panel in PANELS if _has_points(panel, rows)]
+    panels = [panel for panel in PANELS if _is_shown(panel, rows)]
     if not panels:
         return None
     try:
@@ -67,79 +77,120 @@ def draw_curves(run_path: Path) -> Path | None:
     except ImportError:
         warnings.warn("matplotlib is not installed: no curves.png", stacklevel=2)
         return None
-    columns = min(3, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4.4 * columns, 2.9 * lines + 0.7), dpi=110, facecolor="white", layout="constrained")
+    lines = _lines(len(panels))
+    size = (4.4 * max(lines), 2.9 * len(lines) + 0.7)
+    figure = Figure(figsize=size, dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)  # type: ignore[union-attr, call-arg]
     figure.suptitle(_title(run_path), x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
-    splits = _splits(run_path)
-    for index, panel in enumerate(panels):
-        axes = figure.add_subplot(lines, columns, index + 1)
-        shown = _against_time(rows) if panel.by_time else rows
-        _draw_panel(axes, panel, shown, splits)
-        span = max(row["step"] for row in shown)
-        axes.set_xlim(-0.02 * span, 1.02 * span) if span else None
+    grid = figure.add_gridspec(len(lines), math.lcm(*lines))
+    splits, remaining, explained = _splits(run_path), iter(panels), False
+    for line, count in enumerate(lines):
+        width = grid.ncols // count
+        for index, panel in enumerate(itertools.islice(remaining, count)):
+            axes = figure.add_subplot(grid[line, index * width : (index + 1) * width])
+            smoothed = _draw_panel(axes, panel, _along(rows, panel.x), splits)
+            if smoothed and not explained:
+                axes.legend(**_LEGEND)
+                explained = True
     path = run_path / "curves.png"
     with atomic_write(path) as file:
         figure.savefig(file, format="png")
     return path
 
 
-def _has_points(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> bool:
-    shown = _against_time(rows) if panel.by_time else rows
-    return any(_points(shown, name)[0] for name in panel.metrics)
+def _lines(count: int) -> list[int]:
+    """Number of panels in each line, so that no line has an empty cell; the first lines have the fewest panels."""
+    lines = math.ceil(count / COLUMNS)
+    return [(count + line) // lines for line in range(lines)]
 
 
-def _against_time(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with minutes where steps would be; those of the warm start have no time."""
-    return [{**row, "step": row["time/wall"] / 60} for row in rows if "time/wall" in row]
+def _is_shown(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there is anything to plot. Metrics that are 1 for every task without an environment are left out, and
+    accuracies by step if there are no steps, as in supervised fine-tuning: they are plotted by time.
+    """
+    along = _along(rows, panel.x)
+    if panel.metric == "turns/mean":
+        return any(value != 1 for value in _points(along, panel.metric)[1])
+    xs = {x for name in panel.metrics for x in _points(along, name)[0]}
+    timed = panel.metric == ACCURACY and panel.x == "step" and any("time/wall" in row for row in rows)
+    return bool(xs) and not (timed and xs == {0})
+
+
+def _along(rows: Sequence[Mapping[str, Any]], x: str) -> list[dict[str, Any]]:
+    """The rows that have the metric `x`, with its value (times in minutes) as their step."""
+    scale = 1 / 60 if x == "time/wall" else 1
+    return [{**row, "step": row[x] * scale} for row in rows if x in row]
 
 
 def _title(run_path: Path) -> str:
-    summary = read_json(run_path / "summary.json")
-    facts = [str(summary[key]) for key in ("algorithm", "task") if summary.get(key)]
-    facts += [Path(summary["model"]).name] if summary.get("model") else []
-    return "  ·  ".join([run_path.resolve().name, *facts]).replace("$", r"\$")
+    """Name of the run, recipe, task and model: from the summary, or from the settings while the run has none."""
+    summary, config = read_json(run_path / "summary.json"), _config(run_path)
+    known = {"algorithm": ("algo", "recipe"), "task": ("task", "name"), "model": ("model", "source")}
+    facts = [str(summary.get(key) or config.get(section, {}).get(name, "")) for key, (section, name) in known.items()]
+    facts[-1] = Path(facts[-1]).name
+    return "  ·  ".join([run_path.resolve().name, *filter(None, facts)]).replace("$", r"\$")
+
+
+def _config(run_path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((run_path / "config.toml").read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def _splits(run_path: Path) -> tuple[str, str]:
     """Names, in brackets, of the split of periodic evaluations and of the split before and after training."""
-    try:
-        settings = tomllib.loads((run_path / "config.toml").read_text("utf-8")).get("eval", {})
-    except (OSError, ValueError, RecursionError):
-        settings = {}
+    settings = _config(run_path).get("eval", {})
     names = (settings.get(key) for key in ("split", "final_split"))
     periodic, final = (f" ({name})" if name else "" for name in names)
     return periodic, final
 
 
-def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]], splits: tuple[str, str]) -> None:
+def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]], splits: tuple[str, str]) -> bool:
+    """Returns whether there is a thin line with the values and a thick one with their moving average."""
     steps, values = _points(rows, panel.metric)
+    smoothed = panel.smooth and panel.metric != ACCURACY and bool(_reach(values))
     if panel.metric == ACCURACY:
         _draw_accuracy(axes, rows, *splits)
     elif len(steps) < 3:
         axes.plot(steps, values, color=_LINE, linewidth=1.8, marker="o", markersize=4)
-    elif panel.smooth:
-        axes.plot(steps, values, color=_LINE, linewidth=0.9, alpha=0.35)
-        axes.plot(steps, _smooth(values), color=_LINE, linewidth=1.9)
+    elif smoothed:
+        axes.plot(steps, values, color=_LINE, linewidth=0.9, alpha=0.35, label="every step")
+        axes.plot(steps, _smooth(values), color=_LINE, linewidth=1.9, label="moving average (5 % of the steps)")
     else:
         axes.plot(steps, values, color=_LINE, linewidth=1.9)
     axes.set_title(panel.title, loc="left", fontsize=9.5, color=_INK)
-    axes.set_xlabel("minutes" if panel.by_time else "step", fontsize=8, color=_MUTED)
+    axes.set_xlabel(X_LABELS[panel.x], fontsize=8, color=_MUTED)
     axes.tick_params(labelsize=8, colors=_MUTED, length=0)
     axes.grid(True, color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(_GRID)
-    if panel.share:
-        from matplotlib.ticker import PercentFormatter
+    _set_scales(axes, panel, max((row["step"] for row in rows), default=0))
+    return smoothed
 
-        axes.set_ylim(bottom=0)
+
+def _set_scales(axes: Axes, panel: Panel, last: float) -> None:
+    """Limits and ticks. `last`: the greatest x. Tick labels are complete numbers: no common factor or offset."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+    if last:
+        axes.set_xlim(-0.02 * last, 1.02 * last)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=panel.x != "time/wall"))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    low, high = axes.get_ylim()
+    if panel.share:
+        high = 1.03 * min(max(high, 0.05), 1.0)
+        axes.set_ylim(-0.03 * high, high)  # markers at 0 and 100 % are complete
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    elif panel.metric == "optim/lr":
+        return
+    if high - low < 1e-3 * max(abs(low), abs(high)):  # rounding errors of a constant
+        axes.set_ylim(low - 0.05 * abs(low), high + 0.05 * abs(high))
+    if panel.metric == "optim/lr":
         axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter("{x:.1e}")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _draw_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]], periodic: str, final: str) -> None:
@@ -151,13 +202,15 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]], periodic: str,
     if bounds:
         lows, highs = zip(*bounds.values(), strict=True)
         axes.fill_between(list(bounds), lows, highs, color=_ACCENT, alpha=0.15, linewidth=0)
+    titles = {"start": "before the warm start", "before": "before and after training"}
+    style: dict[str, Any] = {"color": _INK, "linestyle": "", "marker": "D", "markersize": 5}
     for name in FINAL_LABELS:
         steps, values = _points(rows, f"{name}/accuracy")
-        label = "before and after" + final if steps and name == "before" else None
-        axes.plot(steps, values, color=_INK, linestyle="", marker="D", markersize=5, label=label)
         for step, (low, high) in _bounds(rows, name).items():
             axes.plot([step, step], [low, high], color=_INK, linewidth=1.3)
-    axes.legend(frameon=False, fontsize=8, labelcolor=_MUTED, loc="lower right")
+        label = titles[name] + final if steps and name in titles else None
+        axes.plot(steps, values, **style, markerfacecolor="white" if name == "start" else _INK, label=label)
+    axes.legend(**_LEGEND)
 
 
 def _bounds(rows: Sequence[Mapping[str, Any]], name: str) -> dict[float, tuple[float, float]]:
@@ -173,9 +226,13 @@ def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[float]
     return [step for step, _ in ordered], [value for _, value in ordered]
 
 
+def _reach(values: Sequence[float]) -> int:
+    """Values to each side that a moving average over about a twentieth of the run includes."""
+    return len(values) // 40
+
+
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Moving average over about a twentieth of the run."""
-    reach = len(values) // 40
+    reach = _reach(values)
     windows = [values[max(index - reach, 0) : index + reach + 1] for index in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 

@@ -204,12 +204,23 @@ class Run:
         """The content of summary.json; empty if there is none yet."""
         return read_json(self.path / "summary.json")
 
+    def write_status(self, state: str, total_steps: int, error: str = "") -> None:
+        """Write status.json: how the run ended ("running" until then), its planned steps, and why it failed."""
+        write_json(self.path / "status.json", {"state": state, "total_steps": total_steps, "error": error})
+
+    def read_status(self) -> dict[str, Any]:
+        """The content of status.json; empty for a run that has not begun, or of an earlier version."""
+        return read_json(self.path / "status.json")
+
     @property
     def state(self) -> str:
-        """running, finished or stopped."""
+        """running, finished, stopped (on request), failed (see the error in status.json) or interrupted (killed)."""
         if is_locked(self.path):
             return "running"
-        return "finished" if self.read_summary() else "stopped"
+        ended = self.read_status().get("state")
+        if ended == "running":
+            return "interrupted"
+        return str(ended or ("finished" if self.read_summary() else "stopped"))
 
     def truncate_after(self, step: int) -> None:
         """Delete everything later than the checkpoint of `step`; the resumed run writes it again.

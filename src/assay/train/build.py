@@ -57,6 +57,8 @@ def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
     inherit_replay(run)
     mesh.barrier()  # if one rank fails, all ranks end before the run directory is created
     run.directory.path = mesh.on_main(lambda: Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg)).path)
+    if cfg.name and run.directory.name != cfg.name:
+        console.note(f"{cfg.name} exists: this run is {run.directory.name}")
     if mesh.is_main:
         remember_trust(cfg, started=True)
     run.recorder.open_trackers()

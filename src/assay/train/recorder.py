@@ -21,6 +21,8 @@ from assay.train.progress import RunState
 from assay.train.sources import SampledGroups
 from assay.types import Group, Rollout
 
+CURVES_PAUSE_S = 30.0  # minimum seconds between two drawings of curves.png at evaluations
+
 
 @dataclass
 class Recorder:
@@ -34,6 +36,7 @@ class Recorder:
     started: float  # `time.perf_counter` at the start of the run, minus the seconds of earlier sessions
     trackers: list[Tracker] = field(default_factory=list)
     step_started: float = field(default_factory=time.perf_counter)
+    curves_due: float = field(default_factory=lambda: time.perf_counter() + CURVES_PAUSE_S)  # at the next evaluation
 
     @property
     def path(self) -> Path:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from assay.config import TrainConfig
@@ -21,14 +22,15 @@ from assay.train.components import reference_is_dynamic
 from assay.train.evaluation import RunEvaluator, sync_weights
 from assay.train.learner.learner import Learner, warm_start
 from assay.train.progress import RunState, Schedule, Stopped, Stopping
-from assay.train.recorder import Recorder, rollout_metrics
+from assay.train.recorder import CURVES_PAUSE_S, Recorder, rollout_metrics
 from assay.train.reference import freeze_reference
 from assay.train.sources import GroupSource, Replay, SampledGroups
-from assay.types import Group, Prompt
+from assay.types import Group, Prompt, UserError, describe_error
 
 # With Python's default of 700 there would be dozens of collections per step, each of which visits the rollouts of the
 # step: tens of thousands of objects without reference cycles, which are freed without any collection.
 GC_THRESHOLD = 50_000
+CURVES_SHARE = 0.02  # of the time of a run may be spent on drawing curves.png at evaluations
 
 
 @dataclass
@@ -63,13 +65,36 @@ class TrainingRun:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Hold the run directory, judge and environment. A stop request saves a checkpoint and ends the run."""
-        with self.directory, self.collector, gc_threshold(GC_THRESHOLD), self.stopping.watching():
+        with self.directory, self._status(), self.collector, gc_threshold(GC_THRESHOLD), self.stopping.watching():
             try:
                 yield
             except Stopped as stopped:
                 if not stopped.at_once:
                     self._save_unsaved()
+                    self._draw_curves()
                 raise
+            except Exception:
+                self._draw_curves()
+                raise
+
+    @contextmanager
+    def _status(self) -> Iterator[None]:
+        """Record in status.json that the run is running, and how it ends. A process that is killed records nothing."""
+        write = partial(self.directory.write_status, total_steps=self.schedule.total_steps)
+        if self.mesh.is_main:
+            write("running")
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.mesh.is_main:
+                write("stopped")
+            raise
+        except Exception as error:
+            # The rank that fails first knows the cause; the others only lose their connection to it.
+            with suppress(OSError):
+                if self.directory.read_status().get("state") == "running":
+                    write("failed", error=str(error) if isinstance(error, UserError) else describe_error(error))
+            raise
 
     def begin(self) -> None:
         """Do what comes before the first step, or finish the last step of a resumed run."""
@@ -124,7 +149,8 @@ class TrainingRun:
             **state.facts,
         }
         self.directory.write_summary(summary)
-        draw_curves(self.directory.path)
+        self._draw_curves()
+        self.directory.write_status("finished", self.schedule.total_steps)
         for tracker in recorder.trackers:
             tracker.close()
         return summary
@@ -215,10 +241,26 @@ class TrainingRun:
         recorder.check_faults(state, self.learner.updater.faults)
         if self.schedule.due(self.cfg.save.every, state) or (self.cfg.save.best and recorder.is_best(metrics)):
             self.save(metrics)
+        if "eval/accuracy" in metrics:
+            self._draw_curves(if_due=True)
         recorder.step_started = time.perf_counter()
 
     def _measure_and_log(self, label: str) -> None:
         self.recorder.log(self.state, self.evaluator.measure(label, self.state.step))
+        if label != "after":  # `finish` draws
+            self._draw_curves(if_due=True)
+
+    def _draw_curves(self, if_due: bool = False) -> None:
+        """Draw curves.png. `if_due`: only if the last drawing was long ago. A failure is a warning."""
+        recorder, started = self.recorder, time.perf_counter()
+        if not self.mesh.is_main or (if_due and started < recorder.curves_due):
+            return
+        try:
+            draw_curves(self.directory.path)
+        except Exception as error:  # whatever it is: a picture must not end a run
+            recorder.console.warn(f"curves.png could not be drawn ({describe_error(error)})")
+        now = time.perf_counter()
+        recorder.curves_due = now + max(CURVES_PAUSE_S, (now - started) / CURVES_SHARE)
 
     def _save_unsaved(self) -> None:
         """Save the last step if that is not done yet. Before the first evaluation there is nothing to save."""
