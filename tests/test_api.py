@@ -197,3 +197,34 @@ def test_the_former_name_of_the_trainer_still_works_with_a_warning(small: SmallR
     assert Algorithm is Trainer
     with pytest.raises(ImportError, match="Parts"):
         from assay.api import Parts  # type: ignore[attr-defined]  # noqa: F401
+
+
+ENDLESS = """
+from assay.envs import Env
+
+class Endless(Env):
+    max_steps = 3
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return "Guess .", {}
+
+    def step(self, action):
+        self.count += 1
+        return "No .", 0.0, False, False, {}
+
+    def words(self):
+        return ["Guess", "No", "."]
+"""
+
+
+@pytest.mark.parametrize(("max_steps", "limit"), [(0, 3), (5, 5)])
+def test_env_truncates_episodes_after_max_steps(small: SmallRuns, max_steps: int, limit: int) -> None:
+    (small.folder / "endless.py").write_text(ENDLESS)
+    env = {"name": f"{small.folder}/endless.py:Endless", "max_steps": max_steps, "max_tokens": 1}
+    settings = {"runs_dir": str(small.runs), "task": "", "env": env, "reward.function": ""}
+    stepped = Lines(small.config, settings, quiet=True).env()
+    for _ in range(2):
+        stepped.reset(seed=1)
+        truncated = [stepped.step("No")[3] for _ in range(limit)]
+        assert truncated == [False] * (limit - 1) + [True] and stepped.count == limit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import runpy
 import shlex
 import tomllib
 from pathlib import Path
@@ -267,6 +268,29 @@ def test_documented_dry_run_matches_the_program(
     _, _, rest = (ROOT / "docs" / "quickstart.md").read_text().partition("it prints:\n\n```text\n")
     lines = rest.partition("```")[0].splitlines()
     assert lines and not {general(line) for line in lines if not line.startswith("warning:")} - printed
+
+
+def block_with(page: str, text: str) -> str:
+    (block,) = [block for block in blocks(ROOT / "docs" / page, "python") if text in block]
+    return block
+
+
+def test_the_task_of_tasks_md_works_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "task.py").write_text(block_with("tasks.md", "class SortLetters(Task)"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "check", "task.py:SortLetters"]) == 0
+    (tmp_path / "run.toml").write_text('model = "preset:nano"\ntask = "task.py:SortLetters"\nsft.steps = 1\n')
+    assert main(["train", "run.toml", "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_the_classic_loop_of_algorithms_md_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "classic.py").write_text(block_with("algorithms.md", "class Classic(Trainer)"))
+    monkeypatch.chdir(tmp_path)
+    program = runpy.run_path("classic.py")
+    short = {"train.steps": 2, "eval.final_examples": 10, "eval.examples": 5}
+    assert program["Classic"](settings={**program["SETTINGS"], **short}, quiet=True).run()["steps"] == 2
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.engine.base import Request, generate
 from assay.envs import Env
-from assay.envs.base import is_message
+from assay.envs.base import StepLimit, is_message
 from assay.rollout import request_seed, sampling_params, with_stops
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
@@ -156,13 +156,16 @@ class Trainer(ABC):
         return sampled.groups
 
     def env(self) -> Env:
-        """A copy of the environment for the loop to step: `start` with one of `states` (or `reset`), then `step`."""
+        """A copy of the environment for the loop to step: `start` with one of `states` (or `reset`), then `step`.
+
+        It truncates an episode after `env.max_steps` steps (or the environment's own limit), as in `sample`.
+        """
         env = self.training.collector.env
         if env is None:
             raise UserError("the run has no environment: set env.name, e.g. guess")
         if env.inline:
             raise UserError(f"{env.name} continues within a reply, which get_action does not support: use sample()")
-        return env.standalone()
+        return StepLimit(env.standalone(), self.training.cfg.env.max_steps or env.max_steps)
 
     def reward(self, action: Rollout, value: float) -> None:
         """Set the reward of an action without the judge. A reward of at least 1.0 counts as correct."""

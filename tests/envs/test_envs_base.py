@@ -8,7 +8,8 @@ import pytest
 from envs.sample_env import ValidEnv
 
 from assay.envs import TaskEnv
-from assay.envs.base import as_messages, check_attributes, run_with_timeout, safe_step, warn_after
+from assay.envs.base import StepLimit, as_messages, check_attributes, run_with_timeout, safe_step, warn_after
+from assay.envs.builtin import GuessNumber
 from assay.tasks import make_task
 from assay.types import Status, UserError
 
@@ -130,3 +131,18 @@ def test_warn_after_a_delay(recwarn: pytest.WarningsRecorder) -> None:
         while not recwarn.list and time.monotonic() < deadline:
             time.sleep(0.01)
     assert [str(warning.message) for warning in recwarn.list] == ["still running"]
+
+
+def test_step_limit_truncates_only_episodes_that_have_not_terminated() -> None:
+    env = StepLimit(GuessNumber(1, 4, tries=2), 2)
+    env.reset(seed=0)
+    assert [env.step("9")[2:4] for _ in range(2)] == [(False, False), (True, False)]  # its own limit comes first
+    limited = StepLimit(GuessNumber(1, 4, tries=3), 1)
+    for _ in range(2):
+        limited.reset(seed=0)
+        assert limited.step("9")[2:4] == (False, True)
+    other = limited.copy()
+    other.reset(seed=1)
+    assert other.env is not limited.env and other.secret == other.env.secret and other.max_steps == 1
+    assert other.gold_action() == other.env.gold_action()
+    assert limited.prompts("test")[0] == limited.env.prompts("test")[0]

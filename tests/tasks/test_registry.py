@@ -104,7 +104,7 @@ def test_user_rows(own):
         ("OWN:rows", {"extrakt": "hash"}, "did you mean 'extract'"),
         ("OWN:NUMBER", {}, "must be a Task"),
         ("OWN:Missing", {}, "has no 'Missing'"),
-        ("OWN:Broken", {}, r"own.py:Broken .*FileNotFoundError: problems.json is gone$"),
+        ("OWN:Broken", {}, r"own.py:Broken .*FileNotFoundError: problems.json is gone \(.*own.py:15\)$"),
         ("OWN:Leaving", {}, "own.py:Leaving .*SystemExit: 3"),
         ("OWN:Half", {}, r"own.py:Half must define prompts\(\)"),
         ("OWN:fails", {}, "own.py:fails .*KeyError: 'key'"),
@@ -127,9 +127,37 @@ def test_exception_in_prompts_is_a_user_error(tmp_path):
         "    def prompts(self, split):\n"
         "        return [][3]\n"
     )
-    with pytest.raises(UserError, match=r'prompts\("train"\).* raising .*IndexError') as error:
+    with pytest.raises(UserError, match=r'prompts\("train"\).* raising .*IndexError.*raising.py:5') as error:
         make_task(f"{file}:Raising").prompts("train")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ("['2 + 2 =']", ("item 0", "2 + 2 =", "Prompt(", "answer=")),
+        ("[{'prompt': '2 + 2 =', 'answer': '4'}]", ("item 0", "Prompt(", "answer=")),
+        ("'2 + 2 ='", ("list of Prompts", "str")),
+        ("{'train': []}", ("list of Prompts", "dict")),
+        ("None", ("list of Prompts", "NoneType")),
+        ("(one for one in [])", ("list of Prompts", "generator")),
+        ("LazyPrompts(lambda index: 'text', 4)", ("problem 0", "Prompt(")),
+        ("LazyPrompts(lambda index: 1 // index, 4)", ("problem 0", "ZeroDivisionError", "wrong.py:6")),
+    ],
+)
+def test_prompts_that_are_no_prompts_are_explained_in_one_line(tmp_path, returned, words):
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "from assay.tasks import Task\n"
+        "from assay.tasks.base import LazyPrompts\n"
+        "class Wrong(Task):\n"
+        "    name = 'wrong'\n"
+        "    def prompts(self, split):\n"
+        f"        return {returned}\n"
+    )
+    with pytest.raises(UserError) as error:
+        make_task(f"{file}:Wrong").prompts("train")[0]
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 
 def test_invalid_rows_are_user_errors(own):

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from assay.rewards import Judge
 from assay.rewards.judge import judge_safely, judged_fields
 from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, stable_hash
-from assay.types import Message, Prompt, Status, UserError, Verdict, describe_error
+from assay.types import Message, Prompt, Status, UserError, Verdict, describe_user_error
 
 T = TypeVar("T")
 Observation = str | Sequence[Message]
@@ -163,6 +163,49 @@ class TaskEnv(Env):
         return up_to_stop(gold.removeprefix(self.reply), self.stop) if gold.startswith(self.reply) else None
 
 
+class StepLimit(Env):
+    """Truncates the episodes of another environment after `max_steps` steps, as Gymnasium's TimeLimit does.
+
+    A run limits episodes by itself; this is for loops that step an environment. Other attributes are those of `env`.
+    """
+
+    def __init__(self, env: Env, max_steps: int) -> None:
+        self.env, self.max_steps, self.taken = env, max_steps, 0
+        for name in ("name", "role", "inline", "stop", "slow", "max_return", "judged"):
+            setattr(self, name, getattr(env, name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "env":  # not set yet, e.g. in copy.copy
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        self.taken = 0
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: str) -> Step:
+        self.taken += 1
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return observation, reward, terminated, truncated or (self.taken >= self.max_steps and not terminated), info
+
+    def gold_action(self) -> str | None:
+        return self.env.gold_action()
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return self.env.prompts(split)
+
+    def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
+        return self.env.judge(extract, strict)
+
+    def copy(self) -> Self:
+        other = super().copy()
+        other.env = self.env.copy()
+        return other
+
+    def close(self) -> None:
+        self.env.close()
+
+
 def up_to_stop(text: str, stops: Sequence[str]) -> str:
     """Return the text up to and including the first stop string."""
     ends = [start + len(stop) for stop in stops if (start := text.find(stop)) >= 0]
@@ -189,7 +232,7 @@ def safe_reset(episode: Env, seed: int | None, options: dict[str, Any] | None = 
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{episode.name}: reset(seed={seed}) failed: {describe_error(error)}") from error
+        raise UserError(f"{episode.name}: reset(seed={seed}) failed: {describe_user_error(error)}") from error
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         raise UserError(f"{episode.name}: reset must return (observation, info), not {result!r:.80}")
     return result
@@ -204,7 +247,7 @@ def safe_step(episode: Env, action: str) -> Step:
 
 
 def error_step(error: BaseException) -> Step:
-    return "", 0.0, True, False, {"verdict": Verdict(0.0, Status.ERROR, detail=describe_error(error))}
+    return "", 0.0, True, False, {"verdict": Verdict(0.0, Status.ERROR, detail=describe_user_error(error))}
 
 
 def validate_step(step: Any) -> Step:

@@ -13,12 +13,13 @@ from typing import Any, overload
 from assay.rewards import CountdownJudge, Judge, MathJudge
 from assay.rewards.extract import check_extractor
 from assay.rewards.judge import judged_fields
-from assay.types import Prompt, UserError, Verdict, describe_error
+from assay.types import Prompt, UserError, Verdict, describe_user_error
 
 SPLITS = ("train", "validation", "test")
 ALL = "all"  # a further split: every row of a single file or list
 UNLIMITED = 2**31  # the length of a generated split
 ANSWER_FORMS = {"boxed": "\\boxed{%s}", "hash": "#### %s", "answer-tag": "<answer>%s</answer>", "last-number": "%s"}
+PROMPT_EXAMPLE = 'Prompt("ID", ({"role": "user", "content": QUESTION},), answer=ANSWER)'
 BOXED_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -27,18 +28,37 @@ class NoSuchSplit(UserError):
 
 
 def _with_user_errors(prompts: Callable[[Any, str], Sequence[Prompt]]) -> Callable[[Any, str], Sequence[Prompt]]:
-    """Wrap `prompts`, which may be a user's code: exceptions become a UserError that names the task."""
+    """Wrap `prompts`, which may be a user's code: exceptions and wrong results become a UserError."""
 
     @wraps(prompts)
     def guarded(task: Task, split: str) -> Sequence[Prompt]:
+        call = f'prompts("{split}") of the task {task.name}'
         try:
-            return prompts(task, split)
+            return _check_prompts(prompts(task, split), call)
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f'prompts("{split}") of the task {task.name} failed: {describe_error(error)}') from error
+            raise UserError(f"{call} failed: {describe_user_error(error)}") from error
 
     return guarded
+
+
+def _check_prompts(prompts: Any, call: str) -> Sequence[Prompt]:
+    """Return what a user's `prompts` returned; raise a UserError unless it is a sequence of Prompts."""
+    if isinstance(prompts, LazyPrompts):
+        return prompts  # checks its items when they are generated
+    is_sequence = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")
+    if not is_sequence or isinstance(prompts, str | bytes | Mapping):
+        raise UserError(f"{call} must return a list of Prompts, not {type(prompts).__name__}")
+    for index, prompt in enumerate(prompts if isinstance(prompts, list | tuple) else prompts[:1]):
+        _check_prompt(prompt, f"{call} must return Prompts, but item {index}")
+    return prompts
+
+
+def _check_prompt(prompt: Any, what: str) -> Prompt:
+    if not isinstance(prompt, Prompt):
+        raise UserError(f"{what} is {prompt!r:.60}: write {PROMPT_EXAMPLE}, with Prompt from assay.types")
+    return prompt
 
 
 class Task(ABC):
@@ -121,7 +141,13 @@ class LazyPrompts(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | LazyPrompts:
         if isinstance(index, slice):
             return LazyPrompts(self._make, self._indices[index])
-        return self._make(self._indices[index])
+        number = self._indices[index]
+        try:
+            return _check_prompt(self._make(number), f"problem {number} must be a Prompt, but it")
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"problem {number} could not be generated: {describe_user_error(error)}") from error
 
 
 def check_split(split: str) -> None:

@@ -14,7 +14,7 @@ from assay.tasks.base import Task
 from assay.tasks.countdown import Countdown
 from assay.tasks.datasets import GSM8K, PREFIX, Math, ReasoningGym
 from assay.tasks.jsonl import Jsonl, ListTask
-from assay.types import UserError, describe_error, unknown_name
+from assay.types import UserError, describe_user_error, unknown_name
 
 TASKS: dict[str, Callable[..., Task]] = {
     "abacus": Abacus,
@@ -91,7 +91,7 @@ def call_user(factory: Callable[..., Any], owner: str, args: Mapping[str, Any], 
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{owner} could not be created: {describe_error(error)}") from error
+        raise UserError(f"{owner} could not be created: {describe_user_error(error)}") from error
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, bool]:
