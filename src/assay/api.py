@@ -126,7 +126,10 @@ class Trainer(ABC):
         with self.training.active():
             self.training.begin()
             self.train()
-            return self.training.finish()
+            summary = self.training.finish()
+            for cause in summary.get("diagnosis", ()):
+                self.training.recorder.console.warn(f"no gain: {cause['evidence']}; what to change: {cause['remedy']}")
+            return summary
 
     @property
     def step(self) -> int:

@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +208,9 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
             f"paired p = {paired['p_value']:.2g}; {summary['wall_s']:.0f} s in total"
         )
     console.note(f"saved in {path} (summary.json, curves.png, metrics.jsonl, ...)")
+    if causes := summary.get("diagnosis"):
+        show_causes(causes, console)
+        return
     name = run_argument(path)
     models = f"run:{name}@0 run:{name}@last" if summary["steps"] else f"run:{name}@last"
     console.note("next commands to try:")
@@ -217,3 +221,10 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
         f"export run:{name}@last {shlex.quote(f'{path.name}-model')}",
     ):
         console.note(f"  assay {command}")
+
+
+def show_causes(causes: Sequence[Mapping[str, str]], console: Console) -> None:
+    """Print why the run has not learned, and what to change, instead of commands for a trained model."""
+    for cause in causes:
+        console.note(f"no gain: {cause['evidence']}")
+        console.note(f"what to change: {cause['remedy']}")

@@ -24,18 +24,22 @@ from assay.runs.resolve import MODEL
 from assay.types import Prompt, UserError
 
 
-def sync_weights(policy: PolicyModel, engine: Engine, version: int) -> None:
-    """Copy the weights of the policy to the engine, and compare fingerprints if the engine can compute one."""
+def sync_weights(policy: PolicyModel, engine: Engine, version: int) -> str | None:
+    """Copy the weights of the policy to the engine, and compare fingerprints if the engine can compute one.
+
+    Returns the fingerprint.
+    """
     engine.update_weights(policy, version)
     served = engine.fingerprint()
     if served is None:  # not supported by this backend
-        return
+        return None
     expected = fingerprint(policy.weights(), engine.info.dtype)
     if expected != served:
         raise RuntimeError(
             f"after the weight sync of version {version} the weights of the engine differ from those of the trainer "
             f"(fingerprints {served[:12]} and {expected[:12]})"
         )
+    return served
 
 
 @dataclass

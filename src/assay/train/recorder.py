@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from assay.algos import Algorithm
 from assay.config import TrainConfig
@@ -15,6 +16,7 @@ from assay.mesh import Mesh
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
 from assay.runs.curves import Tracker, make_trackers
+from assay.runs.diagnose import Diagnosis, diagnose, remember
 from assay.runs.directory import read_metrics
 from assay.train import faults
 from assay.train.progress import RunState
@@ -37,6 +39,8 @@ class Recorder:
     trackers: list[Tracker] = field(default_factory=list)
     step_started: float = field(default_factory=time.perf_counter)
     curves_due: float = field(default_factory=lambda: time.perf_counter() + CURVES_PAUSE_S)  # at the next evaluation
+    history: list[Mapping[str, Any]] = field(default_factory=list)  # metrics of the steps that `diagnose` needs
+    reported: set[str] = field(default_factory=set)  # names of causes that were shown in this session
 
     @property
     def path(self) -> Path:
@@ -57,6 +61,24 @@ class Recorder:
             self.console.warn(self.judge_warnings.pop(name))
         for tracker in self.trackers:
             tracker.log(state.step, metrics)
+        if self.mesh.is_main and "reward/mean" in metrics:
+            self._warn_if_it_cannot_learn(state.step, metrics)
+
+    def _warn_if_it_cannot_learn(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show each cause once, as soon as there is enough evidence."""
+        if not self.history and step > 1:  # resumed; the file already contains this step
+            for row in read_metrics(self.path):
+                remember(self.history, row)
+        else:
+            remember(self.history, {"step": step, **metrics})
+        for cause in diagnose(self.history, self.cfg.model_dump()):
+            if cause.name not in self.reported:
+                self.reported.add(cause.name)
+                self.console.warn(str(cause))
+
+    def diagnose(self, summary: Mapping[str, Any]) -> list[Diagnosis]:
+        """Why the finished run has not learned; empty if it has."""
+        return diagnose(read_metrics(self.path), self.cfg.model_dump(), summary)
 
     def log_warm_start(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.mesh.is_main:
@@ -111,11 +133,14 @@ def rollout_metrics(sampled: SampledGroups, algo: Algorithm, engine: Capabilitie
     kept_mass = sum(c.kept_mass or 0.0 for c in completions) / len(completions)
     truncation_kl = sum(sum(c.sampling_logprobs) - sum(c.engine_logprobs) for c in completions) / sum(lengths)
     entropy = sum((c.entropy or 0.0) * len(c.token_ids) for c in completions) / sum(lengths)
+    judged = [r.verdict.reward for r in answers if r.verdict] or [0.0]
     greedy = [group.baseline for group in sampled.groups if group.baseline is not None]
     return {
         "reward/mean": mean,
         "reward/std": (sum((r.reward - mean) ** 2 for r in answers) / count) ** 0.5,
+        "reward/range": max(judged) - min(judged),
         "reward/correct": statuses["ok"] / count,
+        "advantage/zero": sum(not r.learns for r in answers) / count,
         "groups/zero_variance": sum(map(algo.has_zero_variance, groups)) / len(groups),
         "groups/dropped": float(len(sampled.dropped)),
         "turns/mean": sum(len(r.turns) for r in answers) / count,

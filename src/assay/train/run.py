@@ -16,6 +16,7 @@ from assay.mesh import Mesh
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.curves import draw_curves
+from assay.runs.diagnose import as_facts
 from assay.text import Tokenizer
 from assay.train import checkpoint, faults
 from assay.train.components import reference_is_dynamic
@@ -53,6 +54,7 @@ class TrainingRun:
     demonstrations: Sequence[Prompt] = ()  # for the warm start
     state: RunState = field(default_factory=RunState)
     resumed: bool = False  # whether the warm start and the first evaluation are done already
+    fingerprint: str | None = None  # of the weights that the engine serves, if it can compute one
 
     @property
     def mesh(self) -> Mesh:
@@ -100,6 +102,7 @@ class TrainingRun:
         """Do what comes before the first step, or finish the last step of a resumed run."""
         if not self.resumed:
             self._start()
+        self.fingerprint = self.fingerprint or self.collector.engine.fingerprint()
         self.recorder.step_started = time.perf_counter()
         if self.state.unmeasured is not None:  # the evaluation of the last step was interrupted
             self._end_step(self.state.unmeasured)
@@ -109,10 +112,11 @@ class TrainingRun:
         return self.schedule.done(self.state)
 
     def sync(self) -> dict[str, float]:
-        """Copy the policy's weights to the engine."""
-        started = time.perf_counter()
-        sync_weights(self.learner.policy, self.collector.engine, version=self.state.step)
-        return {"time/sync": time.perf_counter() - started}
+        """Copy the policy's weights to the engine. `weights/changed`: whether they differ from the last ones there."""
+        started, before = time.perf_counter(), self.fingerprint
+        self.fingerprint = sync_weights(self.learner.policy, self.collector.engine, version=self.state.step)
+        changed = {"weights/changed": float(self.fingerprint != before)} if before and self.fingerprint else {}
+        return {"time/sync": time.perf_counter() - started, **changed}
 
     def record(self, sampled: SampledGroups, batch: Sequence[Group], metrics: Mapping[str, float]) -> None:
         """End a step that sampled `sampled` and trained on `batch`: write files; evaluate and save when due."""
@@ -148,6 +152,7 @@ class TrainingRun:
             "seed": cfg.seed,
             **state.facts,
         }
+        summary |= as_facts(recorder.diagnose(summary))
         self.directory.write_summary(summary)
         self._draw_curves()
         self.directory.write_status("finished", self.schedule.total_steps)
