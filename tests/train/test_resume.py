@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,10 @@ from safetensors.torch import load_file
 from small_run import SmallRuns, mostly_slow
 
 from assay.runs import checkpoints
+from assay.runs.directory import read_metrics
 from assay.runs.rollouts import read_rollouts
+from assay.train import run
+from assay.train.learner.learner import WarmStart
 from assay.train.progress import RunState
 from assay.train.sources import OnPolicySource, SampledGroups
 
@@ -98,6 +103,71 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(
     assert small.resume("stopped") == 0
     small.same_run("small", "stopped", STEPS)
     assert small.summary("stopped")["steps"] == STEPS
+
+
+WARM_STARTS: dict[str, tuple[object, ...]] = {
+    "muon": ("--sft.optimizer", "muon", "--sft.matrix_lr", 0.01),
+    "lora, kl": ("--lora.rank", 2, "--algo.kl_coef", 0.1),
+    "separate process": ("--train.process", "separate"),
+    "sft only": ("--train.steps", 0),
+}
+
+
+def interrupt_warm_start(monkeypatch: pytest.MonkeyPatch, step: int, signum: signal.Signals) -> None:
+    """The process gets a signal in this step of the warm start."""
+    train_step = WarmStart._train_step
+
+    def interrupted(self: WarmStart) -> dict[str, float]:
+        if self.step == step:
+            os.kill(os.getpid(), signum)
+        return train_step(self)
+
+    monkeypatch.setattr(WarmStart, "_train_step", interrupted)
+
+
+@pytest.mark.parametrize("variant", mostly_slow(WARM_STARTS, quick=["muon", "sft only"]))
+def test_a_warm_start_that_was_stopped_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    small = SmallRuns(tmp_path)
+    words = ("--train.steps", 2, "--sft.steps", 6, "--sft.batch", 4, *WARM_STARTS[variant])
+    assert small.train(*words) == 0
+    with monkeypatch.context() as patch:
+        interrupt_warm_start(patch, 3, signal.SIGTERM)
+        assert small.train(*words, "--name", "stopped") == 128 + signal.SIGTERM
+    with monkeypatch.context() as patch:
+        interrupt_warm_start(patch, 2, signal.SIGKILL)  # would end this process if the step were repeated
+        assert small.resume("stopped") == 0
+    steps = [line["sft/step"] for line in read_metrics(small.runs / "stopped") if "sft/step" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    if variant == "sft only":
+        weights = [small.checkpoint(0, name) / "model/model.safetensors" for name in ("small", "stopped")]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+        assert small.timeless("small") == small.timeless("stopped")
+    else:
+        small.same_run("small", "stopped", 2)
+    assert small.summary("stopped")["sft"]["loss"] == small.summary()["sft"]["loss"]
+
+
+def test_a_long_warm_start_is_saved_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = SmallRuns(tmp_path)
+    words = ("--train.steps", 2, "--sft.steps", 3, "--sft.batch", 4)
+    assert small.train(*words) == 0
+    monkeypatch.setattr(run, "WARM_START_SAVE_S", 0.0)
+    train_step = WarmStart._train_step
+
+    def dies(self: WarmStart) -> dict[str, float]:
+        if self.step == 2:
+            raise Stop
+        return train_step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WarmStart, "_train_step", dies)
+        with pytest.raises(Stop):
+            small.train(*words, "--name", "stopped")
+    assert checkpoints.last(small.runs / "stopped") == 0
+    assert small.resume("stopped") == 0
+    small.same_run("small", "stopped", 2)
 
 
 @pytest.mark.slow

@@ -241,8 +241,12 @@ class SftConfig(Section):
     """optimizer steps; 0: no warm start"""
     batch: Positive = 64
     """solutions per step"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """as in optim.name; muon needs fewer steps to train a model from scratch"""
     lr: Above0 = 1e-5
     """peak learning rate; decays linearly to 0"""
+    matrix_lr: Above0 | None = None
+    """peak learning rate of weight matrices in the layers; required by muon, e.g. 0.001; empty: lr"""
     warmup: Count = 10
     """steps of linear warm-up"""
     weight_decay: NonNegative = 0.0

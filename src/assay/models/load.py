@@ -167,6 +167,7 @@ def shape(family: str, hidden: int, heads: int, **sizes: Any) -> ModelSpec:
 
 # Comments: number of weights without the embedding, which adds vocabulary x hidden.
 PRESETS: dict[str, ModelSpec] = {
+    "pico": shape("qwen3", hidden=64, layers=2, heads=4, kv_heads=2, intermediate=256),  # 0.12M
     "nano": shape("qwen3", hidden=64, layers=4, heads=4, kv_heads=2, intermediate=256),  # 0.25M
     "tiny": shape("qwen3", hidden=128, layers=4, heads=4, kv_heads=4, intermediate=384),  # 0.85M
     "tiny-llama": shape("llama", hidden=128, layers=4, heads=4, kv_heads=4, intermediate=384),  # 0.85M

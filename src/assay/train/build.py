@@ -78,7 +78,8 @@ def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRu
     if step is not None:
         run.load_state_dict(checkpoint.read_state(path, step, run.state_dict().keys()))
         check_loaded(run.learner.policy, step, path)
-        run.resumed = step > 0 or run.state.unmeasured is None  # else it was stopped in its first evaluation
+        # Else it was stopped in its warm start or its first evaluation.
+        run.resumed = step > 0 or (run.state.unmeasured is None and not run.state.sft_step)
         run.recorder.started -= run.state.wall_s
     if run.learner.algo.needs.reference:
         load_reference(run.learner.updater, cfg, run.tokenizer, path if run.resumed else None, run.state.step)
@@ -130,7 +131,9 @@ def resumed_model(cfg: TrainConfig, path: Path, step: int | None, mesh: Mesh, co
 def load_tensors(run: TrainingRun, step: int) -> None:
     """Load optimizer state, critic and replay buffer of a checkpoint, and copy the weights to the engine."""
     path, learner = run.directory.path, run.learner
-    checkpoint.load_optimizer(path, step, learner.policy, learner.updater.optimizer)
+    warm_start = run.begin_warm_start() if run.state.sft_step else None
+    optimizer = warm_start.optimizer if warm_start else learner.updater.optimizer
+    checkpoint.load_optimizer(path, step, learner.policy, optimizer)
     if learner.critic is not None and run.resumed:
         learner.critic.load(checkpoints.folder(path, step))
     if run.replay.buffer is not None:

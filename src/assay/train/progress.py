@@ -36,6 +36,8 @@ class RunState:
     skipped: int = 0  # consecutive steps with a loss or gradient that was not finite
     best: dict[str, Any] | None = None  # step and value of the best checkpoint so far
     unmeasured: dict[str, float] | None = None  # metrics of a step whose evaluation was interrupted by a stop request
+    sft_step: int = 0  # completed steps of a warm start that is not finished
+    sft_s: float = 0.0  # seconds that these steps took
     facts: dict[str, Any] = field(default_factory=dict)  # entries for the summary, e.g. about the warm start
 
 

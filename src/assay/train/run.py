@@ -21,7 +21,7 @@ from assay.text import Tokenizer
 from assay.train import checkpoint, faults
 from assay.train.components import reference_is_dynamic
 from assay.train.evaluation import RunEvaluator, sync_weights
-from assay.train.learner.learner import Learner, warm_start
+from assay.train.learner.learner import Learner, WarmStart
 from assay.train.progress import RunState, Schedule, Stopped, Stopping
 from assay.train.recorder import CURVES_PAUSE_S, Recorder, rollout_metrics
 from assay.train.reference import freeze_reference
@@ -32,6 +32,7 @@ from assay.types import Group, Prompt, UserError, describe_error
 # step: tens of thousands of objects without reference cycles, which are freed without any collection.
 GC_THRESHOLD = 50_000
 CURVES_SHARE = 0.02  # of the time of a run may be spent on drawing curves.png at evaluations
+WARM_START_SAVE_S = 300.0  # seconds between two checkpoints of a warm start
 
 
 @dataclass
@@ -52,6 +53,7 @@ class TrainingRun:
     recorder: Recorder
     stopping: Stopping
     demonstrations: Sequence[Prompt] = ()  # for the warm start
+    warm_start: WarmStart | None = None  # while it is not finished
     state: RunState = field(default_factory=RunState)
     resumed: bool = False  # whether the warm start and the first evaluation are done already
     fingerprint: str | None = None  # of the weights that the engine serves, if it can compute one
@@ -172,7 +174,7 @@ class TrainingRun:
             path,
             self.state_dict(),
             learner.policy,
-            learner.updater.optimizer,
+            self.warm_start.optimizer if self.warm_start else learner.updater.optimizer,
             self.tokenizer,
             self.mesh,
             learner.updater.reference if reference_is_dynamic(self.cfg.algo) else None,
@@ -203,14 +205,16 @@ class TrainingRun:
         is evaluated before it and at the end.
         """
         state, learner, trains = self.state, self.learner, self.schedule.total_steps > 0
-        if learner.policy.lora is not None and state.unmeasured is None:  # else a checkpoint uses it already
+        first = state.unmeasured is None and not state.sft_step  # nothing is saved yet
+        if learner.policy.lora is not None and first:  # else a checkpoint uses it already
             checkpoint.save_base(self.directory.path, learner.policy, self.tokenizer, self.mesh.is_main)
         if trains and self.cfg.sft.steps and "sft" not in state.facts:  # present if the evaluation was interrupted
-            if self.evaluator.includes("start"):
+            if self.evaluator.includes("start") and first:
                 self._measure_and_log("start")
             self._sft_warm_start()
         state.unmeasured = {} if trains else None
-        self._measure_and_log("before")
+        if trains or first:
+            self._measure_and_log("before")
         if not trains:
             self._sft_warm_start()
         elif learner.algo.needs.reference:
@@ -220,20 +224,38 @@ class TrainingRun:
         state.unmeasured = None
         self.save()
 
+    def begin_warm_start(self) -> WarmStart:
+        """Create the warm start, after the steps that are done already."""
+        cfg, updater, renderer = self.cfg, self.learner.updater, self.collector.renderer
+        self.warm_start = WarmStart(
+            updater, renderer, self.demonstrations, cfg.sft, cfg.seed, cfg.train.max_skipped, self.state.sft_step
+        )
+        return self.warm_start
+
     def _sft_warm_start(self) -> None:
-        """Supervised fine-tuning on the worked solutions of the demonstrations."""
-        cfg, started = self.cfg, time.perf_counter()
-        metrics: dict[str, float] = {}
-        console, updater, renderer = self.recorder.console, self.learner.updater, self.collector.renderer
-        console.start(cfg.sft.steps, f"{self.directory.name}: warm start")
-        steps = warm_start(updater, renderer, self.demonstrations, cfg.sft, cfg.seed, cfg.train.max_skipped)
-        for step, metrics in enumerate(steps, 1):
+        """Supervised fine-tuning on the worked solutions of the demonstrations. A stopped or killed one is resumed."""
+        state, console, warm_start = self.state, self.recorder.console, self.warm_start or self.begin_warm_start()
+        earlier_s, started, metrics = state.sft_s, time.perf_counter(), dict[str, float]()
+        console.start(self.cfg.sft.steps, f"{self.directory.name}: warm start", state.sft_step)
+        while not warm_start.done:
+            save_at = time.perf_counter() + WARM_START_SAVE_S
+            for metrics in warm_start.run():
+                self.recorder.log_warm_start(warm_start.step, metrics)
+                state.sft_step, state.sft_s = warm_start.step, earlier_s + time.perf_counter() - started
+                must_pause = self.stopping.signum is not None or time.perf_counter() > save_at
+                warm_start.paused = bool(self.mesh.max_over_ranks(int(must_pause)))
             self.stopping.check()
-            self.recorder.log_warm_start(step, metrics)
+            if not warm_start.done:
+                self.save()
         console.stop()
+        self.learner.updater.token_budget = warm_start.updater.token_budget
+        state.facts["sft"] = {
+            "steps": self.cfg.sft.steps,
+            "loss": metrics.get("sft/loss"),
+            "wall_s": round(state.sft_s, 2),
+        }
+        self.warm_start, state.sft_step, state.sft_s = None, 0, 0.0
         self.sync()
-        wall_s = round(time.perf_counter() - started, 2)
-        self.state.facts["sft"] = {"steps": cfg.sft.steps, "loss": metrics.get("sft/loss"), "wall_s": wall_s}
 
     def _end_step(self, metrics: dict[str, float]) -> None:
         """Evaluate when due, log, save when due. An interrupted evaluation is repeated by the resumed run."""
@@ -268,10 +290,10 @@ class TrainingRun:
         recorder.curves_due = now + max(CURVES_PAUSE_S, (now - started) / CURVES_SHARE)
 
     def _save_unsaved(self) -> None:
-        """Save the last step if that is not done yet. Before the first evaluation there is nothing to save."""
+        """Save the last step if that is not done yet. Before any training and evaluation there is nothing to save."""
         saved = self.mesh.broadcast_object(checkpoints.last(self.directory.path))
         begun = saved is not None or self.state.unmeasured is not None
-        if begun and saved != self.state.step:
+        if (self.warm_start is not None and self.state.sft_step) or (begun and saved != self.state.step):
             self.save()
 
 

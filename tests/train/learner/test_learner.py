@@ -12,7 +12,7 @@ from assay.algos import make_algorithm
 from assay.config import SftConfig, TrainConfig
 from assay.models.spec import spec_to_hf
 from assay.text import Renderer, word_tokenizer
-from assay.train.learner.learner import SFT, Learner, solution_rows, warm_start
+from assay.train.learner.learner import SFT, Learner, WarmStart, solution_rows
 from assay.train.learner.optim import make_adamw
 from assay.train.learner.update import Updater
 from assay.train.progress import RunState, Schedule
@@ -136,7 +136,7 @@ def test_a_warm_start_memorizes_its_solutions() -> None:
     policy = tiny_decoder(dtype=torch.float32)
     updater = Updater(policy, make_adamw(policy, 1.0))
     cfg = SftConfig(steps=150, batch=3, lr=1e-2, warmup=5)
-    losses = [found["sft/loss"] for found in warm_start(updater, renderer(), PROMPTS, cfg, seed=0)]
+    losses = [found["sft/loss"] for found in WarmStart(updater, renderer(), PROMPTS, cfg, seed=0).run()]
     assert len(losses) == 150 and losses[0] > 2 and losses[-1] < 0.1
     assert not updater.optimizer.state  # reinforcement begins with moments of its own
 
@@ -145,7 +145,7 @@ def test_sft_learning_rate_warms_up_and_decays_to_zero() -> None:
     policy = tiny_decoder(dtype=torch.float32)
     cfg = SftConfig(steps=10, batch=2, lr=1e-3, warmup=2)
     updater = Updater(policy, make_adamw(policy, 1.0))
-    rates = [found["sft/lr"] for found in warm_start(updater, renderer(), PROMPTS, cfg, seed=0)]
+    rates = [found["sft/lr"] for found in WarmStart(updater, renderer(), PROMPTS, cfg, seed=0).run()]
     expected = [1e-3 / 2, 1e-3, *[1e-3 * (1 - (step - 2) / 8) for step in range(2, 10)]]
     assert rates == pytest.approx(expected)
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from assay.algos import Algorithm, Scorers
-from assay.config import AlgoConfig, SftConfig, TrainConfig
+from assay.config import AlgoConfig, OptimConfig, SftConfig, TrainConfig
 from assay.mesh import Mesh, reshard
 from assay.models import PolicyModel
 from assay.text import Renderer
 from assay.train.faults import nonfinite_error, should_abort
 from assay.train.learner.critic import Critic
-from assay.train.learner.optim import lr_factor, make_adamw
+from assay.train.learner.optim import lr_factor, make_optimizer
 from assay.train.learner.pack import Row
 from assay.train.learner.update import Updater
 from assay.train.progress import RunState, Schedule
@@ -92,32 +92,61 @@ class Learner:
 SFT = Algorithm(AlgoConfig(advantage="none", policy_loss="reinforce", aggregate="token"))
 
 
-def warm_start(
-    updater: Updater, renderer: Renderer, prompts: Sequence[Prompt], cfg: SftConfig, seed: int, max_skipped: int = 0
-) -> Iterator[dict[str, float]]:
-    """Train on `cfg.steps` batches of solutions, and yield the metrics of each step.
+class WarmStart:
+    """Supervised fine-tuning on worked solutions. A checkpoint stores `step` and the state of `optimizer`."""
 
-    `max_skipped`: number of consecutive skipped steps that ends the run, as in the training loop; 0: no limit.
-    """
-    stream = PromptStream(prompts, seed)
-    optimizer = make_adamw(updater.policy, cfg.lr, weight_decay=cfg.weight_decay)
-    sft_updater = replace(updater, optimizer=optimizer, temperature=1.0, expects_more=False)
-    consecutive = 0
-    with sft_updater.working():
-        for step in range(cfg.steps):
-            rows = solution_rows(stream.next(cfg.batch), renderer, updater.policy.max_length)
-            lr = cfg.lr * lr_factor("linear", step, cfg.steps, cfg.warmup)
-            sums, norm, skipped = sft_updater.step(rows, SFT, lr)
-            consecutive = consecutive + 1 if skipped else 0
-            yield {
-                "sft/loss": float(sums.losses["loss/policy"]),
-                "sft/grad_norm": norm,
-                "sft/lr": lr,
-                "sft/skipped": float(skipped),
-            }
-            if skipped and should_abort(sft_updater.faults, consecutive, max_skipped):
-                raise nonfinite_error(sft_updater.faults[-1], consecutive)
-    updater.token_budget = sft_updater.token_budget
+    def __init__(
+        self,
+        updater: Updater,
+        renderer: Renderer,
+        prompts: Sequence[Prompt],
+        cfg: SftConfig,
+        seed: int,
+        max_skipped: int = 0,
+        step: int = 0,
+    ) -> None:
+        """`max_skipped`: number of consecutive skipped steps that ends the run, as in the training loop; 0: no limit.
+
+        `step`: completed steps of a resumed warm start.
+        """
+        optim = OptimConfig(name=cfg.optimizer, lr=cfg.lr, matrix_lr=cfg.matrix_lr, weight_decay=cfg.weight_decay)
+        self.optimizer = make_optimizer(updater.policy, optim, section="sft")
+        self.cfg, self.renderer, self.step, self.max_skipped = cfg, renderer, step, max_skipped
+        self.updater = replace(updater, optimizer=self.optimizer, temperature=1.0, expects_more=False)
+        self.stream = PromptStream(prompts, seed)
+        self.stream.cursor = step * cfg.batch
+        self.skipped = 0  # consecutive
+        self.paused = False
+
+    @property
+    def done(self) -> bool:
+        return self.step >= self.cfg.steps
+
+    def run(self) -> Iterator[dict[str, float]]:
+        """Train, and yield the metrics of each step, until the warm start is done or `paused` is set.
+
+        Weights and optimizer may be saved only after the iteration: until then they can be in another process.
+        """
+        self.paused = False
+        with self.updater.working():
+            while not (self.done or self.paused):
+                yield self._train_step()
+                if self.skipped and should_abort(self.updater.faults, self.skipped, self.max_skipped):
+                    raise nonfinite_error(self.updater.faults[-1], self.skipped)
+
+    def _train_step(self) -> dict[str, float]:
+        cfg = self.cfg
+        rows = solution_rows(self.stream.next(cfg.batch), self.renderer, self.updater.policy.max_length)
+        lr = cfg.lr * lr_factor("linear", self.step, cfg.steps, cfg.warmup)
+        sums, norm, skipped = self.updater.step(rows, SFT, lr)
+        self.step += 1
+        self.skipped = self.skipped + 1 if skipped else 0
+        return {
+            "sft/loss": float(sums.losses["loss/policy"]),
+            "sft/grad_norm": norm,
+            "sft/lr": lr,
+            "sft/skipped": float(skipped),
+        }
 
 
 def solution_rows(prompts: Sequence[Prompt], renderer: Renderer, max_length: int) -> list[Row]:

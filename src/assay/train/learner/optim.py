@@ -108,9 +108,10 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     return (x if wide else x.T).to(matrix.dtype)
 
 
-def make_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, cfg: OptimConfig, section: str = "optim") -> torch.optim.Optimizer:
+    """`section`: the section of the settings that errors refer to."""
     if cfg.name == "muon" and cfg.matrix_lr is None:
-        raise UserError("Muon needs a learning rate of its own for matrices: set optim.matrix_lr, e.g. 0.001")
+        raise UserError(f"Muon needs a learning rate of its own for matrices: set {section}.matrix_lr, e.g. 0.001")
     groups = parameter_groups(model, cfg)
     fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
     if cfg.name == "muon":
