@@ -176,7 +176,7 @@ def test_other_architectures_fall_back_to_transformers(tmp_path, logit_differenc
         load_model(str(tmp_path))
 
 
-SIZES = {"nano": 0.25e6, "tiny": 0.9e6, "tiny-llama": 0.9e6, "small": 4e6, "base": 12e6, "medium": 30e6}
+SIZES = {"pico": 0.14e6, "nano": 0.25e6, "tiny": 0.9e6, "tiny-llama": 0.9e6, "small": 4e6, "base": 12e6, "medium": 30e6}
 
 
 def test_presets_have_the_documented_sizes():
@@ -185,7 +185,7 @@ def test_presets_have_the_documented_sizes():
         assert preset(name, vocab_size=256, max_length=512).parameters == pytest.approx(size, rel=0.1), name
 
 
-@pytest.mark.parametrize("name", ["nano", "tiny", "tiny-llama", "small"])
+@pytest.mark.parametrize("name", ["pico", "nano", "tiny-llama", "small"])
 def test_a_spec_counts_the_parameters_of_its_model(name):
     model = build_preset(name, vocab_size=77, max_length=64, seed=0)
     assert sum(weight.numel() for weight in model.parameters()) == model.spec.parameters
