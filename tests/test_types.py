@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from assay.types import DISTRIBUTION, UserError, closest, missing_extra, unknown_name
+from assay.types import DISTRIBUTION, UserError, closest, missing_extra, plural, unknown_name
+
+
+def test_a_noun_is_plural_unless_there_is_one() -> None:
+    assert [plural(count, "step") for count in (0, 1, 2, 1000)] == ["0 steps", "1 step", "2 steps", "1,000 steps"]
+
 
 RECIPES = ["grpo", "gspo", "gpg", "ppo", "dr_grpo"]
 KEYS = ["optim.lr", "train.steps", "sft.steps", "algo.clip_high", "optim"]

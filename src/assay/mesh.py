@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
-from assay.types import UserError
+from assay.types import UserError, plural
 
 INTERVAL_S = 1.0
 WARN_S = 30.0  # without a heartbeat until it is reported
@@ -353,7 +353,9 @@ def waiting() -> AbstractContextManager[None]:
 def own_gpu(local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise UserError(f"torchrun started more processes on this node than its {count} GPUs: lower --nproc-per-node")
+        raise UserError(
+            f"torchrun started more processes on this node than its {plural(count, 'GPU')}: lower --nproc-per-node"
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

@@ -322,7 +322,7 @@ def test_invalid_few_shot_files_are_reported(content: str, message: str, tmp_pat
 
 def test_too_few_examples_are_reported(tmp_path) -> None:
     path = write_rows(tmp_path / "shots.jsonl", {"prompt": "a", "completion": "b"})
-    with pytest.raises(UserError, match="has 1 few-shot examples, but 2 are"):
+    with pytest.raises(UserError, match="has 1 few-shot example, but 2 are"):
         load_few_shot(path, n=2)
 
 
@@ -334,7 +334,7 @@ def make_prompt(index: int, solved: bool) -> Prompt:
 def test_few_shot_uses_the_first_prompts_with_a_solution() -> None:
     prompts = [make_prompt(index, solved=index % 2 == 1) for index in range(6)]
     assert few_shot_from_prompts(prompts, 2) == [("q1", "s1"), ("q3", "s3")]
-    with pytest.raises(UserError, match="4 few-shot examples were requested, but only 3"):
+    with pytest.raises(UserError, match="4 few-shot examples requested, but only 3 prompts"):
         few_shot_from_prompts(prompts, 4)
 
 

@@ -106,6 +106,13 @@ def test_invalid_tokenizer_sources_are_reported(make: str, tmp_path) -> None:
     assert source in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_model_folder_without_tokenizer_files_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "tokenizer_config.json").write_text("{}")  # transformers alone would make an empty tokenizer
+    with pytest.raises(UserError, match=r"has no tokenizer: tokenizer.json is missing.*model\.tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_unknown_hub_id_offline_fails_quickly(monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=r'"nobody/no-such-model".*hub cannot be reached'):

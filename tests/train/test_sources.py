@@ -241,7 +241,7 @@ def test_the_summary_lists_versions_and_means() -> None:
     first, one, three = buffer.summary(4).splitlines()
     assert first == "3 of 9 groups, 6 rollouts, mean age 2.3"
     assert one.startswith("version 1: 2 groups, mean reward 0.500, mean length ")
-    assert three.startswith("version 3: 1 groups, mean reward 0.250, mean length ")
+    assert three.startswith("version 3: 1 group, mean reward 0.250, mean length ")
 
 
 def test_fresh_and_replayed_groups_are_interleaved_evenly(groups: list[Group]) -> None:

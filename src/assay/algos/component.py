@@ -17,7 +17,7 @@ from torch import Tensor
 
 from assay.algos.batch import LossBatch
 from assay.config import Section
-from assay.types import Group, Rollout, UserError, describe_error, unknown_name
+from assay.types import Group, Rollout, UserError, describe_error, plural, unknown_name
 
 Loader = Callable[[str], Any]  # "file.py:name" -> object
 
@@ -257,7 +257,8 @@ def check_per_token(who: str, statistic: str, values: Any, tokens: int) -> None:
         raise UserError(f"{who} returned {type(values).__name__}: {what}return a tensor with one value per token.")
     if tuple(values.shape) != (tokens,):
         raise UserError(
-            f"{who} returned shape {tuple(values.shape)} for {tokens} tokens: {what}return one value per token."
+            f"{who} returned shape {tuple(values.shape)} for {plural(tokens, 'token')}: "
+            f"{what}return one value per token."
         )
 
 

@@ -34,7 +34,7 @@ from assay.algos.component import (
 )
 from assay.config import AlgoConfig, CriticConfig
 from assay.config.algorithm import RewardKLConfig
-from assay.types import Group, Rollout, UserError, describe_error
+from assay.types import Group, Rollout, UserError, describe_error, plural
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def per_group(advantages: Any, groups: int) -> list[Tensor]:
     if isinstance(advantages, Tensor) and not advantages.dim():
         raise UserError(f"the advantage function returned a single number: {form}.")
     if len(advantages) != groups:
-        raise UserError(f"the advantage function returned {len(advantages)} groups for {groups}: {form}.")
+        raise UserError(f"the advantage function returned {plural(len(advantages), 'group')} for {groups}: {form}.")
     try:
         return [torch.as_tensor(advantages_G, dtype=torch.float64) for advantages_G in advantages]
     except (TypeError, ValueError, RuntimeError) as error:

@@ -32,7 +32,7 @@ from assay.bench.step import Sequences, StepOptions
 from assay.bench.workload import Workload, command_options, option_name
 from assay.models.device import pick_device
 from assay.runs.console import Console
-from assay.types import UserError
+from assay.types import UserError, plural
 
 HELP = "Measure generation, training and episodes on this machine, with random weights or a given model."
 ENGINE_HELP = "measure generation: tokens per second, memory, start-up time, agreement with the trainer"
@@ -151,8 +151,8 @@ def describe_engine(work: Workload) -> str:
     lengths = f"{work.new} new tokens each"
     if work.is_longtail:
         lengths = f"1 to {work.new} new tokens, mean {work.mean_new:.1f}"
-    prompts = f"{work.prompts} prompts of {work.prompt_tokens} tokens"
-    return f"{work.label}: {work.sequences} sequences from {prompts}, {lengths}, at most {work.batch} running"
+    prompts = f"{plural(work.prompts, 'prompt')} of {plural(work.prompt_tokens, 'token')}"
+    return f"{work.label}: {plural(work.sequences, 'sequence')} from {prompts}, {lengths}, at most {work.batch} running"
 
 
 def run_step(args: argparse.Namespace) -> int:
@@ -207,14 +207,16 @@ def step_jobs(args: argparse.Namespace, work: Workload | Sequences, options: Seq
 
 def describe_step(work: Workload | Sequences) -> str:
     if isinstance(work, Sequences):
-        return f"{work.label}: training on {work.sequences} sequences of {work.tokens} tokens"
-    samples = f"{work.samples} samples of {work.new} tokens per prompt"
-    return f"{work.label}: a step with {work.prompts} prompts of {work.prompt_tokens} tokens, {samples}"
+        return f"{work.label}: training on {plural(work.sequences, 'sequence')} of {plural(work.tokens, 'token')}"
+    samples = f"{plural(work.samples, 'sample')} of {plural(work.new, 'token')} per prompt"
+    prompts = f"{plural(work.prompts, 'prompt')} of {plural(work.prompt_tokens, 'token')}"
+    return f"{work.label}: a step with {prompts}, {samples}"
 
 
 def run_episodes(args: argparse.Namespace) -> int:
     work, options = Episodes(**Episodes.given(args)), EpisodeOptions(**EpisodeOptions.given(args))
-    sizes = f"{work.episodes} episodes, at most {work.max_batch} running, actions of up to {work.step_tokens} tokens"
+    actions = f"actions of up to {plural(work.step_tokens, 'token')}"
+    sizes = f"{plural(work.episodes, 'episode')}, at most {work.max_batch} running, {actions}"
     jobs = [(f"{work.shape}: {sizes}", partial(measure_episodes, work, options))]
     words = ["assay", "bench", "episodes", *command_options(work, options)]
     print_table([episode_cells(row) for row in run_jobs(args, jobs, words, "--max-batch")])

@@ -26,7 +26,7 @@ from assay.runs.resolve import PREFIX
 from assay.tasks import SPLITS, Task
 from assay.tasks.base import ALL, UNLIMITED, prompts_of
 from assay.train import components
-from assay.types import Finish, Message, Prompt, UserError, unknown_name
+from assay.types import Finish, Message, Prompt, UserError, plural, unknown_name
 
 HELP = """Talk to one or several models. /help in the chat lists its commands, e.g. /task, which grades the answers.
 
@@ -231,7 +231,7 @@ class TaskQuestions:
         elif 0 <= request.index < size:
             index = request.index
         else:
-            raise UserError(f"{request.name} has {size} {split} questions: choose one from 0 to {size - 1}")
+            raise UserError(f"{request.name} has {plural(size, f'{split} question')}: choose one from 0 to {size - 1}")
         return prompts[index], split, index
 
     def grade(self, name: str, prompt: Prompt, replies: Sequence[Reply]) -> None:

@@ -19,7 +19,7 @@ from assay.evals.stats import pass_at_k
 from assay.rollout import with_stops
 from assay.runs.console import one_line, printable, raw_stream
 from assay.text import Renderer
-from assay.types import Finish, Message, Prompt, UserError, Verdict
+from assay.types import Finish, Message, Prompt, UserError, Verdict, plural
 
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not a whole character, or not yet
 
@@ -96,7 +96,7 @@ class ChatModel:
         context = self.engine.info.max_length
         if len(ids) >= context:
             raise UserError(
-                f"{self.name}: the prompt of {len(ids)} tokens fills the context of {context}: "
+                f"{self.name}: the prompt of {plural(len(ids), 'token')} fills the context of {context}: "
                 "ask something shorter" + (", or delete the history with /clear" if self.history else "")
             )
         return ids, note

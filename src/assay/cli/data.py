@@ -16,7 +16,7 @@ from assay.runs.files import write_text
 from assay.tasks import SPLITS, Task, make_task, overlap
 from assay.tasks.base import ALL, LazyPrompts, NoSuchSplit, is_gold, prompts_of, seeded_shuffle
 from assay.tasks.sources import MANIFEST, jsonl_text, manifest_of, prepared_row
-from assay.types import Prompt, UserError
+from assay.types import Prompt, UserError, plural
 
 HELP = "Prepare, show or check the problems of a task."
 PREPARABLE = ("gsm8k", "math", "countdown", "abacus")
@@ -140,7 +140,7 @@ def prepare_splits(
     task = make_task(args.name, args.path, **{"seed": args.seed, "val_size": args.val_size, **extra})
     test = task.prompts("test")
     if args.eval_size > len(test):
-        raise UserError(f"--eval-size {args.eval_size} exceeds the {len(test)} problems of the test split")
+        raise UserError(f"--eval-size {args.eval_size} exceeds the {plural(len(test), 'problem')} of the test split")
     chosen = seeded_shuffle(len(test), args.seed)[: args.eval_size]
     return task, (task.prompts("train"), task.prompts("validation"), [test[index] for index in chosen])
 

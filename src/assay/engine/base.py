@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from assay.types import Completion, UserError
+from assay.types import Completion, UserError, plural
 
 if TYPE_CHECKING:
     from assay.models.parallel import TPShard
@@ -242,7 +242,7 @@ class RequestError(UserError):
     """Some requests of a call to `generate` failed; all others were served."""
 
     def __init__(self, errors: dict[int, str]) -> None:
-        more = f" ({len(errors) - 1} more requests failed)" if len(errors) > 1 else ""
+        more = f" ({plural(len(errors) - 1, 'more request')} failed)" if len(errors) > 1 else ""
         super().__init__(errors[min(errors)] + more)
         self.errors = errors  # by the request's index
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from assay.envs.base import Env, Observation, Step, is_masked, run_with_timeout, validate_step
 from assay.tasks.base import SPLITS, NoSuchSplit, overlap
-from assay.types import Prompt, UserError, describe_error
+from assay.types import Prompt, UserError, describe_error, plural
 
 INVALID_ACTIONS = ("", "?", "banana 7 \n = \\boxed{} <answer> ####", "é 漢 " * 50)
 EPISODES = 20
@@ -122,7 +122,8 @@ def _termination(env: Env, prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         played = play(env, prompt, _invalid_action), play(env, prompt, lambda episode, _: episode.gold_action())
         if not any(step[2] or step[3] for steps in played for _, step in steps):
-            return f"{prompt.id}: neither invalid nor gold actions ended the episode within {env.max_steps} steps"
+            limit = plural(env.max_steps, "step")
+            return f"{prompt.id}: neither invalid nor gold actions ended the episode within {limit}"
     return ""
 
 

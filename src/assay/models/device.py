@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from assay.types import UserError
+from assay.types import UserError, plural
 
 DTYPES = {
     "float32": torch.float32,
@@ -32,7 +32,7 @@ def pick_device(name: str = "auto") -> torch.device:
         version = torch.__version__
         raise UserError(f"device '{name}' is not available: torch {version} sees no CUDA GPU; use auto or cpu")
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-        raise UserError(f"device '{name}' does not exist: there are {count} GPUs, numbered from 0")
+        raise UserError(f"device '{name}' does not exist: the machine has {plural(count, 'GPU')}, numbered from 0")
     if device.type == "mps" and not has_mps():
         raise UserError("device 'mps' is not available on this machine or in this build of torch: use auto or cpu")
     return device

@@ -22,7 +22,7 @@ from assay.rewards.judge import (
     prepare_judge,
     sees_group,
 )
-from assay.types import Prompt, Status, UserError, Verdict, describe_error
+from assay.types import Prompt, Status, UserError, Verdict, describe_error, plural
 
 Item = tuple[str, str, Mapping[str, Any]]  # completion, gold answer, fields
 GroupItem = tuple[Sequence[str], str, Mapping[str, Any]]  # all completions of a prompt, gold answer, fields
@@ -110,7 +110,8 @@ class JudgePool:
     def _verdicts(self, result: list[Verdict] | ItemFailure, count: int) -> list[Verdict]:
         if isinstance(result, list) and len(result) != count:
             result = ItemFailure(
-                timed_out=False, detail=f"the judge returned {len(result)} verdicts for {count} answers"
+                timed_out=False,
+                detail=f"the judge returned {plural(len(result), 'verdict')} for {plural(count, 'answer')}",
             )
         if isinstance(result, list):
             for verdict in result:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from assay.engine.base import Engine, Event, Failed, Finished, Request, RequestError, SamplingParams
 from assay.envs.base import Env, Observation, Step, as_messages, error_step, is_masked, run_with_timeout, warn_after
 from assay.text import Renderer
-from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
+from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict, plural
 
 MIN_STEP_S = 1.0  # shortest time limit of a step, even if the limit of an episode is shorter
 REPORT_S = 60.0  # a step without a time limit is reported after this time
@@ -229,9 +229,9 @@ class EpisodeRunner:
     def _limit(self, episode: Episode) -> str:
         """Description of the limit that an episode has reached; empty if none."""
         if not self._may_continue(len(episode.turns)):
-            return f"cut off after {len(episode.turns)} steps"
+            return f"cut off after {plural(len(episode.turns), 'step')}"
         if episode.sampled_tokens >= episode.first.params.max_new_tokens:
-            return f"cut off after {episode.sampled_tokens} tokens"
+            return f"cut off after {plural(episode.sampled_tokens, 'token')}"
         context = self.engine.info.max_length
         if episode.length >= context:
             return f"cut off at the end of the context of {context} tokens"

@@ -19,6 +19,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from assay.types import plural
+
 # Control characters become visible symbols, e.g. U+241B for escape; newlines and tabs are kept.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= dict.fromkeys(range(0x7F, 0xA0), 0x2421)
@@ -145,7 +147,7 @@ class Console:
             self._progress.add_task(escape(name), total=total, completed=done, facts=f"step {done}/{total}")
             self._progress.start()
         else:
-            self._print(f"{name}: {max(total - done, 0)} steps" + (f", from step {done}" if done else ""))
+            self._print(f"{name}: {plural(max(total - done, 0), 'step')}" + (f", from step {done}" if done else ""))
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the metrics of a completed step."""

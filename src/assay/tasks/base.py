@@ -13,7 +13,7 @@ from typing import Any, overload
 from assay.rewards import CountdownJudge, Judge, MathJudge
 from assay.rewards.extract import check_extractor
 from assay.rewards.judge import judged_fields
-from assay.types import Prompt, UserError, Verdict, describe_user_error
+from assay.types import Prompt, UserError, Verdict, describe_user_error, plural
 
 SPLITS = ("train", "validation", "test")
 ALL = "all"  # a further split: every row of a single file or list
@@ -190,7 +190,9 @@ def carve_validation(n: int, size: int, seed: int) -> tuple[list[int], list[int]
     So the first few validation problems are a random sample, even if a file is sorted by subject.
     """
     if size < 0 or (size and size >= n):
-        raise UserError(f"cannot carve {size} validation problems from {n}: set val_size between 0 and {max(n - 1, 0)}")
+        raise UserError(
+            f"cannot carve {plural(size, 'validation problem')} from {n}: set val_size between 0 and {max(n - 1, 0)}"
+        )
     shuffled = seeded_shuffle(n, seed)
     return sorted(shuffled[size:]), shuffled[:size]
 
@@ -231,7 +233,7 @@ class OverlapReport:
     def __str__(self) -> str:
         part = " (a sample of a longer split)" if self.sampled else ""
         shared = f"{self.n_shared} of {self.n_eval} evaluation prompts"
-        return f"{shared} are also among {self.n_train_checked} train prompts{part}"
+        return f"{shared} are also among {plural(self.n_train_checked, 'train prompt')}{part}"
 
 
 def overlap(train: Sequence[Prompt], evaluation: Sequence[Prompt], limit: int | None = None) -> OverlapReport:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.tasks.base import ALL, NoSuchSplit, Task, carve_validation, check_split
-from assay.types import Message, Prompt, UserError, missing_extra
+from assay.types import Message, Prompt, UserError, missing_extra, plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class RowTask(Task):
         size = self._held_out(len(rows))
         if size and 2 * size >= len(rows):
             raise UserError(
-                f"{self.source.name} has {len(rows)} rows, too few for {size} each of test and validation: "
+                f"{self.source.name} has {plural(len(rows), 'row')}, too few for {size} each of test and validation: "
                 f"set val_size between 0 and {max((len(rows) - 1) // 2, 0)}"
             )
         rest, test = self._carved(rows, size)

@@ -17,7 +17,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from assay.text.tokenizer import Tokenizer
-from assay.types import Message, Prompt, UserError
+from assay.types import Message, Prompt, UserError, plural
 
 Shot = tuple[str, str]  # a question and its worked solution
 
@@ -48,7 +48,8 @@ def load_few_shot(path: str | Path, n: int | None = None) -> list[Shot]:
             shots.append(_shot_of_line(line, f"{path}, line {number}"))
     if not shots if n is None else len(shots) < n:
         wanted = "at least 1 is" if n is None else f"{n} are"
-        raise UserError(f'"{path}" has {len(shots)} few-shot examples, but {wanted} needed')
+        examples = plural(len(shots), "few-shot example")
+        raise UserError(f'"{path}" has {examples}, but {wanted} needed')
     return shots
 
 
@@ -57,7 +58,9 @@ def few_shot_from_prompts(prompts: Iterable[Prompt], n: int) -> list[Shot]:
     worked = ((p.question, p.solution) for p in islice(prompts, n + MAX_SEARCHED) if p.solution is not None)
     shots = list(islice(worked, n))
     if len(shots) < n:
-        raise UserError(f"{n} few-shot examples were requested, but only {len(shots)} prompts have a worked solution")
+        raise UserError(
+            f"{plural(n, 'few-shot example')} requested, but only {plural(len(shots), 'prompt')} with a worked solution"
+        )
     return shots
 
 

@@ -144,6 +144,15 @@ def _from_pretrained(source: str, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer  # late: the import takes seconds
 
     is_folder = Path(source).is_dir()
+    if is_folder and not _has_vocabulary(Path(source)):  # transformers would return a tokenizer without tokens
+        if not (Path(source) / "config.json").is_file():
+            raise UserError(
+                f'"{source}" has neither a model nor a tokenizer (config.json, tokenizer.json): check the path'
+            )
+        raise UserError(
+            f'"{source}" has no tokenizer: tokenizer.json is missing; copy the tokenizer files of the original model '
+            "into the folder, or set model.tokenizer to a folder or hub id that has them"
+        )
     local_only = is_folder or not _hub_reachable()
     try:
         return AutoTokenizer.from_pretrained(
@@ -159,6 +168,12 @@ def _from_pretrained(source: str, trust_remote_code: bool) -> Any:
         else:
             advice = "no such local folder, and not found on the Hugging Face hub: check the name"
         raise UserError(f'cannot load the tokenizer "{source}": {advice} ({_first_line(error)})') from error
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    """Whether a folder has the vocabulary of a tokenizer in one of the usual formats, or a tokenizer's own code."""
+    names = ("tokenizer.json", "vocab.*", "*.vocab", "*.model", "*.tiktoken", "tokenization_*.py", "tokenizer.py")
+    return any(True for name in names for _ in folder.glob(name))
 
 
 def _first_line(error: BaseException) -> str:

@@ -44,7 +44,7 @@ from assay.train.reference import load_reference
 from assay.train.run import TrainingRun
 from assay.train.sources import OnPolicySource, PromptStream, Replay
 from assay.train.trust import remember_trust
-from assay.types import Prompt, UserError
+from assay.types import Prompt, UserError, plural
 
 
 def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
@@ -307,7 +307,7 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         lengths = [*map(len, collector.renderer.all_prompt_ids(prompts))]
         longest, limit = max(lengths), collector.engine.info.max_length
         task = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
-        yield f"task {task}: {len(stream.prompts):,} train problems; {run.schedule.total_steps} steps"
+        yield f"task {task}: {plural(len(stream.prompts), 'train problem')}; {plural(run.schedule.total_steps, 'step')}"
         new = cfg.sampling.max_new_tokens
         yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
         if longest + new > limit:
@@ -318,7 +318,8 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     if cfg.sft.steps:
         first_batch = run.demonstrations[: cfg.sft.batch]
         rows = solution_rows(first_batch, collector.renderer, learner.policy.max_length)
-        yield f"warm start: {cfg.sft.steps} steps on solutions of up to {max(sum(row.trained) for row in rows)} tokens"
+        longest_solution = plural(max(sum(row.trained) for row in rows), "token")
+        yield f"warm start: {plural(cfg.sft.steps, 'step')} on solutions of up to {longest_solution}"
     if learner.algo.needs.reference:
         load_reference(learner.updater, cfg, run.tokenizer)
     check_writable(Path(cfg.runs_dir))

@@ -35,7 +35,7 @@ from assay.runs.console import Console
 from assay.tasks import Task
 from assay.tasks.base import LazyPrompts, overlap
 from assay.text import Renderer
-from assay.types import Prompt, UserError, Verdict
+from assay.types import Prompt, UserError, Verdict, plural
 
 MAX_GENERATED, MAX_READ = 64, 20_000  # prompts per split whose length is checked: generated ones, ones from a file
 
@@ -166,9 +166,8 @@ def check_overlap(train: Sequence[Prompt], evaluations: Mapping[str, Sequence[Pr
             )
         else:
             sample = " (a sample: the split is endless)" if shared.sampled else ""
-            console.note(
-                f"no overlap between {shared.n_train_checked:,} train{sample} and {shared.n_eval:,} {name} problems"
-            )
+            evaluated = plural(shared.n_eval, f"{name} problem")
+            console.note(f"no overlap between {shared.n_train_checked:,} train{sample} and {evaluated}")
 
 
 MAY_DIFFER = ("name", "runs_dir", "reward.workers", "log.wandb", "log.tensorboard")  # used by rank 0 or one host only

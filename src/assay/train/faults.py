@@ -14,7 +14,7 @@ from assay.mesh import Mesh, full_tensor, local_tensor
 from assay.models import PolicyModel
 from assay.runs import checkpoints, rollouts
 from assay.runs.files import write_json
-from assay.types import Group, UserError
+from assay.types import Group, UserError, plural
 
 MAX_NAMES = 5  # parameters listed per fault
 
@@ -56,7 +56,7 @@ def should_abort(faults: Sequence[Fault], consecutive: int, limit: int) -> bool:
 
 def nonfinite_error(fault: Fault, consecutive: int, run_path: Path | None = None, lr: float = 0.0) -> UserError:
     """The error that ends a run, or a warm start (without `run_path`)."""
-    how = "is not finite" if fault.weights else f"was not finite for {consecutive} steps in a row"
+    how = "is not finite" if fault.weights else f"was not finite for {plural(consecutive, 'step')} in a row"
     remedy = "resume with a lower sft.lr" if run_path is None else resume_command(run_path, lr)
     batches = "" if run_path is None else f"; the batches are saved in {run_path / 'skipped'}"
     return UserError(

@@ -15,7 +15,7 @@ from assay.rollout import Collector, sampling_params
 from assay.runs.files import read_json, write_json
 from assay.runs.rollouts import read_rollouts, rollout_path, write_rollouts
 from assay.train.progress import RunState, Schedule, Stopping
-from assay.types import Group, Prompt, UserError
+from assay.types import Group, Prompt, UserError, plural
 
 MAX_SHUFFLED = 1 << 24  # longer splits are generated: their prompts are independent, and are used in order
 
@@ -237,12 +237,14 @@ class ReplayBuffer:
         """A description: one line for the buffer, and one per policy version that sampled groups in it."""
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
         ages = f", mean age {self.mean_age(version):.1f}" if version is not None and rollouts else ""
-        lines = [f"{len(self)} of {self.capacity} groups, {len(rollouts)} rollouts{ages}"]
+        lines = [f"{len(self)} of {self.capacity} groups, {plural(len(rollouts), 'rollout')}{ages}"]
         for sampled_by, count in sorted(Counter(version_of(group) for group in self.groups).items()):
             own = [r for group in self.groups if version_of(group) == sampled_by for r in group.rollouts]
             mean = sum(r.reward for r in own) / len(own)
             length = sum(r.length for r in own) / len(own)
-            lines.append(f"version {sampled_by}: {count} groups, mean reward {mean:.3f}, mean length {length:.1f}")
+            lines.append(
+                f"version {sampled_by}: {plural(count, 'group')}, mean reward {mean:.3f}, mean length {length:.1f}"
+            )
         return "\n".join(lines)
 
 
