@@ -85,6 +85,9 @@ def closest(name: str, known: Sequence[str]) -> str | None:
     return best if best is not None and similarity(best)[0] > 0.9 else None
 
 
+TASK_LABEL = "task_label"  # the prompt field with the label of its task, if several tasks are mixed
+
+
 class Message(TypedDict):
     role: str  # system, user, assistant or tool
     content: str

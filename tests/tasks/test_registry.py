@@ -170,7 +170,7 @@ def test_invalid_rows_are_user_errors(own):
 def test_config_values_are_converted_to_the_annotated_types():
     assert make_task("countdown", numbers=[3, 3]).numbers == (3, 3)
     assert make_task("abacus", noise=0).noise == 0.0
-    assert set(TASKS) == {"abacus", "countdown", "gsm8k", "jsonl", "math"}
+    assert set(TASKS) == {"abacus", "countdown", "gsm8k", "jsonl", "math", "mix"}
 
 
 DIGEST = """

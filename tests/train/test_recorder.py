@@ -115,3 +115,48 @@ def test_each_part_of_the_reward_is_a_metric_and_in_the_rollout_files(tmp_path: 
         ranks = [r.verdict.parts["rank"] for group in groups for r in group.rollouts if r.verdict]
         assert row["parts/rank"] == pytest.approx(sum(ranks) / len(ranks))
         assert row["reward/mean"] == pytest.approx(row["parts/reward"] + 0.5 * row["parts/rank"])
+
+
+MIX = """
+[task]
+name = "mix"
+[[task.args.tasks]]
+name = "abacus"
+weight = 2
+args = {train_size = 24, eval_size = 10}
+[[task.args.tasks]]
+name = "abacus"
+label = "harder"
+args = {min_steps = 3, train_size = 24, eval_size = 10}
+"""
+
+
+def test_mixed_tasks_have_metrics_of_their_own_and_evaluations_by_task(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    before, after = small.config.read_text().split("[task]")
+    small.config.write_text(before + MIX + after.partition("\n[sampling]")[1] + after.partition("\n[sampling]")[2])
+    assert small.train("--eval.every", 1, "--eval.final_examples", 6) == 0
+    rows = [row for row in small.metrics() if "reward/mean" in row]
+    for step, row in enumerate(rows, 1):
+        groups = read_rollouts(small.runs / "small", step)
+        assert [group.prompt.fields["task_label"] for group in groups].count("abacus") == 2
+        own = [r.reward for group in groups if group.prompt.id.startswith("harder/") for r in group.rollouts]
+        assert row["task/harder/reward"] == pytest.approx(sum(own) / len(own)) and "task/abacus/correct" in row
+        assert {"eval/accuracy/abacus", "eval/accuracy/harder"} <= row.keys()
+    by_task = small.summary()["after"]["by_task"]
+    assert {label: part["n"] for label, part in by_task.items()} == {"abacus": 4, "harder": 2}
+
+
+def test_long_prompts_are_dropped_with_their_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = SmallRuns(tmp_path)
+    tokenizer = word_tokenizer(make_task("abacus").words())  # type: ignore[attr-defined]
+    prompts = make_task("abacus", train_size=24, eval_size=10).prompts("train")
+    lengths = sorted(map(len, Renderer(tokenizer).all_prompt_ids(prompts)))
+    limit = lengths[12]
+    assert small.train("--train.max_prompt_tokens", limit) == 0
+    output = capsys.readouterr()
+    assert f"dropped {sum(n > limit for n in lengths)} of 24 train prompts" in output.out + output.err
+    used = [group.prompt for step in (1, 2) for group in read_rollouts(small.runs / "small", step)]
+    assert max(map(len, Renderer(tokenizer).all_prompt_ids(used))) <= limit
+    assert small.train("--train.max_prompt_tokens", 1) == 2
+    assert "all 24 train prompts" in capsys.readouterr().err

@@ -24,6 +24,7 @@ def no_key(remark: str) -> Equivalent:
 PROMPTS = "counts prompts over all devices; a step has train.prompts x train.samples answers"
 PASSES = "passes over each batch of rollouts"
 TOKENS = "in tokens, not sequences; it does not change the result"
+DROPS = "longer prompts of the train split are dropped, never truncated"
 LIMIT = "limits prompt + answer; prompts are never truncated"
 WARMUP = "a number of steps, not a fraction"
 BOTH_CLIPS = "below 1; set algo.clip_high for the range above 1"
@@ -69,7 +70,7 @@ TRL = {
     "num_generations": Equivalent("train.samples"),
     "num_generations_eval": Equivalent("eval.samples"),
     "num_iterations": Equivalent("train.passes", PASSES),
-    "max_prompt_length": Equivalent("model.max_length", LIMIT),
+    "max_prompt_length": Equivalent("train.max_prompt_tokens", DROPS),
     "max_completion_length": Equivalent("sampling.max_new_tokens"),
     "temperature": Equivalent("sampling.temperature", "evaluations use eval.temperature"),
     "top_p": Equivalent("sampling.top_p"),
@@ -131,7 +132,7 @@ ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 VERL = {
     "data.train_batch_size": Equivalent("train.prompts"),
-    "data.max_prompt_length": Equivalent("model.max_length", LIMIT),
+    "data.max_prompt_length": Equivalent("train.max_prompt_tokens", DROPS),
     "data.max_response_length": Equivalent("sampling.max_new_tokens"),
     "data.train_files": Equivalent("task.path", SPLITS),
     "data.val_files": Equivalent("task.path", SPLITS),

@@ -230,6 +230,8 @@ class LoopConfig(Section):
     """separate: run each update in its own process, which frees all of its GPU memory; takes seconds to start"""
     max_train_prompts: Count = 0
     """use only the first N prompts of the train split; 0: all"""
+    max_prompt_tokens: Count = 0
+    """drop problems of the train split whose prompt has more tokens, and report their number; 0: drop none"""
     max_skipped: Count = 5
     """stop after this many consecutive steps with a non-finite loss or gradient; 0: never"""
 

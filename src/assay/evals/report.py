@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from assay.engine.base import SamplingParams
 from assay.evals.stats import Paired, bootstrap, majority_at_k, mcnemar, paired_test, pass_at_k_values, wilson
 from assay.rollout import Collector
-from assay.types import Group, Prompt, Status
+from assay.types import TASK_LABEL, Group, Prompt, Status
 
 Outcome = tuple[Status, str | None, int, bool]  # status, parsed answer, number of tokens, truncated
 READABLE = (Status.OK, Status.WRONG)  # the answer has the required format
@@ -29,6 +29,7 @@ class Report:
     statuses: list[list[Status]]
     lengths: np.ndarray  # [Q, n] tokens
     truncated: np.ndarray  # [Q, n] bool
+    tasks: list[str] = field(default_factory=list)  # label of each question's task, if several tasks are mixed
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Report:
@@ -37,22 +38,25 @@ class Report:
             [(v.status, v.parsed, length, truncated) for v, length, truncated in row if v is not None]  # never None
             for row in rows
         ]
-        return cls._from([group.prompt.id for group in groups], outcomes)
+        tasks = [str(group.prompt.fields.get(TASK_LABEL, "")) for group in groups]
+        return cls._from([group.prompt.id for group in groups], outcomes, tasks)
 
     @classmethod
     def read(cls, lines: Sequence[Mapping[str, Any]]) -> Report:
         """Build a report from the lines of an evaluation file of a run."""
         outcomes: dict[int, list[Outcome]] = {}
         ids: dict[int, str] = {}
+        tasks: dict[int, str] = {}
         for line in lines:
             verdict, group = line["verdict"], line["group"]  # not by id: rows of a user's file may share an id
             outcome = (Status(verdict["status"]), verdict["parsed"], line["length"], line["truncated"])
             outcomes.setdefault(group, []).append(outcome)
             ids[group] = line["prompt_id"]
-        return cls._from(list(ids.values()), list(outcomes.values()))
+            tasks[group] = line.get("task", "")
+        return cls._from(list(ids.values()), list(outcomes.values()), list(tasks.values()))
 
     @classmethod
-    def _from(cls, ids: list[str], outcomes: list[list[Outcome]]) -> Report:
+    def _from(cls, ids: list[str], outcomes: list[list[Outcome]], tasks: list[str]) -> Report:
         return cls(
             ids=ids,
             correct=np.array([[status is Status.OK for status, *_ in row] for row in outcomes], dtype=bool),
@@ -60,6 +64,7 @@ class Report:
             statuses=[[status for status, *_ in row] for row in outcomes],
             lengths=np.array([[length for *_, length, _ in row] for row in outcomes]),
             truncated=np.array([[truncated for *_, truncated in row] for row in outcomes], dtype=bool),
+            tasks=tasks if any(tasks) else [],
         )
 
     @property
@@ -84,6 +89,8 @@ class Report:
             "format": sum(status in READABLE for status in flat) / len(flat),
             "statuses": {str(status): count for status, count in sorted(Counter(flat).items())},
         }
+        if self.tasks:
+            summary["by_task"] = {task: self._summary_of(task) for task in dict.fromkeys(self.tasks)}
         if samples > 1:
             ks = range(1, samples + 1)
             passed = {str(k): pass_at_k_values(self.correct, k) for k in ks}
@@ -92,6 +99,11 @@ class Report:
         if samples > 1 and any(answer is not None for row in self.parsed for answer in row):
             summary["majority_at_k"] = {str(k): majority_at_k(self.parsed, self.correct, k) for k in ks}
         return summary
+
+    def _summary_of(self, task: str) -> dict[str, Any]:
+        """Accuracy on the questions of one of several tasks."""
+        means = self.correct[[label == task for label in self.tasks]].mean(axis=1)
+        return {"accuracy": float(means.mean()), "ci95": list(interval(means)), "n": len(means)}
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from assay.rewards.functions import NOT_APPLICABLE
-from assay.types import Prompt, Status, UserError, Verdict, describe_error
+from assay.types import TASK_LABEL, Prompt, Status, UserError, Verdict, describe_error
 
 
 class Judge(Protocol):
@@ -253,3 +253,15 @@ class RewardSum(SeveralJudges):
 
 def _skipped(verdict: Verdict) -> bool:
     return verdict.status is Status.ERROR and verdict.detail == NOT_APPLICABLE
+
+
+@dataclass(frozen=True)
+class JudgeByTask(SeveralJudges):
+    """Judges each answer with the judge of its task, which a field of the prompt names."""
+
+    labels: tuple[str, ...]
+
+    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]:
+        if fields.get(TASK_LABEL) not in self.labels:
+            raise UserError(f"the field {TASK_LABEL} must be one of {', '.join(self.labels)}")
+        return judge_group(self.judges[self.labels.index(fields[TASK_LABEL])], completions, answer, fields)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from assay.runs.files import atomic_write, from_json, json_line, make_folder, remove_temporaries
-from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
+from assay.types import TASK_LABEL, Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 Kind = Literal["train", "eval", "skipped"]
 SCHEMA = 2  # version of the files that are written here, and the newest one that can be read
@@ -150,6 +150,8 @@ def _line(index: int, rollout: Rollout, kind: Kind) -> dict[str, Any]:
         "truncated": last is not None and rollout.truncated,
         "version": last and last.version,
     }
+    if TASK_LABEL in prompt.fields:
+        line["task"] = prompt.fields[TASK_LABEL]
     if kind != "eval":
         line |= {
             "advantage": rollout.advantage,

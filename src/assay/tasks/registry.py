@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_type_hints
 
@@ -14,7 +15,39 @@ from assay.tasks.base import Task
 from assay.tasks.countdown import Countdown
 from assay.tasks.datasets import GSM8K, PREFIX, Math, ReasoningGym
 from assay.tasks.jsonl import Jsonl, ListTask
+from assay.tasks.mix import EVAL_SIZE, Mix, MixPart
 from assay.types import UserError, describe_user_error, unknown_name
+
+ENTRY = ("name", "path", "args", "weight", "label")  # keys of a task in a mix
+
+
+def make_mix(tasks: list[dict[str, Any]], seed: int = 0, eval_size: int = EVAL_SIZE) -> Mix:
+    """Create a mix of tasks from entries such as {name = "gsm8k", weight = 3, path = "data/gsm8k", args = {}}."""
+    if not tasks:
+        raise UserError('mix needs tasks: task.args.tasks = [{name = "gsm8k", weight = 3}, {name = "math"}]')
+    if eval_size < 1:
+        raise UserError(f"mix: eval_size must be at least 1, not {eval_size}")
+    parts = [_part(entry) for entry in tasks]
+    labels = [part.label for part in parts]
+    if repeated := [label for label in labels if labels.count(label) > 1]:
+        raise UserError(f"mix has two tasks {repeated[0]}: add label = NAME to one of them")
+    return Mix(parts, seed, eval_size)
+
+
+def _part(entry: dict[str, Any]) -> MixPart:
+    for key in entry:
+        if key not in ENTRY:
+            raise unknown_name("key", key, ENTRY, where="of a task in mix")
+    name, weight, args = entry.get("name"), entry.get("weight", 1), entry.get("args", {})
+    if not isinstance(name, str) or not isinstance(args, dict):
+        raise UserError('each task in mix needs a name, and args as a table, e.g. {name = "abacus", args = {}}')
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise UserError(f"mix: the weight of {name} must be a number above 0, not {weight!r}")
+    label = str(entry.get("label", name.rpartition(":")[2]))
+    if "/" in label or not label:
+        raise UserError(f"mix: the label {label!r} must not be empty or contain a slash")
+    return MixPart(label, weight, make_task(name, entry.get("path"), **args))
+
 
 TASKS: dict[str, Callable[..., Task]] = {
     "abacus": Abacus,
@@ -22,6 +55,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "gsm8k": GSM8K,
     "jsonl": Jsonl,
     "math": Math,
+    "mix": make_mix,
 }
 
 

@@ -31,9 +31,11 @@ from assay.models.device import uses_triton
 from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix, RewardSum
 from assay.rewards.importing import load_object, normalized
 from assay.rollout import Collector, Limits
+from assay.runs.console import Console
 from assay.runs.resolve import load_resolved, resolve_model
 from assay.tasks import Task, make_task
 from assay.tasks.base import UNLIMITED
+from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
 from assay.train.progress import Stopping
@@ -63,13 +65,14 @@ def build_problems(task: TaskConfig, env: EnvConfig) -> Task:
     return made
 
 
-def build_demonstrations(cfg: TrainConfig) -> Sequence[Prompt]:
+def build_demonstrations(cfg: TrainConfig, renderer: Renderer, console: Console) -> Sequence[Prompt]:
     """Problems with the worked solutions that the warm start trains on."""
     if not cfg.sft.steps:
         return ()
     if cfg.env.name and not cfg.task.name:
         raise UserError(f"the environment {cfg.env.name} has no worked solutions to train on: set sft.steps = 0")
-    return build_task(cfg.task, **cfg.sft.args).prompts("train")
+    prompts = build_task(cfg.task, **cfg.sft.args).prompts("train")
+    return drop_long_prompts(prompts, renderer, cfg.train.max_prompt_tokens, console, "prompts of the warm start")
 
 
 def build_collector(
@@ -99,6 +102,28 @@ def take(prompts: Sequence[Prompt], count: int, split: str, endless: bool = Fals
             "set the number of problems to use (eval.examples, eval.final_examples)"
         )
     return prompts[:count] if count else prompts
+
+
+def drop_long_prompts(
+    prompts: Sequence[Prompt], renderer: Renderer, limit: int, console: Console, what: str = "train prompts"
+) -> Sequence[Prompt]:
+    """The prompts with at most `limit` tokens (0: all of them); reports how many are dropped."""
+    if not limit:
+        return prompts
+    if isinstance(prompts, MixedPrompts):
+        return prompts.filtered(lambda own: drop_long_prompts(own, renderer, limit, console, what))
+    if len(prompts) >= UNLIMITED:
+        console.warn(f"train.max_prompt_tokens = {limit} has no effect on generated problems: see their task.args")
+        return prompts
+    given = list(prompts)
+    kept = [prompt for prompt, ids in zip(given, renderer.all_prompt_ids(given), strict=True) if len(ids) <= limit]
+    if not kept:
+        raise UserError(f"all {len(given):,} {what} have more than train.max_prompt_tokens = {limit} tokens")
+    if dropped := len(given) - len(kept):
+        console.note(
+            f"dropped {dropped:,} of {len(given):,} {what} with more than {limit} tokens (train.max_prompt_tokens)"
+        )
+    return kept
 
 
 def build_judge_pool(cfg: RewardConfig, task: Task) -> JudgePool:

@@ -79,6 +79,7 @@ class RunEvaluator:
             f"{label}/truncated": summary["truncated"],
             f"{label}/format": summary["format"],
             "time/eval": time.perf_counter() - started,
+            **{f"{label}/accuracy/{task}": part["accuracy"] for task, part in summary.get("by_task", {}).items()},
             **{f"{label}/pass@{k}": value for k, value in summary.get("pass_at_k", {}).items()},
             **{f"{label}/majority@{k}": value for k, value in summary.get("majority_at_k", {}).items()},
         }

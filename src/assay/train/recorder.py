@@ -21,7 +21,7 @@ from assay.runs.directory import read_metrics
 from assay.train import faults
 from assay.train.progress import RunState
 from assay.train.sources import SampledGroups
-from assay.types import Group, Rollout
+from assay.types import TASK_LABEL, Group, Rollout
 
 CURVES_PAUSE_S = 30.0  # minimum seconds between two drawings of curves.png at evaluations
 
@@ -153,6 +153,7 @@ def rollout_metrics(sampled: SampledGroups, algo: Algorithm, engine: Capabilitie
         **({"sampling/entropy": entropy} if engine.entropy else {}),
         **{f"status/{status}": number / count for status, number in sorted(statuses.items())},
         **reward_parts(answers),
+        **task_metrics(answers),
         **({"reward/greedy": sum(greedy) / len(greedy)} if greedy else {}),
         **({"turns/masked": masked / len(completions)} if masked else {}),
         **{f"time/{part}": seconds for part, seconds in sampled.seconds.items()},
@@ -166,3 +167,16 @@ def reward_parts(answers: Sequence[Rollout]) -> dict[str, float]:
         for name, value in rollout.verdict.parts.items() if rollout.verdict else ():
             parts.setdefault(name, []).append(value)
     return {f"parts/{name}": sum(values) / len(values) for name, values in sorted(parts.items())}
+
+
+def task_metrics(answers: Sequence[Rollout]) -> dict[str, float]:
+    """Mean reward and accuracy of each task, if several tasks are mixed."""
+    tasks: dict[str, list[Rollout]] = {}
+    for rollout in answers:
+        if label := rollout.prompt.fields.get(TASK_LABEL):
+            tasks.setdefault(label, []).append(rollout)
+    metrics: dict[str, float] = {}
+    for label, own in sorted(tasks.items()):
+        metrics[f"task/{label}/reward"] = sum(rollout.reward for rollout in own) / len(own)
+        metrics[f"task/{label}/correct"] = sum(r.verdict is not None and r.verdict.correct for r in own) / len(own)
+    return metrics
