@@ -5,10 +5,8 @@ The loss of a batch is the sum over its terms of coefficient * sum over tokens o
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from assay.algos.batch import LossBatch
 from assay.config import Section
-from assay.types import Group, Rollout, UserError, describe_error, plural, unknown_name
+from assay.types import Group, Rollout, UserError, describe_user_error, plural, unknown_name
 
 Loader = Callable[[str], Any]  # "file.py:name" -> object
 
@@ -201,9 +199,7 @@ def call_user_code(what: str, function: Callable[..., Any], *args: Any) -> Any:
     except Exception as error:
         if isinstance(error, RuntimeError) and "memory" in str(error):
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}, line {frame.lineno}"
-        raise UserError(f"{what} failed: {describe_error(error)} ({where})") from error
+        raise UserError(f"{what} failed: {describe_user_error(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from assay.runs.resolve import changes_since_checkpoint
 from assay.tasks import Task
 from assay.tasks.base import prompts_of
 from assay.text import Renderer, Tokenizer
-from assay.train import checkpoint, checks, components
+from assay.train import checkpoint, checks, components, trial
 from assay.train.evaluation import RunEvaluator
 from assay.train.faults import check_loaded
 from assay.train.learner.critic import make_critic
@@ -45,6 +45,8 @@ from assay.train.run import TrainingRun
 from assay.train.sources import OnPolicySource, PromptStream, Replay
 from assay.train.trust import remember_trust
 from assay.types import Prompt, UserError, plural
+
+CHECKED_TEXTS = 1_000  # prompts and solutions that a run tokenizes at its start; a dry run checks more
 
 
 def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
@@ -162,11 +164,12 @@ def assemble(
     started: float,
     directory: Run | None = None,
     adapters: Path | None = None,
+    checked_texts: int = CHECKED_TEXTS,
 ) -> TrainingRun:
     """Build all components and check their inputs.
 
     `source`: the model. `directory`: of a resumed run; without it, the path of the run directory is set later.
-    `adapters`: LoRA adapters of a resumed run.
+    `adapters`: LoRA adapters of a resumed run. `checked_texts`: prompts and solutions checked for unknown words.
     """
     check_trackers(cfg.log.wandb or None, cfg.log.tensorboard)
     check_name(cfg.name or "run")
@@ -179,6 +182,7 @@ def assemble(
     train = components.drop_long_prompts(train, renderer, cfg.train.max_prompt_tokens, console)
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters)
     demonstrations = components.build_demonstrations(cfg, renderer, console)
+    trial.check_texts(console, train, demonstrations, renderer, policy.max_length, checked_texts)
     checks.check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype)
@@ -301,10 +305,10 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     """Build a run and check its inputs without training. Yields the report line by line."""
     mesh = checks.start_mesh(cfg)
     source = components.model_source(cfg.model, cfg.runs_dir)
-    run = assemble(cfg, console, source, mesh, time.perf_counter())
+    run = assemble(cfg, console, source, mesh, time.perf_counter(), checked_texts=trial.READ)
     collector, stream, learner = run.collector, run.source.prompts, run.learner
     with collector:
-        prompts = stream.next(min(cfg.train.prompts, 64))
+        prompts = stream.next(min(max(cfg.train.prompts, trial.PROMPTS), 64))
         lengths = [*map(len, collector.renderer.all_prompt_ids(prompts))]
         longest, limit = max(lengths), collector.engine.info.max_length
         task = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
@@ -316,15 +320,24 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         verdict = checks.check_judge(collector.judge, prompts[0])
         if collector.env is None or collector.env.judged:
             yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
-    if cfg.sft.steps:
-        first_batch = run.demonstrations[: cfg.sft.batch]
-        rows = solution_rows(first_batch, collector.renderer, learner.policy.max_length)
-        longest_solution = plural(max(sum(row.trained) for row in rows), "token")
-        yield f"warm start: {plural(cfg.sft.steps, 'step')} on solutions of up to {longest_solution}"
-    if learner.algo.needs.reference:
-        load_reference(learner.updater, cfg, run.tokenizer)
-    check_writable(Path(cfg.runs_dir))
-    sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
+        if cfg.sft.steps:
+            first_batch = run.demonstrations[: cfg.sft.batch]
+            rows = solution_rows(first_batch, collector.renderer, learner.policy.max_length)
+            longest_solution = plural(max(sum(row.trained) for row in rows), "token")
+            yield f"warm start: {plural(cfg.sft.steps, 'step')} on solutions of up to {longest_solution}"
+        if learner.algo.needs.reference:
+            load_reference(learner.updater, cfg, run.tokenizer)
+        check_writable(Path(cfg.runs_dir))
+        sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
+        if collector.env is not None:
+            trial.try_env(collector.env, prompts[0])
+        if has_rl_steps(cfg):
+            yield trial.try_update(cfg, collector, learner, prompts)
+    yield from memory_report(sizes, mesh)
+
+
+def memory_report(sizes: Mapping[str, float], mesh: Mesh) -> Iterator[str]:
+    """`sizes`: bytes by purpose."""
     for name, size in sizes.items():
         yield f"{name:<28}{size / GIB:8.2f} GiB"
     needed, free = sum(sizes.values()), free_memory(mesh.device)

@@ -1,0 +1,166 @@
+"""Trials of a user's data and code before a run: worked solutions, words unknown to the tokenizer, the environment, and
+one update on a small batch with the user's advantage and loss. No trial changes the policy's weights or writes files.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from assay.config import TrainConfig
+from assay.engine.base import SamplingParams
+from assay.envs.base import Env, safe_step
+from assay.models.device import free_memory
+from assay.rollout import Collector
+from assay.runs.console import Console
+from assay.tasks.base import LazyPrompts
+from assay.text import Renderer, Tokenizer
+from assay.train.learner.learner import Learner
+from assay.types import Group, Prompt, Status, UserError, Verdict, describe_user_error, plural
+
+PROMPTS, SAMPLES, NEW_TOKENS = 2, 4, 8  # of the trial update, at most
+GENERATED, READ = 256, 20_000  # solutions whose tokens are checked: generated ones, ones from a file
+MOMENTS_BYTES = 12  # per trained parameter: gradient and moments, which the trial allocates
+
+
+def check_texts(
+    console: Console,
+    train: Sequence[Prompt],
+    demonstrations: Sequence[Prompt],
+    renderer: Renderer,
+    max_length: int,
+    limit: int,
+) -> None:
+    """Check the first `limit` prompts of the train split and worked solutions; generated ones: the first few."""
+    for warning in unknown_prompt_words(train[: shortened(train, limit)], renderer):
+        console.warn(warning)
+    for warning in check_demonstrations(demonstrations, renderer, max_length, limit):
+        console.warn(warning)
+
+
+def shortened(prompts: Sequence[Prompt], limit: int) -> int:
+    return min(limit, GENERATED) if isinstance(prompts, LazyPrompts) else limit
+
+
+def check_demonstrations(
+    demonstrations: Sequence[Prompt], renderer: Renderer, max_length: int, limit: int = READ
+) -> Iterator[str]:
+    """Raise a UserError if a worked solution is missing or does not fit; yield warnings about the others.
+
+    At most `limit` solutions are checked, and fewer of a task that generates them.
+    """
+    checked = demonstrations[: shortened(demonstrations, limit)]
+    missing = [prompt.id for prompt in checked if prompt.solution is None]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {plural(len(checked), 'problem')} have no worked solution to train on (e.g. "
+            f"{missing[0]}): set sft.steps = 0, or add solutions"
+        )
+    ids = [renderer.example(prompt, prompt.solution or "") for prompt in checked]
+    long = [prompt.id for prompt, (tokens, _) in zip(checked, ids, strict=True) if len(tokens) > max_length]
+    without = [prompt.id for prompt, (_, mask) in zip(checked, ids, strict=True) if not any(mask[:max_length])]
+    empty = [prompt.id for prompt in checked if not (prompt.solution or "").strip()]
+    if without:
+        raise UserError(
+            f"{len(without)} of {plural(len(checked), 'prompt')} fill the context of {max_length} tokens, without a "
+            f"solution (e.g. {without[0]}): remove or shorten them, or raise model.max_length"
+        )
+    if long:
+        yield (
+            f"{len(long)} of {plural(len(checked), 'worked solution')} do not fit into the context of {max_length} "
+            f"tokens and are cut off (e.g. {long[0]}): remove or shorten them, or raise model.max_length"
+        )
+    if empty:
+        yield (
+            f"{len(empty)} of {plural(len(checked), 'worked solution')} are empty (e.g. {empty[0]}), which trains the "
+            "model to answer nothing: remove them"
+        )
+    trained = [[index for index, one in zip(tokens, mask, strict=True) if one] for tokens, mask in ids]
+    texts = [prompt.solution or "" for prompt in checked]
+    yield from unknown_words("worked solutions", checked, texts, trained, renderer.tokenizer)
+
+
+def unknown_words(
+    what: str, prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[Sequence[int]], tokenizer: Tokenizer
+) -> Iterator[str]:
+    """Yield a warning if token ids contain the tokenizer's unknown token. `texts`: to find an example in."""
+    unknown = tokenizer.hf.unk_token_id
+    if unknown is None:
+        return
+    affected = [number for number, tokens in enumerate(ids) if unknown in tokens]
+    if not affected:
+        return
+    first = affected[0]
+    words = [word for word in texts[first].split() if unknown in tokenizer.encode(tokenizer.escape(word))]
+    example = f"{words[0]!r:.60} in {prompts[first].id}" if words else prompts[first].id
+    yield (
+        f"{len(affected)} of {len(ids):,} {what} contain words that the tokenizer does not know (e.g. {example}), and "
+        f"that the model can neither read nor write ({tokenizer.hf.unk_token}): set model.tokenizer (for a preset, "
+        "'characters' or a tokenizer's folder), or change the data"
+    )
+
+
+def unknown_prompt_words(prompts: Sequence[Prompt], renderer: Renderer) -> Iterator[str]:
+    """Yield a warning if prompts contain words that are unknown to the tokenizer."""
+    texts = ["\n".join(message["content"] for message in prompt.messages) for prompt in prompts]
+    ids = renderer.all_prompt_ids(prompts)
+    yield from unknown_words("train prompts", prompts, texts, ids, renderer.tokenizer)
+
+
+def try_env(env: Env, prompt: Prompt) -> None:
+    """Start an episode and make one step, with the action of a perfect policy if the environment knows it."""
+    episode = env.copy()
+    episode.start(prompt)
+    try:
+        action = episode.gold_action() or ""
+    except Exception as error:
+        raise UserError(f"{env.name}: gold_action failed: {describe_user_error(error)}") from error
+    verdict = safe_step(episode, action)[4].get("verdict")
+    if verdict is not None and verdict.status is Status.ERROR:
+        raise UserError(f"{env.name}: step({action!r:.60}) failed: {verdict.detail}; see assay env check")
+
+
+def try_update(cfg: TrainConfig, collector: Collector, learner: Learner, prompts: Sequence[Prompt]) -> str:
+    """Sample a few short answers, and compute advantages, loss and gradient of them. Returns a line for the report."""
+    trained = sum(parameter.numel() for parameter in learner.policy.parameters() if parameter.requires_grad)
+    free = free_memory(collector.mesh.device)
+    if free is not None and MOMENTS_BYTES * trained > free:
+        return "warning: advantage and loss were not tried, because memory is short"
+    params = SamplingParams(n=min(cfg.train.samples, SAMPLES), max_new_tokens=NEW_TOKENS)
+    params = replace(params, temperature=cfg.sampling.temperature)
+    groups = with_trial_rewards(collector.collect(prompts[:PROMPTS], params, (cfg.seed, 0)))
+    updater, critic = learner.updater, learner.critic
+    if learner.algo.needs.reference and updater.reference is None:
+        updater.reference = updater.policy  # as at the start of a run
+    if critic is not None:
+        critic.start_from(learner.policy)
+    updater.expects_more = False
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.simplefilter("ignore")  # an update that is skipped is reported below
+        learner.credit(groups)
+        metrics = updater.update(groups, learner.algo, lr=0.0)
+    if updater.faults:
+        raise UserError(
+            f"{updater.faults[0].what} is not finite in a trial update (loss {updater.faults[0].loss:g}): check your "
+            "own advantages and losses (algo.advantage, algo.policy_loss), or set dtype = 'float32'"
+        )
+    answers = sum(len(group.rollouts) for group in groups)
+    if not metrics.get("optim/grad_norm"):
+        return (
+            f"warning: a trial update on {answers} answers with different rewards has no gradient: check "
+            "algo.advantage and algo.policy_loss"
+        )
+    return f"advantage and loss work: tried on {answers} short answers, gradient norm {metrics['optim/grad_norm']:.2g}"
+
+
+def with_trial_rewards(groups: list[Group]) -> list[Group]:
+    """Give answers rewards of 0 and 1 in turn, so that they have advantages."""
+    for number, group in enumerate(groups):
+        for rollout in group.rollouts:
+            reward = float((number + rollout.sample) % 2)
+            rollout.verdict = Verdict(reward, Status.OK if reward else Status.WRONG)
+            rollout.reward = reward
+    return groups

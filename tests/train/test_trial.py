@@ -1,0 +1,199 @@
+"""Trials before a run: worked solutions, unknown words, the environment, and an update with the user's code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from small_run import SmallRuns
+
+from assay.models import fingerprint
+from assay.runs.console import Console
+from assay.tasks import make_task
+from assay.text import Renderer, char_tokenizer, word_tokenizer
+from assay.train.build import assemble
+from assay.train.checks import start_mesh
+from assay.train.trial import check_demonstrations, try_update, unknown_prompt_words
+from assay.types import Message, Prompt, UserError
+
+CODE = """
+import torch
+from assay.envs import Env
+
+def floats(rewards):
+    return [float(r.mean()) for r in rewards]
+
+def zeros(rewards):
+    return [0 * r for r in rewards]
+
+def misspelled(rewards):
+    return rewrads
+
+def mean_loss(logprobs, behaviour, advantages, low, high):
+    return -(advantages * logprobs).mean(), {}
+
+def detached(logprobs, behaviour, advantages, low, high):
+    return -advantages * logprobs.detach(), {}
+
+def wrong_signature(logprobs, advantages):
+    return -advantages * logprobs, {}
+
+def infinite(logprobs, behaviour, advantages, low, high):
+    return logprobs / 0, {}
+
+class Broken(Env):
+    name = "broken"
+
+    def reset(self, *, seed=None, options=None):
+        return f"state {seed}", {}
+
+    def step(self, action):
+        return 1 / 0
+
+class Fine(Broken):
+    name = "fine"
+
+    def step(self, action):
+        return "", 1.0, True, False, {}
+"""
+
+
+def problem(name: str, solution: str | None, question: str = "1 + 1 ?") -> Prompt:
+    return Prompt(name, (Message(role="user", content=question),), "2", solution)
+
+
+def warnings_of(solutions: Sequence[str | None], max_length: int = 64) -> list[str]:
+    prompts = [problem(f"p{number}", solution) for number, solution in enumerate(solutions)]
+    return list(check_demonstrations(prompts, Renderer(char_tokenizer()), max_length))
+
+
+def test_solutions_that_are_too_long_empty_or_unreadable_are_counted() -> None:
+    assert not warnings_of(["2", "it is 2"])
+    long, empty, unknown = warnings_of(["2", "2" * 80, "", " ", "2", "two é"])
+    assert "1 of 6 worked solutions" in long and "(e.g. p1)" in long and "model.max_length" in long
+    assert "2 of 6 worked solutions are empty (e.g. p2)" in empty
+    assert "1 of 6 worked solutions" in unknown and "'é' in p5" in unknown and "model.tokenizer" in unknown
+
+
+def test_missing_solutions_and_full_contexts_are_refused() -> None:
+    with pytest.raises(UserError, match=r"2 of 3 problems have no worked solution.*p1.*sft.steps"):
+        warnings_of(["2", None, None])
+    with pytest.raises(UserError, match=r"fill the context of 9 tokens.*model.max_length"):
+        warnings_of(["2"], max_length=9)
+
+
+def test_prompts_with_words_unknown_to_a_word_tokenizer_are_counted() -> None:
+    renderer = Renderer(word_tokenizer(["1", "+", "?"]))
+    prompts = [problem("a", None), problem("b", None, "1 plus 1 ?")]
+    (warning,) = unknown_prompt_words(prompts, renderer)
+    assert "1 of 2 train prompts" in warning and "'plus' in b" in warning
+
+
+def test_generated_solutions_are_checked_without_reading_an_endless_split() -> None:
+    task = make_task("abacus")
+    renderer = Renderer(word_tokenizer(task.words()))  # type: ignore[attr-defined]
+    assert not list(check_demonstrations(task.prompts("train"), renderer, 512))
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallRuns:
+    (tmp_path / "code.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    return SmallRuns(tmp_path)
+
+
+FAILURES: dict[str, tuple[list[object], str]] = {
+    "an advantage that returns floats": (["--algo.advantage", "code.py:floats"], "one finite number per reward"),
+    "an advantage that raises": (["--algo.advantage", "code.py:misspelled"], "NameError"),
+    "a loss that returns a mean": (["--algo.policy_loss", "code.py:mean_loss"], "one value per token"),
+    "a loss without gradient": (["--algo.policy_loss", "code.py:detached"], "no gradient"),
+    "a loss with another signature": (["--algo.policy_loss", "code.py:wrong_signature"], "TypeError"),
+    "a loss that is not finite": (["--algo.policy_loss", "code.py:infinite"], "not finite in a trial update"),
+    "an environment whose step raises": (["--env", "code.py:Broken"], "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_dry_run_fails_where_a_run_would(name: str, small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    words, message = FAILURES[name]
+    env = ["--task.args", "{}", "--task", "", "--model.tokenizer", "characters"] if "--env" in words else []
+    assert small.train("--dry-run", *words, *env) == 2
+    result = capsys.readouterr()
+    assert message in result.err and result.err.count("\n") == 1 and "Traceback" not in result.out + result.err
+    assert not small.runs.exists()
+
+
+@pytest.mark.parametrize("function", ["floats", "misspelled"])
+def test_a_run_reports_an_invalid_advantage_in_one_line(
+    function: str, small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small.train("--algo.advantage", f"code.py:{function}", "--eval.final_examples", 1) == 2
+    error = capsys.readouterr().err
+    assert "the advantage function" in error and error.count("\n") == 1
+
+
+def test_a_dry_run_warns_if_there_is_no_gradient(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.train("--dry-run", "--algo.advantage", "code.py:zeros") == 0
+    assert "no gradient: check algo.advantage" in capsys.readouterr().out
+
+
+def test_a_dry_run_steps_an_environment(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--env", "code.py:Fine", "--task", "", "--task.args", "{}", "--model.tokenizer", "characters")
+    assert small.train("--dry-run", *words) == 0, capsys.readouterr().err
+    assert "advantage and loss work" in capsys.readouterr().out
+
+
+def test_rows_without_solutions_are_found_before_the_run_folder_is_made(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if only a later row has none."""
+    rows = "[{'question': f'{n} {s}', 'answer': n} | ({'solution': f'{n}'} if n < 8 else {}) for n in range(9)]"
+    (small.folder / "rows.py").write_text(f"rows = {{s: {rows} for s in ('train', 'validation', 'test')}}")
+    words = ("--sft.steps", 1, "--sft.batch", 2, "--task", "rows.py:rows", "--task.args", "{}")
+    assert small.train(*words, "--model.tokenizer", "characters") == 2
+    error = capsys.readouterr().err
+    assert "1 of 9 problems have no worked solution" in error and not small.runs.exists()
+
+
+SETTINGS: dict[str, list[object]] = {
+    "grpo": [],
+    "grpo with a reference": ["--algo.kl_coef", 0.1],
+    "a KL in the reward": ["--algo.reward_kl_coef", 0.1],
+    "ppo": ["--algo.recipe", "ppo"],
+    "a shared critic": ["--algo.recipe", "ppo", "--critic.trunk", "shared"],
+    "dapo": ["--algo.recipe", "dapo"],
+    "gspo": ["--algo.recipe", "gspo"],
+    "remax": ["--algo.recipe", "remax"],
+    "one sample": ["--algo.recipe", "reinforce", "--train.samples", 1, "--train.prompts", 1],
+    "lora": ["--lora.rank", 2, "--algo.kl_coef", 0.1],
+    "muon": ["--optim", "muon", "--optim.matrix_lr", 0.01],
+    "long answers only": ["--sampling.min_new_tokens", 8, "--algo.mask_overlong", "true"],
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_trial_update_works_with_all_kinds_of_algorithms(
+    name: str, small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small.train("--dry-run", *SETTINGS[name]) == 0, capsys.readouterr().err
+    assert "advantage and loss work" in capsys.readouterr().out and not small.runs.exists()
+
+
+@pytest.mark.slow
+def test_the_trial_update_works_in_a_separate_process(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.train("--dry-run", "--train.process", "separate") == 0, capsys.readouterr().err
+    assert "advantage and loss work" in capsys.readouterr().out
+
+
+def test_the_trial_update_changes_no_weight(small: SmallRuns) -> None:
+    from assay.config import TrainConfig
+    from assay.config.settings import load_settings
+
+    cfg = load_settings(TrainConfig, small.config, {"optim.weight_decay": 0.1})
+    run = assemble(cfg, Console(quiet=True), "preset:nano", start_mesh(cfg), 0.0)
+    before = fingerprint(run.learner.policy.named_parameters())
+    with run.collector:
+        line = try_update(cfg, run.collector, run.learner, run.source.prompts.next(2))
+    assert "gradient norm" in line
+    assert fingerprint(run.learner.policy.named_parameters()) == before
