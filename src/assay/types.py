@@ -121,6 +121,8 @@ class Prompt:
     answer: str = ""  # the gold answer
     solution: str | None = None  # a worked solution, for SFT and few-shot examples
     fields: Mapping[str, Any] = field(default_factory=dict)  # task-specific: nums, target, level, ...
+    # A worked episode of an environment, for SFT: actions, each with what follows it (messages; text if inline).
+    episode: tuple[tuple[str, str | tuple[Message, ...]], ...] = ()
 
     @property
     def question(self) -> str:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from assay.config import PromptConfig, RewardConfig, TrainConfig
+from assay.envs import make_env
+from assay.envs.builtin import GuessNumber
 from assay.rewards import RewardMix, RewardSum
 from assay.tasks import make_task
-from assay.text import word_tokenizer
-from assay.train.components import build_algorithm, build_judge, build_renderer
+from assay.text import Renderer, word_tokenizer
+from assay.train.components import build_algorithm, build_judge, build_renderer, gold_episodes
 from assay.types import Prompt, UserError
 
 TASK: Any = make_task("abacus")
@@ -109,3 +111,26 @@ def test_one_reward_function_is_not_a_sum(tmp_path: Path) -> None:
 def test_contradicting_reward_functions_are_refused(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=word):
         build_judge(RewardConfig(**settings), TASK)
+
+
+def test_gold_episodes_of_an_environment_train_the_actions_only() -> None:
+    env = make_env("guess", high=7, tries=3)
+    tokenizer = word_tokenizer(env.words())  # type: ignore[attr-defined]
+    prompt = next(one for one in gold_episodes(env)[:20] if len(one.episode) == 3)
+    ids, mask = Renderer(tokenizer).episode_example(prompt)
+    first, second, third = (action for action, _ in prompt.episode)
+    trained = [token for token, mark in zip(ids, mask, strict=True) if mark]
+    assert tokenizer.decode(trained, skip_special=False) == f"{first} <eos> {second} <eos> {third} <eos>"
+    said = tokenizer.decode(ids, skip_special=False)
+    asked, _, rest = said.partition(f"<assistant> {first} <eos>")
+    assert prompt.question in asked and ("Higher ." in rest or "Lower ." in rest)
+    assert rest.count("<user>") == rest.count("<assistant>") == 2
+
+
+def test_environment_without_gold_actions_has_no_episodes() -> None:
+    class Silent(GuessNumber):
+        def gold_action(self) -> Any:
+            return None
+
+    with pytest.raises(UserError, match="gold_action"):
+        gold_episodes(Silent())

@@ -22,6 +22,7 @@ T = TypeVar("T")
 Observation = str | Sequence[Message]
 Info = dict[str, Any]
 Step = tuple[Observation, float, bool, bool, Info]  # observation, reward, terminated, truncated, info
+GoldEpisode = tuple[tuple[str, str | tuple[Message, ...]], ...]
 SEED = "episode_seed"  # the prompt field with the seed of its episode
 RENAMED = {"full": "max_return", "fresh": "copy", "alone": "standalone"}  # former members
 
@@ -63,6 +64,24 @@ class Env(Task, ABC):
     def gold_action(self) -> str | None:
         """Return the action of a perfect policy in the current state; None if unknown."""
         return None
+
+    def gold_episode(self, prompt: Prompt) -> GoldEpisode:
+        """Return a worked episode for SFT: actions, each with what follows it (messages, or text if inline).
+
+        By default, the actions are those of `gold_action`. Empty if they are unknown.
+        """
+        env, turns = self.standalone(), list[tuple[str, str | tuple[Message, ...]]]()
+        env.start(prompt)
+        for _ in range(self.max_steps):
+            action = env.gold_action()
+            if action is None:
+                return ()
+            observation, _, terminated, truncated, _ = validate_step(env.step(action))
+            if terminated or truncated:
+                return (*turns, (action, ""))
+            messages = as_messages(observation, self.role)
+            turns.append((action, "".join(m["content"] for m in messages) if self.inline else messages))
+        return tuple(turns)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """Return unlimited episodes that differ in their seeds; splits share no seed."""

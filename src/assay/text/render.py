@@ -263,6 +263,27 @@ class Renderer:
         completion_ids = [*self.tokenizer.encode(self._content(completion)), self._end_id]
         return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
 
+    def episode_example(self, prompt: Prompt) -> tuple[list[int], list[int]]:
+        """As `example`, for the worked episode of a prompt: 1 for the actions and their end tokens, 0 for the rest."""
+        if self._end_id is None:
+            raise UserError("the tokenizer has no end-of-text token, which supervised training needs: set one")
+        text = self._escaped_text(prompt)
+        ids = self._with_bos(self.tokenizer.encode(text))
+        mask = [0] * len(ids)
+        for number, (action, following) in enumerate(prompt.episode):
+            inline = isinstance(following, str) and bool(following)
+            if self._raw and (number == 0 or not isinstance(prompt.episode[number - 1][1], str)):
+                action = self._raw.gap(text, action) + action
+            own = [*self.tokenizer.encode(self._content(action)), *([] if inline else [self._end_id])]
+            context: list[int] = []
+            if isinstance(following, str):
+                context = self.inline_ids(following)
+            elif number + 1 < len(prompt.episode):
+                context = self.next_turn_ids(prompt, own, following)
+            ids += own + context
+            mask += [1] * len(own) + [0] * len(context)
+        return ids, mask
+
     def next_turn_ids(self, prompt: Prompt, reply_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Token ids between a sampled reply and the next one: the missing end of the reply, if any, and `messages`.
 

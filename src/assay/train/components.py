@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from assay.rollout import Collector, Limits
 from assay.runs.console import Console
 from assay.runs.resolve import load_resolved, resolve_model
 from assay.tasks import Task, make_task
-from assay.tasks.base import UNLIMITED
+from assay.tasks.base import UNLIMITED, LazyPrompts
 from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
@@ -70,9 +70,19 @@ def build_demonstrations(cfg: TrainConfig, renderer: Renderer, console: Console)
     if not cfg.sft.steps:
         return ()
     if cfg.env.name and not cfg.task.name:
-        raise UserError(f"the environment {cfg.env.name} has no worked solutions to train on: set sft.steps = 0")
+        return gold_episodes(make_env(cfg.env.name, cfg.env.path or None, **{**cfg.env.args, **cfg.sft.args}))
     prompts = build_task(cfg.task, **cfg.sft.args).prompts("train")
     return drop_long_prompts(prompts, renderer, cfg.train.max_prompt_tokens, console, "prompts of the warm start")
+
+
+def gold_episodes(env: Env) -> Sequence[Prompt]:
+    """Train prompts of an environment with worked episodes."""
+    prompts = env.prompts("train")
+    if not env.gold_episode(prompts[0]):
+        raise UserError(
+            f"the environment {env.name} has no worked episodes: define gold_action(), or set sft.steps = 0"
+        )
+    return LazyPrompts(lambda index: replace(prompts[index], episode=env.gold_episode(prompts[index])), len(prompts))
 
 
 def build_collector(
