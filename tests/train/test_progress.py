@@ -90,7 +90,7 @@ WRITE_FILES = (checkpoint, "write_files")
 Moment = tuple[tuple[Any, str], int, int | None]
 # During what the signal arrives: the function, which call of it, and the step of the last checkpoint afterwards.
 FINISHED: dict[str, Moment] = {
-    "the warm start": ((Updater, "step"), 1, None),
+    "the warm start": ((Updater, "step"), 1, 0),
     "the first evaluation": (COLLECT, 1, 0),
     "sampling": (COLLECT, 3, 2),
     "the update": (UPDATE, 2, 2),

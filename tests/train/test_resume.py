@@ -127,7 +127,7 @@ def interrupt_warm_start(monkeypatch: pytest.MonkeyPatch, step: int, signum: sig
 
 @pytest.mark.parametrize("variant", mostly_slow(WARM_STARTS, quick=["muon", "sft only"]))
 def test_a_warm_start_that_was_stopped_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variant: str
 ) -> None:
     small = SmallRuns(tmp_path)
     words = ("--train.steps", 2, "--sft.steps", 6, "--sft.batch", 4, *WARM_STARTS[variant])
@@ -135,6 +135,7 @@ def test_a_warm_start_that_was_stopped_is_resumed(
     with monkeypatch.context() as patch:
         interrupt_warm_start(patch, 3, signal.SIGTERM)
         assert small.train(*words, "--name", "stopped") == 128 + signal.SIGTERM
+    assert "of 6 of the warm start; to resume from there" in capsys.readouterr().out
     with monkeypatch.context() as patch:
         interrupt_warm_start(patch, 2, signal.SIGKILL)  # would end this process if the step were repeated
         assert small.resume("stopped") == 0
