@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
 T = TypeVar("T")
 DISTRIBUTION = "assay-rl"  # name of the package in the package index
@@ -17,6 +17,16 @@ DISTRIBUTION = "assay-rl"  # name of the package in the package index
 
 class UserError(ValueError):
     """A mistake that the user can fix. The command line prints it as one line and exits with code 2."""
+
+
+class Progress(Protocol):
+    """Receives how far a long operation is; `Console.progress` shows it. Called often, so it must return quickly.
+
+    `what` names the operation, e.g. "sampling"; it is over when `done` equals `total`. `unit`: what is counted.
+    `tokens`: number of tokens so far, if `unit` is not tokens.
+    """
+
+    def __call__(self, what: str, done: int, total: int, unit: str = "", tokens: int = 0) -> None: ...
 
 
 def describe_error(error: BaseException, limit: int = 300) -> str:

@@ -103,7 +103,7 @@ def test_help_lists_the_names_of_a_registry(capsys: pytest.CaptureFixture[str], 
         (["train", "-h", "seed"], "--seed", 1),
         (["train", "configs/demo.toml", "--help", "algo.recipe"], "--algo.recipe", 1),
         (["eval", "--help", "engine"], "--engine.name", 7),
-        (["eval", "--help", "general"], "--runs_dir", 3),
+        (["eval", "--help", "general"], "--runs_dir", 4),
     ],
 )
 def test_help_of_a_key_or_a_section(

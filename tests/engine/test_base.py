@@ -65,6 +65,18 @@ def test_generate_equals_stepping_by_hand(backend: str) -> None:
     assert_nothing_left(engine)
 
 
+def test_generate_reports_finished_samples_and_tokens_also_before_the_first_one_finishes(backend: str) -> None:
+    request = Request([1, 2, 3], replace(SAMPLED, n=3), seed=1)
+    counts: list[tuple[int, int]] = []
+    engine = build(backend)
+    (group,) = generate(engine, [request], lambda finished, tokens: counts.append((finished, tokens)))
+    assert counts == sorted(counts) and counts[0][0] == 0 and counts[-1][0] == 3
+    assert 0 < max(tokens for finished, tokens in counts if finished == 0) < counts[-1][1]
+    # Steps are counted in windows, of which a sample may use a part, and from the first report on.
+    assert abs(counts[-1][1] - sum(len(completion.token_ids) for completion in group)) <= 3 * 8
+    assert engine.on_tokens is None  # type: ignore[attr-defined]
+
+
 def test_generate_without_requests_returns_nothing_and_step_without_requests_is_empty(backend: str) -> None:
     engine = build(backend)
     assert generate(engine, []) == []

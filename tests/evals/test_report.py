@@ -155,9 +155,13 @@ class Oracle:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, tuple[int, int]]] = []
+        self.shown: list[str] = []
 
-    def collect(self, prompts: Sequence[Prompt], params: SamplingParams, seed: tuple[int, int]) -> list[Group]:
+    def collect(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seed: tuple[int, int], what: str
+    ) -> list[Group]:
         self.calls.append((len(prompts), seed))
+        self.shown.append(what)
         return [Group(p, [self.rollout(p, i) for i in range(params.n)]) for p in prompts]
 
     def rollout(self, prompt: Prompt, sample: int) -> Rollout:
@@ -177,6 +181,8 @@ def test_evaluate_splits_prompts_into_batches_in_order(
     oracle: Any = Oracle()
     report, groups = evaluate(oracle, PROMPTS, SamplingParams(n=samples), seed=9)
     assert [size for size, _ in oracle.calls] == sizes
+    parts = [f"evaluating, part {part} of {len(sizes)}" for part in range(1, len(sizes) + 1)]
+    assert oracle.shown == (parts if len(sizes) > 1 else ["evaluating"])
     assert report.ids == [p.id for p in PROMPTS] == [g.prompt.id for g in groups]
     assert report.accuracy == pytest.approx(1 / 3) and report.correct.shape == (30, samples)
 

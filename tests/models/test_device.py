@@ -1,11 +1,15 @@
-"""Choice of device and number format."""
+"""Choice of device, dtype and number of threads."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 
+from assay.models import device as module
 from assay.models import pick_device, pick_dtype
+from assay.models.device import THREAD_VARIABLES, choose_threads, default_threads, describe_threads, set_threads
 from assay.types import UserError
 
 
@@ -55,3 +59,67 @@ def test_named_dtypes():
         pick_dtype("float16", "cpu")
     with pytest.raises(UserError, match="int4"):
         pick_dtype("int4", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "cores", "threads"),
+    [
+        (60_000, 2, 1),
+        (860_000, 64, 1),
+        (4_000_000, 2, 1),
+        (12_400_000, 2, 2),
+        (28_900_000, 64, 5),
+        (134_500_000, 2, 2),
+        (134_500_000, 64, 26),
+        (1_500_000_000, 64, 64),
+        (1_500_000_000, 1, 1),
+    ],
+)
+def test_small_models_use_fewer_threads_than_cores(parameters: int, cores: int, threads: int) -> None:
+    assert choose_threads(parameters, cores) == threads
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def four_threads(monkeypatch):
+    """Torch's default is 4 threads, and no variable is set."""
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(module, "default_threads", lambda: 4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_are_chosen_by_the_size_of_the_model_again_for_each_model(four_threads):
+    set_threads(0, 1_000_000, CPU)
+    assert torch.get_num_threads() == 1
+    set_threads(0, 500_000_000, CPU)
+    assert torch.get_num_threads() == 4
+
+
+def test_threads_are_unchanged_on_a_gpu_and_with_an_environment_variable(four_threads, monkeypatch):
+    set_threads(0, 1_000_000, GPU)
+    assert torch.get_num_threads() == 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    set_threads(0, 1_000_000, CPU)
+    assert torch.get_num_threads() == 4
+
+
+def test_the_setting_of_threads_has_priority_over_environment_and_size(four_threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    set_threads(3, 1_000_000, CPU)
+    assert torch.get_num_threads() == 3
+    assert default_threads() >= 1
+
+
+@pytest.mark.parametrize(
+    ("threads", "load", "text"), [(1, 99.0, "1 CPU thread"), (2, 0.0, "2 CPU threads"), (2, 1e6, "--threads 1")]
+)
+def test_several_threads_on_a_busy_machine_are_pointed_out(four_threads, monkeypatch, threads, load, text):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    torch.set_num_threads(threads)
+    assert text in describe_threads() and ("busy" in describe_threads()) == (load > 99)

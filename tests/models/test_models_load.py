@@ -38,7 +38,11 @@ def test_shards_written_by_transformers(make_hf, logit_difference, tmp_path):
 
 
 def test_dtype_and_device_are_as_asked(folder):
-    model = load_model(str(folder), device="cpu", dtype=torch.bfloat16)
+    counts = []
+    model = load_model(
+        str(folder), device="cpu", dtype=torch.bfloat16, report=lambda done, total: counts.append((done, total))
+    )
+    assert len(counts) > 10 and counts == sorted(counts) and counts[-1] == (model.spec.parameters,) * 2
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     exact = dict(load_model(str(folder)).weights())
     assert all(torch.equal(weight, exact[name].to(torch.bfloat16)) for name, weight in model.weights())

@@ -52,8 +52,10 @@ def test_results_failures_and_lost_workers() -> None:
         ("sleep", 60),
         ("b",),
     ]
-    results = pool.map(items)
+    counts: list[int] = []
+    results = pool.map(items, counts.append)
     pool.close()
+    assert counts and counts == sorted(counts) and counts[-1] < len(items)  # reported while it waits
     by_command = {item[0]: result for item, result in zip(items, results, strict=True)}
     assert [by_command[name] for name in ("a", "b", "pause")] == ["a", "b", "pause"]
     assert by_command["sleep"] == ItemFailure(timed_out=True)

@@ -46,6 +46,21 @@ def written(group: Group) -> list[list[int]]:
     return [rollout.turns[0].completion.token_ids for rollout in group.rollouts]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_progress_counts_answers_while_sampling_and_judging(workers: int) -> None:
+    part = collector(TASK.judge(), workers=workers)
+    shown: list[tuple[str, int, int, str, int]] = []
+    part.progress = lambda what, done, total, unit="", tokens=0: shown.append((what, done, total, unit, tokens))
+    with part:
+        groups = part.collect(TASK.prompts("test")[:4], PARAMS, (0, 0), what="evaluating")
+    sampled = [entry for entry in shown if entry[0] == "evaluating"]
+    assert all(total == 12 and unit == "answers" for _, _, total, unit, _ in sampled)
+    assert sampled[-1][1] == 12 and sampled[-1][4] >= sum(r.length for group in groups for r in group.rollouts) - 12
+    judged = [entry for entry in shown if entry[0] == "judging"]
+    assert (judged[-1][1:3] == (12, 12)) if workers else not judged
+    assert shown.index(sampled[-1]) == len(sampled) - 1  # judging comes after sampling
+
+
 def test_request_seed_depends_on_all_four_arguments() -> None:
     base = (1, 2, "abacus/train/3", 0)
     assert request_seed(*base) == request_seed(1, 2, "abacus/train/3") == request_seed(*base)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import io
-import itertools
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.runs.console import Console, PrintableStream, aligned, duration, one_line, percent, printable
+from assay.runs.console import (
+    INTERVAL,
+    Console,
+    PrintableStream,
+    aligned,
+    count,
+    duration,
+    one_line,
+    percent,
+    printable,
+)
 
 
 class Terminal(io.StringIO):
@@ -18,34 +27,56 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_plain_lines_show_metrics_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count(0, 2)  # two seconds a step
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    out = io.StringIO()
-    console = Console(out)
+def wait_for(out: io.StringIO, text: str) -> str:
+    """The output, as soon as the live display, which is refreshed by a thread, has shown the text."""
+    deadline = time.monotonic() + 10
+    while text not in out.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return out.getvalue()
+
+
+class Clock:
+    """Seconds that advance only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_plain_lines_show_metrics_and_remaining_time() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
     console.start(240, "demo")
-    console.step(1, {"reward/mean": 0.412, "length/mean": 31.4, "time/step": 0.612})
-    console.step(2, {"reward/mean": 0.5, "eval/accuracy": 0.521})
-    console.step(3, {"reward/mean": float("nan"), "length/mean": None})
+    for step, metrics in enumerate(
+        [
+            {"reward/mean": 0.412, "length/mean": 31.4, "time/step": 0.612},
+            {"reward/mean": 0.5, "eval/accuracy": 0.521},
+            {"reward/mean": float("nan"), "length/mean": None},
+        ],
+        1,
+    ):
+        clock.now += INTERVAL
+        console.step(step, metrics)
     console.note("saved [step 3]")
     console.warn("odd")
     console.stop()
     assert out.getvalue().splitlines() == [
         "demo: 240 steps",
-        "step 1/240  reward 0.41  len 31  0.61 s  eta 7m58s",
-        "step 2/240  reward 0.50  eval 0.52  eta 7m56s",
-        "step 3/240  eta 7m54s",
+        "step 1/240  reward 0.41  len 31  0.61 s  eta 19m55s",
+        "step 2/240  reward 0.50  eval 0.52  eta 19m50s",
+        "step 3/240  eta 19m45s",
         "saved [step 3]",
         "warning: odd",
     ]
 
 
-def test_eta_of_a_resumed_run_counts_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count(0, 10)
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    out = io.StringIO()
-    console = Console(out)
+def test_eta_of_a_resumed_run_counts_its_own_steps() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
     console.start(240, "demo", done=200)
+    clock.now += 10
     console.step(201, {})
     assert out.getvalue().splitlines() == ["demo: 40 steps, from step 200", "step 201/240  eta 6m30s"]
 
@@ -56,27 +87,117 @@ def test_a_run_with_more_steps_than_its_total() -> None:
     assert out.getvalue() == "demo: 0 steps, from step 4\n"
 
 
-def test_remaining_time_of_a_resumed_run_without_start_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count(0, 10)
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    out = io.StringIO()
-    console = Console(out)
+def test_remaining_time_of_a_resumed_run_without_start_step() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
     console.start(240, "demo")
+    clock.now += 10
     console.step(201, {})
     assert out.getvalue().splitlines()[-1] == "step 201/240  eta 6m30s"
 
 
-def test_short_steps_are_not_all_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count(0)
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock) / 100)
-    out = io.StringIO()
-    console = Console(out)
-    console.start(101, "warm start")
-    for step in range(1, 102):
+def test_plain_steps_are_limited_to_one_line_per_interval_besides_the_first_evaluations_and_the_last() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
+    console.start(99, "warm start")
+    for step in range(1, 100):
+        clock.now += INTERVAL / 40
         console.step(step, {"sft/loss": 1.25, **({"eval/accuracy": 0.5} if step == 60 else {})})
     shown = [line.split()[1] for line in out.getvalue().splitlines()[1:]]
-    assert shown == ["1/101", "51/101", "60/101", "101/101"]
+    assert shown == ["1/99", "41/99", "60/99", "99/99"]
     assert "loss 1.250" in out.getvalue()
+
+
+def test_plain_operations_are_limited_to_one_line_per_interval() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
+    console.note("start")
+    for done in range(64):  # 8 seconds
+        console.progress("sampling", done, 64, "answers", tokens=100 * done)
+        clock.now += 0.125
+    console.progress("sampling", 64, 64, "answers", tokens=6400)
+    assert out.getvalue().splitlines() == ["start", "sampling  40/64 answers  800 tokens/s  eta 3s"]
+
+
+def test_short_operations_are_not_shown_in_plain_output() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
+    for step in range(1, 4):
+        console.step(step, {})
+        console.progress("sampling", 0, 8, "answers")
+        clock.now += 1
+        console.progress("sampling", 8, 8, "answers")
+    assert out.getvalue().splitlines() == ["step 1"]
+
+
+def test_an_operation_shows_life_before_anything_is_done() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
+    console.note("start")
+    console.progress("evaluating", 0, 500, "answers")
+    clock.now += INTERVAL
+    console.progress("evaluating", 0, 500, "answers", tokens=5000)
+    console.progress("evaluating", 0, 500, "answers", tokens=5001)
+    assert out.getvalue().splitlines() == ["start", "evaluating  0/500 answers  1,000 tokens/s"]
+
+
+def test_loading_is_announced_at_once_and_once() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
+    console.announce("loading org/model")
+    console.announce("loading org/model")
+    assert out.getvalue() == "loading org/model\n"
+    clock.now += 10
+    console.progress("loading org/model", 500_000_000, 1_540_000_000, "parameters")
+    console.progress("loading org/model", 1_540_000_000, 1_540_000_000, "parameters")
+    assert out.getvalue().splitlines()[1:] == ["loading org/model  500M/1.54B parameters  eta 21s"]
+
+
+def test_training_shows_tokens_per_second_of_its_own_count() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
+    console.note("start")
+    console.progress("training", 0, 4096, "tokens")
+    clock.now += 8
+    console.progress("training", 1024, 4096, "tokens")
+    assert out.getvalue().splitlines()[1:] == ["training  1,024/4,096 tokens  128 tokens/s  eta 24s"]
+
+
+def test_terminal_shows_an_operation_beside_the_run_and_removes_it() -> None:
+    out, clock = Terminal(), Clock()
+    with Console(out, clock=clock) as console:
+        console.start(10, "demo")
+        for done in range(4):
+            console.progress("samp[l]ing", done, 4, "answers", tokens=done * 50)
+            clock.now += 1
+        shown = wait_for(out, "3/4 answers")
+        console.progress("samp[l]ing", 4, 4, "answers")
+        out.truncate(0)
+        console.step(1, {})
+        rest = wait_for(out, "step 1/10")
+    for wanted in ("demo", "samp[l]ing", "50 tokens/s", "eta 1s"):
+        assert wanted in shown, wanted
+    assert "samp" not in rest.rpartition("demo")[2]
+
+
+def test_terminal_shows_announced_operations_at_once_and_short_ones_not_at_all() -> None:
+    out, clock = Terminal(), Clock()
+    with Console(out, clock=clock) as console:
+        console.announce("loading org/model")
+        assert "loading org/model" in out.getvalue()
+        console.progress("loading org/model", 9, 9)
+        for done in range(3):
+            console.progress("judging", done, 2, "answers")
+            clock.now += 0.2
+    assert "judging" not in out.getvalue()
+
+
+def test_terminal_is_restored_when_an_operation_is_interrupted() -> None:
+    out = Terminal()
+    with pytest.raises(KeyboardInterrupt), Console(out) as console:
+        console.announce("loading org/model")
+        raise KeyboardInterrupt
+    assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")  # the cursor is visible again
 
 
 def test_steps_without_a_progress_display() -> None:
@@ -115,8 +236,10 @@ def test_terminal_shows_progress_and_escapes_markup() -> None:
 def test_quiet_shows_warnings_only() -> None:
     out = io.StringIO()
     console = Console(out, quiet=True)
+    console.announce("loading")
     console.start(2, "demo")
     console.step(1, {})
+    console.progress("sampling", 1, 2)
     console.note("note")
     console.table("T", ["a"], [["b"]])
     console.warn("careful")
@@ -129,6 +252,13 @@ def test_quiet_shows_warnings_only() -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (860_416, "860,416"), (134_515_008, "135M"), (1_543_714_304, "1.54B")]
+)
+def test_count(number: int, text: str) -> None:
+    assert count(number) == text
 
 
 def test_aligned() -> None:

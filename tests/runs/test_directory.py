@@ -40,6 +40,14 @@ def test_create_writes_config_and_environment(run: Run) -> None:
     assert environment["started"].endswith("+00:00")
 
 
+def test_the_number_of_threads_is_recorded_for_each_session(run: Run) -> None:
+    run.record_threads(1)
+    run.write_environment()
+    run.record_threads(4)
+    environment = json.loads((run.path / "environment.json").read_text())
+    assert environment["threads"] == 1 and [session["threads"] for session in environment["resumed"]] == [4]
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("precious")

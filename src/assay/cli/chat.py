@@ -22,6 +22,7 @@ from assay.engine.base import SamplingParams
 from assay.rewards import JudgePool
 from assay.rollout import sampling_params
 from assay.rollout.collect import request_seed
+from assay.runs.console import Console
 from assay.runs.resolve import PREFIX
 from assay.tasks import SPLITS, Task
 from assay.tasks.base import ALL, UNLIMITED, prompts_of
@@ -78,7 +79,10 @@ def run(args: argparse.Namespace) -> int:
     if {"task", "task.name"} & set(overrides):
         questions.task(cfg.task.name)  # report a mistake in it now, not at the first question
     try:
-        models = [load_chat_model(model, args.models, overrides, questions, args.trust) for model in args.models]
+        with Console(sys.stderr) as console:  # answers on stdout may be piped to another program
+            models = [
+                load_chat_model(model, args.models, overrides, questions, console, args.trust) for model in args.models
+            ]
         session = ChatSession(models, questions, sampling_params(cfg.eval, cfg.eval.samples), cfg.seed, Screen())
         if args.prompt:
             return answer_all(session, [text.encode("utf-8", "replace").decode("utf-8") for text in args.prompt])
@@ -100,13 +104,19 @@ def settings_of(models: list[str], overrides: dict[str, Any], trust: bool = Fals
 
 
 def load_chat_model(
-    model: str, models: list[str], overrides: dict[str, Any], questions: TaskQuestions, trust: bool = False
+    model: str,
+    models: list[str],
+    overrides: dict[str, Any],
+    questions: TaskQuestions,
+    console: Console,
+    trust: bool = False,
 ) -> ChatModel:
     """A checkpoint uses the settings of its own run; other models those of the first checkpoint, to be comparable."""
     cfg = settings_of([model] if model.startswith(PREFIX) else models, overrides, trust)
     needs_task = cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.task.name
     try:
-        renderer, engine = components.build_server(model, cfg, questions.task(cfg.task.name) if needs_task else None)
+        task = questions.task(cfg.task.name) if needs_task else None
+        renderer, engine = components.build_server(model, cfg, task, console)
     except UserError as error:
         raise UserError(str(error) if model in str(error) else f"{model}: {error}") from error
     return ChatModel(model, renderer, engine)

@@ -50,10 +50,15 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console()
     cfg = settings_of(args)
     for file in (args.json, args.answers):
         check_new(file)
+    with Console() as console:
+        console.announce(f"loading {args.models[0]}")
+        return evaluate_models(args, cfg, console)
+
+
+def evaluate_models(args: argparse.Namespace, cfg: MeasureConfig, console: Console) -> int:
     from assay.envs import Env
     from assay.evals.report import compare
     from assay.train import components
@@ -164,10 +169,10 @@ def measure(
     from assay.rollout import sampling_params
     from assay.train import components
 
-    renderer, engine = components.build_server(model, cfg, task)
+    renderer, engine = components.build_server(model, cfg, task, console)
     params = sampling_params(cfg.eval, cfg.eval.samples)
     console.note(f"{model}: {plural(len(prompts), 'problem')} x {plural(params.n, 'sample')}")
-    collector = components.build_collector(cfg, task, engine, renderer)
+    collector = components.build_collector(cfg, task, engine, renderer, progress=console.progress)
     with collector.judge:
         report, groups = evaluate(collector, prompts, params, cfg.seed)
     if answers:

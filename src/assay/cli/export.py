@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from assay.cli.runs import add_runs_dir
+from assay.runs.console import Console
 from assay.runs.files import rename, sync_tree
 from assay.runs.resolve import load_resolved
 from assay.types import UserError
@@ -30,20 +34,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_destination(args.dest)
-    model, tokenizer = load_resolved(args.source, args.dir, load)
-    unfinished = args.dest.with_name(f".{args.dest.name}.unfinished")
+    with Console(sys.stderr) as console:
+        what = f"loading {args.source}"
+        console.announce(what)
+        report = partial(console.progress, what, unit="parameters")
+        model, tokenizer = load_resolved(args.source, args.dir, partial(load, report=report))
+        console.announce(f"writing {args.dest}")
+        write(model, tokenizer, args.dest, args.dtype)
+    print(f"{args.source} -> {args.dest} ({args.dtype})")
+    return 0
+
+
+def write(model: PolicyModel, tokenizer: Tokenizer, dest: Path, dtype: str) -> None:
+    """Write the folder under another name, which is changed when it is complete."""
+    unfinished = dest.with_name(f".{dest.name}.unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        save(model, tokenizer, unfinished, args.dtype)
+        save(model, tokenizer, unfinished, dtype)
         sync_tree(unfinished)
-        rename(unfinished, args.dest)  # fails if the folder exists and is not empty
+        rename(unfinished, dest)  # fails if the folder exists and is not empty
     except OSError as error:
-        raise UserError(f"cannot write {args.dest} ({error.strerror or error}): choose another folder") from error
+        raise UserError(f"cannot write {dest} ({error.strerror or error}): choose another folder") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    print(f"{args.source} -> {args.dest} ({args.dtype})")
-    return 0
 
 
 def check_destination(dest: Path) -> None:
@@ -53,14 +67,15 @@ def check_destination(dest: Path) -> None:
         raise UserError(f"{dest} is a file: choose a new folder")
 
 
-def load(source: str) -> tuple[PolicyModel, Tokenizer]:
-    """Load in float32, so that weights are rounded only once."""
+def load(source: str, report: Callable[[int, int], None]) -> tuple[PolicyModel, Tokenizer]:
+    """Load in float32, so that weights are rounded only once. `report`: see `load_model`."""
     import torch
 
     from assay.models import load_model
     from assay.text import load_tokenizer
 
-    return load_model(source, device=torch.device("cpu"), dtype=torch.float32), load_tokenizer(source)
+    model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, report=report)
+    return model, load_tokenizer(source)
 
 
 def save(model: PolicyModel, tokenizer: Tokenizer, folder: Path, dtype: str) -> None:

@@ -10,11 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePool, MathVerifyJudge, RewardMix, check_verdicts
-from assay.runs.console import aligned
+from assay.runs.console import Console, aligned
 from assay.types import Status, UserError, Verdict, plural, unknown_name
 
 if TYPE_CHECKING:
@@ -81,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:  # e.g. an integer with more digits than Python will read
         raise UserError(f"{source} cannot be read: {error}") from None
     items = [as_item(from_rollout(row), task) for row in rows]
-    verdicts = judge_all(judge, items, args)
+    verdicts = judge_all(judge, items, args, "judging")
     check_verdicts(verdicts)
-    audited = judge_all(other, items, args) if other is not None else None
+    audited = judge_all(other, items, args, f"judging with {args.against}") if other is not None else None
     write_rows(out, rows, verdicts)
     summary = summarize(verdicts, args, out)
     if audited is not None:
@@ -166,9 +167,10 @@ def gold_answer(row: DataRow, task: Task | None) -> str:
         raise UserError(f"{row.where}: {error}") from None
 
 
-def judge_all(judge: Judge, items: Sequence[Item], args: argparse.Namespace) -> list[Verdict]:
-    with JudgePool(judge, args.workers, args.timeout, sandbox=args.sandbox, pass_env=args.pass_env) as pool:
-        return pool.judge(items)
+def judge_all(judge: Judge, items: Sequence[Item], args: argparse.Namespace, what: str) -> list[Verdict]:
+    pool = JudgePool(judge, args.workers, args.timeout, sandbox=args.sandbox, pass_env=args.pass_env)
+    with pool, Console(sys.stderr) as console:
+        return pool.judge(items, partial(console.progress, what, unit="answers"))
 
 
 def check_output(out: Path, source: Path, force: bool) -> None:

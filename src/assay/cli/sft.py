@@ -23,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    console = make_console()
-    warnings.showwarning = lambda message, *_: console.warn(str(message))
-    overrides = parse_overrides(args.overrides)
-    cfg = load_settings(TrainConfig, args.config, overrides)
-    if not cfg.sft.steps:
-        raise UserError("nothing to do: set sft.steps, e.g. --sft.steps 200")
-    stem = cfg.name or (as_name(Path(args.config).stem) if args.config else "")
-    if "name" not in overrides:  # the config's name is that of the whole run
-        cfg.name = f"{stem}-sft" if stem else "sft"
-    cfg.train.steps, cfg.train.epochs, cfg.train.budget = 0, 0.0, 0
-    return start(cfg, console, args.dry_run)
+    with make_console() as console:
+        warnings.showwarning = lambda message, *_: console.warn(str(message))
+        overrides = parse_overrides(args.overrides)
+        cfg = load_settings(TrainConfig, args.config, overrides)
+        if not cfg.sft.steps:
+            raise UserError("nothing to do: set sft.steps, e.g. --sft.steps 200")
+        stem = cfg.name or (as_name(Path(args.config).stem) if args.config else "")
+        if "name" not in overrides:  # the config's name is that of the whole run
+            cfg.name = f"{stem}-sft" if stem else "sft"
+        cfg.train.steps, cfg.train.epochs, cfg.train.budget = 0, 0.0, 0
+        return start(cfg, console, args.dry_run)

@@ -37,18 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     overrides = parse_overrides(args.overrides)
-    console = make_console()
-    warnings.showwarning = lambda message, *_: console.warn(str(message))
-    if args.resume:
-        return resume(args, overrides, console)
-    if not args.config:
-        raise UserError("no config: give a TOML file, e.g. assay train configs/demo.toml, or --resume RUN")
-    cfg = load_settings(TrainConfig, args.config, overrides)
-    cfg.name = cfg.name or as_name(Path(args.config).stem)
-    return start(cfg, console, args.dry_run)
+    with make_console() as console:
+        warnings.showwarning = lambda message, *_: console.warn(str(message))
+        if args.resume:
+            return resume(args, overrides, console)
+        if not args.config:
+            raise UserError("no config: give a TOML file, e.g. assay train configs/demo.toml, or --resume RUN")
+        cfg = load_settings(TrainConfig, args.config, overrides)
+        cfg.name = cfg.name or as_name(Path(args.config).stem)
+        return start(cfg, console, args.dry_run)
 
 
 def start(cfg: TrainConfig, console: Console, dry_run: bool = False) -> int:
+    if cfg.model.source:
+        console.announce(f"loading {cfg.model.source}")  # the imports below take seconds
     if dry_run:
         from assay.train.build import dry_run as check
 
@@ -64,7 +66,6 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
     from assay.runs import Run
     from assay.runs.files import write_text
     from assay.runs.resolve import find_run
-    from assay.train.build import resume_run
     from assay.train.trust import code_settings, guard_run, strings
 
     runs_dir = Path(str(overrides.get("runs_dir", TrainConfig().runs_dir)))
@@ -87,6 +88,9 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
     foreign = guard_run(before, path, typed=strings(named), trust=args.trust, ask=asker())
     if foreign is not None:
         foreign.check_remote_code()
+    console.announce(f"loading {cfg.model.source}")
+    from assay.train.build import resume_run
+
     with Run.open(path, write=is_main()) as opened:
         resumed = resume_run(cfg, opened, console)
         if is_main():

@@ -385,6 +385,8 @@ class TrainConfig(Section):
     """seed of data order, sampling and new weights"""
     device: str = "auto"
     """cuda, cuda:N, mps, cpu, or auto: the first of cuda, mps and cpu that is available"""
+    threads: Count = 0
+    """CPU threads; 0: OMP_NUM_THREADS or, on a CPU, one per 5 million parameters, at most the number of cores"""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """dtype of computation in training; master weights are float32. float64 applies to both; slow, for comparisons"""
     model: ModelConfig = Field(default_factory=ModelConfig)
@@ -416,6 +418,8 @@ class MeasureConfig(Section):
     """seed of sampling"""
     device: str = "auto"
     """cuda, cuda:N, mps, cpu, or auto: the first of cuda, mps and cpu that is available"""
+    threads: Count = 0
+    """CPU threads; 0: OMP_NUM_THREADS or, on a CPU, one per 5 million parameters, at most the number of cores"""
     model: ModelConfig = Field(default_factory=ModelConfig)
     task: TaskConfig = Field(default_factory=TaskConfig)
     env: EnvConfig = Field(default_factory=EnvConfig)

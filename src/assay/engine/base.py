@@ -247,9 +247,56 @@ class RequestError(UserError):
         self.errors = errors  # by the request's index
 
 
+CountReport = Callable[[int, int], None]  # number of finished samples, number of sampled tokens
+
+
+class SampleCounter:
+    """Counts finished samples and sampled tokens, and reports both, also while no sample finishes.
+
+    An engine with an attribute `on_tokens` calls it between two iterations of `step` with its number of sampled tokens.
+    The tokens of other engines are counted when their samples finish.
+    """
+
+    def __init__(self, report: CountReport | None) -> None:
+        self.report = report
+        self.finished = self.tokens = 0
+        self._finished_tokens = 0
+        self._first: int | None = None  # tokens that the engine had sampled before
+
+    @contextmanager
+    def watching(self, engine: Engine) -> Iterator[None]:
+        """Receive the token counts of `engine` until the block ends."""
+        watched = self.report is not None and hasattr(engine, "on_tokens")
+        if watched:
+            engine.on_tokens = self._on_tokens  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            if watched:
+                engine.on_tokens = None  # type: ignore[attr-defined]
+
+    def add(self, completion: Completion, finished: int = 1) -> None:
+        """Count a completion; `finished`: 0 for a turn that does not end its sample."""
+        self.finished += finished
+        self._finished_tokens += len(completion.token_ids)
+        self.tokens = max(self.tokens, self._finished_tokens)
+
+    def show(self) -> None:
+        if self.report is not None:
+            self.report(self.finished, self.tokens)
+
+    def _on_tokens(self, sampled: int) -> None:
+        if self._first is None:
+            self._first = sampled
+        self.tokens = max(self.tokens, sampled - self._first)
+        self.show()
+
+
 @gc_paused()
-def generate(engine: Engine, requests: Sequence[Request]) -> list[list[Completion]]:
+def generate(engine: Engine, requests: Sequence[Request], report: CountReport | None = None) -> list[list[Completion]]:
     """Serve requests and return the `params.n` completions of each, in order.
+
+    `report`: receives the number of finished completions and of sampled tokens from time to time.
 
     If a request fails, all others are served first; then a `RequestError` is raised. If this function raises, it
     releases the sequences that its requests have kept. The caller must be the only consumer of the engine's events;
@@ -258,25 +305,29 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[list[Completio
     completions: list[dict[int, Completion]] = [{} for _ in requests]
     errors: dict[int, str] = {}
     index: dict[int, int] = {}
+    counter = SampleCounter(report)
     try:
         for position, request in enumerate(requests):
             index[engine.add(request)] = position
         unfinished = {request_id: max(requests[position].params.n, 1) for request_id, position in index.items()}
-        while unfinished:
-            events = engine.step()
-            assert events, "the engine has no work left, but some requests are unfinished"
-            for event in events:
-                if event.request_id not in unfinished:
-                    raise RuntimeError("another consumer's event: share an engine through a Dispatcher")
-                position = index[event.request_id]
-                if isinstance(event, Finished):
-                    completions[position][event.sample] = event.completion
-                    unfinished[event.request_id] -= 1
-                elif isinstance(event, Failed):
-                    errors[position] = event.error
-                    unfinished[event.request_id] = 0
-                if not unfinished[event.request_id]:
-                    del unfinished[event.request_id]
+        with counter.watching(engine):
+            while unfinished:
+                events = engine.step()
+                assert events, "the engine has no work left, but some requests are unfinished"
+                for event in events:
+                    if event.request_id not in unfinished:
+                        raise RuntimeError("another consumer's event: share an engine through a Dispatcher")
+                    position = index[event.request_id]
+                    if isinstance(event, Finished):
+                        completions[position][event.sample] = event.completion
+                        unfinished[event.request_id] -= 1
+                        counter.add(event.completion)
+                    elif isinstance(event, Failed):
+                        errors[position] = event.error
+                        unfinished[event.request_id] = 0
+                    if not unfinished[event.request_id]:
+                        del unfinished[event.request_id]
+                counter.show()
     except BaseException:
         engine.abort(index)
         release_kept(engine, completions)

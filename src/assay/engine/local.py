@@ -93,6 +93,7 @@ class LocalEngine(ABC):
         self.incoming: deque[tuple[int, Request]] = deque()  # requests that are not accepted yet
         self.next_id = count()
         self.boundary = StepBoundary()
+        self.on_tokens: Callable[[int], None] | None = None  # called between two iterations; see `SampleCounter`
 
     # -- the interface
 
@@ -110,6 +111,8 @@ class LocalEngine(ABC):
                     self._iterate()
                     if not wait or self.outputs.events:
                         break
+                    if self.on_tokens is not None:
+                        self.on_tokens(self.outputs.sampled)
                     self.boundary.run_queued()
                 self._end_step()
             except BaseException:

@@ -239,6 +239,7 @@ class OutputProcessor:
         self.events: list[Event] = []  # not yet returned by `step`
         self.versions = VersionLog()
         self.tokens = 0  # number of tokens of all finished samples
+        self.sampled = 0  # number of sampled tokens, including unfinished samples and those after the end of a sample
         self.stop_jobs = self.stream_jobs = 0  # unfinished requests with stop strings, and with streaming
         self.digests = digests
         self.start(0)
@@ -307,6 +308,7 @@ class OutputProcessor:
         """Record sampled tokens and append events; return the samples that have ended, with their states."""
         output.wait()
         self.history.write(output, running)
+        self.sampled += output.tokens.numel()
         counts, states = output.after.numpy()
         ended: Ended = {}
         for row in np.flatnonzero(states != RowState.RUNNING):

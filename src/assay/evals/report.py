@@ -129,5 +129,6 @@ def evaluate(
     groups: list[Group] = []
     size = max(MAX_ANSWERS // params.n, 1)
     for start in range(0, len(prompts), size):
-        groups += collector.collect(prompts[start : start + size], params, (seed, -1))
+        part = f", part {start // size + 1} of {-(-len(prompts) // size)}" if len(prompts) > size else ""
+        groups += collector.collect(prompts[start : start + size], params, (seed, -1), what=f"evaluating{part}")
     return Report.of(groups), groups

@@ -236,15 +236,26 @@ NAMED = 5  # weights that an error message lists
 
 
 class WeightLoader:
-    """Builds a decoder: `load` each weight under its Hugging Face name, then `finish`."""
+    """Builds a decoder: `load` each weight under its Hugging Face name, then `finish`.
 
-    def __init__(self, spec: ModelSpec, what: str, device: torch.device | str, dtype: torch.dtype) -> None:
-        self.what, self.spec = what, spec
+    `report`: receives the number of loaded parameters and that of all parameters.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        what: str,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        report: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.what, self.spec, self.report = what, spec, report
         with torch.device("meta"):
             self.model = Decoder(spec)
         self.model.to(dtype).to_empty(device=device)
         self.targets = dict(self.model.named_parameters())
         self.missing = dict.fromkeys(self.targets)
+        self.loaded, self.total = 0, sum(target.numel() for target in self.targets.values())
         self.unexpected: list[str] = []
 
     @torch.no_grad()
@@ -267,6 +278,9 @@ class WeightLoader:
             raise UserError(f"{self.what}: weight {name} has shape {list(shape)}, but its config asks for {expected}")
         write(target)
         self.missing.pop(name, None)
+        self.loaded += target.numel()
+        if self.report is not None:
+            self.report(self.loaded, self.total)
 
     def finish(self) -> Decoder:
         if self.missing:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -51,6 +53,43 @@ def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.
         hint = " (float16 overflows in training)" if name in ("float16", "fp16", "half") else ""
         raise UserError(f"dtype '{name}' is not supported{hint}: use auto, float32 or bfloat16")
     return DTYPES[name]
+
+
+PARAMETERS_PER_THREAD = 5_000_000  # in a smaller share, starting and joining threads takes longer than it saves
+
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@cache
+def default_threads() -> int:
+    """Torch's number of threads at the first call: the number of cores, or what `THREAD_VARIABLES` say."""
+    return torch.get_num_threads()
+
+
+def choose_threads(parameters: int, cores: int) -> int:
+    """Number of CPU threads for a model of this size: one per `PARAMETERS_PER_THREAD`, at most `cores`.
+
+    The load of the machine is not considered: results depend on the number of threads, and must be repeatable.
+    """
+    return max(1, min(cores, parameters // PARAMETERS_PER_THREAD))
+
+
+def set_threads(threads: int, parameters: int, device: torch.device) -> None:
+    """Set the number of CPU threads: `threads`, or if it is 0 what environment variables or the model's size say."""
+    cores = default_threads()
+    if threads:
+        torch.set_num_threads(threads)
+    elif device.type == "cpu" and not any(name in os.environ for name in THREAD_VARIABLES):
+        torch.set_num_threads(choose_threads(parameters, cores))
+
+
+def describe_threads() -> str:
+    """The number of CPU threads, with advice if other processes use all cores."""
+    threads = torch.get_num_threads()
+    busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1)
+    advice = " (all cores are busy: --threads 1 may be faster)" if threads > 1 and busy else ""
+    return f"{threads} CPU thread{'' if threads == 1 else 's'}{advice}"
 
 
 def free_memory(device: torch.device) -> int | None:

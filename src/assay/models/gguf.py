@@ -45,8 +45,14 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
-def load_gguf(path: Path, *, device: str | torch.device, dtype: torch.dtype) -> PolicyModel:
-    """`Decoder` for Llama, Qwen2 and Qwen3 files; transformers for other architectures."""
+def load_gguf(
+    path: Path,
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    report: Callable[[int, int], None] | None = None,
+) -> PolicyModel:
+    """`Decoder` for Llama, Qwen2 and Qwen3 files; transformers for other architectures. `report`: see `load_model`."""
     reader = open_gguf(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     spec = spec_from_gguf(reader, tensors, path)
@@ -54,7 +60,7 @@ def load_gguf(path: Path, *, device: str | torch.device, dtype: torch.dtype) -> 
         return load_fallback(path.parent, device=device, dtype=dtype, gguf_file=path.name)
     if spec.parameters > 8 * path.stat().st_size:  # every format takes at least a bit per weight
         raise UserError(f"'{path}' asks for {spec.parameters:,} weights, which it is too small to hold: fetch it again")
-    loader = WeightLoader(spec, f"the model in '{path}'", device, dtype)
+    loader = WeightLoader(spec, f"the model in '{path}'", device, dtype, report)
     for name, tensor in tensors.items():
         if name == "rope_freqs.weight" or (name == "token_embd.weight" and spec.tied and "output.weight" in tensors):
             continue  # part of the spec; of the two copies of a tied embedding, the output is more precise

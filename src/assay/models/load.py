@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
@@ -33,16 +34,20 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     cache_dir: str | Path | None = None,
+    report: Callable[[int, int], None] | None = None,
 ) -> PolicyModel:
-    """`Decoder` if it covers the model's family, else transformers' own model behind the same interface."""
+    """`Decoder` if it covers the model's family, else transformers' own model behind the same interface.
+
+    `report`: receives the number of parameters of the decoder that are loaded, and that of all parameters.
+    """
     path = Path(source).expanduser()
     if path.is_file():
         if not is_gguf(path):
             raise UserError(f"'{source}' is a file, but not a GGUF: give {FORMS}")
-        return load_gguf(path, device=device, dtype=dtype)
+        return load_gguf(path, device=device, dtype=dtype, report=report)
     if not path.is_dir():
         path = fetch_model(source, cache_dir)
-    return load_folder(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    return load_folder(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code, report=report)
 
 
 def fetch_model(source: str, cache_dir: str | Path | None = None) -> Path:
@@ -65,7 +70,12 @@ def fetch_model(source: str, cache_dir: str | Path | None = None) -> Path:
 
 
 def load_folder(
-    folder: Path, *, device: str | torch.device, dtype: torch.dtype, trust_remote_code: bool = False
+    folder: Path,
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    report: Callable[[int, int], None] | None = None,
 ) -> PolicyModel:
     config = read_json(folder / "config.json", f"'{folder}' is not a model folder: it has no config.json; give {FORMS}")
     spec = spec_from_hf(config)
@@ -73,7 +83,7 @@ def load_folder(
     if spec is None:
         return load_fallback(folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     check_size(folder, spec, files)
-    loader = WeightLoader(spec, f"the model in '{folder}'", device, dtype)
+    loader = WeightLoader(spec, f"the model in '{folder}'", device, dtype, report)
     for file in files:
         (load_safetensors if file.suffix == ".safetensors" else load_pickled)(file, loader)
     return loader.finish()

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -26,6 +27,7 @@ T = TypeVar("T")
 Item = tuple[Any, ...]
 
 START_LIMIT_S = 120.0  # to start an interpreter and import what the function needs
+REPORT_S = 0.5
 MAX_CHUNK = 64
 MAX_CHUNK_CHARS = 1_000_000
 LOST = (EOFError, BrokenPipeError, BadMessage)  # raised for a worker that died or that sends invalid messages
@@ -60,8 +62,11 @@ class WorkerPool(Generic[T]):
         self._closed = False
         self._owner = os.getpid()
 
-    def map(self, items: Sequence[Item]) -> list[T | ItemFailure]:
-        """Return one result per item, in order. Thread-safe."""
+    def map(self, items: Sequence[Item], report: Callable[[int], None] | None = None) -> list[T | ItemFailure]:
+        """Return one result per item, in order. Thread-safe.
+
+        `report`: receives the number of results every `REPORT_S` seconds.
+        """
         if os.getpid() != self._owner:
             raise RuntimeError("a worker pool cannot be used in a forked process: create one there")
         self._start_threads()
@@ -70,7 +75,7 @@ class WorkerPool(Generic[T]):
         batch = _Batch(len(items))
         for chunk in _split(batch, items, self._workers):
             self._jobs.put(chunk)
-        return batch.wait()
+        return batch.wait(report)
 
     def close(self) -> None:
         """End the workers. Calls of `map` that still wait in other threads fail."""
@@ -276,8 +281,10 @@ class _Batch:
         """Whether all results are there, the batch has failed, or nobody waits for it any more."""
         return self._done.done()
 
-    def wait(self) -> list[Any]:
+    def wait(self, report: Callable[[int], None] | None = None) -> list[Any]:
         try:
+            while report is not None and not futures.wait([self._done], timeout=REPORT_S).done:
+                report(len(self._results) - self._missing)
             return self._done.result()
         finally:
             with self._lock:

@@ -6,7 +6,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from assay.types import Prompt, Status, UserError, Verdict, describe_error, plur
 
 Item = tuple[str, str, Mapping[str, Any]]  # completion, gold answer, fields
 GroupItem = tuple[Sequence[str], str, Mapping[str, Any]]  # all completions of a prompt, gold answer, fields
+JudgeReport = Callable[[int, int], None]  # receives the number of judged items and that of all items
 Sandbox = Literal["auto", "strict", "off"]  # the setting reward.sandbox
 
 _STATUSES = [str(status.value) for status in Status]
@@ -76,18 +77,18 @@ class JudgePool:
         """Return the fields of a prompt as its judge needs them."""
         return judged_fields(self._judge, prompt)
 
-    def judge(self, items: Sequence[Item]) -> list[Verdict]:
+    def judge(self, items: Sequence[Item], report: JudgeReport | None = None) -> list[Verdict]:
         """Return one verdict per (completion, gold answer, fields), in order. Thread-safe."""
-        return [verdict for (verdict,) in self._judge_together([([item[0]], *item[1:]) for item in items])]
+        return [verdict for (verdict,) in self._judge_together([([item[0]], *item[1:]) for item in items], report)]
 
-    def judge_groups(self, groups: Sequence[GroupItem]) -> list[list[Verdict]]:
+    def judge_groups(self, groups: Sequence[GroupItem], report: JudgeReport | None = None) -> list[list[Verdict]]:
         """Return the verdicts on all completions of each prompt. Thread-safe."""
         if sees_group(self._judge):
-            return self._judge_together(groups)
-        flat = iter(self.judge([(completion, *group[1:]) for group in groups for completion in group[0]]))
+            return self._judge_together(groups, report)
+        flat = iter(self.judge([(completion, *group[1:]) for group in groups for completion in group[0]], report))
         return [[next(flat) for _ in group[0]] for group in groups]
 
-    def _judge_together(self, groups: Sequence[GroupItem]) -> list[list[Verdict]]:
+    def _judge_together(self, groups: Sequence[GroupItem], report: JudgeReport | None) -> list[list[Verdict]]:
         """Judge each group in one call."""
         if self._closed:
             raise RuntimeError("the judge pool is closed")
@@ -96,9 +97,12 @@ class JudgePool:
         if self._pool is None:
             return [judge_group_safely(self._judge, *group) for group in groups]
         try:
-            results = self._pool.map([(list(texts), answer, dict(fields)) for texts, answer, fields in groups])
+            arguments = [(list(texts), answer, dict(fields)) for texts, answer, fields in groups]
+            results = self._pool.map(arguments, report and (lambda done: report(done, len(groups))))
         except StartFailed as error:
             raise UserError(f"the judge cannot run in a worker process: {self._with_hint(str(error))}") from None
+        if report is not None:
+            report(len(groups), len(groups))
         return [self._verdicts(result, len(group[0])) for result, group in zip(results, groups, strict=True)]
 
     def close(self) -> None:

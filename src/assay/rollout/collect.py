@@ -10,13 +10,13 @@ from functools import partial
 from typing import Protocol, Self, TypeVar
 
 from assay.config import EvalConfig, SamplingConfig
-from assay.engine.base import Engine, Request, SamplingParams, generate
+from assay.engine.base import CountReport, Engine, Request, SamplingParams, generate
 from assay.envs.base import Env
 from assay.mesh import Mesh
 from assay.rewards import JudgePool, check_verdicts
 from assay.rollout.episodes import EpisodeRunner, Limits, as_group, request_seed
 from assay.text import Renderer
-from assay.types import Group, Prompt, Rollout, Turn, UserError, Verdict
+from assay.types import Group, Progress, Prompt, Rollout, Turn, UserError, Verdict
 
 T = TypeVar("T")
 DEFAULT_NEW_TOKENS = 512  # of an evaluation or a chat without a training run
@@ -60,6 +60,7 @@ class Collector:
     env: Env | None = None  # prompts start episodes of it; None: one completion per sample
     limits: Limits = field(default_factory=Limits)  # of episodes
     seconds: dict[str, float] = field(default_factory=dict)  # time spent in generation and judging, accumulated
+    progress: Progress | None = None  # receives how many answers of this rank are finished and judged
 
     def __enter__(self) -> Self:
         return self
@@ -81,8 +82,9 @@ class Collector:
         params: SamplingParams,
         seed: tuple[int, int],
         seen: Counter[str] | None = None,
+        what: str = "sampling",
     ) -> list[Group]:
-        """Return `params.n` judged rollouts for each prompt; `seed` is (run seed, step).
+        """Return `params.n` judged rollouts for each prompt; `seed` is (run seed, step), `what` is for `progress`.
 
         Every rank is given the same prompts, serves a part of them, and returns all groups.
         A prompt that is repeated within a step gets different noise; `seen` carries the counts over several calls.
@@ -96,7 +98,7 @@ class Collector:
             suffix = f"#{seen[prompt.id]}" if seen[prompt.id] else ""
             requests.append((prompt, Request(ids, params, request_seed(*seed, prompt.id + suffix), name=prompt.id)))
             seen[prompt.id] += 1
-        groups = self._serve_on_all_ranks(requests)
+        groups = self._serve_on_all_ranks(requests, what)
         verdicts = [r.verdict for group in groups for r in group.rollouts if r.verdict]
         check_verdicts(verdicts, self.reward_source, *(("the environment",) if self.env else ()))
         return groups
@@ -108,12 +110,12 @@ class Collector:
             return "the judge"
         return "the environment, or its judge," if self.env.judged else "the environment"
 
-    def _serve_on_all_ranks(self, requests: Sequence[tuple[Prompt, Request]]) -> list[Group]:
+    def _serve_on_all_ranks(self, requests: Sequence[tuple[Prompt, Request]], what: str) -> list[Group]:
         """Serve this rank's part and gather all groups in the order of prompts. An error is raised on all ranks."""
         own = requests[self.mesh.dp_rank :: self.mesh.dp_size]
         result: list[Group] | str | None
         try:
-            work = partial(self._serve, own)
+            work = partial(self._serve, own, self._report_to(what, sum(request.params.n for _, request in own)))
             alone = self.mesh.tp_size == 1  # ranks that serve one model must not be interrupted one by one
             result = self.stopper.interruptible(work) if self.stopper and alone else work()
         except UserError as error:
@@ -128,13 +130,21 @@ class Collector:
         parts = [part for part in results if isinstance(part, list)][:: self.mesh.tp_size]
         return [parts[i % len(parts)][i // len(parts)] for i in range(len(requests))]
 
-    def _serve(self, requests: Sequence[tuple[Prompt, Request]]) -> list[Group]:
-        """Groups of these requests; of the ranks that serve one model together, the first returns them."""
-        return self._generate(requests) if self.env is None else self._run_episodes(requests, self.env)
+    def _report_to(self, what: str, total: int) -> CountReport | None:
+        """A callback that passes numbers of answers and tokens to `progress`."""
+        if (progress := self.progress) is None:
+            return None
+        return lambda done, tokens: progress(what, done, total, "answers", tokens)
 
-    def _generate(self, requests: Sequence[tuple[Prompt, Request]]) -> list[Group]:
+    def _serve(self, requests: Sequence[tuple[Prompt, Request]], report: CountReport | None) -> list[Group]:
+        """Groups of these requests; of the ranks that serve one model together, the first returns them."""
+        if self.env is None:
+            return self._generate(requests, report)
+        return self._run_episodes(requests, self.env, report)
+
+    def _generate(self, requests: Sequence[tuple[Prompt, Request]], report: CountReport | None) -> list[Group]:
         started = time.perf_counter()
-        completions = generate(self.engine, [request for _, request in requests])
+        completions = generate(self.engine, [request for _, request in requests], report)
         if self.mesh.tp_rank:
             return []
         texts = iter(self.renderer.decode_all([c.token_ids for samples in completions for c in samples]))
@@ -151,13 +161,15 @@ class Collector:
                 rollout.verdict, rollout.reward = verdict, verdict.reward
         return groups
 
-    def _run_episodes(self, requests: Sequence[tuple[Prompt, Request]], env: Env) -> list[Group]:
+    def _run_episodes(
+        self, requests: Sequence[tuple[Prompt, Request]], env: Env, report: CountReport | None
+    ) -> list[Group]:
         """Run episodes; answers that the environment leaves to the run's judge are judged together at the end."""
         started = time.perf_counter()
         # With threads the order depends on the clock. So there are none on CPUs, where runs are reproducible to the
         # last bit, nor where several ranks have to make the same calls.
         threads = STEP_THREADS if self.mesh.device.type != "cpu" and self.mesh.tp_size == 1 else 0
-        groups = EpisodeRunner(self.engine, self.renderer, env, self.limits, threads).run(requests)
+        groups = EpisodeRunner(self.engine, self.renderer, env, self.limits, threads).run(requests, report)
         if self.mesh.tp_rank:
             return []
         pending = [[(episode, episode.answer) for episode in group if episode.answer is not None] for group in groups]
@@ -172,9 +184,8 @@ class Collector:
     def _judge(self, answers: Sequence[tuple[Prompt, list[str]]], started: float) -> list[list[Verdict]]:
         """Judge the answers to each prompt, whose generation began at `started`; record how long both took."""
         generated = time.perf_counter()
-        verdicts = self.judge.judge_groups(
-            [(texts, prompt.answer, self.judge.fields(prompt)) for prompt, texts in answers]
-        )
+        items = [(texts, prompt.answer, self.judge.fields(prompt)) for prompt, texts in answers]
+        verdicts = self.judge.judge_groups(items, None if self.progress is None else partial(self.progress, "judging"))
         for part, spent in (("generate", generated - started), ("judge", time.perf_counter() - generated)):
             self.seconds[part] = self.seconds.get(part, 0.0) + spent
         return verdicts

@@ -14,7 +14,17 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
-from assay.engine.base import Engine, Event, Failed, Finished, Request, RequestError, SamplingParams
+from assay.engine.base import (
+    CountReport,
+    Engine,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    RequestError,
+    SampleCounter,
+    SamplingParams,
+)
 from assay.envs.base import Env, Observation, Step, as_messages, error_step, is_masked, run_with_timeout, warn_after
 from assay.text import Renderer
 from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict, plural
@@ -153,15 +163,17 @@ class EpisodeRunner:
     limits: Limits = field(default_factory=Limits)
     threads: int = 0  # for steps of slow environments
 
-    def run(self, requests: Sequence[tuple[Prompt, Request]]) -> list[list[Episode]]:
+    def run(self, requests: Sequence[tuple[Prompt, Request]], report: CountReport | None = None) -> list[list[Episode]]:
         """Return the finished episodes of each prompt, one per sample; episodes with an `answer` are not judged yet.
 
         A request's `max_new_tokens` limits the tokens that the policy samples in a whole episode. At most as many
         episodes run concurrently as the engine decodes. The caller must be the only consumer of the engine's events.
+        `report`: receives the number of finished episodes and of sampled tokens from time to time.
         """
-        batch = EpisodeBatch(self, requests)
+        batch = EpisodeBatch(self, requests, report)
         try:
-            batch.run()
+            with batch.counter.watching(self.engine):
+                batch.run()
         except BaseException:
             batch.abort()
             raise
@@ -271,8 +283,14 @@ class EpisodeRunner:
 class EpisodeBatch:
     """The episodes of one call of `EpisodeRunner.run`: passes completions to environments and steps to episodes."""
 
-    def __init__(self, runner: EpisodeRunner, requests: Sequence[tuple[Prompt, Request]]) -> None:
+    def __init__(
+        self,
+        runner: EpisodeRunner,
+        requests: Sequence[tuple[Prompt, Request]],
+        report: CountReport | None = None,
+    ) -> None:
         self.runner, self.engine = runner, runner.engine
+        self.counter = SampleCounter(report)
         self.waiting = deque(requests)  # prompts whose episodes have not started
         self.stepper: Stepper = Stepper(runner.env, runner.threads, runner.limits.seconds)
         self.groups: list[list[Episode]] = []
@@ -292,6 +310,7 @@ class EpisodeBatch:
                 self._process(events)
             self._apply_steps(wait=not self.requests)
             self._start_episodes()
+            self.counter.show()
         if self.errors:
             raise RequestError(self.errors)
         assert not (self.active or self.waiting), "some episodes have neither a request nor a step under way"
@@ -322,6 +341,7 @@ class EpisodeBatch:
         while self.finished:
             event, episode = self.finished[-1]
             action = self.runner.record_completion(episode, event.completion)
+            self.counter.add(event.completion, finished=0)
             self.finished.pop()
             self.stepper.add(episode, action)
 
@@ -341,6 +361,7 @@ class EpisodeBatch:
         if over:
             self.engine.release(kept_handles(over))
             self.active -= len(over)
+            self.counter.finished += len(over)
             for episode in over:
                 del episode.env
         for episode, _ in stepped:

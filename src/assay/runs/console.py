@@ -1,4 +1,7 @@
-"""Console output of a process: a progress bar in a terminal, plain lines elsewhere, nothing on ranks other than 0.
+"""Console output of a process: a live display in a terminal, plain lines elsewhere, nothing on ranks other than 0.
+
+`Console.start` and `step` show the steps of a run, `Console.progress` a long operation within a step or between steps.
+In pipes and log files, both are limited to one line per `INTERVAL` seconds.
 
 Untrusted text (data, model output, file names) is printed without control sequences of the terminal.
 """
@@ -10,13 +13,15 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from assay.types import plural
@@ -91,7 +96,9 @@ _FACTS = {  # metrics in the line of a step, and their formats
     "time/step": "{:.2f} s",
 }
 _WINDOW = 20  # number of steps from which the remaining time is estimated
-_PAUSE = 0.5  # minimum seconds between plain lines, since the steps of a warm start are short
+INTERVAL = 5.0  # seconds between plain lines of progress
+_REFRESH = 0.1  # seconds between updates of the live display
+_DELAY = 1.0  # seconds after which an operation appears in the live display: shorter ones would flicker
 
 
 class LenientStream:
@@ -117,52 +124,145 @@ class LenientStream:
         return getattr(self._file, name)
 
 
+@dataclass
+class Operation:
+    """A long operation that `Console.progress` shows."""
+
+    what: str
+    started: float
+    first: tuple[int, int]  # (done, tokens) when it started
+    updated: float = -math.inf
+
+    def facts(self, done: int, total: int, unit: str, tokens: int, now: float) -> str:
+        """How far it is, tokens per second and the remaining time."""
+        elapsed = max(now - self.started, 1e-9)
+        new, sampled = done - self.first[0], tokens - self.first[1]
+        facts = [f"{count(done)}/{count(total)} {unit}".rstrip()] if total > 1 else []
+        if rate := (new if unit == "tokens" else sampled) / elapsed:
+            facts.append(f"{rate:,.0f} tokens/s")
+        if new > 0:
+            facts.append(f"eta {duration(elapsed / new * (total - done))}")
+        return "  ".join(facts)
+
+
+class LiveDisplay(Progress):
+    """A row with a bar for the run, and one for the current operation, once that has lasted for some time."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        shown = [task for task in self.tasks if not task.fields["delayed"] or (task.elapsed or 0.0) >= _DELAY]
+        yield self.make_tasks_table(shown)
+
+
 class Console:
     """Progress, messages and tables of a run, as a live display in a terminal and as plain lines elsewhere."""
 
-    def __init__(self, file: IO[str] | None = None, *, quiet: bool = False) -> None:
+    def __init__(
+        self, file: IO[str] | None = None, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._file = LenientStream(raw_stream(file or sys.stdout or null_stream()))  # a daemon may have no stdout
         self._live = self._file.isatty() and not quiet
         self._quiet = quiet
         self._rich = RichConsole(file=cast(IO[str], self._file), highlight=False)
-        self._progress: Progress | None = None
+        self._now = clock
+        self._display: LiveDisplay | None = None
+        self._run_row: TaskID | None = None
+        self._operation_row: TaskID | None = None
+        self._operation: Operation | None = None
         self._total = 0
         self._accuracy: float | None = None
         self._clock: list[tuple[int, float]] = []
-        self._last_line_at = -math.inf
+        self._last_step_at = self._last_line_at = -math.inf
 
     def start(self, total: int, name: str, done: int = 0) -> None:
         """Start a progress display of `total` steps, of which `done` are complete already."""
         name = one_line(name)
         self.stop()
         self._total = total
-        self._clock = [(done, time.monotonic())]
+        self._clock = [(done, self._now())]
         if self._live:
-            columns = (
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[facts]}"),
-            )
-            self._progress = Progress(*columns, console=self._rich, transient=True)
-            self._progress.add_task(escape(name), total=total, completed=done, facts=f"step {done}/{total}")
-            self._progress.start()
+            self._run_row = self._add_row(name, f"step {done}/{total}", total=total, completed=done)
         else:
             self._print(f"{name}: {plural(max(total - done, 0), 'step')}" + (f", from step {done}" if done else ""))
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the metrics of a completed step."""
-        now, accuracy = time.monotonic(), finite(metrics, "eval/accuracy")
+        now, accuracy = self._now(), finite(metrics, "eval/accuracy")
         self._accuracy = self._accuracy if accuracy is None else accuracy
         if len(self._clock) == 1 and step > self._clock[0][0] + 1:  # the first step after a resume
             self._clock = [(step - 1, self._clock[0][1])]
         self._clock = [*self._clock, (step, now)][-_WINDOW - 1 :]
         facts = "  ".join(self._facts(step, metrics))
         evaluated = any(finite(metrics, f"{label}/accuracy") is not None for label in ("eval", "before", "after"))
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=step, facts=escape(facts))
-        elif evaluated or step == self._total or now - self._last_line_at >= _PAUSE:
-            self._last_line_at = now
+        if self._display is not None and self._run_row is not None:
+            self._display.update(self._run_row, completed=step, facts=escape(facts))
+        elif evaluated or step == self._total or now - self._last_step_at >= INTERVAL:
+            self._last_step_at = now
             self._print(facts)
+
+    def announce(self, what: str) -> None:
+        """Show an operation at once, e.g. "loading MODEL", before the first call of `progress` with the same text."""
+        if self._operation is not None and self._operation.what == what:
+            return
+        self._begin(what, (0, 0))
+        if self._live:
+            self._show_operation(delayed=False)
+        else:
+            self._print(what)
+
+    def progress(self, what: str, done: int, total: int, unit: str = "", tokens: int = 0) -> None:
+        """Show how far an operation is; it is over when `done` equals `total`. See `assay.types.Progress`."""
+        if self._quiet:
+            return
+        operation = self._operation
+        if done >= total:
+            if operation is not None and operation.what == what:
+                self.end_operation()
+            return
+        if operation is None or operation.what != what:
+            operation = self._begin(what, (done, tokens))
+        now = self._now()
+        if self._live and now - operation.updated >= _REFRESH:
+            self._show_operation()
+            assert self._display is not None and self._operation_row is not None
+            facts, bar = operation.facts(done, total, unit, tokens, now), total if total > 1 else None
+            self._display.update(self._operation_row, completed=done, total=bar, facts=escape(facts))
+            operation.updated = now
+        elif not self._live and now - self._last_line_at >= INTERVAL:
+            self._print("  ".join(filter(None, (what, operation.facts(done, total, unit, tokens, now)))))
+
+    def end_operation(self) -> None:
+        """Remove the operation from the live display, which disappears unless it also shows the steps of a run."""
+        self._operation = None
+        if self._display is not None and self._operation_row is not None:
+            self._display.remove_task(self._operation_row)
+            self._operation_row = None
+            if self._run_row is None:
+                self._stop_display()
+
+    def _begin(self, what: str, first: tuple[int, int]) -> Operation:
+        self.end_operation()
+        self._operation = Operation(what, self._now(), first)
+        return self._operation
+
+    def _show_operation(self, delayed: bool = True) -> None:
+        if self._operation is not None and self._operation_row is None:
+            self._operation_row = self._add_row(one_line(self._operation.what), total=None, delayed=delayed)
+
+    def _add_row(self, name: str, facts: str = "", *, delayed: bool = False, **values: Any) -> TaskID:
+        if self._display is None:
+            columns = (
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[facts]}"),
+            )
+            self._display = LiveDisplay(*columns, console=self._rich, transient=True, get_time=self._now)
+            self._display.start()
+        return self._display.add_task(escape(name), facts=escape(facts), delayed=delayed, **values)
+
+    def _stop_display(self) -> None:
+        if self._display is not None:
+            self._display.stop()
+            self._display = None
 
     def note(self, text: str) -> None:
         self._print(text)
@@ -174,6 +274,7 @@ class Console:
             self._rich.print(f"[yellow]warning:[/yellow] {escape(text)}")
         else:
             print(f"warning: {text}", file=self._file, flush=True)
+            self._last_line_at = self._now()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         if self._quiet:
@@ -192,10 +293,10 @@ class Console:
             self._print("\n".join([title, *lines]))
 
     def stop(self) -> None:
-        self._total, self._clock = 0, []
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        """Remove the live display."""
+        self._total, self._clock, self._last_step_at = 0, [], -math.inf
+        self._run_row = self._operation_row = self._operation = None
+        self._stop_display()
 
     def __enter__(self) -> Console:
         return self
@@ -211,6 +312,7 @@ class Console:
             self._rich.print(escape(text))
         else:
             print(text, file=self._file, flush=True)
+            self._last_line_at = self._now()
 
     def _facts(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         facts = [f"step {step}/{self._total}" if self._total else f"step {step}"]
@@ -255,6 +357,13 @@ def ask_user(question: str) -> bool:
 
 def null_stream() -> IO[str]:
     return open(os.devnull, "w")
+
+
+def count(number: int) -> str:
+    """1,234 or 494M or 1.54B."""
+    if number < 10**6:
+        return f"{number:,}"
+    return f"{number / 10**6:.0f}M" if number < 10**9 else f"{number / 10**9:.2f}B"
 
 
 def duration(seconds: float) -> str:

@@ -182,6 +182,13 @@ class Run:
         first, now = read_json(path), describe_environment()
         write_json(path, {**first, "resumed": [*first.get("resumed", []), now]} if first else now)
 
+    def record_threads(self, threads: int) -> None:
+        """Add the number of CPU threads, which is chosen when the model is loaded, to the entry of this session."""
+        path = self.path / "environment.json"
+        if environment := read_json(path):
+            (environment.get("resumed") or [environment])[-1]["threads"] = threads
+            write_json(path, environment)
+
     @property
     def config_toml(self) -> str:
         return (self.path / "config.toml").read_text()

@@ -63,7 +63,7 @@ def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
         console.note(f"{cfg.name} exists: this run is {run.directory.name}")
     if mesh.is_main:
         remember_trust(cfg, started=True)
-    run.recorder.open_trackers()
+    run.recorder.open()
     return run
 
 
@@ -94,7 +94,7 @@ def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRu
         directory.truncate_after(-1 if step is None else step)  # last: a resume that fails changes nothing
         if run.state.best:  # best.json may have been deleted as well, or never written
             checkpoints.set_best(path, **run.state.best)
-    run.recorder.open_trackers()
+    run.recorder.open()
     return run
 
 
@@ -180,7 +180,8 @@ def assemble(
     tokenizer = components.build_tokenizer(cfg.model, source, task)
     renderer = components.build_renderer(cfg.prompt, tokenizer, task)
     train = components.drop_long_prompts(train, renderer, cfg.train.max_prompt_tokens, console)
-    policy = load_policy(cfg, source, tokenizer, device, dtype, adapters)
+    policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
+    components.set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
     demonstrations = components.build_demonstrations(cfg, renderer, console)
     trial.check_texts(console, train, demonstrations, renderer, policy.max_length, checked_texts)
     checks.check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
@@ -188,10 +189,10 @@ def assemble(
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype)
     checks.check_capabilities(cfg, engine, has_rl_steps(cfg), console)
     components.prepare_policy(policy, cfg.train, mesh.world)
-    updater = build_updater(cfg, policy, mesh, dtype)
+    updater = build_updater(cfg, policy, mesh, dtype, console)
     updater.critic = critic if critic and critic.shared else None
     stopping = Stopping(cfg.save.grace_s, mesh)
-    collector = components.build_collector(cfg, task, engine, renderer, mesh, stopping)
+    collector = components.build_collector(cfg, task, engine, renderer, mesh, stopping, console.progress)
     checks.check_collector(cfg, collector, train, evaluations, policy, console)
     algo.limits = LengthLimits(cfg.sampling.max_new_tokens, engine.info.max_length)
     schedule = Schedule.of(cfg.train, len(train))
@@ -236,10 +237,17 @@ def judge_warnings(cfg: RewardConfig, collector: Collector) -> dict[str, str]:
 
 
 def load_policy(
-    cfg: TrainConfig, source: str, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype, adapters: Path | None
+    cfg: TrainConfig,
+    source: str,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    dtype: torch.dtype,
+    adapters: Path | None,
+    console: Console,
 ) -> PolicyModel:
     """Load the policy, with LoRA if the settings say so. It is not sharded yet."""
-    policy = components.build_policy(cfg.model, source, tokenizer, device, cfg.seed, dtype)
+    with components.loading(cfg.model.source, console) as report:
+        policy = components.build_policy(cfg.model, source, tokenizer, device, cfg.seed, dtype, report)
     if tokenizer.vocab_size > policy.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {policy.vocab_size}: "
@@ -253,7 +261,7 @@ def load_policy(
     return policy
 
 
-def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torch.dtype) -> Updater:
+def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torch.dtype, console: Console) -> Updater:
     updater = Updater(
         policy,
         make_optimizer(policy, cfg.optim),
@@ -263,6 +271,7 @@ def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torc
         offload_reference=cfg.train.offload_reference and mesh.world == 1,  # shards are never moved
         dtype=dtype,
         mesh=mesh,
+        progress=console.progress,
     )
     return updater if cfg.train.process == "same" else SubprocessUpdater.of(updater)
 

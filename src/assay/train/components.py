@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ from assay.engine.base import Engine
 from assay.envs import Env, TaskEnv, make_env
 from assay.mesh import Mesh
 from assay.models import Decoder, PolicyModel, build_preset, load_model, pick_device, pick_dtype
-from assay.models.device import uses_triton
+from assay.models.device import describe_threads, set_threads, uses_triton
 from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix, RewardSum
 from assay.rewards.importing import load_object, normalized
 from assay.rollout import Collector, Limits
-from assay.runs.console import Console
+from assay.runs.console import Console, count
 from assay.runs.resolve import load_resolved, resolve_model
 from assay.tasks import Task, make_task
 from assay.tasks.base import UNLIMITED, LazyPrompts
@@ -39,7 +40,7 @@ from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
 from assay.train.progress import Stopping
-from assay.types import Prompt, UserError, describe_error
+from assay.types import Progress, Prompt, UserError, describe_error
 
 PRESET = "preset:"
 PRESET_LENGTH = 512
@@ -92,6 +93,7 @@ def build_collector(
     renderer: Renderer,
     mesh: Mesh | None = None,
     stopper: Stopping | None = None,
+    progress: Progress | None = None,
 ) -> Collector:
     """The collector of rollouts: the engine, the judge and, if there is one, the environment."""
     judge = build_judge_pool(cfg.reward, task)
@@ -99,7 +101,7 @@ def build_collector(
     if cfg.env.max_seconds and mesh and mesh.tp_size > 1:
         raise UserError("env.max_seconds cannot be combined with parallel.tp: ranks of one model would time out apart")
     limits = Limits(cfg.env.max_steps, cfg.env.max_tokens, cfg.env.max_seconds)
-    return Collector(engine, renderer, judge, mesh or Mesh(), stopper, env, limits)
+    return Collector(engine, renderer, judge, mesh or Mesh(), stopper, env, limits, progress=progress)
 
 
 def take(prompts: Sequence[Prompt], count: int, split: str, endless: bool = False) -> Sequence[Prompt]:
@@ -196,13 +198,36 @@ def build_policy(
     device: torch.device,
     seed: int,
     dtype: torch.dtype = torch.float32,
+    report: Callable[[int, int], None] | None = None,
 ) -> PolicyModel:
     """The policy. Master weights are at least float32, whatever the `dtype` of the computation."""
     dtype = torch.promote_types(dtype, torch.float32)
     if source.startswith(PRESET):
         name = source.removeprefix(PRESET)
         return build_preset(name, tokenizer.vocab_size, cfg.max_length or PRESET_LENGTH, seed).to(device, dtype)
-    return load_model(source, device=device, dtype=dtype, trust_remote_code=cfg.trust_remote_code)
+    return load_model(source, device=device, dtype=dtype, trust_remote_code=cfg.trust_remote_code, report=report)
+
+
+@contextmanager
+def loading(source: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Show on the console that a model is loaded; yields the `report` of `load_model`."""
+    what = f"loading {source}"
+    console.announce(what)
+    try:
+        yield lambda done, total: console.progress(what, done, total, "parameters")
+    finally:
+        console.end_operation()
+
+
+def parameter_count(policy: PolicyModel) -> int:
+    return sum(weight.numel() for weight in policy.parameters())
+
+
+def set_up_threads(source: str, policy: PolicyModel, dtype: torch.dtype, threads: int, console: Console) -> None:
+    """Set the number of CPU threads, and show it with the size of the model. `threads`: as in the settings."""
+    parameters, name = parameter_count(policy), str(dtype).removeprefix("torch.")
+    set_threads(threads, parameters, policy.device)
+    console.note(f"{source}: {count(parameters)} parameters, {name} on {policy.device}, {describe_threads()}")
 
 
 def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> None:
@@ -212,7 +237,7 @@ def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> 
             raise UserError("train.recompute and train.compile are for the Llama and Qwen families: remove them")
         return
     policy.recompute = cfg.recompute
-    large = sum(weight.numel() for weight in policy.parameters()) >= COMPILED
+    large = parameter_count(policy) >= COMPILED
     if cfg.compile == "on" or (cfg.compile == "auto" and large and processes == 1 and uses_triton(policy.device)):
         policy.compile_layers(bridged=processes == 1)
 
@@ -321,8 +346,11 @@ def reference_is_dynamic(cfg: AlgoConfig) -> bool:
     return cfg.refresh_reference > 0 or cfg.reference_ema > 0
 
 
-def build_server(model: str, cfg: MeasureConfig, task: Task | None) -> tuple[Renderer, Engine]:
-    """Renderer and engine for a trained model, in the dtype of the engine and without training state."""
+def build_server(model: str, cfg: MeasureConfig, task: Task | None, console: Console) -> tuple[Renderer, Engine]:
+    """Renderer and engine for a trained model, in the dtype of the engine and without training state.
+
+    The console shows the progress of loading, and then a line that describes the model.
+    """
     if model.startswith(PRESET):
         raise UserError(f"{model} is untrained: give a checkpoint (run:NAME@last), a folder, a hub id or a GGUF file")
     settings = cfg.model.model_copy(update={"source": model})
@@ -331,7 +359,10 @@ def build_server(model: str, cfg: MeasureConfig, task: Task | None) -> tuple[Ren
 
     def load(source: str) -> tuple[Renderer, PolicyModel]:
         renderer = build_renderer(cfg.prompt, build_tokenizer(settings, source, task), task)
-        return renderer, load_model(source, device=device, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+        trust = settings.trust_remote_code
+        return renderer, load_model(source, device=device, dtype=dtype, trust_remote_code=trust, report=report)
 
-    renderer, policy = load_resolved(model, Path(cfg.runs_dir), load)
+    with loading(model, console) as report:
+        renderer, policy = load_resolved(model, Path(cfg.runs_dir), load)
+    set_up_threads(model, policy, dtype, cfg.threads, console)
     return renderer, build_engine(cfg.engine, policy, renderer, cfg.model.max_length)

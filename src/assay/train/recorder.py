@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from assay.algos import Algorithm
 from assay.config import TrainConfig
 from assay.engine.base import Capabilities
@@ -46,8 +48,10 @@ class Recorder:
     def path(self) -> Path:
         return self.directory.path
 
-    def open_trackers(self) -> None:
+    def open(self) -> None:
+        """Record the number of threads, and open the trackers: when the run directory exists."""
         if self.mesh.is_main:
+            self.directory.record_threads(torch.get_num_threads())
             self.trackers = make_trackers(self.cfg.log.wandb or None, self.cfg.log.tensorboard, self.directory)
 
     def log(self, state: RunState, metrics: Mapping[str, float]) -> None:

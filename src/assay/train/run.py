@@ -165,6 +165,8 @@ class TrainingRun:
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
         """Write a checkpoint. If `metrics` contain the best evaluation so far, it is marked as the best."""
         path, state, learner = self.directory.path, self.state, self.learner
+        show = partial(self.recorder.console.progress, f"saving the checkpoint of step {state.step}")
+        show(0, 1)
         best = self.recorder.is_best(metrics or {})
         state.wall_s = time.perf_counter() - self.recorder.started
         if metrics and best:
@@ -186,6 +188,7 @@ class TrainingRun:
             if best and state.best:
                 checkpoints.set_best(path, **state.best)
             checkpoints.prune(path, self.cfg.save.keep)
+        show(1, 1)
 
     def state_dict(self) -> dict[str, Any]:
         """The content of `state.json`: everything in a checkpoint except tensors and the replay buffer."""

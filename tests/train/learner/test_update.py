@@ -71,6 +71,16 @@ def check_splits(name: str, token_budgets: Sequence[int]) -> None:
     assert (found[2] - weights).abs().max() < 1e-12
 
 
+def test_progress_counts_the_tokens_of_micro_batches() -> None:
+    algo = algorithm("grpo")
+    trained, counts = updater(algo, token_budget=33), []
+    trained.progress = lambda what, done, total, unit="", tokens=0: counts.append((what, done, total, unit))
+    trained.update(credited(algo), algo, 1e-3)
+    done, totals = [count[1] for count in counts], {count[2] for count in counts}
+    assert {(what, unit) for what, _, _, unit in counts} == {("training", "tokens")}
+    assert len(done) > 2 and done == sorted(done) and done[0] == 0 and totals == {done[-1]}
+
+
 def replace_rollouts(group: Group, seed: int) -> Group:
     rollouts = list(group.rollouts)
     random.Random(seed).shuffle(rollouts)

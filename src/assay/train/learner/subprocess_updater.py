@@ -209,7 +209,7 @@ class SubprocessUpdater(Updater):
         names |= self._share(MOMENTS, optimizer_tensors(self.policy.named_parameters(), self.optimizer))
         if reference is not None and reference is not self.policy:
             names |= self._share(REFERENCE, dict(reference.named_parameters()))
-        plain = Updater(**updater_fields(self) | {"reference": reference})
+        plain = Updater(**updater_fields(self) | {"reference": reference, "progress": None})
         return pickled_with_names((plain, algo), names)
 
     def _share(self, kind: str, tensors: dict[str, Tensor]) -> dict[int, tuple[Any, ...]]:

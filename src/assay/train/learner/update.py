@@ -36,7 +36,7 @@ from assay.train.learner.pack import (
     with_step_inputs,
 )
 from assay.train.learner.parallel import sum_gradients
-from assay.types import Group
+from assay.types import Group, Progress
 
 Scorer = Literal["trainer", "reference"]
 
@@ -93,6 +93,7 @@ class Updater:
     critic: Critic | None = None  # a critic that shares the policy's trunk and is updated with it
     mesh: Mesh = field(default_factory=Mesh)  # every rank gets all rows of a step and computes its share
     expects_more: bool = True  # whether another update will follow the next one
+    progress: Progress | None = None  # receives the number of tokens of a step that are done
     faults: Sequence[Fault] = ()  # steps of the last `update` that were skipped because of non-finite values
 
     def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
@@ -184,8 +185,21 @@ class Updater:
             rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.supports_prefix_sharing
         )
         # A generator: the next micro-batch is packed while the GPU computes the current one.
-        parts = ((part, pack(part, self.policy.device, self._loss_dtype)) for part in shares)
+        parts = ((part, pack(part, self.policy.device, self._loss_dtype)) for part in self._shown(shares))
         return sum(self._backward(part, packed, algo, record) for part, packed in parts)  # type: ignore[return-value]
+
+    def _shown(self, shares: Sequence[list[Row]]) -> Iterator[list[Row]]:
+        """The micro-batches of a step; `progress` receives how many tokens they have before each of them, and at the
+        end. On a GPU it is ahead of the computation.
+        """
+        done, total = 0, sum(len(row.ids) for share in shares for row in share)
+        for share in shares:
+            if self.progress is not None:
+                self.progress("training", done, total, "tokens")
+            yield share
+            done += sum(len(row.ids) for row in share)
+        if self.progress is not None:
+            self.progress("training", total, total, "tokens")
 
     def _backward(self, rows: Sequence[Row], part: MicroBatch, algo: Algorithm, record: LogprobRecord) -> Sums:
         needs = algo.needs
