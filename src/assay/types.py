@@ -139,6 +139,11 @@ class Prompt:
         """The last user message."""
         return next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), "")
 
+    @property
+    def worked_text(self) -> str | None:
+        """What SFT trains on: the solution, or the actions of the worked episode; None without either."""
+        return " ".join(action for action, _ in self.episode) if self.episode else self.solution
+
 
 @dataclass(slots=True)
 class Verdict:

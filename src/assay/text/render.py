@@ -263,6 +263,10 @@ class Renderer:
         completion_ids = [*self.tokenizer.encode(self._content(completion)), self._end_id]
         return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
 
+    def worked_example(self, prompt: Prompt) -> tuple[list[int], list[int]]:
+        """`example` of the worked episode of a prompt, or of its solution."""
+        return self.episode_example(prompt) if prompt.episode else self.example(prompt, prompt.solution or "")
+
     def episode_example(self, prompt: Prompt) -> tuple[list[int], list[int]]:
         """As `example`, for the worked episode of a prompt: 1 for the actions and their end tokens, 0 for the rest."""
         if self._end_id is None:

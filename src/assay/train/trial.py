@@ -52,17 +52,17 @@ def check_demonstrations(
 
     At most `limit` solutions are checked, and fewer of a task that generates them.
     """
-    checked = demonstrations[: shortened(demonstrations, limit)]
-    missing = [prompt.id for prompt in checked if prompt.solution is None]
+    checked = list(demonstrations[: shortened(demonstrations, limit)])
+    missing = [prompt.id for prompt in checked if prompt.worked_text is None]
     if missing:
         raise UserError(
             f"{len(missing)} of {plural(len(checked), 'problem')} have no worked solution to train on (e.g. "
             f"{missing[0]}): set sft.steps = 0, or add solutions"
         )
-    ids = [renderer.example(prompt, prompt.solution or "") for prompt in checked]
+    ids = [renderer.worked_example(prompt) for prompt in checked]
     long = [prompt.id for prompt, (tokens, _) in zip(checked, ids, strict=True) if len(tokens) > max_length]
     without = [prompt.id for prompt, (_, mask) in zip(checked, ids, strict=True) if not any(mask[:max_length])]
-    empty = [prompt.id for prompt in checked if not (prompt.solution or "").strip()]
+    empty = [prompt.id for prompt in checked if not (prompt.worked_text or "").strip()]
     if without:
         raise UserError(
             f"{len(without)} of {plural(len(checked), 'prompt')} fill the context of {max_length} tokens, without a "
@@ -79,7 +79,7 @@ def check_demonstrations(
             "model to answer nothing: remove them"
         )
     trained = [[index for index, one in zip(tokens, mask, strict=True) if one] for tokens, mask in ids]
-    texts = [prompt.solution or "" for prompt in checked]
+    texts = [prompt.worked_text or "" for prompt in checked]
     yield from unknown_words("worked solutions", checked, texts, trained, renderer.tokenizer)
 
 

@@ -153,13 +153,11 @@ def solution_rows(prompts: Sequence[Prompt], renderer: Renderer, max_length: int
     """One row per prompt, whose trained tokens are those of the solution."""
     rows = []
     for prompt in prompts:
-        if prompt.solution is None and not prompt.episode:
+        if prompt.worked_text is None:
             raise UserError(
                 f"prompt {prompt.id} has no worked solution to train on: set sft.steps = 0, or add solutions"
             )
-        ids, mask = (
-            renderer.episode_example(prompt) if prompt.episode else renderer.example(prompt, prompt.solution or "")
-        )
+        ids, mask = renderer.worked_example(prompt)
         if not any(mask[:max_length]):
             raise UserError(
                 f"prompt {prompt.id} fills the context of {max_length} tokens, without its solution: remove or shorten "
