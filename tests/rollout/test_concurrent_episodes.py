@@ -292,7 +292,7 @@ def test_long_step_without_a_time_limit_is_reported(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         env, "step_all", lambda envs, actions: [step(*pair) for pair in zip(envs, actions, strict=True)]
     )
-    part = collector(env, max_batch=4)
+    part = collector(env, Limits(step_tokens=1), max_batch=4)  # both episodes act at the same time
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         part.collect(Chatter().prompts("train")[:1], replace(PARAMS, n=2), (1, 1))

@@ -292,6 +292,9 @@ class SampleCounter:
         self.show()
 
 
+ANOTHER_CONSUMER = "another consumer's event: share an engine through a Dispatcher"
+
+
 @gc_paused()
 def generate(engine: Engine, requests: Sequence[Request], report: CountReport | None = None) -> list[list[Completion]]:
     """Serve requests and return the `params.n` completions of each, in order.
@@ -314,9 +317,11 @@ def generate(engine: Engine, requests: Sequence[Request], report: CountReport | 
             while unfinished:
                 events = engine.step()
                 assert events, "the engine has no work left, but some requests are unfinished"
+                foreign = False
                 for event in events:
                     if event.request_id not in unfinished:
-                        raise RuntimeError("another consumer's event: share an engine through a Dispatcher")
+                        foreign = True  # raised after the loop, so that all sequences that were kept are released
+                        continue
                     position = index[event.request_id]
                     if isinstance(event, Finished):
                         completions[position][event.sample] = event.completion
@@ -327,6 +332,8 @@ def generate(engine: Engine, requests: Sequence[Request], report: CountReport | 
                         unfinished[event.request_id] = 0
                     if not unfinished[event.request_id]:
                         del unfinished[event.request_id]
+                if foreign:
+                    raise RuntimeError(ANOTHER_CONSUMER)
                 counter.show()
     except BaseException:
         engine.abort(index)

@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
 from assay.engine.base import (
+    ANOTHER_CONSUMER,
     CountReport,
     Engine,
     Event,
@@ -327,16 +328,19 @@ class EpisodeBatch:
 
     def _process(self, events: Iterable[Event]) -> None:
         """Pass new completions to the environments, in the order of requests and samples."""
+        foreign = False
         for event in events:
             if event.request_id not in self.requests:
-                raise RuntimeError("another consumer's event: share an engine through a Dispatcher")
-            if isinstance(event, Finished):
+                foreign = True  # raised after the loop, so that `abort` knows all sequences that were kept
+            elif isinstance(event, Finished):
                 samples = self.requests[event.request_id]
                 self.finished.append((event, samples.pop(event.sample)))
                 if not samples:
                     del self.requests[event.request_id]
             elif isinstance(event, Failed):
                 self._fail(event)
+        if foreign:
+            raise RuntimeError(ANOTHER_CONSUMER)
         self.finished.sort(key=lambda pair: (pair[0].request_id, pair[0].sample), reverse=True)
         while self.finished:
             event, episode = self.finished[-1]
