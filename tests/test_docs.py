@@ -270,6 +270,48 @@ def test_documented_dry_run_matches_the_program(
     assert lines and not {general(line) for line in lines if not line.startswith("warning:")} - printed
 
 
+def table_rows(page: str, start: str) -> list[dict[str, str]]:
+    """Rows of the table whose first line starts with `start`, by column."""
+    _, _, rest = (ROOT / "docs" / page).read_text().partition(f"\n{start}")
+    header, _, *rows = [line.strip("| ").split(" | ") for line in (start + rest).split("\n\n")[0].splitlines()]
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def measured(row: dict[str, str]) -> dict:
+    """The file of raw numbers that a row of a table links to."""
+    return json.loads((ROOT / "docs" / LINK.findall(row["raw numbers"])[0]).read_text())
+
+
+RUNS = table_rows("models.md", "| model | weights |")
+BENCHMARKS = table_rows("models.md", "| model | workload |")
+
+
+@pytest.mark.parametrize("row", RUNS, ids=lambda row: row["`assay train`"].strip("`"))
+def test_documented_time_of_a_run_is_the_measured_time(row: dict[str, str]) -> None:
+    found = measured(row)
+    config = load_settings(TrainConfig, ROOT / row["`assay train`"].strip("`"), {})
+    if "rows" in found:  # the demo
+        found = {**found["rows"][0], "steps": config.train.steps}
+    step_s = found.get("step_s") or found["train_s"] / found["steps"]
+    shown = row["seconds per step"]
+    assert shown == f"{step_s:.{len(shown.partition('.')[2])}f}"
+    assert row["total, s"] == f"{found['wall_s']:.0f}"
+    assert row["steps"] == str(found["steps"]) == str(config.train.steps)
+    assert row["answers per step"] == f"{config.train.prompts} x {config.train.samples}"
+
+
+@pytest.mark.parametrize("row", BENCHMARKS, ids=lambda row: row["command"].strip("`"))
+def test_documented_peak_memory_is_the_measured_memory(row: dict[str, str]) -> None:
+    check_command(shlex.split(row["command"].strip("`"))[1:])
+    shape = row["model"].split()[0].lower()
+    part = {"GRPO step": "step", "update only": "train", "generation only": "gen"}[row["workload"].partition(",")[0]]
+    size = {"train": "16x1024"}.get(part, "16x64x256")
+    found = next(r for r in measured(row)["rows"] if r["id"] == f"{part}-{shape}-{size}" and r["system"] == "assay")
+    assert row["peak memory, GiB"] == f"{found.get('peak_gib') or found['peak_memory_gib']:.1f}"
+    speed = found.get("in_the_run_with_vllm", found).get("tokens_per_s")
+    assert row["measured speed"] == (f"{speed:,.0f} tokens/s" if speed else f"{found['step_s']:.2f} s per step")
+
+
 def block_with(page: str, text: str) -> str:
     (block,) = [block for block in blocks(ROOT / "docs" / page, "python") if text in block]
     return block
