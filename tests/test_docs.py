@@ -343,7 +343,8 @@ def test_the_own_task_trains(
     short = ["--train.steps", "12", "--eval.examples", "10", "--threads", "1"]  # enough for a gain, as on the page
     assert main(["train", "examples/my_task.toml", "--runs_dir", str(tmp_path), *short]) == 0
     captured = capsys.readouterr()
-    output = re.sub(rf"(run:|assay runs ){tmp_path}/", r"\1", captured.out + captured.err).replace(str(tmp_path), "runs")
+    output = re.sub(rf"(run:|assay runs ){tmp_path}/", r"\1", captured.out + captured.err)
+    output = output.replace(str(tmp_path), "runs")
     printed = {without_numbers(line) for line in output.splitlines()}
     documented = output_after(ROOT / "docs" / "quickstart.md", "assay train examples/my_task.toml")
     (demo,) = [block for block in blocks(ROOT / "README.md", "") if block.startswith("abacus, test split")]
