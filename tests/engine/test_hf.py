@@ -221,7 +221,7 @@ def test_invalid_requests_fail_by_name_and_others_finish() -> None:
     weights = {name: weight.detach().clone() for name, weight in model.weights()}
     weights["transformer.wte.weight"][9] = float("nan")  # also in the tied head, so all logits are NaN
     bad = [Request([], params, seed=0, name="empty"), Request([1], replace(params, n=0), seed=0, name="none")]
-    with pytest.raises(RequestError, match=r"'empty': the prompt is empty.*\(1 more requests failed\)") as caught:
+    with pytest.raises(RequestError, match=r"'empty': the prompt is empty.*\(1 more request failed\)") as caught:
         generate(engine, [good[0], bad[0], good[1], bad[1], good[2]])
     assert list(caught.value.errors) == [1, 3] and "samples must be at least 1" in caught.value.errors[3]
     groups, _ = served(engine, [good[0], bad[0], good[1], bad[1], good[2]])

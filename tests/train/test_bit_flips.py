@@ -67,7 +67,7 @@ def test_loading_a_checkpoint_with_a_flipped_bit_is_refused(
     finally:
         flip(damaged, bit)
     said = capsys.readouterr().err
-    assert f"{damaged} is damaged; use run:flipped@1, which is intact" in said and said.count("\n") == 1
+    assert f"{damaged} is damaged; use run:flipped@1, which is intact" in said and said.count("assay: ") == 1
     assert not (finished.folder / "exported").exists() and not (finished.runs / "next").exists()
 
 

@@ -39,7 +39,10 @@ def not_finite(logprobs, behaviour, advantages, low, high):
 ENOUGH = ("--train.steps", 5, "--train.samples", 6, "--train.prompts", 3)  # 90 answers
 LONG = ("--sampling.max_new_tokens", 60, "--model.max_length", 128)  # random models end most answers before
 RUNS: dict[str, tuple[list[str], str]] = {  # options, and a key or word of the remedy
-    "truncated": (["--reward.function", "code.py:zero"], "sampling.max_new_tokens (now 8)"),
+    "truncated": (
+        ["--reward.function", "code.py:zero", "--sampling.max_new_tokens", "2"],
+        "sampling.max_new_tokens (now 2)",
+    ),
     "too_easy": (["--reward.function", "code.py:one"], "harder problems"),
     "no_answer": (["--reward.function", "code.py:unreadable", *map(str, LONG)], "reward.extract"),
     "equal_rewards": (["--reward.function", "code.py:zero", *map(str, LONG)], "reward.function"),
