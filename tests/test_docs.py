@@ -343,6 +343,7 @@ BASE = 'model = "preset:nano"\ntask = "task.py:SortLetters"\nsampling.max_new_to
         ("tasks.md", "my_reward.py:reward"),
         ("tasks.md", "unparsable = -1.0"),
         ("tasks.md", "target_length"),
+        ("tasks.md", "examples/rewards.py:shorter"),
     ],
 )
 def test_settings_of_a_page_pass_the_dry_run(
@@ -354,6 +355,7 @@ def test_settings_of_a_page_pass_the_dry_run(
     (tmp_path / "my_reward.py").write_text(block_with("tasks.md", "async def reward"))
     (settings,) = [block for block in blocks(ROOT / "docs" / page, "toml") if text in block]
     (tmp_path / "run.toml").write_text(BASE + settings)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     assert main(["train", "run.toml", "--dry-run"]) == 0, capsys.readouterr().err
 
@@ -371,6 +373,28 @@ def test_complete_settings_of_a_page_pass_the_dry_run_alone(
     (tmp_path / "run.toml").write_text(settings)
     monkeypatch.chdir(tmp_path)
     assert main(["train", "run.toml", "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_commands_and_the_mix_of_tasks_md_work_on_a_small_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = ROOT / "docs" / "tasks.md"
+    raw = tmp_path / "path" / "to" / "gsm8k"
+    raw.mkdir(parents=True)
+    for split, start in (("train", 0), ("test", 1000)):
+        sums = [(f"What is {a} + 7?", f"{a} + 7 = {a + 7}\n#### {a + 7}") for a in range(start, start + 600)]
+        lines = [json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in sums]
+        (raw / f"{split}.jsonl").write_text("".join(lines))
+    monkeypatch.chdir(tmp_path)
+    documented = [words for words in commands(page) if words[0] == "data" and words[2] == "gsm8k"]
+    assert [words[1] for words in documented] == ["prepare", "check"]
+    for words in documented:
+        assert main(words) == 0, capsys.readouterr().err
+    (settings,) = [block for block in blocks(page, "toml") if 'name = "mix"' in block]
+    (tmp_path / "run.toml").write_text(settings)
+    short = ["--train.steps", "1", "--eval.final_examples", "20", "--eval.examples", "10"]
+    assert main(["train", "run.toml", *SMALL, *short, "--dry-run"]) == 0, capsys.readouterr().err
 
 
 def test_the_row_mapping_of_tasks_md_is_the_example() -> None:
