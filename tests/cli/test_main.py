@@ -67,7 +67,7 @@ def test_help_lists_every_setting_in_its_group(capsys: pytest.CaptureFixture[str
         heading = next(text for text in reversed(lines[:line]) if text and not text.startswith(" "))
         assert heading.startswith(f"{section}: " if section else "general:")
     assert max(map(len, lines)) <= 120
-    assert "[16384]" in output  # defaults are shown
+    assert "[300.0]" in output  # defaults are shown
 
 
 def test_help_of_one_section_lists_its_keys_and_allowed_values(capsys: pytest.CaptureFixture[str]) -> None:

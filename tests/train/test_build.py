@@ -6,15 +6,26 @@ tests/cli/test_train.py checks the command.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from small_run import SmallRuns
 
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
+from assay.engine.base import Capabilities, EngineInfo
+from assay.mesh import Mesh
+from assay.models import Decoder, ModelSpec
 from assay.runs import checkpoints
 from assay.runs.console import Console
-from assay.train.build import check_writable, memory_by_purpose, new_run
+from assay.train import build, components
+from assay.train.build import check_writable, memory_by_purpose, memory_report, new_run
+from assay.train.learner.learner import Learner
+from assay.train.learner.optim import make_adamw
+from assay.train.learner.update import Updater
+from assay.train.progress import Schedule
 from assay.types import UserError
 
 ENGINE = """
@@ -157,6 +168,69 @@ def test_memory_grows_with_answers_and_shrinks_with_the_token_budget(tmp_path: P
     plain, longer = sizes(small)[0], sizes(small, sampling__max_new_tokens=80)[0]
     assert longer["KV cache"] == pytest.approx(plain["KV cache"] * 100 / 28)
     assert sizes(small, train__token_budget=28)[0]["activations"] == pytest.approx(plain["activations"] / 9)
+
+
+def test_the_estimate_for_135m_parameters_on_a_cpu_is_below_the_available_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The shape of SmolLM2-135M, without memory for its weights."""
+    available, cfg, dtype = 20 * 2**30, TrainConfig(), torch.float32
+    with torch.device("meta"):
+        policy = Decoder(ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192))
+    monkeypatch.setattr(components, "free_memory", lambda device: available)
+    tokens = components.choose_token_budget(policy, dtype, Mesh())
+    learner = Learner(
+        cfg,
+        components.build_algorithm(cfg),
+        Updater(policy, make_adamw(policy, 1e-3), token_budget=tokens, dtype=dtype),
+        Schedule(1),
+    )
+    engine: Any = SimpleNamespace(info=EngineInfo(0, 8192, 256, dtype, Capabilities()))
+    estimate = memory_by_purpose(cfg, learner, engine, prompt_tokens=168)
+    assert tokens == 4096 and estimate["activations"] == pytest.approx(6.5 * 2**30, rel=0.01)
+    assert sum(estimate.values()) < available
+    total = next(line for line in memory_report(estimate, Mesh(), tokens) if "estimated total" in line)
+    assert "train.token_budget = 4096" in total
+
+
+@pytest.mark.slow
+def test_the_automatic_token_budget_is_saved_and_a_resumed_run_uses_it(
+    small: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    updater = build.build_updater
+
+    def build_updater(*args: Any) -> Updater:
+        used.append(updater(*args))
+        return used[-1]
+
+    def saved() -> list[int]:
+        run = small.runs / "small"
+        folders = [run, small.checkpoint(checkpoints.last(run) or 0)]
+        return [load_settings(TrainConfig, folder / "config.toml", {}).train.token_budget for folder in folders]
+
+    monkeypatch.setattr(build, "build_updater", build_updater)
+    monkeypatch.setattr(components, "cpu_token_budget", lambda *sizes: 64)
+    assert small.train("--train.steps", 1) == 0
+    assert saved() == [64, 64]
+    monkeypatch.setattr(components, "cpu_token_budget", lambda *sizes: 32)  # another machine
+    small.lose_summary()
+    assert small.train("--train.steps", 1, "--resume", "small") == 0  # the config file names no token budget
+    assert small.resume("small", "--train.steps", 2) == 0
+    assert saved() == [64, 64] and [one.token_budget for one in used] == [64, 64, 64]
+    assert small.resume("small", "--train.steps", 3, "--train.token_budget", 0) == 0
+    assert saved() == [32, 32]
+
+
+def test_a_token_budget_in_the_settings_is_used_as_it_is(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(components, "cpu_token_budget", lambda *sizes: 64)
+    cfg = load_settings(TrainConfig, small.config, {"train.token_budget": 100, "runs_dir": str(small.runs)})
+    run = new_run(cfg, Console(quiet=True))
+    assert run.learner.updater.token_budget == run.cfg.train.token_budget == 100
+    cfg.train.token_budget = 0
+    run = new_run(cfg, Console(quiet=True))
+    assert run.learner.updater.token_budget == run.cfg.train.token_budget == 64
+    assert cfg.train.token_budget == 0  # the caller's settings are not changed
 
 
 def test_a_runs_folder_must_be_writable(tmp_path: Path) -> None:

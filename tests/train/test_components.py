@@ -7,14 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from assay.config import PromptConfig, RewardConfig, TrainConfig
 from assay.envs import make_env
 from assay.envs.builtin import GuessNumber
+from assay.mesh import Mesh
+from assay.models import Decoder, ModelSpec, build_preset
 from assay.rewards import RewardMix, RewardSum
 from assay.tasks import make_task
 from assay.text import Renderer, word_tokenizer
-from assay.train.components import build_algorithm, build_judge, build_renderer, gold_episodes
+from assay.train import components
+from assay.train.components import (
+    activation_bytes,
+    build_algorithm,
+    build_judge,
+    build_renderer,
+    choose_token_budget,
+    cpu_token_budget,
+    gold_episodes,
+)
 from assay.types import Prompt, UserError
 
 TASK: Any = make_task("abacus")
@@ -134,3 +146,43 @@ def test_environment_without_gold_actions_has_no_episodes() -> None:
 
     with pytest.raises(UserError, match="gold_action"):
         gold_episodes(Silent())
+
+
+@pytest.mark.parametrize(
+    ("gib", "parameters", "token_bytes", "tokens"),
+    [
+        (0, 860_000, 53_248, 16384),  # small models do not depend on the memory
+        (0, 4_000_000, 128_000, 16384),
+        (64, 134_515_008, 1_704_960, 16384),
+        (21, 134_515_008, 1_704_960, 4096),  # (21 GiB - 2.5 GiB) / 2 is enough for 5,823 tokens
+        (8, 134_515_008, 1_704_960, 1024),
+        (8, 134_515_008, 852_480, 2048),  # bfloat16
+        (2, 134_515_008, 1_704_960, 512),  # less than the weights need
+        (256, 1_500_000_000, 6_500_000, 16384),
+        (64, 1_500_000_000, 6_500_000, 2048),
+    ],
+)
+def test_the_token_budget_on_a_cpu_fits_into_its_memory(
+    gib: int, parameters: int, token_bytes: int, tokens: int
+) -> None:
+    assert cpu_token_budget(gib * 2**30, parameters, token_bytes) == tokens
+
+
+def test_the_token_budget_is_16384_on_a_gpu_and_for_small_models() -> None:
+    spec = ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192)
+    with torch.device("meta"):
+        large = Decoder(spec)
+    assert activation_bytes(spec, torch.float32) == 1_704_960 == 2 * activation_bytes(spec, torch.bfloat16)
+    assert choose_token_budget(large, torch.bfloat16, Mesh(torch.device("cuda"))) == 16384
+    assert choose_token_budget(build_preset("tiny", 100, 64, 0), torch.float32, Mesh()) == 16384
+
+
+def test_ranks_on_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        large = Decoder(ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192))
+    monkeypatch.setattr(components, "free_memory", lambda device: 40 * 2**30)
+    budgets = []
+    for ranks in (1, 2, 4):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        budgets.append(choose_token_budget(large, torch.float32, Mesh()))
+    assert budgets == [8192, 4096, 2048]

@@ -26,6 +26,7 @@ from assay.bench.results import summarize
 from assay.bench.workload import Measurement, ModelOptions, Workload, command_options, option
 from assay.config import TrainConfig
 from assay.engine import Engine
+from assay.mesh import Mesh
 from assay.models.base import PolicyModel
 from assay.models.device import pick_device, pick_dtype
 from assay.rewards import JudgePool
@@ -102,12 +103,14 @@ def make_config(options: StepOptions, samples: int = 2, new: int = 1, temperatur
 def make_learner(policy: PolicyModel, cfg: TrainConfig, options: StepOptions) -> Learner:
     o = cfg.optim
     components.prepare_policy(policy, cfg.train)
-    settings = {"max_grad_norm": o.max_grad_norm, "token_budget": cfg.train.token_budget} | parse_settings(options.set)
+    dtype = pick_dtype(cfg.dtype, policy.device)
+    tokens = components.choose_token_budget(policy, dtype, Mesh(policy.device))
+    settings = {"max_grad_norm": o.max_grad_norm, "token_budget": tokens} | parse_settings(options.set)
     updater = Updater(
         policy,
         make_adamw(policy, o.lr, o.betas, o.eps, o.weight_decay),
         temperature=cfg.sampling.temperature,
-        dtype=pick_dtype(cfg.dtype, policy.device),
+        dtype=dtype,
         **settings,
     )
     return Learner(cfg, components.build_algorithm(cfg), updater, Schedule(total_steps=sys.maxsize))

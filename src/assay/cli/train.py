@@ -94,7 +94,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
     with Run.open(path, write=is_main()) as opened:
         resumed = resume_run(cfg, opened, console)
         if is_main():
-            write_text(path / "config.toml", to_toml(cfg))
+            write_text(path / "config.toml", to_toml(resumed.cfg))
         return run_training(resumed, console)
 
 

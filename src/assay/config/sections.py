@@ -218,8 +218,8 @@ class LoopConfig(Section):
     """answers per prompt (group size)"""
     passes: Positive = 1
     """training passes over each batch of rollouts"""
-    token_budget: Positive = 16384
-    """maximum tokens per micro-batch; affects memory, not the result"""
+    token_budget: Count = 0
+    """maximum tokens per micro-batch; affects memory, not the result; 0: 16384, or fewer on a CPU with little memory"""
     recompute: bool = False
     """activation checkpointing: store only layer inputs for the backward pass; less memory, about a third more time"""
     compile: Literal["auto", "on", "off"] = "auto"

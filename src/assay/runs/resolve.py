@@ -132,10 +132,16 @@ FIXED = (
 
 
 def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
-    """The settings in which two configs differ, except for name and folder of the run."""
+    """The settings in which two configs differ, except for name and folder of the run.
+
+    An automatic token budget (0) equals any other: the settings of a run contain the one that was chosen.
+    """
+    same = {"name", "runs_dir"}
+    if not (one.train.token_budget and other.train.token_budget):
+        same.add("train.token_budget")
     trees = one.model_dump(), other.model_dump()
     pairs = [(key, *(_value(tree, key) for tree in trees)) for key, _ in keys(TrainConfig)]
-    return [key for key, left, right in pairs if left != right and key not in ("name", "runs_dir")]
+    return [key for key, left, right in pairs if left != right and key not in same]
 
 
 def describe_changes(before: TrainConfig, after: TrainConfig) -> dict[str, str]:

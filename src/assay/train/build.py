@@ -58,7 +58,7 @@ def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
         load_reference(run.learner.updater, cfg, run.tokenizer)
     inherit_replay(run)
     mesh.barrier()  # if one rank fails, all ranks end before the run directory is created
-    run.directory.path = mesh.on_main(lambda: Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(cfg)).path)
+    run.directory.path = mesh.on_main(lambda: Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(run.cfg)).path)
     if cfg.name and run.directory.name != cfg.name:
         console.note(f"{cfg.name} exists: this run is {run.directory.name}")
     if mesh.is_main:
@@ -166,7 +166,7 @@ def assemble(
     adapters: Path | None = None,
     checked_texts: int = CHECKED_TEXTS,
 ) -> TrainingRun:
-    """Build all components and check their inputs.
+    """Build all components and check their inputs. The run's settings contain the token budget that was chosen.
 
     `source`: the model. `directory`: of a resumed run; without it, the path of the run directory is set later.
     `adapters`: LoRA adapters of a resumed run. `checked_texts`: prompts and solutions checked for unknown words.
@@ -182,6 +182,9 @@ def assemble(
     train = components.drop_long_prompts(train, renderer, cfg.train.max_prompt_tokens, console)
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
     components.set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
+    if not cfg.train.token_budget:  # a resumed run has the one that it was started with
+        tokens = components.choose_token_budget(policy, dtype, mesh)
+        cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"token_budget": tokens})})
     demonstrations = components.build_demonstrations(cfg, renderer, console)
     trial.check_texts(console, train, demonstrations, renderer, policy.max_length, checked_texts)
     checks.check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
@@ -342,15 +345,15 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
             trial.try_env(collector.env, prompts[0])
         if has_rl_steps(cfg):
             yield trial.try_update(cfg, collector, learner, prompts)
-    yield from memory_report(sizes, mesh)
+    yield from memory_report(sizes, mesh, run.cfg.train.token_budget)
 
 
-def memory_report(sizes: Mapping[str, float], mesh: Mesh) -> Iterator[str]:
+def memory_report(sizes: Mapping[str, float], mesh: Mesh, token_budget: int) -> Iterator[str]:
     """`sizes`: bytes by purpose."""
     for name, size in sizes.items():
         yield f"{name:<28}{size / GIB:8.2f} GiB"
     needed, free = sum(sizes.values()), free_memory(mesh.device)
-    yield f"{'estimated total':<28}{needed / GIB:8.2f} GiB on {mesh.device}"
+    yield f"{'estimated total':<28}{needed / GIB:8.2f} GiB on {mesh.device}, train.token_budget = {token_budget}"
     if free is not None and needed > free:
         yield (
             f"warning: only {free / GIB:.2f} GiB are free; lower train.token_budget or engine.max_batch (a micro-batch "
@@ -382,14 +385,12 @@ def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: Engine, prompt
         sizes["critic, gradients, AdamW"] = 16.0 * count
     length = min(prompt_tokens + cfg.sampling.max_new_tokens, engine.info.max_length)
     sequences = cfg.train.prompts * cfg.train.samples
-    tokens = min(cfg.train.token_budget, sequences * length)
+    tokens = min(updater.token_budget, sequences * length)
     if isinstance(policy, Decoder):
         spec = policy.spec
         sequences = min(engine.info.max_batch, sequences)
         sizes["KV cache"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * engine_bytes * length * sequences
-        # Kept for the backward pass per token and layer: about 10 hidden-sized tensors, attention's, 4 of the MLP.
-        numbers = 10 * spec.hidden + 4 * spec.heads * spec.head_dim + 4 * spec.intermediate
-        sizes["activations"] = float(tokens * spec.layers * numbers * compute_bytes)
+        sizes["activations"] = float(tokens * components.activation_bytes(spec, updater.dtype))
     sizes["logits"] = 4.0 * 3 * min(tokens * policy.vocab_size, 1 << 25)
     return {name: size for name, size in sizes.items() if size}
 

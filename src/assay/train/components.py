@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -27,8 +28,8 @@ from assay.config import (
 from assay.engine.base import Engine
 from assay.envs import Env, TaskEnv, make_env
 from assay.mesh import Mesh
-from assay.models import Decoder, PolicyModel, build_preset, load_model, pick_device, pick_dtype
-from assay.models.device import describe_threads, set_threads, uses_triton
+from assay.models import Decoder, ModelSpec, PolicyModel, build_preset, load_model, pick_device, pick_dtype
+from assay.models.device import describe_threads, free_memory, set_threads, uses_triton
 from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix, RewardSum
 from assay.rewards.importing import load_object, normalized
 from assay.rollout import Collector, Limits
@@ -46,6 +47,8 @@ PRESET = "preset:"
 PRESET_LENGTH = 512
 TASK_JUDGE = "task"  # in reward.functions
 COMPILED = 100_000_000  # number of parameters from which compilation pays off within a few steps
+TOKEN_BUDGET, LEAST_TOKEN_BUDGET = 2**14, 2**9  # default of train.token_budget, and the least one chosen for a CPU
+SMALL_ACTIVATIONS = 2**31  # bytes; a model that needs less per micro-batch is trained alike on all machines
 
 
 def build_task(cfg: TaskConfig, **changes: object) -> Task:
@@ -228,6 +231,34 @@ def set_up_threads(source: str, policy: PolicyModel, dtype: torch.dtype, threads
     parameters, name = parameter_count(policy), str(dtype).removeprefix("torch.")
     set_threads(threads, parameters, policy.device)
     console.note(f"{source}: {count(parameters)} parameters, {name} on {policy.device}, {describe_threads()}")
+
+
+def activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Estimated bytes per token that are kept for the backward pass."""
+    # Per layer: about 10 hidden-sized tensors, attention's, 4 of the MLP.
+    numbers = 10 * spec.hidden + 4 * spec.heads * spec.head_dim + 4 * spec.intermediate
+    return spec.layers * numbers * (2 if dtype == torch.bfloat16 else 4)
+
+
+def cpu_token_budget(memory: int, parameters: int, token_bytes: int) -> int:
+    """Tokens per micro-batch, a power of two, for a process on a CPU. `token_bytes`: of activations per token.
+
+    Half of the `memory` that weights, gradients, AdamW and the engine leave is for activations, the rest for the KV
+    cache and a reference.
+    """
+    if token_bytes * TOKEN_BUDGET <= SMALL_ACTIVATIONS:
+        return TOKEN_BUDGET
+    tokens = (memory - 20 * parameters) // 2 // token_bytes
+    return max(LEAST_TOKEN_BUDGET, min(TOKEN_BUDGET, 1 << max(tokens, 1).bit_length() - 1))
+
+
+def choose_token_budget(policy: PolicyModel, dtype: torch.dtype, mesh: Mesh) -> int:
+    """The automatic `train.token_budget`, equal on all ranks. Must be called before the policy is sharded."""
+    tokens, memory = TOKEN_BUDGET, free_memory(mesh.device) if mesh.device.type == "cpu" else None
+    if memory is not None and isinstance(policy, Decoder):
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))  # of this host
+        tokens = cpu_token_budget(memory // ranks, parameter_count(policy), activation_bytes(policy.spec, dtype))
+    return mesh.broadcast_object(tokens)
 
 
 def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> None:
