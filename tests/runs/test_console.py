@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from assay.runs.console import (
     INTERVAL,
     Console,
+    Operation,
     PrintableStream,
     aligned,
     count,
@@ -322,3 +323,9 @@ def test_notes_warnings_tables_and_progress_of_a_run_are_printable(kind: type[io
 def test_a_percentage_is_never_rounded_to_0_or_100() -> None:
     assert [percent(value) for value in (0, 1, 0.5, 1 / 3)] == ["0.0 %", "100.0 %", "50.0 %", "33.3 %"]
     assert [percent(value) for value in (4999 / 5000, 1 / 5000, 0.9996)] == ["99.98 %", "0.02 %", "99.96 %"]
+
+
+def test_remaining_time_is_not_estimated_from_a_tiny_part_of_an_operation() -> None:
+    operation = Operation("loading", started=0.0, first=(0, 0))
+    assert operation.facts(960, 247_424, "parameters", 0, now=5.0) == "960/247,424 parameters"
+    assert operation.facts(123_712, 247_424, "parameters", 0, now=6.0).endswith("eta 6s")

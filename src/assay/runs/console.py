@@ -124,6 +124,9 @@ class LenientStream:
         return getattr(self._file, name)
 
 
+ETA_SHARE = 0.02  # of an operation that must be done before the rest is estimated: imports come before the first count
+
+
 @dataclass
 class Operation:
     """A long operation that `Console.progress` shows."""
@@ -140,7 +143,7 @@ class Operation:
         facts = [f"{count(done)}/{count(total)} {unit}".rstrip()] if total > 1 else []
         if rate := (new if unit == "tokens" else sampled) / elapsed:
             facts.append(f"{rate:,.0f} tokens/s")
-        if new > 0:
+        if new > 0 and new >= ETA_SHARE * total:
             facts.append(f"eta {duration(elapsed / new * (total - done))}")
         return "  ".join(facts)
 
