@@ -131,6 +131,31 @@ def test_short_operations_are_not_shown_in_plain_output() -> None:
     assert out.getvalue().splitlines() == ["step 1"]
 
 
+def test_short_operations_among_rare_lines_are_not_shown_in_plain_output() -> None:
+    """Steps of a warm start: lines every 5 seconds, and an operation per step, which lasts 0.15 seconds."""
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
+    console.start(400, "warm start")
+    for step in range(1, 401):
+        for done in (0, 1166):
+            console.progress("training", done, 2332, "tokens")
+            clock.now += 0.075
+        console.progress("training", 2332, 2332, "tokens")
+        console.step(step, {"sft/loss": 1.0})
+    lines = out.getvalue().splitlines()
+    assert len(lines) > 10 and not [line for line in lines if "training" in line]
+
+
+def test_an_operation_that_has_counted_nothing_is_shown_after_a_longer_time() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
+    for _ in range(8):  # 16 seconds
+        console.progress("training", 0, 2332, "tokens")
+        clock.now += 2
+    console.progress("training", 0, 2332, "tokens")
+    assert out.getvalue().splitlines() == ["training  0/2,332 tokens"]
+
+
 def test_an_operation_shows_life_before_anything_is_done() -> None:
     out, clock = io.StringIO(), Clock()
     console = Console(out, clock=clock)

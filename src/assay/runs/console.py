@@ -1,7 +1,7 @@
 """Console output of a process: a live display in a terminal, plain lines elsewhere, nothing on ranks other than 0.
 
 `Console.start` and `step` show the steps of a run, `Console.progress` a long operation within a step or between steps.
-In pipes and log files, both are limited to one line per `INTERVAL` seconds.
+In pipes and log files, both are limited to one line per `INTERVAL` seconds, and operations shorter than that to none.
 
 Untrusted text (data, model output, file names) is printed without control sequences of the terminal.
 """
@@ -97,6 +97,7 @@ _FACTS = {  # metrics in the line of a step, and their formats
 }
 _WINDOW = 20  # number of steps from which the remaining time is estimated
 INTERVAL = 5.0  # seconds between plain lines of progress
+IDLE_INTERVAL = 15.0  # the same while an operation has counted nothing yet
 _REFRESH = 0.1  # seconds between updates of the live display
 _DELAY = 1.0  # seconds after which an operation appears in the live display: shorter ones would flicker
 
@@ -135,6 +136,11 @@ class Operation:
     started: float
     first: tuple[int, int]  # (done, tokens) when it started
     updated: float = -math.inf
+
+    def line_is_due(self, done: int, tokens: int, last_line_at: float, now: float) -> bool:
+        """Whether a plain line is due. Time before the operation does not count: it may be one of many short ones."""
+        interval = INTERVAL if (done, tokens) > self.first else IDLE_INTERVAL
+        return now - max(self.started, last_line_at) >= interval
 
     def facts(self, done: int, total: int, unit: str, tokens: int, now: float) -> str:
         """How far it is, tokens per second and the remaining time."""
@@ -230,7 +236,7 @@ class Console:
             facts, bar = operation.facts(done, total, unit, tokens, now), total if total > 1 else None
             self._display.update(self._operation_row, completed=done, total=bar, facts=escape(facts))
             operation.updated = now
-        elif not self._live and now - self._last_line_at >= INTERVAL:
+        elif not self._live and operation.line_is_due(done, tokens, self._last_line_at, now):
             self._print("  ".join(filter(None, (what, operation.facts(done, total, unit, tokens, now)))))
 
     def end_operation(self) -> None:
