@@ -1,11 +1,10 @@
-"""`assay chat`: questions, commands, tasks and settings."""
+"""`assay chat`: the command, its settings and its output."""
 
 from __future__ import annotations
 
 import io
 import os
 import pty
-import random
 import re
 import select
 import shutil
@@ -13,23 +12,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import combinations
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from assay.cli.chat import ChatConfig, ChatSession, TaskQuestions, TaskRequest, parse_task_request, settings_of
-from assay.cli.chat_screen import ChatModel, Screen
+from assay.cli.chat import settings_of
 from assay.cli.main import main
-from assay.engine.base import Capabilities, EngineInfo, Event, Finished, Request, SamplingParams, TokenChunk
 from assay.models import build_preset, save_model
 from assay.runs import Run, checkpoints
-from assay.tasks import Abacus, make_task
-from assay.text import Renderer, Tokenizer, word_tokenizer
-from assay.types import Completion, Finish, UserError
+from assay.tasks import Abacus
+from assay.text import Tokenizer, word_tokenizer
 
 CONTEXT = 64
 QUESTION = "Ann has 7 coins . She finds 5 . How many coins ?"
@@ -66,195 +59,6 @@ def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         return code, printed.out, printed.err
 
     return run_chat
-
-
-class Scripted:
-    """An engine with given answers, one token per step and sample. It records its requests."""
-
-    info = EngineInfo(0, 1000, 256, torch.float32, Capabilities())
-
-    def __init__(self, tokenizer: Tokenizer, answers: Sequence[str], interrupt_after: int | None = None) -> None:
-        self._tokenizer, self._answers, self._interrupt_after = tokenizer, answers, interrupt_after
-        self.requests: list[Request] = []
-        self.running: dict[int, Iterator[list[Event]]] = {}
-
-    def add(self, request: Request) -> int:
-        assert request.stream and not self.running
-        self.requests.append(request)
-        request_id = len(self.requests)
-        self.running[request_id] = self._events(request, request_id)
-        return request_id
-
-    def step(self, wait: bool = True) -> list[Event]:
-        ((request_id, steps),) = self.running.items()
-        events = next(steps, None)
-        if events is None:
-            del self.running[request_id]
-        return events or []
-
-    def abort(self, ids: Iterable[Any]) -> None:
-        for request_id in ids:
-            self.running.pop(request_id, None)
-
-    def _events(self, request: Request, request_id: int) -> Iterator[list[Event]]:
-        end = self._tokenizer.eos_ids[0]
-        answers = [[*self._tokenizer.encode(a), end] for a in self._answers[: request.params.n]]
-        assert len(answers) == request.params.n
-        written = 0
-        for position in range(max(map(len, answers))):
-            for sample, ids in enumerate(answers):
-                if position < len(ids):
-                    if written == self._interrupt_after:
-                        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C
-                    yield [TokenChunk(request_id, sample, ids[position : position + 1], [0.0])]
-                    written += 1
-        del self.running[request_id]
-        zeros = [[0.0] * len(ids) for ids in answers]
-        completions = [Completion(ids, z, z, Finish.STOP) for ids, z in zip(answers, zeros, strict=True)]
-        yield [Finished(request_id, sample, completion) for sample, completion in enumerate(completions)]
-
-    def asked(self, turn: int) -> str:
-        return self._tokenizer.decode(self.requests[turn].prompt_ids, skip_special=False)
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotImplementedError(name)
-
-
-def scripted_session(engines: Sequence[Scripted], samples: int = 1, **reward: Any) -> ChatSession:
-    models = [ChatModel(f"model-{i}", Renderer(words()), engine) for i, engine in enumerate(engines)]
-    cfg = ChatConfig.model_validate({"task": "abacus", "reward": {"workers": 0, **reward}})
-    return ChatSession(models, TaskQuestions(cfg, cfg), SamplingParams(n=samples), 0, Screen())
-
-
-# A conversation
-
-
-def test_each_model_has_its_own_history() -> None:
-    tokenizer = words()
-    engines = [Scripted(tokenizer, ["#### 1"]), Scripted(tokenizer, ["#### 2"])]
-    session = scripted_session(engines)
-    for line in (QUESTION, "", "How many books ?", "/again", "/system Ann has", "//How", "/clear", "How many ?"):
-        assert session.handle(line)
-    for number, engine in enumerate(engines, start=1):
-        first = f"<user> {QUESTION} <assistant>"
-        second = f"{first} #### {number} <eos> <user> How many books ? <assistant>"
-        assert [engine.asked(turn) for turn in range(3)] == [first, second, second]
-        third = f"{second} #### {number} <eos> <user> <unk> <assistant>"
-        assert engine.asked(3) == f"<system> Ann has {third}"
-        assert engine.asked(4) == "<system> Ann has <user> How many ? <assistant>"
-    seeds = [[request.seed for request in engine.requests] for engine in engines]
-    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 5  # the same for both models, different for every question
-    assert not session.handle("/quit")
-
-
-def test_a_task_question_is_asked_without_earlier_turns_and_graded(capsys: pytest.CaptureFixture[str]) -> None:
-    prompt = Abacus().prompts("test")[3]
-    tokenizer = words()
-    right, wrong = Scripted(tokenizer, [Abacus().gold_completion(prompt)]), Scripted(tokenizer, ["no 40"])
-    session = scripted_session([right, wrong], correct=2.0)
-    session.handle(QUESTION)
-    capsys.readouterr()
-    session.handle("/task abacus 3")
-    out = capsys.readouterr().out
-    assert right.asked(1) == f"<user> {prompt.question} <assistant>"
-    assert out.startswith(
-        f"abacus, test question 3:\n{prompt.question}\n[model-0]\n{Abacus().gold_completion(prompt)}\n"
-    )
-    assert f"\nok: parsed {prompt.answer}, gold {prompt.answer}, reward 2\n[model-1]\n" in out
-    assert f"\nno_answer: nothing parsed, gold {prompt.answer}, reward 0" in out
-    session.handle("How many ?")
-    assert right.asked(2).startswith(f"<user> {prompt.question} <assistant> {prompt.solution} <eos> <user> How many ?")
-
-
-def test_samples_of_a_task_are_summarized_as_pass_at_k(capsys: pytest.CaptureFixture[str]) -> None:
-    answer = Abacus().prompts("train")[5].answer
-    answers = ["#### 40", f"#### {answer}", "####", f"#### {answer}", "#### 39"]
-    right = [False, True, False, True, False]
-    session = scripted_session([Scripted(words(), answers)], samples=5)
-    session.handle("/task abacus 5 train")
-    out = capsys.readouterr().out.splitlines()
-    assert [line for line in out if line.startswith("(")] == [f"({i}) {text}" for i, text in enumerate(answers, 1)]
-    assert out[-1].startswith("2 of 5 correct (40.0 %), mean reward 0.4; ")
-    for k in range(1, 6):
-        chosen = list(combinations(right, k))
-        assert f"pass@{k} {sum(map(any, chosen)) / len(chosen):.3f}" in out[-1]
-
-
-def test_ctrl_c_stops_an_answer_and_keeps_the_text_so_far(capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = words()
-    engines = [Scripted(tokenizer, ["7 + 5 = 12"], interrupt_after=2), Scripted(tokenizer, ["#### 2"])]
-    session = scripted_session(engines)
-    with pytest.raises(KeyboardInterrupt):
-        session.handle(QUESTION)
-    assert capsys.readouterr().out == "[model-0]\n7 + 5\n"
-    assert [message["content"] for message in session.models[0].history] == [QUESTION, "7 + 5"]
-    assert engines[1].requests == [] and session.models[1].history == []
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("/tusk", "unknown command '/tusk': did you mean '/task'"),
-        ("/usr/bin", "write //usr/bin"),
-        ("/temperature hot", "'hot' is not a finite number"),
-        ("/temperature -1", "temperature must be 0"),
-        ("/temperature nan", "not a finite number"),
-        ("/samples 0", "samples must be at least 1"),
-        ("/samples 1.5", "'1.5' is not an integer"),
-        ("/max 0", "max_new_tokens must be at least 1"),
-        ("/again", "no question to repeat"),
-        ("/task nonesuch 3", "unknown task 'nonesuch'"),
-        ("/task abacus 3 4th", "'4th' is neither a number"),
-        ("/task abacus -1", "abacus has .* test questions: choose one from 0"),
-    ],
-)
-def test_invalid_commands_are_reported_and_change_nothing(line: str, message: str) -> None:
-    session = scripted_session([Scripted(words(), ["#### 2"])])
-    before = session.params
-    with pytest.raises(UserError, match=message):
-        session.handle(line)
-    assert session.params == before and session.models[0].history == []
-    assert session.handle(QUESTION)
-
-
-def test_arguments_of_the_task_command() -> None:
-    assert parse_task_request(["gsm8k", "17"], "") == TaskRequest("gsm8k", 17, None)
-    assert parse_task_request(["gsm8k", "random", "train"], "abacus") == TaskRequest("gsm8k", None, "train")
-    assert parse_task_request(["3"], "abacus") == TaskRequest("abacus", 3, None)
-    assert parse_task_request([], "abacus") == TaskRequest("abacus", None, None)
-    assert parse_task_request(["jsonl", "3", "all"], "") == TaskRequest("jsonl", 3, "all")
-    with pytest.raises(UserError, match="which task"):
-        parse_task_request(["3"], "")
-
-
-def test_a_single_file_is_used_whole_and_that_of_a_run_by_its_test_split(tmp_path: Path) -> None:
-    file = tmp_path / "mine.jsonl"
-    file.write_text("".join(f'{{"question": "q{n}", "answer": {n}}}\n' for n in range(30)))
-    cfg = ChatConfig.model_validate({"task": {"name": "jsonl", "path": str(file)}})
-    rng = random.Random(0)
-    named = TaskQuestions(cfg, cfg)
-    prompt, split, index = named.question(TaskRequest("jsonl", 29, None), rng)
-    assert (prompt.question, split, index) == ("q29", "all", 29)
-    of_a_run = TaskQuestions(cfg, ChatConfig())  # the user named no task: it is that of the checkpoint's run
-    held_out = {of_a_run.question(TaskRequest("jsonl", index, None), rng)[0].id for index in range(3)}
-    assert held_out == {prompt.id for prompt in make_task("jsonl", file).prompts("test")}
-    with pytest.raises(UserError, match="jsonl has 3 test questions: choose one from 0 to 2"):
-        of_a_run.question(TaskRequest("jsonl", 3, None), rng)
-    fourth = make_task("jsonl", file).prompts("all")[4]
-    assert of_a_run.question(TaskRequest("jsonl", 4, "all"), rng)[:2] == (fourth, "all")
-    with pytest.raises(UserError, match='only a single file or list has the split "all"'):
-        named.question(TaskRequest("abacus", 1, "all"), rng)
-
-
-def test_judges_of_tasks_are_closed() -> None:
-    session = scripted_session([Scripted(words(), ["#### 2"])])
-    session.handle("/task abacus 1")
-    session.questions.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        session.handle("/again")
-
-
-# The command
 
 
 def test_answers_to_prompts_are_reproducible(models: tuple[str, str], chat: Chat) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pty
 import subprocess
 import sys
 import warnings
@@ -36,6 +37,47 @@ def test_without_arguments_all_commands_are_listed(capsys: pytest.CaptureFixture
         assert all(f"\n  {name} " in output for name in COMMANDS) and "--debug" in output
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"assay {__version__}\n"
+
+
+TORCH_STANDIN = """
+import os
+os.write(2, b"torch is imported\\n")
+os._exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "words"),
+    [
+        (False, ("train", "configs/demo.toml", "--model", "MODEL")),
+        (False, ("train", "configs/demo.toml", "--model", "MODEL", "--dry-run")),
+        (False, ("sft", "configs/demo.toml", "--model", "MODEL")),
+        (False, ("eval", "MODEL", "--task", "abacus")),
+        (False, ("chat", "MODEL", "--prompt", "hello")),
+        (True, ("chat", "MODEL")),
+        (False, ("export", "MODEL", "FOLDER/out")),
+    ],
+)
+def test_loading_is_shown_before_torch_is_imported(terminal: bool, words: tuple[str, ...], tmp_path: Path) -> None:
+    """The import takes seconds. A package that ends the process stands in for torch."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(TORCH_STANDIN)
+    words = tuple(word.replace("FOLDER", str(tmp_path)) for word in words)
+    if words[0] in ("train", "sft"):
+        words += ("--runs_dir", str(tmp_path / "runs"))
+    own, theirs = pty.openpty() if terminal else os.pipe()
+    done = subprocess.run(
+        [sys.executable, "-m", "assay", *words],
+        cwd=SOURCE.parent,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{SOURCE}", "TERM": "xterm", "COLUMNS": "80"},
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = os.read(own, 65536).decode()
+    os.close(own)
+    assert done.returncode == 3 and "loading MODEL" in shown.partition("torch is imported")[0]
 
 
 @pytest.mark.parametrize(("word", "hint"), [("trian", "'train'"), ("evla", "'eval'"), ("zzz", "known: train")])

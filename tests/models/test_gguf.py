@@ -117,7 +117,7 @@ def test_quantised_weights_are_dequantised_in_place(make_hf, tmp_path):
     kinds = {"token_embd.weight": Q8, "blk.0.attn_q.weight": Q8, "blk.1.ffn_up.weight": F16}
     write_gguf(tmp_path / "m.gguf", hf, "llama", kinds)
     counts: list[tuple[int, int]] = []
-    model = load_model(str(tmp_path / "m.gguf"), report=lambda done, total: counts.append((done, total)))
+    model = load_model(str(tmp_path / "m.gguf"), report=lambda done, total, _: counts.append((done, total)))
     weights = model.state_dict()
     assert counts == sorted(counts) and counts[-1] == (model.spec.parameters,) * 2 and len(counts) > 10
     for name, exact in hf.state_dict().items():

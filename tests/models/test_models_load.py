@@ -40,7 +40,7 @@ def test_shards_written_by_transformers(make_hf, logit_difference, tmp_path):
 def test_dtype_and_device_are_as_asked(folder):
     counts = []
     model = load_model(
-        str(folder), device="cpu", dtype=torch.bfloat16, report=lambda done, total: counts.append((done, total))
+        str(folder), device="cpu", dtype=torch.bfloat16, report=lambda done, total, _: counts.append((done, total))
     )
     assert len(counts) > 10 and counts == sorted(counts) and counts[-1] == (model.spec.parameters,) * 2
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
@@ -151,7 +151,7 @@ def test_a_file_of_another_kind(tmp_path):
 def test_hub_ids_go_to_the_hub_for_what_is_needed(folder, monkeypatch):
     calls = []
 
-    def download(source, cache_dir, allow_patterns):
+    def download(source, cache_dir, allow_patterns, tqdm_class):
         calls.append((source, cache_dir, allow_patterns))
         return str(folder)
 

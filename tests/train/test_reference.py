@@ -201,12 +201,16 @@ def transformers_logprobs(folder: Path, rollout: Rollout) -> list[float]:
 
 
 @pytest.mark.parametrize("offload", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_a_larger_model_can_be_the_reference(small: SmallRuns, offload: str) -> None:
+def test_a_larger_model_can_be_the_reference(
+    small: SmallRuns, offload: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """KL in loss and reward, against transformers' logits of both models."""
     policy = llama_folder(small.folder / "policy", 32, abacus_words())
     reference = llama_folder(small.folder / "larger", 64, abacus_words(), padding=5)
     words = ("--model", policy, "--algo.reference", reference, "--algo.kl_coef", 0.1, "--algo.reward_kl_coef", 0.2)
     assert small.train(*words, "--train.steps", 1, "--train.offload_reference", offload) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.index(f"loading {policy}") < lines.index(f"loading the reference {reference}")
     rollouts = [r for group in read_rollouts(small.runs / "small", 1) for r in group.rollouts]
     gaps = []
     for rollout in rollouts:

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import math
-import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from assay.cli.chat_screen import ChatModel, Reply, ReplyStream, Screen
 from assay.cli.eval import add_trust, inherited_settings
 from assay.config import Count, EvalConfig, MeasureConfig, NonNegative
 from assay.config.settings import load_settings, parse_overrides
-from assay.engine.base import SamplingParams
-from assay.rewards import JudgePool
-from assay.rollout import sampling_params
-from assay.rollout.collect import request_seed
 from assay.runs.console import Console
 from assay.runs.resolve import PREFIX
-from assay.tasks import SPLITS, Task
-from assay.tasks.base import ALL, UNLIMITED, prompts_of
-from assay.train import components
-from assay.types import Finish, Message, Prompt, UserError, plural, unknown_name
+from assay.types import UserError
+
+if TYPE_CHECKING:
+    from assay.cli.chat_screen import ChatModel
+    from assay.cli.chat_session import TaskQuestions
 
 HELP = """Talk to one or several models. /help in the chat lists its commands, e.g. /task, which grades the answers.
 
@@ -37,7 +28,6 @@ task, prompt and length settings are used. The same questions with the same --se
   assay chat Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 3 + 4?" --temperature 0
   assay chat run:demo@best --samples 8 --prompt "/task abacus 17"
 Questions can also be piped in, one per line. As with --prompt, the exit code is then 2 if one was not answered."""
-INPUT_PROMPT = "> "
 
 
 class ChatSampling(EvalConfig):
@@ -75,14 +65,24 @@ def run(args: argparse.Namespace) -> int:
     for stream in (sys.stdin, sys.stdout):  # invalid bytes in a pipe must not end the conversation
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    with Console(sys.stderr) as console:  # answers on stdout may be piped to another program
+        console.announce(f"loading {args.models[0]}")  # the imports below take seconds
+        return converse_with(args, cfg, overrides, console)
+
+
+def converse_with(args: argparse.Namespace, cfg: ChatConfig, overrides: dict[str, Any], console: Console) -> int:
+    from assay.cli.chat_screen import Screen
+    from assay.cli.chat_session import ChatSession, TaskQuestions, answer_all, converse
+    from assay.rollout import sampling_params
+
     questions = TaskQuestions(cfg, load_settings(ChatConfig, None, overrides))
     if {"task", "task.name"} & set(overrides):
         questions.task(cfg.task.name)  # report a mistake in it now, not at the first question
     try:
-        with Console(sys.stderr) as console:  # answers on stdout may be piped to another program
-            models = [
-                load_chat_model(model, args.models, overrides, questions, console, args.trust) for model in args.models
-            ]
+        models = [
+            load_chat_model(model, args.models, overrides, questions, console, args.trust) for model in args.models
+        ]
+        console.stop()
         session = ChatSession(models, questions, sampling_params(cfg.eval, cfg.eval.samples), cfg.seed, Screen())
         if args.prompt:
             return answer_all(session, [text.encode("utf-8", "replace").decode("utf-8") for text in args.prompt])
@@ -112,6 +112,9 @@ def load_chat_model(
     trust: bool = False,
 ) -> ChatModel:
     """A checkpoint uses the settings of its own run; other models those of the first checkpoint, to be comparable."""
+    from assay.cli.chat_screen import ChatModel
+    from assay.train import components
+
     cfg = settings_of([model] if model.startswith(PREFIX) else models, overrides, trust)
     needs_task = cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.task.name
     try:
@@ -120,337 +123,3 @@ def load_chat_model(
     except UserError as error:
         raise UserError(str(error) if model in str(error) else f"{model}: {error}") from error
     return ChatModel(model, renderer, engine)
-
-
-def answer_all(session: ChatSession, lines: Iterable[str]) -> int:
-    """Without a user at the keyboard: handle every line; the exit code is 2 if one of them failed."""
-    code = 0
-    for line in lines:
-        try:
-            if not session.handle(line):
-                break
-        except UserError as error:
-            session.screen.error(str(error))
-            code = 2
-    return code
-
-
-def converse(session: ChatSession) -> int:
-    welcome(session)
-    interrupts = 0  # consecutive ones: the first stops an answer or asks, the second exits
-    while True:
-        try:
-            line = input(INPUT_PROMPT)
-        except EOFError:
-            print()
-            return 0
-        except KeyboardInterrupt:
-            print()
-            interrupts += 1
-            if interrupts > 1:
-                return 130
-            session.screen.note("press Ctrl-C again, Ctrl-D or /quit to exit")
-            continue
-        interrupts = 0
-        try:
-            if not session.handle(line):
-                return 0
-        except UserError as error:
-            session.screen.error(str(error))
-        except KeyboardInterrupt:
-            interrupts = 1
-            session.screen.note("stopped; press Ctrl-C again to exit")
-
-
-def welcome(session: ChatSession) -> None:
-    if importlib.util.find_spec("readline"):
-        importlib.import_module("readline")  # line editing and history in `input`
-    for model in session.models:
-        context = model.engine.info.max_length
-        session.screen.note(f"{model.name}: {model.renderer.style} style, context of {context} tokens")
-    default = session.questions.default_task
-    task = f"/task asks a question of {default}, " if default else ""
-    session.screen.note(f"temperature {session.params.temperature:g}; {task}/help lists all commands, /quit exits")
-
-
-# Questions of tasks
-
-RANDOM_RANGE = 10_000  # a random question of an endless split is one of the first, so that its index stays short
-USAGE = "/task NAME [INDEX|random] [SPLIT], e.g. /task gsm8k 17"
-
-
-@dataclass(frozen=True)
-class TaskRequest:
-    """The parsed words after /task."""
-
-    name: str
-    index: int | None  # None: random
-    split: str | None  # None: test, or all of a single file
-
-
-def parse_task_request(words: Sequence[str], default_task: str) -> TaskRequest:
-    """NAME may be left out if the settings, or the run of a checkpoint, name a task."""
-    name, index, split = default_task, None, None
-    for position, word in enumerate(words):
-        if word in (*SPLITS, ALL):
-            split = word
-        elif word == "random":
-            index = None
-        elif word.removeprefix("-").isdecimal():
-            index = int(word)
-        elif position == 0:
-            name = word
-        else:
-            known = ", ".join((*SPLITS, ALL))
-            raise UserError(f"'{word}' is neither a number, nor 'random', nor one of {known}: {USAGE}")
-    if not name:
-        raise UserError(f"which task? {USAGE}")
-    return TaskRequest(name, index, split)
-
-
-class TaskQuestions:
-    """Tasks by name, created when they are first used, and their judges.
-
-    `cfg` is used for the task that it names. Other tasks use `plain`: only the user's own settings, not those of a run.
-    """
-
-    def __init__(self, cfg: MeasureConfig, plain: MeasureConfig) -> None:
-        self.default_task = cfg.task.name
-        self._cfg, self._plain = cfg, plain
-        self._tasks: dict[str, Task] = {}
-        self._judges: dict[str, JudgePool] = {}
-
-    def task(self, name: str) -> Task:
-        if name not in self._tasks:
-            own = self._settings(name).task
-            cfg = own if own.name in ("", name) else own.model_copy(update={"path": "", "args": {}})
-            try:
-                self._tasks[name] = components.build_task(cfg.model_copy(update={"name": name}))
-            except UserError as error:
-                hint = "" if cfg.path else "; give the path of its data with --task NAME --task.path PATH"
-                raise UserError(f"{error}{hint}") from error
-        return self._tasks[name]
-
-    def question(self, request: TaskRequest, rng: random.Random) -> tuple[Prompt, str, int]:
-        """Return a problem, its split and its index."""
-        split = request.split or self._default_split(request.name)
-        prompts = components.take(prompts_of(self.task(request.name), split), 0, split, endless=True)
-        size = len(prompts)
-        if request.index is None:
-            index = rng.randrange(RANDOM_RANGE if size >= UNLIMITED else size)
-        elif 0 <= request.index < size:
-            index = request.index
-        else:
-            raise UserError(f"{request.name} has {plural(size, f'{split} question')}: choose one from 0 to {size - 1}")
-        return prompts[index], split, index
-
-    def grade(self, name: str, prompt: Prompt, replies: Sequence[Reply]) -> None:
-        judge, texts = self._judge(name), [reply.full_text for reply in replies]
-        (verdicts,) = judge.judge_groups([(texts, prompt.answer, judge.fields(prompt))])
-        for reply, verdict in zip(replies, verdicts, strict=True):
-            reply.verdict = verdict
-
-    def close(self) -> None:
-        for judge in self._judges.values():
-            judge.close()
-
-    def _default_split(self, name: str) -> str:
-        """All of a single file that the user named; if a run was trained on the file, its test split."""
-        own = self._plain.task
-        named = name != self.default_task or bool(own.name or own.path)
-        return ALL if named and self.task(name).has_all else "test"
-
-    def _settings(self, name: str) -> MeasureConfig:
-        return self._cfg if name == self.default_task else self._plain
-
-    def _judge(self, name: str) -> JudgePool:
-        if name not in self._judges:
-            cfg = self._settings(name).reward
-            # One worker is enough for one user; a second would only delay the first verdict.
-            single = cfg.model_copy(update={"workers": min(cfg.workers, 1)})
-            self._judges[name] = components.build_judge_pool(single, self.task(name))
-        return self._judges[name]
-
-
-# The conversation
-
-COMMANDS = {
-    "/task [NAME] [INDEX|random] [SPLIT]": "ask a question of a task, without earlier turns, and grade the answers",
-    "/again": "ask the last question again with other random numbers; the new answers replace the old ones",
-    "/clear": "delete the history",
-    "/temperature T": "0 always takes the most likely token, 1 samples from the unchanged distribution",
-    "/samples N": "answers per question, with pass@k for questions of a task; the first is kept in the history",
-    "/max N": "maximum tokens per answer",
-    "/system TEXT": "set the system message; without TEXT: restore the one of the settings",
-    "/help": "show this list",
-    "/quit": "exit, as does Ctrl-D; Ctrl-C stops an answer",
-}
-SHOWN_UNKNOWN = 5  # words
-# Commands that set a sampling parameter: its name, its type and the text that confirms it.
-PARAMETERS: dict[str, tuple[str, type, str]] = {
-    "/temperature": ("temperature", float, "temperature {:g}"),
-    "/samples": ("n", int, "samples per question: {}"),
-    "/max": ("max_new_tokens", int, "maximum tokens per answer: {}"),
-}
-
-
-@dataclass(frozen=True)
-class Question:
-    """The last question, which can be asked again."""
-
-    prompt: Prompt
-    task: str = ""  # its judge grades the answers; empty: none
-
-
-class ChatSession:
-    """Questions to all models, and commands that begin with a slash."""
-
-    def __init__(
-        self, models: Sequence[ChatModel], questions: TaskQuestions, params: SamplingParams, seed: int, screen: Screen
-    ) -> None:
-        self.models, self.questions, self.params, self.seed, self.screen = models, questions, params, seed, screen
-        self._turn = 0
-        self._last: Question | None = None
-        self._before: list[list[Message]] = [[] for _ in models]  # histories without the last question
-        self._systems = [model.renderer.system for model in models]
-        self._interrupted = False
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/task": self._task,
-            "/again": self._again,
-            "/clear": self._clear,
-            "/system": self._system,
-            "/help": self._help,
-        }
-
-    def handle(self, line: str) -> bool:
-        """Answer a question or run a command; False: exit. Raises KeyboardInterrupt after an interrupted answer."""
-        text = line.strip()
-        name, _, rest = text.partition(" ")
-        if name in ("/quit", "/exit"):
-            return False
-        if text and (not text.startswith("/") or text.startswith("//")):
-            message: Message = {"role": "user", "content": text.removeprefix("/")}
-            self._ask(Question(Prompt(f"chat/{self._turn}", (message,))))
-        elif name in PARAMETERS:
-            self._set_parameter(name, rest.strip())
-        elif name in self._commands:
-            self._commands[name](rest.strip())
-        elif text:
-            error = unknown_name("command", name, [*self._commands, *PARAMETERS, "/quit"])
-            raise UserError(f"{error}; to send a text that begins with a slash, write /{name}")
-        return True
-
-    def _ask(self, question: Question) -> None:
-        self._last = question
-        self._before = [list(model.history) for model in self.models]
-        self._interrupted = False
-        self._turn += 1
-        seed = request_seed(self.seed, self._turn, question.prompt.id)
-        errors: list[UserError] = []
-        streams: list[ReplyStream] = []
-        for model in self.models:
-            try:
-                ids, note = model.prompt_ids(question.prompt)
-            except UserError as error:
-                errors.append(error)
-                continue
-            streams.append(ReplyStream(model, ids, self.params, seed))
-            if note:
-                self.screen.note(note)
-        self._note_unknown_words([stream.model for stream in streams], question.prompt.question)
-        all_replies = self.screen.show(streams, lambda replies: self._grade(question, replies), question.prompt.answer)
-        for stream, replies in zip(streams, all_replies, strict=False):
-            self._remember(stream, question.prompt, replies)
-        if self._interrupted:
-            raise KeyboardInterrupt
-        if errors := errors + [stream.error for stream in streams if stream.error is not None]:
-            raise UserError("; ".join(map(str, errors)))
-
-    def _grade(self, question: Question, replies: list[Reply]) -> None:
-        try:
-            if any(reply.finish is None for reply in replies):
-                self._interrupted = True
-            elif question.task and replies:
-                self.questions.grade(question.task, question.prompt, replies)
-        except KeyboardInterrupt:
-            self._interrupted = True
-
-    def _remember(self, stream: ReplyStream, prompt: Prompt, replies: Sequence[Reply]) -> None:
-        if not replies:
-            return
-        first, model = replies[0], stream.model
-        truncated = sum(reply.finish is Finish.LENGTH for reply in replies)
-        if truncated:
-            full = stream.prompt_length + self.params.max_new_tokens > model.engine.info.max_length
-            advice = "the context is full, /clear deletes the history" if full else "/max N allows more tokens"
-            which = "the answer was" if len(replies) == 1 else f"{truncated} of {len(replies)} answers were"
-            self.screen.note(f"{model.name}: {which} truncated: {advice}")
-        elif not any(reply.text.strip() for reply in replies) and first.finish is not None:
-            self.screen.note(f"{model.name}: the answer is empty")
-        if first.finish is not None or first.text:
-            model.history += [*prompt.messages, {"role": "assistant", "content": first.text}]
-
-    def _note_unknown_words(self, models: Sequence[ChatModel], text: str) -> None:
-        """Small tokenizers have only the words that their model was trained on."""
-        names: dict[tuple[str, ...], list[str]] = {}
-        for model in models:
-            names.setdefault(tuple(model.unknown_words(text)), []).append(model.name)
-        for words, models_without in names.items():
-            if words:
-                shown = ", ".join(words[:SHOWN_UNKNOWN]) + (", ..." if len(words) > SHOWN_UNKNOWN else "")
-                self.screen.note(f"unknown words for the tokenizer of {', '.join(models_without)}: {shown}")
-
-    def _task(self, rest: str) -> None:
-        request = parse_task_request(rest.split(), self.questions.default_task)
-        rng = random.Random(request_seed(self.seed, self._turn, "any question"))
-        prompt, split, index = self.questions.question(request, rng)
-        self.screen.print(f"{request.name}, {split} question {index}:", "bold")
-        self.screen.print(prompt.question)
-        self._delete_history()
-        self._ask(Question(prompt, request.name))
-
-    def _again(self, _: str) -> None:
-        if self._last is None:
-            raise UserError("there is no question to repeat yet")
-        for model, history in zip(self.models, self._before, strict=True):
-            model.history = history
-        self._ask(self._last)
-
-    def _clear(self, _: str) -> None:
-        self._delete_history()
-        self._last = None
-        self.screen.note("the history is deleted")
-
-    def _delete_history(self) -> None:
-        for model in self.models:
-            model.history = []
-
-    def _set_parameter(self, command: str, text: str) -> None:
-        name, kind, confirmation = PARAMETERS[command]
-        if text:
-            params = replace(self.params, **{name: parse_number(text, kind)})
-            if problem := params.problem():
-                raise UserError(problem)
-            self.params = params
-        self.screen.note(confirmation.format(getattr(self.params, name)))
-
-    def _system(self, rest: str) -> None:
-        for model, system in zip(self.models, self._systems, strict=True):
-            model.renderer.system = rest or system
-        self.screen.note("the system message is set" if rest else "the system message of the settings is restored")
-
-    def _help(self, _: str) -> None:
-        width = max(map(len, COMMANDS))
-        for usage, meaning in COMMANDS.items():
-            self.screen.print(f"  {usage:<{width}}  {meaning}")
-        self.screen.print("All other text is sent to the models. // sends a text that begins with a slash.")
-
-
-def parse_number(text: str, kind: type) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise UserError(f"'{text}' is not {'an integer' if kind is int else 'a finite number'}")
-    return value

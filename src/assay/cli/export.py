@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from assay.types import UserError
 
 if TYPE_CHECKING:
     from assay.models import PolicyModel
+    from assay.models.base import LoadReport
     from assay.text import Tokenizer
 
 HELP = "Write a checkpoint or another model as a Hugging Face folder."
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     with Console(sys.stderr) as console:
         what = f"loading {args.source}"
         console.announce(what)
-        report = partial(console.progress, what, unit="parameters")
+        report = partial(console.progress, what)
         model, tokenizer = load_resolved(args.source, args.dir, partial(load, report=report))
         console.announce(f"writing {args.dest}")
         write(model, tokenizer, args.dest, args.dtype)
@@ -67,7 +67,7 @@ def check_destination(dest: Path) -> None:
         raise UserError(f"{dest} is a file: choose a new folder")
 
 
-def load(source: str, report: Callable[[int, int], None]) -> tuple[PolicyModel, Tokenizer]:
+def load(source: str, report: LoadReport) -> tuple[PolicyModel, Tokenizer]:
     """Load in float32, so that weights are rounded only once. `report`: see `load_model`."""
     import torch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from assay.mesh import full_tensor
 from assay.models.lora import Lora, adapted_layers, insert_adapters, merged_weights, remove_adapters
 
+LoadReport = Callable[[int, int, str], object]  # receives how much of a model is loaded, of how much, and the unit
 # Eight bytes are viewed as two words: products wrap at 64 bits, where the top bit of a 64-bit word could get lost.
 INTEGER_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 CHUNK = 1 << 20  # words per sum; small enough for the caches of a CPU

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from assay.models.attention import PackedCausal
-from assay.models.base import PolicyModel, autocast_dtype
+from assay.models.base import LoadReport, PolicyModel, autocast_dtype
 from assay.models.spec import LLAMA3_SCALING, ModelSpec
 from assay.types import UserError
 
@@ -247,7 +247,7 @@ class WeightLoader:
         what: str,
         device: torch.device | str,
         dtype: torch.dtype,
-        report: Callable[[int, int], None] | None = None,
+        report: LoadReport | None = None,
     ) -> None:
         self.what, self.spec, self.report = what, spec, report
         with torch.device("meta"):
@@ -280,7 +280,7 @@ class WeightLoader:
         self.missing.pop(name, None)
         self.loaded += target.numel()
         if self.report is not None:
-            self.report(self.loaded, self.total)
+            self.report(self.loaded, self.total, "parameters")
 
     def finish(self) -> Decoder:
         if self.missing:

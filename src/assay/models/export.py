@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from assay.mesh import full_tensor
+from assay.models.bars import reported_bars
 from assay.models.base import PolicyModel, fingerprint
 from assay.models.decoder import Decoder
-from assay.models.fallback import HFModel, no_progress_bars
+from assay.models.fallback import HFModel
 from assay.models.load import read_json
 from assay.models.lora import adapted_layers, is_adapter, merged_state
 from assay.models.spec import spec_to_hf
@@ -84,7 +85,7 @@ def save_fallback(model: HFModel, folder: Path, dtype: torch.dtype, tokens: dict
     if hf.generation_config is not None:
         for key, value in tokens.items():
             setattr(hf.generation_config, key, value)
-    with no_progress_bars():
+    with reported_bars(None):
         hf.save_pretrained(folder, state_dict=cast_state(merged_state(hf), dtype), max_shard_size=shard_bytes)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     write_json(folder / "config.json", {**config, "dtype": name_of(dtype)})

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from assay.models.attention import Padded
-from assay.models.base import PolicyModel
+from assay.models.bars import reported_bars
+from assay.models.base import LoadReport, PolicyModel
 from assay.types import UserError, missing_extra
 
 if TYPE_CHECKING:
@@ -77,8 +77,9 @@ def load_fallback(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    report: LoadReport | None = None,
 ) -> HFModel:
-    """Load with transformers. `gguf_file`: name of a GGUF file in the folder."""
+    """Load with transformers. `gguf_file`: name of a GGUF file in the folder. `report`: receives numbers of tensors."""
     import transformers
 
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "local_files_only": True}
@@ -90,7 +91,7 @@ def load_fallback(
         if hasattr(transformers, "GgufConfig"):  # keeps GGUF weights quantised, hence not trainable, by default
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        with no_progress_bars():
+        with reported_bars(report):
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # a damaged file can raise any error in transformers
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -100,17 +101,3 @@ def load_fallback(
     if missing:
         raise UserError(f"the model in {what} lacks weights that {type(hf).__name__} needs: {', '.join(missing[:5])}")
     return HFModel(hf.to(device))
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Progress bars of transformers would interfere with our console."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

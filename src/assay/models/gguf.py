@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.models.base import PolicyModel
+from assay.models.base import LoadReport, PolicyModel
 from assay.models.decoder import WeightLoader, llama3_frequencies
 from assay.models.fallback import load_fallback
 from assay.models.spec import FAMILIES, LLAMA3_SCALING, ModelSpec, checked_size
@@ -50,14 +50,14 @@ def load_gguf(
     *,
     device: str | torch.device,
     dtype: torch.dtype,
-    report: Callable[[int, int], None] | None = None,
+    report: LoadReport | None = None,
 ) -> PolicyModel:
     """`Decoder` for Llama, Qwen2 and Qwen3 files; transformers for other architectures. `report`: see `load_model`."""
     reader = open_gguf(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     spec = spec_from_gguf(reader, tensors, path)
     if spec is None:
-        return load_fallback(path.parent, device=device, dtype=dtype, gguf_file=path.name)
+        return load_fallback(path.parent, device=device, dtype=dtype, gguf_file=path.name, report=report)
     if spec.parameters > 8 * path.stat().st_size:  # every format takes at least a bit per weight
         raise UserError(f"'{path}' asks for {spec.parameters:,} weights, which it is too small to hold: fetch it again")
     loader = WeightLoader(spec, f"the model in '{path}'", device, dtype, report)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.models.base import PolicyModel
+from assay.models.bars import BYTES, reporting_bar
+from assay.models.base import LoadReport, PolicyModel
 from assay.models.decoder import Decoder, WeightLoader
 from assay.models.fallback import load_fallback
 from assay.models.gguf import is_gguf, load_gguf
@@ -34,11 +34,12 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     cache_dir: str | Path | None = None,
-    report: Callable[[int, int], None] | None = None,
+    report: LoadReport | None = None,
 ) -> PolicyModel:
     """`Decoder` if it covers the model's family, else transformers' own model behind the same interface.
 
-    `report`: receives the number of parameters of the decoder that are loaded, and that of all parameters.
+    `report`: receives how much is loaded and how much there is: parameters of the decoder, tensors of other models,
+    or bytes of a download.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -46,20 +47,24 @@ def load_model(
             raise UserError(f"'{source}' is a file, but not a GGUF: give {FORMS}")
         return load_gguf(path, device=device, dtype=dtype, report=report)
     if not path.is_dir():
-        path = fetch_model(source, cache_dir)
+        path = fetch_model(source, cache_dir, report)
     return load_folder(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code, report=report)
 
 
-def fetch_model(source: str, cache_dir: str | Path | None = None) -> Path:
-    """Download a model of the hub unless it is in the local cache; returns its folder."""
+def fetch_model(source: str, cache_dir: str | Path | None = None, report: LoadReport | None = None) -> Path:
+    """Download a model of the hub unless it is in the local cache; returns its folder. `report`: receives bytes."""
     if not HUB_ID.fullmatch(source):
         raise UserError(f"there is no model at '{source}': give {FORMS}")
     from huggingface_hub import snapshot_download
 
+    def fetch(*patterns: str) -> Path:
+        bar = reporting_bar(report, "bytes", only=BYTES)
+        return Path(snapshot_download(source, cache_dir=cache_dir, allow_patterns=list(patterns), tqdm_class=bar))
+
     try:
-        folder = Path(snapshot_download(source, cache_dir=cache_dir, allow_patterns=[*SMALL_FILES, "*.safetensors"]))
+        folder = fetch(*SMALL_FILES, "*.safetensors")
         if not any(folder.glob("*.safetensors")):
-            snapshot_download(source, cache_dir=cache_dir, allow_patterns=["pytorch_model*"])
+            fetch("pytorch_model*")
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(
@@ -75,13 +80,13 @@ def load_folder(
     device: str | torch.device,
     dtype: torch.dtype,
     trust_remote_code: bool = False,
-    report: Callable[[int, int], None] | None = None,
+    report: LoadReport | None = None,
 ) -> PolicyModel:
     config = read_json(folder / "config.json", f"'{folder}' is not a model folder: it has no config.json; give {FORMS}")
     spec = spec_from_hf(config)
     files = weight_files(folder)
     if spec is None:
-        return load_fallback(folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        return load_fallback(folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code, report=report)
     check_size(folder, spec, files)
     loader = WeightLoader(spec, f"the model in '{folder}'", device, dtype, report)
     for file in files:

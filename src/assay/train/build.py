@@ -55,7 +55,7 @@ def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
     mesh = checks.start_mesh(cfg)
     run = assemble(cfg, console, named_model(cfg, mesh), mesh, started)
     if run.learner.algo.needs.reference:
-        load_reference(run.learner.updater, cfg, run.tokenizer)
+        load_reference(run.learner.updater, cfg, run.tokenizer, console)
     inherit_replay(run)
     mesh.barrier()  # if one rank fails, all ranks end before the run directory is created
     run.directory.path = mesh.on_main(lambda: Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(run.cfg)).path)
@@ -84,7 +84,7 @@ def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRu
         run.resumed = step > 0 or (run.state.unmeasured is None and not run.state.sft_step)
         run.recorder.started -= run.state.wall_s
     if run.learner.algo.needs.reference:
-        load_reference(run.learner.updater, cfg, run.tokenizer, path if run.resumed else None, run.state.step)
+        load_reference(run.learner.updater, cfg, run.tokenizer, console, path if run.resumed else None, run.state.step)
     if step is not None:
         load_tensors(run, step)
     else:
@@ -338,7 +338,7 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
             longest_solution = plural(max(sum(row.trained) for row in rows), "token")
             yield f"warm start: {plural(cfg.sft.steps, 'step')} on solutions of up to {longest_solution}"
         if learner.algo.needs.reference:
-            load_reference(learner.updater, cfg, run.tokenizer)
+            load_reference(learner.updater, cfg, run.tokenizer, console)
         check_writable(Path(cfg.runs_dir))
         sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
         if collector.env is not None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from assay.engine.base import Engine
 from assay.envs import Env, TaskEnv, make_env
 from assay.mesh import Mesh
 from assay.models import Decoder, ModelSpec, PolicyModel, build_preset, load_model, pick_device, pick_dtype
+from assay.models.base import LoadReport
 from assay.models.device import describe_threads, free_memory, set_threads, uses_triton
 from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix, RewardSum
 from assay.rewards.importing import load_object, normalized
@@ -201,7 +203,7 @@ def build_policy(
     device: torch.device,
     seed: int,
     dtype: torch.dtype = torch.float32,
-    report: Callable[[int, int], None] | None = None,
+    report: LoadReport | None = None,
 ) -> PolicyModel:
     """The policy. Master weights are at least float32, whatever the `dtype` of the computation."""
     dtype = torch.promote_types(dtype, torch.float32)
@@ -212,12 +214,12 @@ def build_policy(
 
 
 @contextmanager
-def loading(source: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+def loading(source: str, console: Console) -> Iterator[LoadReport]:
     """Show on the console that a model is loaded; yields the `report` of `load_model`."""
     what = f"loading {source}"
     console.announce(what)
     try:
-        yield lambda done, total: console.progress(what, done, total, "parameters")
+        yield partial(console.progress, what)
     finally:
         console.end_operation()
 

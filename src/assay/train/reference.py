@@ -7,20 +7,23 @@ of the policies (`Updater.update_reference`).
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from assay.config import TrainConfig
 from assay.models import load_model, save_model
+from assay.models.base import LoadReport
 from assay.models.lora import merged_weights
 from assay.runs import checkpoints
+from assay.runs.console import Console
 from assay.runs.resolve import resolve_model
 from assay.text import Tokenizer, load_tokenizer
 from assay.train.checkpoint import FILE_BYTES
 from assay.train.checkpoint import REFERENCE as FOLDER
 from assay.train.checks import check_weights
-from assay.train.components import PRESET, reference_is_dynamic
+from assay.train.components import PRESET, loading, reference_is_dynamic
 from assay.train.learner.parallel import parallelise
 from assay.train.learner.update import Updater
 from assay.types import UserError
@@ -29,7 +32,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def load_reference(
-    updater: Updater, cfg: TrainConfig, tokenizer: Tokenizer, run_path: Path | None = None, step: int = 0
+    updater: Updater,
+    cfg: TrainConfig,
+    tokenizer: Tokenizer,
+    console: Console,
+    run_path: Path | None = None,
+    step: int = 0,
 ) -> None:
     """Load the model that the settings name, or the reference of a resumed run as of its checkpoint of `step`.
 
@@ -43,7 +51,9 @@ def load_reference(
         raise UserError(f"algo.reference = {cfg.algo.reference!r} is untrained: name a folder, or run:NAME@last")
     elif cfg.algo.reference:
         source = updater.mesh.on_main(lambda: resolve_model(cfg.algo.reference, Path(cfg.runs_dir)))
-        set_reference(updater, cfg, source, has_same_tokenizer(source, tokenizer, cfg.algo.reference))
+        with loading(f"the reference {cfg.algo.reference}", console) as report:
+            same_tokenizer = has_same_tokenizer(source, tokenizer, cfg.algo.reference)
+            set_reference(updater, cfg, source, same_tokenizer, report)
     elif run_path is not None and (run_path / FOLDER).exists():
         if problems := updater.mesh.on_main(lambda: checkpoints.problems(run_path / FOLDER)):
             raise UserError(f"{problems[0]}: resume with --algo.reference run:{run_path}@0, which is the same model")
@@ -87,8 +97,14 @@ def has_same_tokenizer(source: str, tokenizer: Tokenizer, name: str) -> bool:
     return True
 
 
-def set_reference(updater: Updater, cfg: TrainConfig, folder: str, same_tokenizer: bool = False) -> None:
-    """Load the reference, freeze it, and shard it like the policy.
+def set_reference(
+    updater: Updater,
+    cfg: TrainConfig,
+    folder: str,
+    same_tokenizer: bool = False,
+    report: LoadReport | None = None,
+) -> None:
+    """Load the reference, freeze it, and shard it like the policy. `report`: see `load_model`.
 
     Models with the same tokenizer may have vocabularies of different padded sizes; otherwise sizes must be equal.
     """
@@ -96,7 +112,9 @@ def set_reference(updater: Updater, cfg: TrainConfig, folder: str, same_tokenize
     dtype = updater.dtype
     if cfg.algo.reference_ema:  # 16 bits would round away the small steps of a moving average
         dtype = torch.promote_types(dtype, torch.float32)
-    reference = load_model(folder, device=device, dtype=dtype)
+    if report is None and updater.progress is not None:
+        report = partial(updater.progress, "loading the reference")
+    reference = load_model(folder, device=device, dtype=dtype, report=report)
     wanted = updater.policy.vocab_size
     if reference.vocab_size < wanted or (reference.vocab_size > wanted and not same_tokenizer):
         raise UserError(
