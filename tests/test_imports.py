@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
         *("rollout", "evals", "runs"),
     },
 }
+ALLOWED["serve"] = {"types", "config", "process", "text", "engine", "runs"}
 ALLOWED["api"] = ALLOWED["bench"] = ALLOWED["train"] | {"train"}
 NO_TORCH = ("types", "config", "process", "rewards", "tasks", "envs", "text", "runs")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from assay.cli.chat_screen import (
     Columns,
     Reply,
     ReplyStream,
-    TextStream,
     generate_replies,
     summary_line,
     verdict_line,
@@ -30,41 +29,6 @@ from assay.types import Finish, Prompt, Status, UserError, Verdict
 
 QUESTION = Prompt("q", ({"role": "user", "content": "Ann has 7 coins . She finds 5 . How many coins ?"},))
 PARAMS = SamplingParams(n=3, max_new_tokens=30, min_new_tokens=10)
-
-
-def decode_bytes(ids: Sequence[int]) -> str:
-    return bytes(ids).decode(errors="replace")
-
-
-def test_a_character_is_returned_with_its_last_byte() -> None:
-    text = "né 木 👩‍🚀!\n"
-    stream = TextStream(decode_bytes)
-    pieces = [stream.add(token) for token in text.encode()] + [stream.finish()]
-    assert "".join(pieces) == stream.text == text
-    assert "\ufffd" not in "".join(pieces)
-    assert pieces[0] == "n" and pieces[1] == "" and pieces[2] == "é"
-
-
-def test_incomplete_characters_are_returned_at_the_end() -> None:
-    stream = TextStream(decode_bytes)
-    pieces = [stream.add(token) for token in b"a\xe6\x9cb\xe6"]
-    assert "".join(pieces) == "a\ufffdb"
-    assert stream.finish() == "\ufffd"
-
-
-def test_words_are_separated_by_spaces() -> None:
-    tokenizer = word_tokenizer(Abacus().words())
-    stream = TextStream(tokenizer.decode)
-    pieces = [stream.add(token) for token in tokenizer.encode("7 + 5 = 12 ; #### 12")]
-    assert pieces == ["7", " +", " 5", " =", " 12", " ;", " ####", " 12"]
-
-
-def test_a_stop_string_is_never_displayed() -> None:
-    stream = TextStream(decode_bytes, ["\nQuestion:"])
-    pieces = [stream.add(token) for token in b"12\nQuiet\nQuestion:"] + [stream.finish()]
-    assert "".join(pieces) == stream.text == "12\nQuiet"
-    assert stream.full_text == "12\nQuiet\nQuestion:"
-    assert pieces[2] == "" and "\nQui" in pieces  # held back while it could have become a stop string
 
 
 @pytest.fixture(scope="module")

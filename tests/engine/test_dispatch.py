@@ -432,3 +432,90 @@ def test_clients_score_and_compute_fingerprints_while_others_generate() -> None:
         assert typed.score(sequences) == expected and typed.fingerprint() == fingerprint
         typed.reset_prefix_cache()
         assert len(events_until_finished(other)) == 1
+
+
+def collect_until(condition: Callable[[list[Event]], bool], batches: list[list[Event]]) -> list[Event]:
+    def events() -> list[Event]:
+        return [event for batch in list(batches) for event in batch]
+
+    eventually(lambda: condition(events()))
+    return events()
+
+
+def finished_ids(events: Sequence[Event]) -> set[tuple[int, int]]:
+    return {(event.request_id, event.sample) for event in events if isinstance(event, Finished)}
+
+
+def test_events_are_handed_to_a_function_in_batches() -> None:
+    requests = [replace(request, stream=True) for request in requests_of(1)]
+    expected = generate(engine_for(model(), WAYS["plain"]), requests)
+    batches: list[list[Event]] = []
+    with Dispatcher(engine_for(model(), WAYS["plain"])) as dispatcher:
+        client = dispatcher.connect(batches.append)
+        ids = [client.add(request) for request in requests]
+        events = collect_until(lambda events: len(finished_ids(events)) == 2 * len(requests), batches)
+        eventually(lambda: nothing_left(dispatcher))
+    completions = {(e.request_id, e.sample): e.completion for e in events if isinstance(e, Finished)}
+    assert_same_groups(model(), requests, [[completions[one, sample] for sample in range(2)] for one in ids], expected)
+    chunks = [
+        token
+        for e in events
+        if isinstance(e, TokenChunk) and (e.request_id, e.sample) == (ids[0], 1)
+        for token in e.token_ids
+    ]
+    assert chunks == completions[ids[0], 1].token_ids
+    assert all(batches) and any(len({event.request_id for event in batch}) > 1 for batch in batches)
+
+
+def test_the_function_may_add_and_abort_requests() -> None:
+    received: list[Event] = []
+
+    def receive(events: list[Event]) -> None:
+        received.extend(events)
+        if len(received) == len(events):
+            slow.append(events[0].request_id)
+            client.abort(slow)
+            client.add(replace(requests_of(2)[0], stream=False))
+
+    slow: list[int] = []
+    with Dispatcher(engine_for(model(), WAYS["plain"])) as dispatcher:
+        client = dispatcher.connect(receive)
+        client.add(Request([1, 2], LONG, seed=1, stream=True))
+        eventually(lambda: len(finished_ids(received)) == 2 and nothing_left(dispatcher))
+    assert slow[0] not in {request_id for request_id, _ in finished_ids(received)}
+
+
+def test_an_engine_failure_is_handed_over_as_failed_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(model(), WAYS["plain"])
+    batches: list[list[Event]] = []
+    with Dispatcher(engine) as dispatcher:
+        client = dispatcher.connect(batches.append)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_iterate", lambda: 1 / 0)
+            ids = {client.add(request) for request in requests_of(3)}
+            events = collect_until(lambda events: {event.request_id for event in events} == ids, batches)
+        assert {type(event) for event in events} == {Failed}
+        assert all("ZeroDivisionError" in event.error for event in events if isinstance(event, Failed))
+        batches.clear()
+        client.add(requests_of(3)[0])
+        collect_until(lambda events: len(finished_ids(events)) == 2, batches)
+
+
+def test_an_unknown_handle_is_handed_over_as_a_failed_event() -> None:
+    batches: list[list[Event]] = []
+    with Dispatcher(engine_for(model(), WAYS["plain"])) as dispatcher:
+        client = dispatcher.connect(batches.append)
+        rejected = client.add(replace(requests_of(1)[0], continues=77))
+        (event,) = collect_until(bool, batches)
+        assert isinstance(event, Failed) and event.request_id == rejected
+
+
+def test_a_closed_client_receives_nothing_more() -> None:
+    batches: list[list[Event]] = []
+    with Dispatcher(engine_for(model(), WAYS["plain"])) as dispatcher:
+        client = dispatcher.connect(batches.append)
+        client.add(Request([1, 2], LONG, seed=1, stream=True))
+        eventually(lambda: bool(batches))
+        client.close()
+        eventually(lambda: nothing_left(dispatcher))
+        assert not dispatcher._receivers

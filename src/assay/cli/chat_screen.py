@@ -19,9 +19,8 @@ from assay.evals.stats import pass_at_k
 from assay.rollout import with_stops
 from assay.runs.console import one_line, printable, raw_stream
 from assay.text import Renderer
+from assay.text.stream import TextStream
 from assay.types import Finish, Message, Prompt, UserError, Verdict, plural
-
-REPLACEMENT = "\ufffd"  # decoded from bytes that are not a whole character, or not yet
 
 
 @dataclass
@@ -33,45 +32,6 @@ class Reply:
     tokens: int
     finish: Finish | None  # None: interrupted by the user
     verdict: Verdict | None = None
-
-
-class TextStream:
-    """Turns token ids into pieces of text. Pieces are final: joined, they are the text of the answer."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        self._decode = decode
-        self._stops = stops
-        self.token_ids: list[int] = []
-        self.text = ""
-
-    def add(self, token: int) -> str:
-        self.token_ids.append(token)
-        # A character may take several tokens; its first bytes alone are decoded to replacement characters.
-        text = self._before_stop(self.full_text.rstrip(REPLACEMENT))
-        return self._advance(text[: len(text) - self._partial_stop(text)])
-
-    def finish(self) -> str:
-        """Text that was held back, because a stop string or character could have continued."""
-        return self._advance(self._before_stop(self.full_text))
-
-    @property
-    def full_text(self) -> str:
-        return self._decode(self.token_ids)
-
-    def _advance(self, text: str) -> str:
-        if not text.startswith(self.text):  # an incomplete character can change how earlier bytes are decoded
-            return ""
-        new, self.text = text[len(self.text) :], text
-        return new
-
-    def _before_stop(self, text: str) -> str:
-        positions = [position for stop in self._stops if (position := text.find(stop)) >= 0]
-        return text[: min(positions)] if positions else text
-
-    def _partial_stop(self, text: str) -> int:
-        """Length of the longest end of the text that may be the beginning of a stop string."""
-        lengths = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        return max(lengths, default=0)
 
 
 @dataclass
@@ -120,7 +80,9 @@ class ReplyStream:
         self.error: UserError | None = None
         self._request = Request(ids, params, seed, name=model.name, stream=True)
         self._id: int | None = None
-        self._texts = [TextStream(model.renderer.decode, params.stop) for _ in range(params.n)]
+        self._streams = [TextStream(model.renderer.decode, params.stop) for _ in range(params.n)]
+        self._texts = [""] * params.n
+        self._token_ids: list[list[int]] = [[] for _ in range(params.n)]
         self._finishes: list[Finish | None] = [None] * params.n
 
     @property
@@ -136,11 +98,11 @@ class ReplyStream:
         assert events, "the engine has no work left, but replies are unfinished"
         for event in events:
             if isinstance(event, TokenChunk):
-                for token in event.token_ids:
-                    yield event.sample, self._texts[event.sample].add(token)
+                self._token_ids[event.sample] += event.token_ids
+                yield self._add_text(event.sample, self._streams[event.sample].add(event.token_ids))
             elif isinstance(event, Finished):
                 self._finishes[event.sample] = event.completion.finish
-                yield event.sample, self._texts[event.sample].finish()
+                yield self._add_text(event.sample, self._streams[event.sample].finish())
             elif isinstance(event, Failed):
                 self.error = UserError(event.error)
 
@@ -151,10 +113,15 @@ class ReplyStream:
     def replies(self) -> list[Reply]:
         if self.error is not None or self._id is None:
             return []
+        decode = self.model.renderer.decode
         return [
-            Reply(stream.text, stream.full_text, len(stream.token_ids), finish)
-            for stream, finish in zip(self._texts, self._finishes, strict=True)
+            Reply(text, decode(ids), len(ids), finish)
+            for text, ids, finish in zip(self._texts, self._token_ids, self._finishes, strict=True)
         ]
+
+    def _add_text(self, sample: int, new: str) -> tuple[int, str]:
+        self._texts[sample] += new
+        return sample, new
 
 
 @contextmanager

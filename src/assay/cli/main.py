@@ -76,6 +76,7 @@ COMMANDS = {
     "sft": "run only the warm start of a config: supervised fine-tuning on worked solutions",
     "eval": "evaluate one or several models, with intervals and a paired test",
     "chat": "talk to one or several models, and have answers graded",
+    "serve": "serve a model over HTTP, with the interface of the OpenAI API",
     "score": "judge the completions in a JSONL file",
     "data": "prepare, show and check the problems of a task",
     "env": "check an environment, or play it interactively",

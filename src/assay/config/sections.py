@@ -427,3 +427,45 @@ class MeasureConfig(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+
+
+class HttpConfig(Section):
+    """The HTTP server of `assay serve`."""
+
+    host: str = "127.0.0.1"
+    """address to listen on; other addresses than those of this machine need http.api_key_env"""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8000
+    """port to listen on; 0: any free one, which is printed"""
+    api_key_env: str = ""
+    """environment variable with the API key that clients must send; empty: no key"""
+    name: str = ""
+    """name of the model in requests; empty: the model as given on the command line"""
+    allow_updates: bool = False
+    """enable the endpoints with which a trainer replaces the weights (engine.name = "assay")"""
+    queue: Count = 2048
+    """answers that may wait in addition to engine.max_batch running ones; more are rejected with status 429"""
+    max_samples: Positive = 128
+    """maximum number of answers per request: prompts times n"""
+    max_prompt_tokens: Count = 0
+    """maximum number of tokens per prompt; 0: what the model's context allows"""
+    max_body_mb: Above0 = 4.0
+    """maximum size of a request in MiB"""
+    body_timeout_s: Above0 = 30.0
+    """seconds within which the body of a request must arrive"""
+    drain_s: Positive = 30
+    """seconds to finish running requests after Ctrl-C or SIGTERM"""
+
+
+class ServeConfig(Section):
+    """Settings of `assay serve`: the sections of an evaluation that apply to it, and the HTTP server."""
+
+    runs_dir: str = "runs"
+    """folder that holds the runs"""
+    device: str = "auto"
+    """cuda, cuda:N, mps, cpu, or auto: the first of cuda, mps and cpu that is available"""
+    threads: Count = 0
+    """CPU threads; 0: OMP_NUM_THREADS or, on a CPU, one per 5 million parameters, at most the number of cores"""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    prompt: PromptConfig = Field(default_factory=PromptConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    http: HttpConfig = Field(default_factory=HttpConfig)

@@ -134,6 +134,17 @@ class EngineInfo:
     capabilities: Capabilities
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine is working on. Engines in this process report it as `load`; it may be read at any time."""
+
+    running: int  # sequences that are being decoded
+    waiting: int  # requests that wait for memory or a free row
+    kv_blocks_used: int = 0  # blocks of the KV cache that requests hold
+    kv_blocks: int = 0  # blocks of the KV cache; 0: the engine has none
+    preemptions: int = 0
+
+
 @dataclass(kw_only=True)
 class EngineOptions:
     """Options of all engines. An engine may ignore those after `group`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Self
@@ -13,7 +13,9 @@ from typing import Self
 from assay.engine.base import Engine, EngineInfo, Event, Failed, Finished, Request, WeightSource
 from assay.engine.outputs import handles_of
 from assay.engine.sequence import unknown_handle
+from assay.types import describe_error
 
+Receive = Callable[[list[Event]], None]  # gets new events; must return quickly
 POLL_S = 0.001  # `EngineClient.step(wait=False)` waits this long for an event, so that a polling client does not spin
 
 
@@ -51,6 +53,7 @@ class Inbox:
     """One client's requests, kept sequences and undelivered events. The dispatcher's lock guards it."""
 
     arrived: threading.Condition
+    receive: Receive | None = None  # called with new events, which the client does not take by `step`
     events: deque[Event | Failure] = field(default_factory=deque)
     unfinished: dict[int, Unfinished] = field(default_factory=dict)  # by request id
     handles: set[int] = field(default_factory=set)
@@ -68,7 +71,8 @@ class Inbox:
         elif isinstance(event, Finished):
             self._finish(event, request)
         self.events.append(event)
-        self.arrived.notify_all()
+        if self.receive is None:
+            self.arrived.notify_all()
         return True
 
     def _finish(self, event: Finished, request: Unfinished) -> None:
@@ -82,7 +86,11 @@ class Inbox:
 
     def fail(self, error: BaseException) -> None:
         """End all unfinished requests with an exception of the engine."""
-        self.events.append(Failure(error, set(self.unfinished)))
+        if self.receive is None:
+            self.events.append(Failure(error, set(self.unfinished)))
+        else:
+            line = f"the engine failed: {describe_error(error)}"
+            self.events.extend(Failed(request_id, line) for request_id in self.unfinished)
         self.unfinished.clear()
         self.arrived.notify_all()
 
@@ -135,6 +143,7 @@ class Dispatcher(Closeable):
         self._work = threading.Condition(self._lock)
         self._owners: dict[int, Inbox] = {}  # of unfinished requests, by id
         self._abandoned: deque[Inbox] = deque()  # of clients that were garbage collected without being closed
+        self._receivers: list[Inbox] = []  # of clients with a `receive` function
         self._rejected_ids = count(-1, -1)  # of requests that do not reach the engine
         self._step_once = self._closed = False
         self._thread = threading.Thread(target=self._serve, name="engine-dispatcher", daemon=True)
@@ -144,11 +153,17 @@ class Dispatcher(Closeable):
     def info(self) -> EngineInfo:
         return self.engine.info
 
-    def connect(self) -> EngineClient:
-        """Return a new client: an object with the engine's interface, for one consumer."""
-        inbox = Inbox(threading.Condition(self._lock))
+    def connect(self, receive: Receive | None = None) -> EngineClient:
+        """Return a new client: an object with the engine's interface, for one consumer.
+
+        With `receive`, the engine's thread calls this function with the client's new events after each step, instead of
+        `EngineClient.step`. An exception of the engine then arrives as a `Failed` event of each unfinished request.
+        """
+        inbox = Inbox(threading.Condition(self._lock), receive)
         with self._lock:
             self._check_open(inbox)
+            if receive is not None:
+                self._receivers.append(inbox)
         return EngineClient(self, inbox)
 
     def sleep(self) -> None:
@@ -183,6 +198,8 @@ class Dispatcher(Closeable):
                 request_id = next(self._rejected_ids)
                 inbox.events.append(Failed(request_id, str(unknown_handle(request, request_id))))
                 inbox.arrived.notify_all()
+                self._step_once = self._step_once or inbox.receive is not None  # the thread hands the event over
+                self._work.notify()
                 return request_id
             request_id = self.engine.add(request)
             inbox.unfinished[request_id] = Unfinished(set(range(max(request.params.n, 1))), request.continues)
@@ -220,6 +237,8 @@ class Dispatcher(Closeable):
             for request_id in ids:
                 self._owners.pop(request_id, None)
             inbox.closed = True
+            if inbox in self._receivers:
+                self._receivers.remove(inbox)
             inbox.unfinished.clear()
             inbox.handles.clear()
             inbox.events.clear()
@@ -254,6 +273,7 @@ class Dispatcher(Closeable):
             else:
                 self._deliver(events)
                 del events  # a waiting dispatcher must not keep completions alive
+            self._hand_over()
 
     def _wait_for_work(self) -> bool:
         """Wait until a step is due; False if the dispatcher is closed."""
@@ -277,6 +297,14 @@ class Dispatcher(Closeable):
                     unneeded += handles_of([event])  # aborted while its last step was running
         if unneeded:
             self.engine.release(unneeded)
+
+    def _hand_over(self) -> None:
+        """Call `receive` of the clients that have one, without the lock, so that it may add and abort requests."""
+        with self._lock:
+            batches = [(inbox.receive, inbox.take()) for inbox in self._receivers if inbox.events]
+        for receive, batch in batches:
+            assert receive is not None
+            receive(batch)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

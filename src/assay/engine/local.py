@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from assay.engine.base import EngineInfo, Event, Request, WeightSource
+from assay.engine.base import EngineInfo, EngineLoad, Event, Request, WeightSource
 from assay.engine.outputs import OutputProcessor, handles_of
 from assay.engine.sequence import Job, RowState, Sample, check_scored, job_for, unknown_handle
 from assay.models.base import fingerprint
@@ -149,6 +149,10 @@ class LocalEngine(ABC):
 
     def close(self) -> None:
         self.boundary.call(self._close)
+
+    @property
+    def load(self) -> EngineLoad:
+        return EngineLoad(running=len(self.outputs.jobs), waiting=len(self.incoming))
 
     # -- implemented by each engine
 

@@ -352,13 +352,14 @@ class OutputProcessor:
                         break
 
     def _stream(self, output: StepOutput, counts: np.ndarray, states: np.ndarray, ended: Ended) -> None:
+        # Converted for all rows at once: indexing tensors row by row would take longer than a decoding step.
+        tokens, logprobs = output.tokens.numpy().T.tolist(), output.scores[0].numpy().T.tolist()
         for row, sample in enumerate(output.samples):
             if sample.job.request.stream and not sample.done:
                 count, state = ended.get(sample, (int(counts[row]), states[row]))
                 new = count - tokens_before(sample, output) - (state == RowState.BROKEN)
                 if new > 0:
-                    ids, logprobs = output.tokens[:new, row].tolist(), output.scores[0, :new, row].tolist()
-                    self.events.append(TokenChunk(sample.job.id, sample.index, ids, logprobs))
+                    self.events.append(TokenChunk(sample.job.id, sample.index, tokens[row][:new], logprobs[row][:new]))
 
     def _finish(self, ended: Ended) -> None:
         batches: dict[tuple[int, int], list[Sample]] = defaultdict(list)  # samples that are read together

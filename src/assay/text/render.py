@@ -242,6 +242,10 @@ class Renderer:
         """The rendered prompt as token ids."""
         return self._with_bos(self.tokenizer.encode(self._escaped_text(prompt)))
 
+    def text_ids(self, text: str) -> list[int]:
+        """Token ids of a text as it is, without a template; special tokens in it are recognised."""
+        return self._with_bos(self.tokenizer.encode(text))
+
     def all_prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """`prompt_ids` of many prompts, faster than one by one."""
         texts = [self._escaped_text(prompt) for prompt in prompts]

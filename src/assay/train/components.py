@@ -23,6 +23,7 @@ from assay.config import (
     ModelConfig,
     PromptConfig,
     RewardConfig,
+    ServeConfig,
     TaskConfig,
     TrainConfig,
 )
@@ -379,10 +380,13 @@ def reference_is_dynamic(cfg: AlgoConfig) -> bool:
     return cfg.refresh_reference > 0 or cfg.reference_ema > 0
 
 
-def build_server(model: str, cfg: MeasureConfig, task: Task | None, console: Console) -> tuple[Renderer, Engine]:
+def build_server(
+    model: str, cfg: MeasureConfig | ServeConfig, task: Task | None, console: Console, any_style: bool = False
+) -> tuple[Renderer, Engine]:
     """Renderer and engine for a trained model, in the dtype of the engine and without training state.
 
-    The console shows the progress of loading, and then a line that describes the model.
+    The console shows the progress of loading, and then a line that describes the model. `any_style`: a model without
+    a chat template gets a renderer in raw style, unless the settings name a style.
     """
     if model.startswith(PRESET):
         raise UserError(f"{model} is untrained: give a checkpoint (run:NAME@last), a folder, a hub id or a GGUF file")
@@ -391,7 +395,10 @@ def build_server(model: str, cfg: MeasureConfig, task: Task | None, console: Con
     dtype = pick_dtype(cfg.engine.dtype, device)
 
     def load(source: str) -> tuple[Renderer, PolicyModel]:
-        renderer = build_renderer(cfg.prompt, build_tokenizer(settings, source, task), task)
+        tokenizer, prompt = build_tokenizer(settings, source, task), cfg.prompt
+        if any_style and prompt.style == "auto" and not tokenizer.has_chat_template:
+            prompt = prompt.model_copy(update={"style": "raw"})
+        renderer = build_renderer(prompt, tokenizer, task)
         trust = settings.trust_remote_code
         return renderer, load_model(source, device=device, dtype=dtype, trust_remote_code=trust, report=report)
 

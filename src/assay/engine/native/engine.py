@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.engine.base import ALL_CAPABILITIES, EngineInfo, EngineOptions, Request, WeightSource, copy_weights
+from assay.engine.base import (
+    ALL_CAPABILITIES,
+    EngineInfo,
+    EngineLoad,
+    EngineOptions,
+    Request,
+    WeightSource,
+    copy_weights,
+)
 from assay.engine.local import LocalEngine
 from assay.engine.native.compiled import CompiledOperations, CompiledRunner, library_for
 from assay.engine.native.kv_cache import Blocks, cache_blocks, new_cache
@@ -74,6 +82,12 @@ class NativeEngine(LocalEngine):
     def has_work(self) -> bool:
         """Whether there are requests or events for the next step. Only valid between two steps."""
         return bool(self.incoming or self.outputs.events) or self.scheduler.unfinished
+
+    @property
+    def load(self) -> EngineLoad:
+        waiting = len(self.scheduler.waiting) + len(self.incoming)
+        running = len(self.scheduler.running)
+        return EngineLoad(running, waiting, self.blocks.in_use, self.blocks.total, self.stats.preemptions)
 
     def add(self, request: Request) -> int:
         if self.lockstep is not None:

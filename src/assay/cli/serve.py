@@ -1,0 +1,91 @@
+"""`assay serve`: a model behind an HTTP server with the interface of the OpenAI API."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from assay.cli.eval import add_trust, inherited_settings
+from assay.config import ServeConfig
+from assay.config.settings import load_settings, parse_overrides
+from assay.runs.console import Console
+from assay.types import UserError, missing_extra
+
+HELP = """Serve a model over HTTP, with the interface of the OpenAI API.
+
+For a checkpoint of a run, the run's prompt and length settings are used.
+  assay serve Qwen/Qwen2.5-0.5B-Instruct
+  assay serve run:demo@last --port 8001
+  ASSAY_KEY=... assay serve model.gguf --host 0.0.0.0 --api-key-env ASSAY_KEY
+Ctrl-C or SIGTERM finishes the running requests first; a second one stops immediately."""
+SETTINGS = ServeConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder, hub id, GGUF file or run:NAME@STEP")
+    parser.add_argument("--host", metavar="ADDRESS", help="short for --http.host [127.0.0.1]")
+    parser.add_argument("--port", metavar="N", help="short for --http.port [8000]; 0: any free port")
+    parser.add_argument("--name", metavar="NAME", help="short for --http.name: the model's name in requests")
+    parser.add_argument("--api-key-env", metavar="NAME", help="short for --http.api_key_env")
+    parser.add_argument(
+        "--allow-updates", action="store_true", help="short for --http.allow_updates: let a trainer replace the weights"
+    )
+    add_trust(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        from assay.serve.server import access_of, address_of, bind, serve
+    except ImportError:
+        raise missing_extra("assay serve", "serve") from None
+    from assay.train import components
+
+    cfg = settings_of(args)
+    access_of(cfg.http, max_batch=1)  # before the model is loaded
+    listener = bind(cfg.http.host, cfg.http.port)
+    name = cfg.http.name or args.model
+    try:
+        with Console(sys.stderr) as console:
+            renderer, engine = components.build_server(args.model, cfg, None, console, any_style=True)
+            has_chat = renderer.style == "chat" or bool(cfg.prompt.template) or cfg.prompt.style == "raw"
+            if not has_chat:
+                console.note("the model has no chat template: /v1/chat/completions is not available")
+        serve(
+            engine,
+            renderer,
+            listener,
+            cfg.http,
+            name=name,
+            has_chat=has_chat,
+            on_ready=lambda: say(f"serving {name} at {address_of(listener)}/v1 (Ctrl-C stops)"),
+            on_stop=lambda: say("stopping: finishing the running requests"),
+        )
+    finally:
+        listener.close()
+    return 0
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def settings_of(args: argparse.Namespace) -> ServeConfig:
+    """The prompt and length settings of a run's checkpoint, then the options."""
+    short = {"host": args.host, "port": args.port, "name": args.name, "api_key_env": args.api_key_env}
+    words = [f"--http.{key}={value}" for key, value in short.items() if value is not None]
+    words += ["--http.allow_updates=true"] if args.allow_updates else []
+    overrides: dict[str, Any] = parse_overrides([*args.overrides, *words])
+    runs_dir = Path(str(overrides.get("runs_dir", ServeConfig().runs_dir)))
+    inherited = {
+        key: value
+        for key, value in inherited_settings([args.model], runs_dir, overrides, args.trust).items()
+        if key.startswith("prompt.") or key == "model.max_length"
+    }
+    cfg = load_settings(ServeConfig, None, {**inherited, **overrides})
+    if cfg.prompt.few_shot and not cfg.prompt.few_shot_file:
+        if "prompt.few_shot" in overrides:
+            raise UserError("assay serve has no task to take examples from: set prompt.few_shot_file")
+        cfg.prompt.few_shot = 0  # the examples come from the run's task, the client sends its own messages
+    return cfg

@@ -1,0 +1,213 @@
+"""The routes of the server: the OpenAI API, health and metrics. See `trainer_api` for those of our trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from assay.engine.base import Failed, Finished
+from assay.serve import metrics as names
+from assay.serve.bridge import Disconnected, Submission
+from assay.serve.metrics import CLOSED
+from assay.serve.protocol import ApiError, Generation, error_body
+from assay.serve.responses import AnswerWriter, StreamWriter, error_event
+from assay.serve.service import JSON, Service, error_response, json_response, watch_connection
+from assay.serve.trainer_api import trainer_routes
+from assay.types import Completion
+
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+class Gate:
+    """Checks keys and host names, and counts responses; wraps the application."""
+
+    def __init__(self, app: Any, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status = 0
+
+        async def counted(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            if error := self._refusal(scope):
+                await error_response(error)(scope, receive, counted)
+            else:
+                await self.app(scope, receive, counted)
+        finally:
+            closed = scope.get("assay.closed", False) or not status
+            self.service.metrics.count_request(endpoint_of(scope["path"]), CLOSED if closed else status)
+
+    def _refusal(self, scope: Any) -> ApiError | None:
+        headers = dict(scope["headers"])
+        access = self.service.access
+        if access.api_key:
+            if scope["path"] == "/health":
+                return None
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, b"Bearer " + access.api_key.encode()):
+                return ApiError(
+                    401, "wrong or missing API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
+                )
+        elif access.local_only:
+            # A web page can make a browser send requests here under a host name of its own.
+            host = headers.get(b"host", b"").decode("latin-1")
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            if name.lower() not in LOCAL_NAMES:
+                return ApiError(403, f"the host '{host[:100]}' is not this server: use http://127.0.0.1")
+        return None
+
+
+def endpoint_of(path: str) -> str:
+    known = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
+    if path in known:
+        return known[path]
+    return next((name for name in ("models", "engine") if path.startswith((f"/v1/{name}", f"/{name}/"))), "other")
+
+
+async def on_api_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def on_http_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = error_body(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    return Response(body, error.status_code, error.headers, media_type=JSON)
+
+
+async def on_other_error(request: HttpRequest, error: Exception) -> Response:
+    return Response(error_body(500, "internal error: see the server's log"), 500, media_type=JSON)
+
+
+class GenerationResponse(Response):
+    """Generates answers, whole or as a stream. The requests are aborted when the client disconnects."""
+
+    def __init__(self, service: Service, generation: Generation) -> None:
+        self.service, self.generation, self.started = service, generation, time.perf_counter()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        service, generation = self.service, self.generation
+        with service.admitted(generation.samples):
+            service.metrics.add(names.PROMPT_TOKENS, generation.prompt_tokens)
+            submission = service.bridge.submit(generation.requests())
+            watcher = asyncio.ensure_future(watch_connection(receive, submission))
+            try:
+                await (self._stream if generation.stream else self._whole)(submission, scope, receive, send)
+                service.metrics.observe(names.LATENCY, time.perf_counter() - self.started)
+            except Disconnected:
+                scope["assay.closed"] = True
+            finally:
+                watcher.cancel()
+                submission.close()
+
+    async def _whole(self, submission: Submission, scope: Any, receive: Any, send: Any) -> None:
+        service, samples = self.service, self.generation.params.n
+        completions: dict[int, Completion] = {}
+        while len(completions) < self.generation.samples:
+            for event in await submission.events():
+                if isinstance(event, Failed):
+                    raise ApiError(500, event.error)
+                if isinstance(event, Finished):
+                    completions[submission.indices[event.request_id] * samples + event.sample] = event.completion
+        writer = AnswerWriter(self.generation, service.renderer, service.texts, service.model)
+        body = writer.body(completions)
+        service.metrics.add(names.SAMPLED_TOKENS, writer.sampled_tokens)
+        await Response(body, media_type=JSON)(scope, receive, send)
+
+    async def _stream(self, submission: Submission, scope: Any, receive: Any, send: Any) -> None:
+        service, samples = self.service, self.generation.params.n
+        writer = StreamWriter(self.generation, service.renderer, service.texts, service.model)
+        started = False
+        left, counted = self.generation.samples, 0
+        while left:
+            parts: list[str] = []
+            for event in await submission.events():
+                if isinstance(event, Failed):
+                    error = ApiError(500, event.error)
+                    if not started:
+                        raise error
+                    await send({"type": "http.response.body", "body": error_event(error.body), "more_body": False})
+                    return
+                left -= isinstance(event, Finished)
+                parts.append(writer.chunk(submission.indices[event.request_id] * samples + event.sample, event))
+            if not started:
+                started = True
+                await self._start(send)
+                parts.insert(0, writer.opening())
+                service.metrics.observe(names.FIRST_TOKEN, time.perf_counter() - self.started)
+            service.metrics.add(names.SAMPLED_TOKENS, writer.sampled_tokens - counted)
+            counted = writer.sampled_tokens
+            body = "".join(parts).encode()
+            if left and body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": body + writer.closing(), "more_body": False})
+
+    async def _start(self, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+def make_app(service: Service) -> Any:
+    """The ASGI application."""
+    parser = service.parser
+
+    async def completions(request: HttpRequest) -> Response:
+        return GenerationResponse(service, await service.parse(request, parser.completion))
+
+    async def chat_completions(request: HttpRequest) -> Response:
+        return GenerationResponse(service, await service.parse(request, parser.chat_completion))
+
+    async def models(request: HttpRequest) -> Response:
+        return json_response({"object": "list", "data": [model_entry(service)]})
+
+    async def one_model(request: HttpRequest) -> Response:
+        name = request.path_params["name"]
+        if name != service.model:
+            raise ApiError(404, f"the model '{name[:100]}' does not exist", "model", "model_not_found")
+        return json_response(model_entry(service))
+
+    async def health(request: HttpRequest) -> Response:
+        return json_response({"status": "ok"})
+
+    async def prometheus(request: HttpRequest) -> Response:
+        load, version = [await service.bridge.port.call(name) for name in ("load", "version")]
+        text = service.metrics.render(load, version)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    routes = [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/health", health),
+        Route("/metrics", prometheus),
+        *trainer_routes(service),
+    ]
+    handlers: Any = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_other_error}
+    return Gate(Starlette(routes=routes, exception_handlers=handlers), service)
+
+
+def model_entry(service: Service) -> dict[str, Any]:
+    limit = service.parser.limits.max_length
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "assay",
+        "max_model_len": limit,
+    }

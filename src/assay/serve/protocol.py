@@ -1,0 +1,348 @@
+"""The OpenAI API: requests are parsed and checked here, and errors get the form that its clients expect."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from assay.engine.base import Request, SamplingParams
+from assay.text import Renderer
+from assay.types import Message, Prompt, UserError, plural
+
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1_000
+MAX_STOP_TOKENS = 8  # in addition to the model's end tokens
+MIN_TEMPERATURE = 1e-3  # lower ones could overflow
+DEFAULT_TOKENS = 16  # of /v1/completions, as in the OpenAI API
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Fields that do not change the answer.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+# Fields that are accepted only with values that have no effect.
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "echo": (None, False),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "top_logprobs": (None, 0),
+    "reasoning_effort": (None,),
+    "add_special_tokens": (None, True),
+    "skip_special_tokens": (None, True),
+}
+COMMON = {"model", "n", "seed", "stop", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens"}
+COMMON |= {"stop_token_ids", "ignore_eos", "stream", "stream_options", "logprobs", "return_token_ids"}
+KINDS = {str: "a string", bool: "true or false", dict: "an object", list: "an array"}
+
+
+class ApiError(Exception):
+    """An error response: the status, and the message of its JSON body."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+
+    @property
+    def body(self) -> bytes:
+        return error_body(self.status, self.message, self.param, self.code)
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
+
+
+def shown(value: Any) -> str:
+    """A value as JSON, shortened, for an error message."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in the body of a request."""
+    try:
+        tree = json.loads(body, parse_constant=reject_constant)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON in UTF-8: {str(error)[:200]}") from None
+    if not isinstance(tree, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return tree
+
+
+def reject_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+class Fields:
+    """Typed access to the fields of a JSON object. A field that is null counts as missing."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, kind):
+            raise ApiError(400, f"'{name}' must be {KINDS[kind]}, not {shown(value)}", name)
+        return value
+
+    def integer(self, name: str, default: Any, low: int, high: int) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ApiError(400, f"'{name}' must be an integer from {low} to {high}, not {shown(value)}", name)
+        return value
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not low <= value <= high:
+            raise ApiError(400, f"'{name}' must be a number from {low:g} to {high:g}, not {shown(value)}", name)
+        return float(value)
+
+    def check_known(self, known: set[str]) -> None:
+        for name in self.values.keys() - known - IGNORED:
+            if name not in WITHOUT_EFFECT:
+                raise ApiError(400, f"unknown field '{name[:60]}': remove it", name[:60], "unknown_parameter")
+            if self.values[name] not in WITHOUT_EFFECT[name]:
+                raise ApiError(400, f"'{name}' is not supported: remove it", name, "unsupported_parameter")
+
+
+def is_token_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """RequestLimits on one request."""
+
+    max_length: int  # tokens of prompt and answer together
+    vocab_size: int
+    max_prompt_tokens: int = 0  # 0: what `max_length` allows
+    max_samples: int = 128  # prompts times samples per prompt
+
+    def check_prompt(self, ids: Sequence[int], param: str) -> None:
+        longest = min(self.max_prompt_tokens or self.max_length, self.max_length - 1)
+        if not ids:
+            raise ApiError(400, "the prompt is empty: it needs at least one token", param)
+        if len(ids) > longest:
+            message = f"the prompt has {plural(len(ids), 'token')}; the maximum is {longest}"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise ApiError(400, f"a token id is outside the vocabulary of {self.vocab_size}", param)
+
+
+@dataclass
+class Generation:
+    """A checked request for completions."""
+
+    prompts: list[list[int]]  # token ids
+    params: SamplingParams
+    seed: int
+    chat: bool = False
+    stream: bool = False
+    include_usage: bool = False  # in a stream
+    logprobs: bool = False
+    token_ids: bool = False  # also return the ids of prompts and answers
+
+    @property
+    def samples(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def requests(self) -> list[Request]:
+        return [Request(ids, self.params, self.seed, name="the request", stream=self.stream) for ids in self.prompts]
+
+
+class RequestParser:
+    """Parses requests for one model."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        limits: RequestLimits,
+        name: str,
+        has_chat: bool,
+        draw_seed: Callable[[], int] | None = None,
+    ) -> None:
+        """`name`: of the model in requests. `draw_seed`: makes the seed of requests without one."""
+        self.renderer, self.limits, self.name, self.has_chat = renderer, limits, name, has_chat
+        self.draw_seed = draw_seed or (lambda: secrets.randbits(63))
+        self.plain = with_system(renderer, None)
+
+    def completion(self, tree: Mapping[str, Any]) -> Generation:
+        fields = Fields(tree)
+        fields.check_known(COMMON | {"prompt"})
+        self._check_model(fields)
+        prompts = self._prompts(tree.get("prompt"))
+        logprobs = fields.integer("logprobs", None, 0, 1)
+        limit = fields.integer("max_tokens", DEFAULT_TOKENS, 1, 1 << 31)
+        return self._generation(fields, prompts, limit, "prompt", logprobs=logprobs is not None)
+
+    def chat_completion(self, tree: Mapping[str, Any]) -> Generation:
+        fields = Fields(tree)
+        fields.check_known(COMMON | {"messages", "max_completion_tokens"})
+        self._check_model(fields)
+        if not self.has_chat:
+            message = "the model has no chat template: use /v1/completions, or start the server with prompt.template"
+            raise ApiError(400, message, "messages")
+        ids = self._chat_ids(parse_messages(tree.get("messages")))
+        limit = fields.integer("max_completion_tokens", None, 1, 1 << 31)
+        limit = fields.integer("max_tokens", None, 1, 1 << 31) if limit is None else limit
+        logprobs = fields.get("logprobs", bool, False)
+        generation = self._generation(fields, [ids], limit, "messages", logprobs=logprobs, chat=True)
+        stops = tuple(dict.fromkeys((*generation.params.stop, *self.renderer.stop)))
+        generation.params = replace(generation.params, stop=stops)
+        return generation
+
+    def _check_model(self, fields: Fields) -> None:
+        name = fields.get("model", str, self.name)
+        if name != self.name:
+            message = f"the model '{name[:100]}' does not exist: this server has '{self.name}'"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def _prompts(self, value: Any) -> list[list[int]]:
+        prompts = value if isinstance(value, list) and not is_token_list(value) else [value]
+        if not prompts or not all(isinstance(one, str) or is_token_list(one) for one in prompts):
+            raise ApiError(400, "'prompt' must be a text, a list of token ids, or a list of these", "prompt")
+        if len(prompts) > self.limits.max_samples:
+            raise ApiError(400, f"more than {self.limits.max_samples} prompts: send fewer per request", "prompt")
+        return [self.renderer.text_ids(one) if isinstance(one, str) else one for one in prompts]
+
+    def _chat_ids(self, messages: list[Message]) -> list[int]:
+        # The system message of the settings is a default.
+        renderer = self.plain if messages[0]["role"] == "system" else self.renderer
+        try:
+            return renderer.prompt_ids(Prompt("chat", tuple(messages)))
+        except UserError as error:  # the template rejects the messages, e.g. the order of their roles
+            raise ApiError(400, str(error), "messages") from None
+
+    def _generation(
+        self,
+        fields: Fields,
+        prompts: list[list[int]],
+        limit: int | None,
+        param: str,
+        logprobs: bool,
+        chat: bool = False,
+    ) -> Generation:
+        for ids in prompts:
+            self.limits.check_prompt(ids, param)
+        longest = max(map(len, prompts))
+        rest = self.limits.max_length - longest
+        if limit is not None and limit > rest:
+            message = (
+                f"the prompt of {longest} tokens and {limit} new ones exceed the maximum of {self.limits.max_length}"
+            )
+            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
+        options = fields.get("stream_options", dict, {})
+        generation = Generation(
+            prompts,
+            self._params(fields, rest if limit is None else limit),
+            fields.integer("seed", None, -(1 << 63), (1 << 63) - 1),
+            chat=chat,
+            stream=fields.get("stream", bool, False),
+            include_usage=Fields(options).get("include_usage", bool, False),
+            logprobs=logprobs,
+            token_ids=fields.get("return_token_ids", bool, False),
+        )
+        if generation.seed is None:
+            generation.seed = self.draw_seed()
+        if generation.samples > self.limits.max_samples:
+            message = f"{generation.samples} answers are more than {self.limits.max_samples} per request: lower 'n'"
+            raise ApiError(400, message, "n")
+        return generation
+
+    def _params(self, fields: Fields, limit: int) -> SamplingParams:
+        temperature = fields.number("temperature", 1.0, 0.0, 100.0)
+        if 0 < temperature < MIN_TEMPERATURE:
+            raise ApiError(400, f"'temperature' must be 0 (greedy) or at least {MIN_TEMPERATURE:g}", "temperature")
+        ends = () if fields.get("ignore_eos", bool, False) else self.renderer.stop_token_ids
+        params = SamplingParams(
+            n=fields.integer("n", 1, 1, self.limits.max_samples),
+            temperature=temperature,
+            top_k=max(fields.integer("top_k", 0, -1, 1 << 31), 0),
+            top_p=fields.number("top_p", 1.0, 0.0, 1.0),
+            min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+            max_new_tokens=limit,
+            min_new_tokens=fields.integer("min_tokens", 0, 0, 1 << 31),
+            stop_token_ids=(*ends, *parse_stop_tokens(fields, self.limits.vocab_size)),
+            stop=parse_stops(fields.values.get("stop")),
+        )
+        if params.top_p == 0:  # the most likely token alone
+            params = replace(params, top_p=1.0, top_k=1)
+        if problem := params.problem():
+            raise ApiError(400, problem)
+        return params
+
+
+def parse_stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ApiError(400, f"'stop' must be a text or a list of texts that are not empty, not {shown(value)}", "stop")
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+        raise ApiError(400, f"'stop' may have {MAX_STOPS} texts of {MAX_STOP_LENGTH} characters", "stop")
+    return tuple(stops)
+
+
+def parse_stop_tokens(fields: Fields, vocabulary: int) -> list[int]:
+    ids = fields.get("stop_token_ids", list, [])
+    if len(ids) > MAX_STOP_TOKENS or not all(type(one) is int and 0 <= one < vocabulary for one in ids):
+        message = f"'stop_token_ids' must be a list of at most {MAX_STOP_TOKENS} token ids below {vocabulary}"
+        raise ApiError(400, message, "stop_token_ids")
+    return ids
+
+
+def parse_messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise ApiError(400, "'messages' must be a list with at least one message", "messages")
+    return [parse_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+
+
+def parse_message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise ApiError(400, f"'{where}' must be an object with 'role' and 'content'", "messages")
+    role = value.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise ApiError(400, f"'{where}.role' must be one of {', '.join(ROLES)}, not {shown(role)}", "messages")
+    content = value.get("content")
+    if isinstance(content, list):  # parts
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        valid = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+        content = "".join(map(str, texts)) if valid else None
+    if not isinstance(content, str):
+        raise ApiError(400, f"'{where}.content' must be a text or a list of text parts", "messages")
+    return Message(role="system" if role == "developer" else role, content=content)
+
+
+def with_system(renderer: Renderer, system: str | None) -> Renderer:
+    """A copy of the renderer with another system message."""
+    other = copy.copy(renderer)
+    other.system = system
+    return other

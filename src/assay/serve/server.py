@@ -1,0 +1,202 @@
+"""The life of the server: binding, signals, serving until asked to stop, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import uvicorn
+
+from assay.config import HttpConfig
+from assay.engine.base import Engine
+from assay.engine.dispatch import Dispatcher
+from assay.serve.app import make_app
+from assay.serve.bridge import EngineBridge
+from assay.serve.control import LocalPort
+from assay.serve.metrics import Metrics
+from assay.serve.protocol import RequestLimits, RequestParser
+from assay.serve.service import AccessRules, Service
+from assay.text import Renderer
+from assay.types import UserError
+
+BACKLOG = 4096  # connections that wait to be accepted
+HEADER_TIMEOUT_S = 15.0  # for the headers of a connection's first request
+KEEP_ALIVE_S = 60
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class HttpServer(uvicorn.Server):
+    """Stops on Ctrl-C or SIGTERM after the running requests; on a second one immediately."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self.on_ready = on_ready
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # `serve` handles signals: uvicorn would raise them again at the end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.on_ready()
+
+    def stop(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def read_key(variable: str) -> str:
+    """The API key in an environment variable."""
+    if not variable:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(f"the environment variable {variable} (http.api_key_env) has no API key: set it")
+    if not key.isascii():
+        raise UserError(f"the API key in {variable} has characters that HTTP headers cannot contain: use ASCII")
+    return key
+
+
+def access_of(cfg: HttpConfig, max_batch: int) -> AccessRules:
+    key = read_key(cfg.api_key_env)
+    if not key and not is_loopback(cfg.host):
+        raise UserError(
+            f"everyone who reaches {cfg.host} could use the server: set an API key with --api-key-env NAME, "
+            "or bind it to 127.0.0.1"
+        )
+    return AccessRules(
+        api_key=key,
+        local_only=is_loopback(cfg.host),
+        allow_updates=cfg.allow_updates,
+        max_body=int(cfg.max_body_mb * 2**20),
+        body_timeout_s=cfg.body_timeout_s,
+        capacity=max_batch + cfg.queue,
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound, so that a port that is in use is reported before a model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"cannot listen on {host}:{port}: {reason}; choose another --port or --host") from None
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def limit_headers(config: uvicorn.Config) -> None:
+    """Close connections that do not send the headers of their first request in time."""
+    config.load()
+    base: Any = config.http_protocol_class
+
+    class LimitedProtocol(base):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            asyncio.get_running_loop().call_later(HEADER_TIMEOUT_S, self.close_unless_begun)
+
+        def close_unless_begun(self) -> None:
+            if self.cycle is None:
+                self.transport.close()
+
+    config.http_protocol_class = LimitedProtocol
+
+
+def build_service(
+    renderer: Renderer, has_chat: bool, name: str, cfg: HttpConfig, info: dict[str, Any], metrics: Metrics | None = None
+) -> Service:
+    """`info`: of the engine, as `EngineControl.info` returns it."""
+    limits = RequestLimits(info["max_length"], info["vocab_size"], cfg.max_prompt_tokens, cfg.max_samples)
+    parser = RequestParser(renderer, limits, name, has_chat)
+    access = access_of(cfg, info["max_batch"])
+    return Service(name, renderer, parser, EngineBridge(), access, metrics or Metrics())
+
+
+def make_http_server(service: Service, cfg: HttpConfig, on_ready: Callable[[], None] = lambda: None) -> HttpServer:
+    config = uvicorn.Config(
+        make_app(service),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        date_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(int(cfg.drain_s), 1),
+    )
+    limit_headers(config)
+    return HttpServer(config, on_ready)
+
+
+def serve(
+    engine: Engine,
+    renderer: Renderer,
+    listener: socket.socket,
+    cfg: HttpConfig,
+    *,
+    name: str,
+    has_chat: bool = True,
+    on_ready: Callable[[], None] = lambda: None,
+    on_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until Ctrl-C or SIGTERM. `on_ready`: called when connections are accepted; `on_stop`: when it drains."""
+    dispatcher = Dispatcher(engine)
+    try:
+        asyncio.run(run_server(dispatcher, renderer, listener, cfg, name, has_chat, on_ready, on_stop))
+    finally:
+        listener.close()
+        dispatcher.close()
+
+
+async def run_server(
+    dispatcher: Dispatcher,
+    renderer: Renderer,
+    listener: socket.socket,
+    cfg: HttpConfig,
+    name: str,
+    has_chat: bool,
+    on_ready: Callable[[], None],
+    on_stop: Callable[[], None],
+) -> None:
+    from assay.serve.control import EngineControl
+
+    service = build_service(renderer, has_chat, name, cfg, EngineControl(dispatcher).info())
+    loop = asyncio.get_running_loop()
+    port = LocalPort(dispatcher, service.bridge, loop)
+    server = make_http_server(service, cfg, on_ready)
+
+    def stop() -> None:
+        server.stop()
+        on_stop()
+
+    for number in STOP_SIGNALS:
+        with suppress(ValueError, RuntimeError, NotImplementedError):  # not in the main thread
+            loop.add_signal_handler(number, stop)
+    try:
+        await server.serve([listener])
+    finally:
+        port.close()

@@ -1,0 +1,114 @@
+"""What the routes of the server share: access rules, limits, reading of requests, and responses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from assay.serve import metrics as names
+from assay.serve.bridge import EngineBridge, Submission
+from assay.serve.metrics import CLOSED, Metrics
+from assay.serve.protocol import ApiError, RequestParser, parse_object
+from assay.serve.responses import TokenTexts
+from assay.text import Renderer
+
+JSON = "application/json"
+LONG_BODY = 1 << 16  # bytes from which a body is parsed and tokenized in a thread, so that other requests are served
+
+
+@dataclass
+class AccessRules:
+    """Who may use the server, and limits on what it accepts."""
+
+    api_key: str = ""  # empty: everyone who can connect
+    local_only: bool = True  # bound to the loopback interface: requests for other host names are rejected
+    allow_updates: bool = False  # whether the endpoints of the trainer are enabled
+    max_body: int = 4 << 20  # bytes
+    body_timeout_s: float = 30.0  # for receiving a body
+    capacity: int = 4096  # samples that run or wait
+
+
+@dataclass
+class Service:
+    """What the routes need."""
+
+    model: str  # its name in requests
+    renderer: Renderer
+    parser: RequestParser
+    bridge: EngineBridge
+    access: AccessRules
+    metrics: Metrics = field(default_factory=Metrics)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.texts = TokenTexts(self.renderer)
+
+    @contextmanager
+    def admitted(self, samples: int) -> Iterator[None]:
+        """Count samples while they are served; an overloaded server rejects them."""
+        if self.metrics.active + samples > self.access.capacity:
+            message = f"the server is overloaded: {self.metrics.active} answers are being generated or wait; try again"
+            raise ApiError(429, message, code="overloaded", retry_after=1)
+        self.metrics.add(names.ACTIVE, samples)
+        try:
+            yield
+        finally:
+            self.metrics.add(names.ACTIVE, -samples)
+
+    async def read(self, request: HttpRequest) -> bytes:
+        """The body of a request, within the limits on size and time."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != JSON:  # also keeps out forms that a foreign web page can send
+            raise ApiError(415, f"the content type must be {JSON}")
+        limit = self.access.max_body
+        too_large = ApiError(413, f"the body is larger than {limit} bytes")
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > limit:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.access.body_timeout_s):
+                while True:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(CLOSED, "the client has disconnected")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        raise too_large
+                    if not message.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            seconds = f"{self.access.body_timeout_s:g} seconds"
+            raise ApiError(408, f"the body was not received within {seconds}") from None
+
+    async def parse(self, request: HttpRequest, parse: Callable[[Mapping[str, Any]], Any]) -> Any:
+        body = await self.read(request)
+        if len(body) > LONG_BODY:
+            return await asyncio.to_thread(lambda: parse(parse_object(body)))
+        return parse(parse_object(body))
+
+
+def json_response(tree: Any) -> Response:
+    return Response(json.dumps(tree), media_type=JSON)
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
+    if error.status in (408, 413):  # the rest of the body is not read
+        headers["Connection"] = "close"
+    return Response(error.body, error.status, headers, media_type=JSON)
+
+
+async def watch_connection(receive: Any, submission: Submission) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    submission.disconnect()

@@ -1,0 +1,131 @@
+"""Endpoints for our trainer: generation with exact numbers, scores, weight updates and fingerprints.
+
+They are enabled by `http.allow_updates`, because they change what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from assay.engine.base import Failed, Finished, Request
+from assay.engine.wire import FLOATS, IDS, WireError, event_to_json, pack, request_from_json, unpack
+from assay.serve.bridge import Disconnected
+from assay.serve.protocol import ApiError, Fields
+from assay.serve.service import Service, json_response, watch_connection
+from assay.types import UserError
+
+Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+NDJSON = b"application/x-ndjson"
+MAX_VERSION = 1 << 53
+ACTIONS = ("sleep", "wake", "reset_prefix_cache")
+
+
+def parse_request(tree: Mapping[str, Any]) -> Request:
+    try:
+        return request_from_json(tree)
+    except WireError as error:
+        raise ApiError(400, str(error)) from None
+
+
+def parse_scored(tree: Mapping[str, Any]) -> tuple[list[list[int]], float]:
+    sequences = Fields(tree).get("sequences", list, [])
+    try:
+        return [unpack(one, IDS) for one in sequences], Fields(tree).number("temperature", 1.0, 0.0, 100.0)
+    except WireError as error:
+        raise ApiError(400, str(error)) from None
+
+
+def parse_weights(tree: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    fields = Fields(tree)
+    transport = fields.get("transport", str, "folder")
+    if transport not in ("folder", "ipc"):
+        raise ApiError(400, f"unknown transport '{transport[:60]}': use folder or ipc", "transport")
+    key = "path" if transport == "folder" else "handles"
+    source = {"transport": transport, key: fields.get(key, str, "")}
+    if not source[key]:
+        raise ApiError(400, f"'{key}' is missing", key)
+    return source, fields.integer("version", 0, 0, MAX_VERSION)
+
+
+class EventStream(Response):
+    """The events of one request, one JSON object per line."""
+
+    def __init__(self, service: Service, request: Request) -> None:
+        self.service, self.request = service, request
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        left = max(self.request.params.n, 1)
+        with self.service.admitted(left):
+            submission = self.service.bridge.submit([self.request])
+            watcher = asyncio.ensure_future(watch_connection(receive, submission))
+            headers = [(b"content-type", NDJSON)]
+            try:
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                while left > 0:
+                    events = await submission.events()
+                    left -= sum(left if isinstance(event, Failed) else isinstance(event, Finished) for event in events)
+                    body = "".join(f"{json.dumps(event_to_json(event))}\n" for event in events).encode()
+                    await send({"type": "http.response.body", "body": body, "more_body": left > 0})
+            except Disconnected:
+                scope["assay.closed"] = True
+            finally:
+                watcher.cancel()
+                submission.close()
+
+
+def trainer_routes(service: Service) -> list[Route]:
+    async def call(name: str, *args: Any) -> Any:
+        try:
+            return await service.bridge.port.call(name, *args)
+        except UserError as error:
+            raise ApiError(400, str(error)) from None
+
+    def guarded(endpoint: Endpoint) -> Endpoint:
+        async def checked(request: HttpRequest) -> Response:
+            if not service.access.allow_updates:
+                raise ApiError(403, "weight updates are disabled: start the server with --allow-updates")
+            return await endpoint(request)
+
+        return checked
+
+    async def info(request: HttpRequest) -> Response:
+        return json_response({**await call("info"), "model": service.model})
+
+    async def generate(request: HttpRequest) -> Response:
+        return EventStream(service, await service.parse(request, parse_request))
+
+    async def score(request: HttpRequest) -> Response:
+        sequences, temperature = await service.parse(request, parse_scored)
+        return json_response({"scores": [pack(one, FLOATS) for one in await call("score", sequences, temperature)]})
+
+    async def weights(request: HttpRequest) -> Response:
+        source, version = await service.parse(request, parse_weights)
+        await call("update_weights", source, version)
+        return json_response({"version": version})
+
+    async def fingerprint(request: HttpRequest) -> Response:
+        digest = await call("fingerprint")
+        return json_response({"fingerprint": digest, "version": await call("version")})
+
+    def action(name: str) -> Endpoint:
+        async def run(request: HttpRequest) -> Response:
+            await call(name)
+            return json_response({})
+
+        return run
+
+    return [
+        Route("/engine/info", guarded(info)),
+        Route("/engine/generate", guarded(generate), methods=["POST"]),
+        Route("/engine/score", guarded(score), methods=["POST"]),
+        Route("/engine/weights", guarded(weights), methods=["POST"]),
+        Route("/engine/fingerprint", guarded(fingerprint)),
+        *(Route(f"/engine/{name}", guarded(action(name)), methods=["POST"]) for name in ACTIONS),
+    ]

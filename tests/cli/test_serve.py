@@ -1,0 +1,52 @@
+"""`assay serve`: mistakes are reported before a model is loaded; settings of a run's checkpoint."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from assay.cli import serve
+from assay.cli.main import main, parse
+from assay.types import UserError
+
+
+def settings(*words: str) -> object:
+    return serve.settings_of(parse(serve, "serve", list(words)))
+
+
+def test_short_options_are_settings() -> None:
+    cfg = serve.settings_of(
+        parse(serve, "serve", ["model", "--port", "9000", "--host", "::1", "--name", "m", "--allow-updates"])
+    )
+    assert (cfg.http.port, cfg.http.host, cfg.http.name, cfg.http.allow_updates) == (9000, "::1", "m", True)
+
+
+def test_examples_need_a_file() -> None:
+    with pytest.raises(UserError, match="few_shot_file"):
+        settings("model", "--prompt.few_shot", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere/at/all"], "no such"),
+        (["model", "--port", "70000"], "http.port"),
+        (["model", "--host", "0.0.0.0"], "set an API key"),
+        (["model", "--api-key-env", "NOT_SET_HERE"], "NOT_SET_HERE"),
+        (["preset:nano"], "untrained"),
+        ([], "MODEL"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    port = [] if "--port" in words else ["--port", "0"]
+    assert main(["serve", *words, *port]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert main(["serve", "model", "--port", str(other.getsockname()[1])]) == 2
+    assert "cannot listen" in capsys.readouterr().err

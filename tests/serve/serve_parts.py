@@ -1,0 +1,129 @@
+"""A small model with a byte-level tokenizer in a folder, and a server on it in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from assay.config import HttpConfig
+from assay.engine import make_engine
+from assay.models import export
+from assay.models.decoder import Decoder
+from assay.models.spec import ModelSpec
+from assay.serve.server import address_of, bind, run_server
+from assay.text import Renderer, Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NAME = "tiny"
+
+
+@functools.cache
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, so that characters take up to four tokens; and three special tokens."""
+    vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Backend(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=special[0], additional_special_tokens=special[1:], chat_template=TEMPLATE
+    )
+    return Tokenizer(hf)
+
+
+@functools.cache
+def tiny_model(seed: int = 0, max_length: int = 256) -> Decoder:
+    spec = ModelSpec(
+        family="qwen2",
+        vocab_size=byte_tokenizer().vocab_size,
+        hidden=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        intermediate=48,
+        max_length=max_length,
+        qkv_bias=True,
+        qk_norm=False,
+        tied=True,
+    )
+    model = Decoder(spec)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.empty(weight.shape).normal_(0.0, 1.0, generator=generator)
+            weight.copy_(noise * 0.25 if weight.dim() == 2 else 1.0 + 0.3 * noise)
+    return model
+
+
+def renderer() -> Renderer:
+    return Renderer(byte_tokenizer())
+
+
+def save_folder(model: Decoder, folder: Path) -> Path:
+    tokenizer = byte_tokenizer()
+    export.save_model(model, folder, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
+    tokenizer.save(folder)
+    return folder
+
+
+@dataclass
+class RunningServer:
+    url: str
+    engine: Any
+
+    @property
+    def api(self) -> str:
+        return f"{self.url}/v1"
+
+
+@contextmanager
+def serving(
+    model: Decoder | None = None, http: dict[str, Any] | None = None, **options: Any
+) -> Iterator[RunningServer]:
+    """A server in a thread of this process; `options`: of the engine."""
+
+    from assay.engine.dispatch import Dispatcher
+
+    model, text = model or tiny_model(), renderer()
+    options = {"device": "cpu", "dtype": torch.float32, "decode": text.decode} | options
+    engine = make_engine("native", model, **options)
+    cfg = HttpConfig(**{"port": 0, "drain_s": 5} | (http or {}))
+    listener = bind(cfg.host, cfg.port)
+    dispatcher, ready = Dispatcher(engine), threading.Event()
+    loops: list[Any] = []
+
+    async def run() -> None:
+        task = asyncio.current_task()
+        loops.append((asyncio.get_running_loop(), task))
+        await run_server(dispatcher, text, listener, cfg, NAME, True, ready.set, lambda: None)
+
+    def work() -> None:
+        with suppress(asyncio.CancelledError):
+            asyncio.run(run())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield RunningServer(address_of(listener), engine)
+    finally:
+        loop, task = loops[0]
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(30)
+        listener.close()
+        dispatcher.close()

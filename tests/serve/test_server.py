@@ -1,0 +1,100 @@
+"""The life of the server: binding, keys, signals, and requests that finish before it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from serve_parts import save_folder, serving, tiny_model
+
+from assay.config import HttpConfig
+from assay.serve import server as module
+from assay.serve.server import access_of, bind, is_loopback
+from assay.types import UserError
+
+
+@contextmanager
+def command(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`assay serve` in a process, and its URL."""
+    run = [sys.executable, "-m", "assay", "serve", *words, "--port", "0", "--device", "cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TEST_KEY": "secret"}
+    with subprocess.Popen(run, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if match := re.search(r"at (http://\S+)/v1", line):
+                    yield process, match[1]
+                    break
+            else:
+                raise AssertionError("".join(lines))
+        finally:
+            process.kill()
+
+
+def test_only_loopback_may_be_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "localhost", "::1", "127.3.2.1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
+    with pytest.raises(UserError, match="set an API key with --api-key-env"):
+        access_of(HttpConfig(host="0.0.0.0"), 1)
+    with pytest.raises(UserError, match=r"TEST_KEY .* has no API key"):
+        access_of(HttpConfig(api_key_env="TEST_KEY"), 1)
+    monkeypatch.setenv("TEST_KEY", "secret")
+    assert access_of(HttpConfig(host="0.0.0.0", api_key_env="TEST_KEY"), 1).api_key == "secret"
+
+
+def test_a_port_in_use_is_reported_in_one_line() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(UserError, match=r"cannot listen on 127.0.0.1:\d+: .* choose another --port"):
+            bind("127.0.0.1", other.getsockname()[1])
+    with pytest.raises(UserError, match=r"cannot listen on nowhere\.invalid"):
+        bind("nowhere.invalid", 0)
+
+
+def test_connections_without_headers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEADER_TIMEOUT_S", 0.2)
+    with serving() as server:
+        host, _, port = server.url.removeprefix("http://").rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost:")
+            assert connection.recv(100) == b""
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_running_requests_finish_before_the_server_ends(tmp_path: Path, number: int) -> None:
+    folder = save_folder(tiny_model(0, 2048), tmp_path)
+    with command(str(folder), "--name", "tiny") as (process, url):
+        body = {"prompt": "Hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.Client(timeout=60) as client, client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_immediately(tmp_path: Path) -> None:
+    folder = save_folder(tiny_model(0, 4096), tmp_path)
+    with command(str(folder)) as (process, url):
+        body = {"prompt": "Hi", "max_tokens": 4000, "n": 64, "ignore_eos": True, "stream": True}
+        with httpx.Client(timeout=60) as client, client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None and "stopping" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0

@@ -1,0 +1,109 @@
+"""The endpoints of the trainer: exact numbers, weight updates, fingerprints; disabled unless allowed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from serve_parts import NAME, RunningServer, byte_tokenizer, save_folder, serving, tiny_model
+
+from assay.engine import Finished, Request, SamplingParams, TokenChunk, generate, make_engine
+from assay.engine.base import Failed
+from assay.engine.wire import FLOATS, IDS, event_from_json, pack, request_to_json, unpack
+from assay.models.base import fingerprint
+
+PROMPT = byte_tokenizer().encode("Ann has 7 coins.")
+
+
+@pytest.fixture(scope="module")
+def updatable() -> Iterator[RunningServer]:
+    with serving(http={"allow_updates": True}) as running:
+        yield running
+
+
+def events(server: RunningServer, request: Request) -> list[Any]:
+    answer = httpx.post(f"{server.url}/engine/generate", json=request_to_json(request), timeout=60)
+    assert answer.status_code == 200
+    return [event_from_json(json.loads(line), 0) for line in answer.text.splitlines()]
+
+
+def local_engine(seed: int = 0) -> Any:
+    return make_engine("native", tiny_model(seed), device="cpu", dtype=torch.float32)
+
+
+def test_the_endpoints_are_disabled_by_default(server: RunningServer) -> None:
+    for path in ("info", "fingerprint"):
+        answer = httpx.get(f"{server.url}/engine/{path}")
+        assert answer.status_code == 403 and "--allow-updates" in answer.json()["error"]["message"]
+    for path in ("generate", "score", "weights", "sleep", "wake", "reset_prefix_cache"):
+        assert httpx.post(f"{server.url}/engine/{path}", json={}).status_code == 403
+
+
+def test_info_describes_the_engine(updatable: RunningServer) -> None:
+    info = httpx.get(f"{updatable.url}/engine/info").json()
+    assert (info["model"], info["max_length"], info["dtype"]) == (NAME, 256, "float32")
+    assert info["vocab_size"] == byte_tokenizer().vocab_size
+    assert info["capabilities"]["exact_seeds"] and not info["capabilities"]["handles"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_are_those_of_the_engine_bit_by_bit(updatable: RunningServer, stream: bool) -> None:
+    request = Request(PROMPT, SamplingParams(n=3, max_new_tokens=20, temperature=0.7, top_k=9), seed=-5, stream=stream)
+    ((*expected,),) = generate(local_engine(), [request])
+    received = events(updatable, request)
+    finished = {event.sample: event.completion for event in received if isinstance(event, Finished)}
+    assert [finished[sample] for sample in range(3)] == expected
+    chunks = [event for event in received if isinstance(event, TokenChunk) and event.sample == 1]
+    assert [token for chunk in chunks for token in chunk.token_ids] == (expected[1].token_ids if stream else [])
+
+
+def test_scores_are_those_of_the_engine_bit_by_bit(updatable: RunningServer) -> None:
+    sequences = [PROMPT, PROMPT[::-1]]
+    body = {"sequences": [pack(one, IDS) for one in sequences], "temperature": 0.7}
+    answer = httpx.post(f"{updatable.url}/engine/score", json=body, timeout=60).json()
+    assert [unpack(one, FLOATS) for one in answer["scores"]] == local_engine().score(sequences, 0.7)
+
+
+def test_invalid_requests_are_answered_in_one_line(updatable: RunningServer) -> None:
+    (failed,) = events(updatable, Request([10**6], SamplingParams(), 0))
+    assert isinstance(failed, Failed) and "outside the vocabulary" in failed.error
+    for path, body in [
+        ("generate", {}),
+        ("generate", {"seed": 0, "prompt_ids": 5}),
+        ("score", {"sequences": [5]}),
+        ("score", {"sequences": [pack([10**6], IDS)]}),
+        ("score", {"sequences": [pack([1], IDS)], "temperature": 0}),
+        ("weights", {}),
+        ("weights", {"path": "/nowhere"}),
+        ("weights", {"transport": "pigeon"}),
+        ("weights", {"path": ".", "version": -1}),
+    ]:
+        answer = httpx.post(f"{updatable.url}/engine/{path}", json=body, timeout=60)
+        assert answer.status_code == 400, (path, body)
+        assert "\n" not in answer.json()["error"]["message"]
+
+
+def test_weights_are_replaced_from_a_folder(tmp_path: Path) -> None:
+    other = tiny_model(seed=1)
+    with serving(http={"allow_updates": True}) as server:
+        before = httpx.get(f"{server.url}/engine/fingerprint", timeout=60).json()
+        assert before == {"fingerprint": fingerprint(tiny_model().weights(), torch.float32), "version": 0}
+        body = {"transport": "folder", "path": str(save_folder(other, tmp_path)), "version": 3}
+        assert httpx.post(f"{server.url}/engine/weights", json=body, timeout=60).json() == {"version": 3}
+        after = httpx.get(f"{server.url}/engine/fingerprint", timeout=60).json()
+        assert after == {"fingerprint": fingerprint(other.weights(), torch.float32), "version": 3}
+        request = Request(PROMPT, SamplingParams(max_new_tokens=20), seed=4)
+        ((expected,),) = generate(local_engine(seed=1), [request])
+        (event,) = events(server, request)
+        assert event.completion.token_ids == expected.token_ids and event.completion.version == 3
+
+
+def test_actions_are_answered(updatable: RunningServer) -> None:
+    for name in ("reset_prefix_cache", "sleep", "wake"):
+        answer = httpx.post(f"{updatable.url}/engine/{name}", timeout=60)
+        assert answer.status_code == 200 and answer.json() == {}
