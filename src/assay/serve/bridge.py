@@ -10,7 +10,7 @@ from assay.engine.base import Event, Failed, Finished, Request
 
 
 class Port(Protocol):
-    """AccessRules to the engine, in this process or another one. The methods do not wait."""
+    """Access to the engine, in this process or another one. The methods do not wait."""
 
     def add(self, request: Request) -> int:
         """Queue a request and return its id. Its events reach `EngineBridge.receive`."""

@@ -137,7 +137,7 @@ def is_token_list(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """RequestLimits on one request."""
+    """Limits on one request."""
 
     max_length: int  # tokens of prompt and answer together
     vocab_size: int
