@@ -28,7 +28,7 @@ from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel
 from assay.models.spec import spec_to_hf
-from assay.types import UserError
+from assay.types import Progress, UserError
 
 HELP = "Measure generation of assay and of transformers in turns: tokens per second on the same requests."
 PROGRAM = "python bench/transformers_generate.py"
@@ -89,9 +89,9 @@ def transformers_model(model: PolicyModel, device: torch.device, dtype: torch.dt
     return hf.eval()
 
 
-def measure_both(work: Workload, options: Options) -> list[dict[str, Any]]:
+def measure_both(work: Workload, options: Options, progress: Progress | None = None) -> list[dict[str, Any]]:
     """A row for assay and a row for transformers."""
-    bench, speeds = EngineBenchmark(work, options), []
+    bench, speeds = EngineBenchmark(work, options, progress), []
     other: TransformersEngine | None = None
     for _ in range(1 + options.repeat):
         requests = bench.run()

@@ -25,7 +25,7 @@ from assay.bench.step import StepBenchmark, StepOptions, peak_memory, random_pro
 from assay.bench.workload import Workload, command_options
 from assay.cli import bench as cli
 from assay.cli.main import main, run_command
-from assay.types import UserError
+from assay.types import Progress, UserError
 
 HELP = "Measure GRPO steps of assay and of TRL in turns: seconds per step on the same prompts."
 PROGRAM = "python bench/trl_step.py"
@@ -113,10 +113,12 @@ def trl_config(bench: StepBenchmark, steps: int, folder: str) -> Any:
     )
 
 
-def measure_both(work: Workload, options: StepOptions, steps_of_trl: Any = trl_steps) -> list[dict[str, Any]]:
+def measure_both(
+    work: Workload, options: StepOptions, progress: Progress | None = None, steps_of_trl: Any = trl_steps
+) -> list[dict[str, Any]]:
     """A row for assay and a row for TRL."""
     command = [*PROGRAM.split(), *command_options(work), *command_options(options)]
-    with step_benchmark(work, options) as bench:
+    with step_benchmark(work, options, progress) as bench:
         bench.step()
         bench.memory = peak_memory(bench.device)  # before TRL allocates any
         seconds = steps_of_trl(bench, bench.step)

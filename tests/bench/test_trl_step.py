@@ -24,7 +24,7 @@ def test_steps_alternate() -> None:
             our_step()
         return [50.0, 40.0, 60.0]
 
-    ours, theirs = trl_step.measure_both(TINY, OPTIONS, steps_of_trl)
+    ours, theirs = trl_step.measure_both(TINY, OPTIONS, steps_of_trl=steps_of_trl)
     assert len(ours["runs"]) == 2 and ours["id"] == theirs["id"]
     assert ours["command"].startswith("python bench/trl_step.py --shape tiny")
     assert (theirs["system"], theirs["step_s"], theirs["runs"]) == ("trl", 50.0, [40.0, 60.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from assay.bench.step import Sequences
 from assay.bench.workload import TABLE, Workload, command_options
 from assay.cli import bench
 from assay.cli.main import main, parse
+from assay.runs import console
 
 HOW = ["--device", "cpu", "--dtype", "float32"]
 SMALL = ["--shape", "tiny", "--prompts", "2", "--samples", "3", "--prompt-tokens", "9", "--new", "8", *HOW]
@@ -61,6 +63,27 @@ def test_engine_results_are_printed_written_and_added_to(tmp_path: Path, capsys:
     assert ours["requests"] == 20 and "mismatch_mean_abs" not in ours
     again = parsed_command(ours)
     assert bench.engine_work(again).id in ours["id"] and not again.mismatch
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["engine", *SMALL, "--repeat", "2"], ["warm-up: sampling", "run 1 of 2: sampling", "run 2 of 2: sampling"]),
+        (["step", *SMALL, "--steps", "1"], ["warm-up: sampling", "warm-up: training", "step 1 of 1: training"]),
+        (["step", "--train-only", "--shape", "tiny", "--tokens", "16", *HOW], ["run 3 of 3: training"]),
+        (["episodes", *EPISODES], ["warm-up: episodes, rounds", "run 1 of 1: episodes, own-pace"]),
+    ],
+)
+def test_progress_is_shown_in_plain_lines(
+    words: list[str], shown: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "INTERVAL", 0.0)
+    monkeypatch.setattr(console, "IDLE_INTERVAL", 0.0)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)  # also in a terminal
+    assert main(["bench", *words]) == 0
+    printed = capsys.readouterr().out
+    places = [printed.index(f"\n{text}  ") for text in shown]
+    assert places == sorted(places) and "\x1b[?25l" not in printed  # no live display
 
 
 def test_a_result_file_of_another_machine_is_rejected_before_measuring(

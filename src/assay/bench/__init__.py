@@ -9,7 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
-from assay.types import Status, Verdict
+from assay.types import Progress, Status, Verdict
+
+
+class RunProgress:
+    """Progress of the runs of a benchmark: adds "warm-up" or "run 1 of 3" to the names of operations."""
+
+    def __init__(self, show: Progress | None, runs: int, noun: str = "run") -> None:
+        self.show, self.runs, self.noun = show, runs, noun
+        self.run = 0  # 0 is the warm-up
+
+    def __call__(self, what: str, done: int, total: int, unit: str = "", tokens: int = 0) -> None:
+        if self.show is not None:
+            label = f"{self.noun} {self.run} of {self.runs}" if self.run else "warm-up"
+            self.show(f"{label}: {what}", done, total, unit, tokens)
 
 
 def hash_reward(completion: str) -> float:

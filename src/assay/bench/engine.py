@@ -21,13 +21,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from assay.bench import RunProgress
 from assay.bench.results import summarize
 from assay.bench.workload import Measurement, Workload, command_options, option
 from assay.engine import Engine, Failed, Request, generate, make_engine
 from assay.models.base import PolicyModel
 from assay.models.device import pick_device, pick_dtype
 from assay.models.logprobs import token_logprobs
-from assay.types import Completion, UserError
+from assay.types import Completion, Progress, UserError
 
 # Counters of the engine that are reported.
 STATS = ("prefill_tokens", "decode_steps", "decoded_tokens", "preemptions", "kv_waste", "kv_waste_peak")
@@ -46,9 +47,10 @@ class Options(Measurement):
 class EngineBenchmark:
     """The engine on one workload. The first `run` is the warm-up."""
 
-    def __init__(self, work: Workload, options: Options) -> None:
+    def __init__(self, work: Workload, options: Options, progress: Progress | None = None) -> None:
         self.work, self.options = work, options
-        self.model, self.engine, self.device, self.dtype = build(work, options)
+        self.progress = RunProgress(progress, options.repeat)
+        self.model, self.engine, self.device, self.dtype = build(work, options, progress)
         self.model.to("cpu")  # the trainer's weights do not count as the engine's memory
         free_memory(self.device)
         self.speeds: list[float] = []
@@ -59,11 +61,16 @@ class EngineBenchmark:
         self.requests = self.work.make_requests(self.model.vocab_size, len(self.speeds))
         if hasattr(self.engine, "reset_stats"):
             self.engine.reset_stats()
-        self.completions, seconds = timed(partial(generate, self.engine), self.requests, self.device)
+        self.progress.run = len(self.speeds)
+        serve = partial(generate, self.engine, report=self._report)
+        self.completions, seconds = timed(serve, self.requests, self.device)
         self.speeds.append(count_tokens(self.completions, self.work) / seconds)
         self.stats |= stats_of(self.engine)
         self.stats.setdefault("peak_memory_gib", peak_memory_gib(self.device))
         return self.requests
+
+    def _report(self, finished: int, tokens: int) -> None:
+        self.progress("sampling", tokens, sum(self.work.new_tokens), "tokens")
 
     def row(self, command: Sequence[str]) -> dict[str, Any]:
         """All results; to be called once, because the engine is deleted."""
@@ -84,18 +91,20 @@ class EngineBenchmark:
         }
 
 
-def measure(work: Workload, options: Options) -> list[dict[str, Any]]:
-    bench = EngineBenchmark(work, options)
+def measure(work: Workload, options: Options, progress: Progress | None = None) -> list[dict[str, Any]]:
+    bench = EngineBenchmark(work, options, progress)
     for _ in range(1 + options.repeat):
         bench.run()
     return [bench.row(["assay", "bench", "engine", *command_options(work, options)])]
 
 
-def build(work: Workload, options: Options) -> tuple[PolicyModel, Engine, torch.device, torch.dtype]:
+def build(
+    work: Workload, options: Options, progress: Progress | None = None
+) -> tuple[PolicyModel, Engine, torch.device, torch.dtype]:
     """Return the model in float32, an engine with a copy of its weights, and the engine's device and dtype."""
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
-    model = work.float32_model(device, work.seed)
+    model = work.float32_model(device, work.seed, progress)
     work.check_length(model)
     engine = make_engine("auto", model, device=device, dtype=dtype, max_batch=work.batch, max_length=work.max_length)
     return model, engine, device, dtype
@@ -301,7 +310,7 @@ def print_first_token(work: Workload, options: Options) -> None:
     engine.abort(ids)
 
 
-def measure_startup(work: Workload, options: Options) -> list[dict[str, Any]]:
+def measure_startup(work: Workload, options: Options, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Start a process twice with one cache of compiled kernels, which is empty at first."""
     words = ["bench", "engine", *command_options(work, options)]
     with tempfile.TemporaryDirectory(prefix="assay-startup-") as folder:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from assay.bench import RunProgress
 from assay.bench.engine import device_settings, now, row_id
 from assay.bench.results import summarize
 from assay.bench.workload import SHAPES, CommandOptions, Measurement, command_options, option, random_model
@@ -22,7 +23,7 @@ from assay.models.device import pick_device, pick_dtype
 from assay.rewards import JudgePool
 from assay.rollout import Collector, Limits
 from assay.text import Renderer, char_tokenizer
-from assay.types import Rollout, UserError, unknown_name
+from assay.types import Progress, Rollout, UserError, unknown_name
 
 MODES = ("rounds", "own-pace")
 NANO = "nano"  # the smallest preset: most of the time is spent on the host
@@ -94,7 +95,7 @@ class EpisodeOptions(Measurement):
     repeat: int = option(1, "timed runs of each mode after a warm-up run", minimum=1)
 
 
-def measure_episodes(work: Episodes, options: EpisodeOptions) -> list[dict[str, Any]]:
+def measure_episodes(work: Episodes, options: EpisodeOptions, progress: Progress | None = None) -> list[dict[str, Any]]:
     """A row for each mode; the modes alternate. The second row counts trajectories equal to those of the first."""
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
@@ -106,12 +107,13 @@ def measure_episodes(work: Episodes, options: EpisodeOptions) -> list[dict[str, 
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     rollouts: dict[str, list[Rollout]] = {}
     facts: dict[str, dict[str, Any]] = {}
-    for _ in range(1 + options.repeat):
+    shown = RunProgress(progress, options.repeat)
+    for shown.run in range(1 + options.repeat):
         for mode, served in zip(MODES, (Rounds(engine), engine), strict=True):
             engine.reset_prefix_cache()
             engine.reset_stats()
             start = now(device)
-            rollouts[mode] = play(work, served, renderer)
+            rollouts[mode] = play(work, served, renderer, mode, shown)
             seconds[mode].append(now(device) - start)
             facts[mode] = count(engine, rollouts[mode])
     facts[MODES[1]]["same_as_in_rounds"] = sum(
@@ -138,11 +140,12 @@ def make_policy(shape: str, vocab_size: int, device: torch.device) -> PolicyMode
     return random_model(replace(SHAPES[shape], vocab_size=vocab_size, max_length=MAX_LENGTH), device, WEIGHTS_SEED)
 
 
-def play(work: Episodes, engine: Any, renderer: Renderer) -> list[Rollout]:
-    env = Chatter()
-    collector = Collector(engine, renderer, JudgePool(env.judge(), 0), env=env, limits=Limits(0, work.step_tokens))
+def play(work: Episodes, engine: Any, renderer: Renderer, mode: str, progress: Progress) -> list[Rollout]:
+    env, limits = Chatter(), Limits(0, work.step_tokens)
+    collector = Collector(engine, renderer, JudgePool(env.judge(), 0), env=env, limits=limits, progress=progress)
     params = SamplingParams(n=work.samples, max_new_tokens=env.max_steps * work.step_tokens)
-    groups = collector.collect(env.prompts("train")[: work.episodes // work.samples], params, (work.seed, 0))
+    prompts = env.prompts("train")[: work.episodes // work.samples]
+    groups = collector.collect(prompts, params, (work.seed, 0), what=f"episodes, {mode}")
     return [rollout for group in groups for rollout in group.rollouts]
 
 

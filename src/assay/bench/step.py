@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from assay.bench import judge_by_hash
+from assay.bench import RunProgress, judge_by_hash
 from assay.bench.engine import device_settings, dtype_name, free_memory, now, row_id, split_by_tokens, trainer_logprobs
 from assay.bench.results import summarize
 from assay.bench.workload import Measurement, ModelOptions, Workload, command_options, option
@@ -42,7 +42,7 @@ from assay.train.learner.update import Updater
 from assay.train.progress import RunState, Schedule
 from assay.train.reference import freeze_reference
 from assay.train.sources import OnPolicySource, PromptStream
-from assay.types import Completion, Finish, Group, Prompt, Rollout, Turn, UserError, unknown_name
+from assay.types import Completion, Finish, Group, Progress, Prompt, Rollout, Turn, UserError, unknown_name
 
 SEPARATE_OPTIONS = ("temperature", "dtype")  # fields of the updater that are options of the command, not of --set
 
@@ -100,7 +100,7 @@ def make_config(options: StepOptions, samples: int = 2, new: int = 1, temperatur
     return cfg
 
 
-def make_learner(policy: PolicyModel, cfg: TrainConfig, options: StepOptions) -> Learner:
+def make_learner(policy: PolicyModel, cfg: TrainConfig, options: StepOptions, progress: Progress) -> Learner:
     o = cfg.optim
     components.prepare_policy(policy, cfg.train)
     dtype = pick_dtype(cfg.dtype, policy.device)
@@ -111,6 +111,7 @@ def make_learner(policy: PolicyModel, cfg: TrainConfig, options: StepOptions) ->
         make_adamw(policy, o.lr, o.betas, o.eps, o.weight_decay),
         temperature=cfg.sampling.temperature,
         dtype=dtype,
+        progress=progress,
         **settings,
     )
     return Learner(cfg, components.build_algorithm(cfg), updater, Schedule(total_steps=sys.maxsize))
@@ -129,6 +130,7 @@ class StepBenchmark:
     seconds: list[float] = field(default_factory=list)  # of each step
     parts: list[dict[str, float]] = field(default_factory=list)  # seconds of each part of each step
     memory: dict[str, float | None] | None = None  # measured at the end, unless it was set before
+    progress: RunProgress | None = None
 
     @property
     def collector(self) -> Collector:
@@ -145,6 +147,8 @@ class StepBenchmark:
     def step(self) -> list[Group]:
         """One step of the loop of `assay train`, with the device synchronized between its parts."""
         learner, state, device = self.learner, self.state, self.device
+        if self.progress is not None:
+            self.progress.run = len(self.seconds)
         start = now(device)
         sampled = self.source.next(state)
         learner.credit(sampled.groups)
@@ -197,7 +201,7 @@ class StepBenchmark:
 
 
 @contextmanager
-def step_benchmark(work: Workload, options: StepOptions) -> Iterator[StepBenchmark]:
+def step_benchmark(work: Workload, options: StepOptions, progress: Progress | None = None) -> Iterator[StepBenchmark]:
     """Build engine, judge, source and learner; the judge's processes end with the block."""
     if work.samples < 2:
         raise UserError("GRPO compares the samples of a prompt: --samples must be at least 2")
@@ -205,20 +209,22 @@ def step_benchmark(work: Workload, options: StepOptions) -> Iterator[StepBenchma
         raise UserError(f"--temperature must be above 0 in training, not {work.temperature:g}")
     device = pick_device(options.device)
     free_memory(device)
-    policy = work.float32_model(device, work.seed)
+    policy = work.float32_model(device, work.seed, progress)
     work.check_length(policy)
     cfg = make_config(options, work.samples, work.new, work.temperature)
     cfg.engine.max_batch, cfg.train.prompts, cfg.seed = work.batch, work.prompts, work.seed
     renderer = number_renderer(policy.vocab_size)
     engine = components.build_engine(cfg.engine, policy, renderer, work.max_length)
-    learner = make_learner(policy, cfg, options)
+    shown = RunProgress(progress, options.steps, "step")
+    learner = make_learner(policy, cfg, options, shown)
     if learner.algo.needs.reference:
         with tempfile.TemporaryDirectory(prefix="assay-reference-") as folder:
             freeze_reference(learner.updater, cfg, Path(folder))
     prompts = PromptStream(random_prompts(work, policy.vocab_size, 1 + options.steps), work.seed, shuffle=False)
     with JudgePool(judge_by_hash, cfg.reward.workers, cfg.reward.timeout_s) as judge:
-        source = OnPolicySource(cfg, learner.algo, Collector(engine, renderer, judge), prompts, learner.schedule)
-        yield StepBenchmark(cfg, work, options, source, learner)
+        collector = Collector(engine, renderer, judge, progress=shown)
+        source = OnPolicySource(cfg, learner.algo, collector, prompts, learner.schedule)
+        yield StepBenchmark(cfg, work, options, source, learner, progress=shown)
 
 
 def random_prompts(work: Workload, vocab_size: int, steps: int) -> list[Prompt]:
@@ -265,8 +271,8 @@ def settings_of(cfg: TrainConfig, options: StepOptions, updater: Updater) -> dic
     }
 
 
-def measure_step(work: Workload, options: StepOptions) -> list[dict[str, Any]]:
-    with step_benchmark(work, options) as bench:
+def measure_step(work: Workload, options: StepOptions, progress: Progress | None = None) -> list[dict[str, Any]]:
+    with step_benchmark(work, options, progress) as bench:
         for _ in range(1 + options.steps):
             bench.step()
         return [bench.row(["assay", "bench", "step", *command_options(work, options)])]
@@ -297,17 +303,19 @@ class Sequences(ModelOptions):
         return group
 
 
-def measure_training(work: Sequences, options: StepOptions) -> list[dict[str, Any]]:
+def measure_training(work: Sequences, options: StepOptions, progress: Progress | None = None) -> list[dict[str, Any]]:
     device = pick_device(options.device)
     free_memory(device)
-    policy = work.float32_model(device, work.seed)
+    policy = work.float32_model(device, work.seed, progress)
     if work.tokens > policy.max_length:
         raise UserError(f"--tokens {work.tokens} exceeds the maximum length of {work.label}, {policy.max_length}")
     cfg = make_config(options)
-    learner, state = make_learner(policy, cfg, options), RunState()
+    shown = RunProgress(progress, options.steps)
+    learner, state = make_learner(policy, cfg, options, shown), RunState()
     speeds = []
     for run in range(1 + options.steps):
         group = work.group(policy.vocab_size, run)
+        shown.run = run
         start = now(device)
         metrics = learner.update([group], state)
         speeds.append(work.sequences * work.tokens / (now(device) - start))

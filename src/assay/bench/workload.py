@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.load import load_model, preset
 from assay.models.spec import ModelSpec
-from assay.types import UserError, unknown_name
+from assay.types import Progress, UserError, unknown_name
 
 
 def qwen2(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, vocab_size: int) -> ModelSpec:
@@ -136,10 +136,11 @@ class ModelOptions(CommandOptions):
         path = Path(self.model)
         return (path.stem if path.suffix == ".gguf" else path.resolve().name if path.exists() else path.name).lower()
 
-    def float32_model(self, device: torch.device, seed: int) -> PolicyModel:
+    def float32_model(self, device: torch.device, seed: int, progress: Progress | None = None) -> PolicyModel:
         """The policy as the trainer holds it; the engine copies its weights in its own dtype."""
         if self.model is not None:
-            return load_model(self.model, device=device, dtype=torch.float32)
+            report = None if progress is None else partial(progress, f"loading {self.model}")
+            return load_model(self.model, device=device, dtype=torch.float32, report=report)
         return random_model(SHAPES[self.shape], device, seed)
 
 

@@ -32,7 +32,7 @@ from assay.bench.step import Sequences, StepOptions
 from assay.bench.workload import Workload, command_options, option_name
 from assay.models.device import pick_device
 from assay.runs.console import Console
-from assay.types import UserError, plural
+from assay.types import Progress, UserError, plural
 
 HELP = "Measure generation, training and episodes on this machine, with random weights or a given model."
 ENGINE_HELP = "measure generation: tokens per second, memory, start-up time, agreement with the trainer"
@@ -41,7 +41,7 @@ EPISODES_HELP = "measure episodes: engine steps when each continues at its own p
 MODEL = ("shape", "model")  # of which only one can be given
 
 Rows = list[dict[str, Any]]
-Job = tuple[str, Callable[[], Rows]]  # what to print, and what to measure then
+Job = tuple[str, Callable[[Progress], Rows]]  # what to print, and what to measure then
 
 
 class Moved(argparse.Action):
@@ -227,7 +227,7 @@ def run_jobs(
     args: argparse.Namespace, jobs: Sequence[Job], words: Sequence[str], smaller: str, peers: Sequence[Any] = ()
 ) -> Rows:
     """Run all jobs and return their rows. `words` is the command; `smaller` names options that need less memory."""
-    console = Console()
+    console = Console(live=False)  # a live display would take time from what is measured
     machine, versions = describe_machine(), describe_versions()
     if args.json is not None:
         earlier_rows(args.json, machine, versions)  # raises before anything is measured
@@ -237,7 +237,7 @@ def run_jobs(
     for note, job in jobs:
         console.note(note)
         try:
-            rows += job()
+            rows += job(console.progress)
         except torch.OutOfMemoryError:
             raise UserError(f"out of GPU memory: choose a smaller {smaller}") from None
         if args.json is not None:

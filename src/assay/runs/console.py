@@ -166,10 +166,16 @@ class Console:
     """Progress, messages and tables of a run, as a live display in a terminal and as plain lines elsewhere."""
 
     def __init__(
-        self, file: IO[str] | None = None, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        file: IO[str] | None = None,
+        *,
+        quiet: bool = False,
+        live: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`live`: whether a terminal gets a live display, which a thread draws."""
         self._file = LenientStream(raw_stream(file or sys.stdout or null_stream()))  # a daemon may have no stdout
-        self._live = self._file.isatty() and not quiet
+        self._live = self._file.isatty() and live and not quiet
         self._quiet = quiet
         self._rich = RichConsole(file=cast(IO[str], self._file), highlight=False)
         self._now = clock
