@@ -1,65 +1,14 @@
-"""Weight sync with verification, and the evaluations of a run."""
+"""The evaluations of a run."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from small_run import SmallRuns, gpt2_folder
-from train_parts import tiny_decoder
 
-from assay.engine import WeightSource, make_engine
-from assay.engine.native.engine import NativeEngine
 from assay.runs.rollouts import read_lines
-from assay.train.evaluation import sync_weights
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sync_copies_all_weights_and_sets_the_version(dtype: torch.dtype) -> None:
-    first, second = tiny_decoder(0, torch.float32), tiny_decoder(1, torch.float32)
-    engine = make_engine("native", first, device="cpu", dtype=dtype)
-    before = engine.fingerprint()
-    sync_weights(second, engine, version=7)
-    assert engine.info.version == 7 and engine.fingerprint() != before
-    sync_weights(first, engine, version=8)
-    assert engine.fingerprint() == before
-    with torch.no_grad():
-        next(first.parameters()).add_(1.0)
-    assert engine.fingerprint() == before  # copied, not shared
-
-
-class Forgetful(NativeEngine):
-    """Changes one value of one weight."""
-
-    def update_weights(self, source: WeightSource, version: int) -> None:
-        super().update_weights(source, version)
-        with torch.no_grad():
-            weight = list(self.network.canonical().values())[-1]
-            weight[(0,) * weight.dim()] += 1.0
-
-
-class Deaf(NativeEngine):
-    """Ignores updates of the weights."""
-
-    def update_weights(self, source: WeightSource, version: int) -> None:
-        if self.info.version < 0:
-            super().update_weights(source, version)
-        self.info = replace(self.info, version=version)
-
-
-@pytest.mark.parametrize("kind", [Forgetful, Deaf])
-def test_sync_raises_if_the_engine_serves_other_weights(kind: type[NativeEngine]) -> None:
-    policy = tiny_decoder(0, torch.float32)
-    engine = kind(policy.spec, device="cpu", dtype=torch.float32)
-    engine.update_weights(policy, 0)
-    with torch.no_grad():
-        for weight in policy.parameters():
-            weight.mul_(1.01)
-    with pytest.raises(RuntimeError, match="differ from those of the trainer"):
-        sync_weights(policy, engine, version=1)
 
 
 @pytest.fixture

@@ -23,9 +23,10 @@ from assay.config import LoopConfig
 from assay.rollout import Collector
 from assay.runs import checkpoints
 from assay.tasks.base import UNLIMITED
-from assay.train import checkpoint, evaluation, run
+from assay.train import checkpoint, evaluation
 from assay.train.learner.update import Updater
 from assay.train.progress import RunState, Schedule, Stopped, Stopping
+from assay.train.sync import WeightSync
 from assay.types import UserError
 
 
@@ -94,7 +95,7 @@ FINISHED: dict[str, Moment] = {
     "the first evaluation": (COLLECT, 1, 0),
     "sampling": (COLLECT, 3, 2),
     "the update": (UPDATE, 2, 2),
-    "the weight sync": ((run, "sync_weights"), 3, 2),
+    "the weight sync": ((WeightSync, "sync"), 3, 2),
     "an evaluation": ((evaluation, "evaluate"), 2, 3),
     "saving": (WRITE_FILES, 2, 3),
 }

@@ -106,6 +106,6 @@ def test_state_json_of_the_first_edition_is_converted(tmp_path: Path) -> None:
         "entropy": FIRST_EDITION["entropy_control"],
         "pass_rate": {"rates": FIRST_EDITION["pass_rates"]},
     }
-    assert run.state_dict() == rest | {"algorithm": algorithm, "sft_step": 0, "sft_s": 0.0}
+    assert run.state_dict() == rest | {"algorithm": algorithm, "sft_step": 0, "sft_s": 0.0, "weight_sync": {}}
     run.load_state_dict({"step": 3})  # entries that an earlier version did not have yet
     assert run.state.step == 3 and run.source.cursor == 0

@@ -34,7 +34,6 @@ from assay.rollout import Collector
 from assay.text import Renderer, word_tokenizer
 from assay.text.tokenizer import SPECIALS
 from assay.train import components
-from assay.train.evaluation import sync_weights
 from assay.train.learner.learner import Learner
 from assay.train.learner.optim import make_adamw
 from assay.train.learner.pack import rows_of
@@ -42,6 +41,7 @@ from assay.train.learner.update import Updater
 from assay.train.progress import RunState, Schedule
 from assay.train.reference import freeze_reference
 from assay.train.sources import OnPolicySource, PromptStream
+from assay.train.sync import sync_weights
 from assay.types import Completion, Finish, Group, Progress, Prompt, Rollout, Turn, UserError, unknown_name
 
 SEPARATE_OPTIONS = ("temperature", "dtype")  # fields of the updater that are options of the command, not of --set

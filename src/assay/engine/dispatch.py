@@ -356,6 +356,11 @@ class EngineClient(Closeable):
     def fingerprint(self) -> str | None:
         return self._dispatcher.engine.fingerprint()
 
+    def digests(self) -> dict[str, str] | None:
+        """None if the engine has no such method."""
+        own = getattr(self._dispatcher.engine, "digests", None)
+        return None if own is None else own()
+
     def reset_prefix_cache(self) -> None:
         self._dispatcher.engine.reset_prefix_cache()
 

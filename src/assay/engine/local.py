@@ -17,7 +17,7 @@ from torch import Tensor
 from assay.engine.base import EngineInfo, EngineLoad, Event, Request, WeightSource
 from assay.engine.outputs import OutputProcessor, handles_of
 from assay.engine.sequence import Job, RowState, Sample, check_scored, job_for, unknown_handle
-from assay.models.base import fingerprint
+from assay.models.base import digests, fingerprint
 from assay.types import UserError
 
 T = TypeVar("T")
@@ -137,6 +137,10 @@ class LocalEngine(ABC):
 
     def fingerprint(self) -> str:
         return self.boundary.call(lambda: fingerprint(self._weights()))
+
+    def digests(self) -> dict[str, str]:
+        """For each served weight a text of its name, shape, dtype and a hash of its bits."""
+        return self.boundary.call(lambda: digests(self._weights()))
 
     def sleep(self) -> None:
         self.boundary.call(self._sleep)

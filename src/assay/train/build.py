@@ -43,6 +43,7 @@ from assay.train.recorder import Recorder
 from assay.train.reference import load_reference
 from assay.train.run import TrainingRun
 from assay.train.sources import OnPolicySource, PromptStream, Replay
+from assay.train.sync import PROBE_PROMPTS, WeightSync, probe_sequences, verify_method
 from assay.train.trust import remember_trust
 from assay.types import Prompt, UserError, plural
 
@@ -190,7 +191,8 @@ def assemble(
     checks.check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype)
-    checks.check_capabilities(cfg, engine, has_rl_steps(cfg), console)
+    verify = verify_method(cfg.engine, engine)
+    checks.check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
     components.prepare_policy(policy, cfg.train, mesh.world)
     updater = build_updater(cfg, policy, mesh, dtype, console)
     updater.critic = critic if critic and critic.shared else None
@@ -200,6 +202,11 @@ def assemble(
     algo.limits = LengthLimits(cfg.sampling.max_new_tokens, engine.info.max_length)
     schedule = Schedule.of(cfg.train, len(train))
     directory = directory or Run(Path())
+    weight_sync = WeightSync(updater, engine, verify, cfg.engine.verify_every)
+    if verify == "probe":
+        prompts = renderer.all_prompt_ids(PromptStream(train, cfg.seed).next(PROBE_PROMPTS))
+        length = min(policy.max_length, engine.info.max_length)
+        weight_sync.sequences = probe_sequences(prompts, min(tokenizer.vocab_size, policy.vocab_size), length, cfg.seed)
     return TrainingRun(
         cfg=cfg,
         directory=directory,
@@ -208,6 +215,7 @@ def assemble(
         source=OnPolicySource(cfg, algo, collector, PromptStream(train, cfg.seed), schedule, stopping),
         learner=Learner(cfg, algo, updater, schedule, critic),
         replay=Replay(cfg.replay, cfg.seed),
+        weight_sync=weight_sync,
         evaluator=RunEvaluator(cfg, collector, evaluations, directory, console),
         recorder=Recorder(cfg, directory, console, mesh, judge_warnings(cfg.reward, collector), started),
         stopping=stopping,

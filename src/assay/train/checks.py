@@ -35,6 +35,7 @@ from assay.runs.console import Console
 from assay.tasks import Task
 from assay.tasks.base import LazyPrompts, overlap
 from assay.text import Renderer
+from assay.train.sync import Method
 from assay.types import Prompt, UserError, Verdict, plural
 
 MAX_GENERATED, MAX_READ = 64, 20_000  # prompts per split whose length is checked: generated ones, ones from a file
@@ -83,8 +84,11 @@ def _unused_with_problems(cfg: TrainConfig, task: Task | None) -> Iterator[tuple
         )
 
 
-def check_capabilities(cfg: TrainConfig, engine: Engine, trains: bool, console: Console) -> None:
-    """Refuse an engine that cannot serve this run, and warn of everything that degrades. `trains`: not only SFT."""
+def check_capabilities(cfg: TrainConfig, engine: Engine, trains: bool, verify: Method, console: Console) -> None:
+    """Refuse an engine that cannot serve this run, and warn of everything that degrades.
+
+    `trains`: not only SFT. `verify`: how weight syncs are verified.
+    """
     has, name = engine.info.capabilities, cfg.engine.name
     if trains and not has.temperature_logprobs:
         raise UserError(
@@ -96,9 +100,10 @@ def check_capabilities(cfg: TrainConfig, engine: Engine, trains: bool, console: 
             f"engine {name} has no exact seeds (exact_seeds): the same seed may give different tokens, and a resumed "
             "run does not repeat what it had sampled"
         )
-    if not has.fingerprint:
+    if verify == "off" and cfg.engine.verify != "off":
         console.warn(
-            f"engine {name} has no fingerprint of its weights (fingerprint): weights are not verified after a sync"
+            f"engine {name} has neither a fingerprint of its weights (fingerprint) nor scores (score): weights are not "
+            "verified after a sync"
         )
     for metric in ("entropy", "kept_mass"):
         if trains and not getattr(has, metric):

@@ -1,4 +1,4 @@
-"""Evaluations of a run: periodic ones, those before and after training, and their comparison. Verified weight sync.
+"""Evaluations of a run: periodic ones, those before and after training, and their comparison.
 
 If the file of a first evaluation is lost or damaged, the run still finishes: the evaluation is repeated with the
 weights of step 0, or left out of the summary with a warning.
@@ -13,33 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from assay.config import TrainConfig
-from assay.engine.base import Engine
 from assay.evals.report import Report, compare, evaluate
 from assay.models import PolicyModel, load_model
-from assay.models.base import fingerprint
 from assay.rollout import Collector, sampling_params
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
 from assay.runs.resolve import MODEL
+from assay.train.sync import sync_weights
 from assay.types import Prompt, UserError
-
-
-def sync_weights(policy: PolicyModel, engine: Engine, version: int) -> str | None:
-    """Copy the weights of the policy to the engine, and compare fingerprints if the engine can compute one.
-
-    Returns the fingerprint.
-    """
-    engine.update_weights(policy, version)
-    served = engine.fingerprint()
-    if served is None:  # not supported by this backend
-        return None
-    expected = fingerprint(policy.weights(), engine.info.dtype)
-    if expected != served:
-        raise RuntimeError(
-            f"after the weight sync of version {version} the weights of the engine differ from those of the trainer "
-            f"(fingerprints {served[:12]} and {expected[:12]})"
-        )
-    return served
 
 
 @dataclass
@@ -119,9 +100,9 @@ class RunEvaluator:
         self.console.warn(f"{problem}: repeating the evaluation with the weights of step 0")
         trust = self.cfg.model.trust_remote_code
         first = load_model(str(start / MODEL), device="cpu", trust_remote_code=trust)
-        sync_weights(first, self.collector.engine, version=0)
+        sync_weights(first, self.collector.engine, 0, self.collector.mesh)
         self.measure("before", step=0)
-        sync_weights(policy, self.collector.engine, version=step)
+        sync_weights(policy, self.collector.engine, step, self.collector.mesh)
         return self.collector.mesh.on_main(lambda: read_report(path, name, ids))[0]
 
 

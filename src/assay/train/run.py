@@ -20,12 +20,13 @@ from assay.runs.diagnose import as_facts
 from assay.text import Tokenizer
 from assay.train import checkpoint, faults
 from assay.train.components import reference_is_dynamic
-from assay.train.evaluation import RunEvaluator, sync_weights
+from assay.train.evaluation import RunEvaluator
 from assay.train.learner.learner import Learner, WarmStart
 from assay.train.progress import RunState, Schedule, Stopped, Stopping
 from assay.train.recorder import CURVES_PAUSE_S, Recorder, rollout_metrics
 from assay.train.reference import freeze_reference
 from assay.train.sources import GroupSource, Replay, SampledGroups
+from assay.train.sync import WeightSync
 from assay.types import Group, Prompt, UserError, describe_error
 
 # With Python's default of 700 there would be dozens of collections per step, each of which visits the rollouts of the
@@ -49,6 +50,7 @@ class TrainingRun:
     source: GroupSource
     learner: Learner
     replay: Replay
+    weight_sync: WeightSync
     evaluator: RunEvaluator
     recorder: Recorder
     stopping: Stopping
@@ -56,7 +58,6 @@ class TrainingRun:
     warm_start: WarmStart | None = None  # while it is not finished
     state: RunState = field(default_factory=RunState)
     resumed: bool = False  # whether the warm start and the first evaluation are done already
-    fingerprint: str | None = None  # of the weights that the engine serves, if it can compute one
 
     @property
     def mesh(self) -> Mesh:
@@ -103,8 +104,8 @@ class TrainingRun:
     def begin(self) -> None:
         """Do what comes before the first step, or finish the last step of a resumed run."""
         if not self.resumed:
+            self.weight_sync.verify(self.state.step)
             self._start()
-        self.fingerprint = self.fingerprint or self.collector.engine.fingerprint()
         self.recorder.step_started = time.perf_counter()
         if self.state.unmeasured is not None:  # the evaluation of the last step was interrupted
             self._end_step(self.state.unmeasured)
@@ -114,11 +115,10 @@ class TrainingRun:
         return self.schedule.done(self.state)
 
     def sync(self) -> dict[str, float]:
-        """Copy the policy's weights to the engine. `weights/changed`: whether they differ from the last ones there."""
-        started, before = time.perf_counter(), self.fingerprint
-        self.fingerprint = sync_weights(self.learner.policy, self.collector.engine, version=self.state.step)
-        changed = {"weights/changed": float(self.fingerprint != before)} if before and self.fingerprint else {}
-        return {"time/sync": time.perf_counter() - started, **changed}
+        """Copy the policy's weights to the engine, and verify the copy."""
+        started = time.perf_counter()
+        metrics = self.weight_sync.sync(self.state.step)
+        return metrics | {"time/sync": time.perf_counter() - started}
 
     def record(self, sampled: SampledGroups, batch: Sequence[Group], metrics: Mapping[str, float]) -> None:
         """End a step that sampled `sampled` and trained on `batch`: write files; evaluate and save when due."""
@@ -192,7 +192,8 @@ class TrainingRun:
 
     def state_dict(self) -> dict[str, Any]:
         """The content of `state.json`: everything in a checkpoint except tensors and the replay buffer."""
-        return asdict(self.state) | self.source.state_dict() | self.learner.state_dict()
+        parts = self.source.state_dict() | self.learner.state_dict()
+        return asdict(self.state) | parts | {"weight_sync": self.weight_sync.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Missing entries, as in checkpoints of earlier versions, keep their initial values."""
@@ -200,6 +201,7 @@ class TrainingRun:
         self.state = RunState(**{key: value for key, value in saved.items() if key in known})
         self.source.load_state_dict(saved)
         self.learner.load_state_dict(saved)
+        self.weight_sync.load_state_dict(saved.get("weight_sync", {}))
 
     def _start(self) -> None:
         """Do the warm start, if there is one, and the evaluation "before".

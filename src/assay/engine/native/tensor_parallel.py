@@ -212,6 +212,9 @@ class TensorParallelLeader:
     def fingerprint(self) -> str:
         return self._boundary.call(self._command("fingerprint"))
 
+    def digests(self) -> dict[str, str]:
+        return self._boundary.call(self._command("digests"))
+
     def sleep(self) -> None:
         self._boundary.call(self._command("sleep"))
 

@@ -1,0 +1,84 @@
+"""Weight syncs that are broken on purpose, for tests of any engine: `break_sync(engine, policy, kind)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.engine import Engine, WeightSource
+from assay.models import PolicyModel
+
+# Every kind keeps names and shapes, so that an engine that checks them notices nothing.
+KINDS = {
+    "skipped": "one weight keeps its value before training",
+    "rows": "a block of rows of one weight keeps its value before training",
+    "transposed": "a square weight is transposed",
+    "late": "every update has the weights of the version before",
+    "frozen": "no update is applied",
+    "unmerged": "adapters are not merged",
+}
+
+
+def choose_weight(policy: PolicyModel, kind: str) -> str:
+    """A weight of the middle layers; a square one, if the kind needs it."""
+    matrices = {name: tuple(weight.shape) for name, weight in policy.weights() if weight.dim() == 2}
+    names = [name for name, shape in matrices.items() if kind != "transposed" or shape[0] == shape[1]]
+    inner = [name for name in names if any(part.isdigit() for part in name.split("."))]
+    return inner[len(inner) // 2]
+
+
+class BrokenWeights:
+    """A weight source with a defect. `update(source)` sets the source of the next weights."""
+
+    def __init__(self, policy: PolicyModel, kind: str, name: str = "") -> None:
+        assert kind in KINDS, kind
+        self.policy, self.kind, self.name = policy, kind, name or choose_weight(policy, kind)
+        self.first = self.copy(policy)  # weights before training
+        self.given = self.first  # of the version before
+        self.source: WeightSource = policy
+
+    @staticmethod
+    def copy(source: WeightSource) -> dict[str, Tensor]:
+        return {name: weight.detach().clone() for name, weight in source.weights()}
+
+    def update(self, source: WeightSource) -> BrokenWeights:
+        self.source = source
+        return self
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.kind == "late":
+            before, self.given = self.given, self.copy(self.source)
+            yield from before.items()
+        elif self.kind == "frozen":
+            yield from self.first.items()
+        elif self.kind == "unmerged":
+            with self.policy.adapters_off():
+                yield from self.policy.weights()
+        else:
+            for name, weight in self.source.weights():
+                yield name, self.broken(weight) if name == self.name else weight
+
+    def broken(self, weight: Tensor) -> Tensor:
+        before = self.first[self.name]
+        if self.kind == "skipped":
+            return before
+        if self.kind == "transposed":
+            return weight.t()
+        rows = max(len(weight) // 4, 1)
+        return torch.cat((before[:rows], weight[rows:]))
+
+
+def break_sync(engine: Engine, policy: PolicyModel, kind: str, name: str = "") -> BrokenWeights:
+    """From now on, all weight updates of this engine are broken. The engine serves the policy's weights already."""
+    broken, update = BrokenWeights(policy, kind, name), engine.update_weights
+
+    def update_weights(source: WeightSource, version: int) -> None:
+        update(broken.update(source), version)
+
+    patched: Any = engine
+    patched.update_weights = update_weights
+    return broken
