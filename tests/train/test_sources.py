@@ -93,7 +93,7 @@ def make_source(judge: JudgePool, **algo: Any) -> OnPolicySource:
     tokenizer = word_tokenizer(task.words())  # type: ignore[attr-defined]
     policy = build_preset("nano", tokenizer.vocab_size, 64, seed=0)
     renderer = Renderer(tokenizer)
-    engine = components.build_engine(cfg.engine, policy, renderer, 64)
+    engine = components.build_engine(cfg, policy, renderer, 64)
     made = make_algorithm("grpo", **algo)
     stream = PromptStream(task.prompts("train"), cfg.seed)
     return OnPolicySource(cfg, made, Collector(engine, renderer, judge), stream, Schedule(9))

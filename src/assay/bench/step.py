@@ -214,7 +214,7 @@ def step_benchmark(work: Workload, options: StepOptions, progress: Progress | No
     cfg = make_config(options, work.samples, work.new, work.temperature)
     cfg.engine.max_batch, cfg.train.prompts, cfg.seed = work.batch, work.prompts, work.seed
     renderer = number_renderer(policy.vocab_size)
-    engine = components.build_engine(cfg.engine, policy, renderer, work.max_length)
+    engine = components.build_engine(cfg, policy, renderer, work.max_length)
     shown = RunProgress(progress, options.steps, "step")
     learner = make_learner(policy, cfg, options, shown)
     if learner.algo.needs.reference:

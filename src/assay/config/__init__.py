@@ -23,6 +23,7 @@ from assay.config.sections import (
     SftConfig,
     TaskConfig,
     TrainConfig,
+    VLLMConfig,
 )
 from assay.config.settings import Above0, Below1, Count, Finite, Fraction, NonNegative, Positive, Section, Seed, Split
 
@@ -59,4 +60,5 @@ __all__ = [
     "Split",
     "TaskConfig",
     "TrainConfig",
+    "VLLMConfig",
 ]

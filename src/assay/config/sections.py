@@ -257,7 +257,7 @@ class SftConfig(Section):
     """task arguments that differ for the worked solutions, e.g. sft.args.noise = 0.3"""
 
 
-BUILT_IN_ENGINES = ("auto", "native", "hf")
+BUILT_IN_ENGINES = ("auto", "native", "hf", "vllm")
 
 
 class SamplingConfig(Section):
@@ -359,7 +359,7 @@ class EngineConfig(Section):
     renamed: ClassVar = {"lend": "sleep_while_training"}
 
     name: Annotated[str, AfterValidator(check_engine_name)] = "auto"
-    """auto: native for the Llama and Qwen families, hf for all others; or your own as file.py:function"""
+    """auto: native for the Llama and Qwen families, hf for all others; vllm; or your own as file.py:function"""
     max_batch: Count = 0
     """maximum number of sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
     memory: NonNegative = 0.0
@@ -376,6 +376,43 @@ class EngineConfig(Section):
     """proof of weight sync: bit by bit, or scores of probe sequences; auto: the first that the engine supports"""
     verify_every: Positive = 1
     """verify every N-th weight sync"""
+
+
+class VLLMConfig(Section):
+    """vLLM servers, for engine.name = "vllm"."""
+
+    urls: list[str] = Field(default_factory=list)
+    """running servers, e.g. ["http://127.0.0.1:8000"]; empty: start servers on this host and stop them at the end"""
+    servers: Positive = 1
+    """number of servers to start"""
+    python: str = ""
+    """Python interpreter of an environment with vLLM, to start servers; empty: the current one"""
+    args: list[str] = Field(default_factory=list)
+    """more arguments of the servers to start, e.g. ["--tensor-parallel-size", "2"]"""
+    devices: list[str] = Field(default_factory=list)
+    """CUDA_VISIBLE_DEVICES of each server to start, e.g. ["1", "2,3"]; empty: the trainer's GPU"""
+    gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """fraction of GPU memory of each server to start, for its weights and its KV cache"""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """port of the first server to start; the next ones follow; 0: any free port"""
+    start_timeout_s: Above0 = 600.0
+    """time limit in seconds for the start of a server"""
+    model: str = ""
+    """name of the policy on the servers in urls; empty: the first model that they list"""
+    api_key_env: str = ""
+    """environment variable with the API key of the servers in urls"""
+    timeout_s: NonNegative = 0.0
+    """fail if a server does not answer a request within this many seconds; 0: wait without a limit"""
+    seeds: bool = True
+    """send a seed with every sample; false: faster on GPUs, where vLLM draws the noise of seeded samples one by one"""
+    transport: Literal["auto", "folder", "ipc", "nccl"] = "auto"
+    """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
+    folder: str = ""
+    """folder for weights that trainer and servers share; empty: a temporary one on this host"""
+    nccl_host: str = "127.0.0.1"
+    """address of the trainer's host, as seen by the servers, for the transport nccl"""
+    sleep_level: Literal[1, 2] = 1
+    """for engine.sleep_while_training. 1: move weights to CPU memory; 2: drop them, until the next weight update"""
 
 
 class TrainConfig(Section):
@@ -410,6 +447,7 @@ class TrainConfig(Section):
     save: SaveConfig = Field(default_factory=SaveConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
 
 
@@ -431,6 +469,7 @@ class MeasureConfig(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig)
 
 
 class HttpConfig(Section):

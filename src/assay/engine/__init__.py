@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -67,6 +67,12 @@ def make_hf(model: PolicyModel, **options: Any) -> Engine:
     return HFEngine(model, **options)
 
 
+def make_vllm(model: PolicyModel, **options: Any) -> Engine:
+    from assay.engine.vllm import VLLMEngine
+
+    return VLLMEngine(model, **options)
+
+
 def without_group(make: Backend, name: str = "a custom engine") -> Backend:
     """Wrap a backend that serves a whole model on one device."""
 
@@ -81,22 +87,25 @@ def without_group(make: Backend, name: str = "a custom engine") -> Backend:
 ENGINES: dict[str, Backend] = {
     "native": make_native,
     "hf": without_group(make_hf, "the hf engine"),
+    "vllm": make_vllm,
 }
 
 
-def make_engine(backend: str | Backend, model: PolicyModel, **options: Any) -> Engine:
+def make_engine(
+    backend: str | Backend, model: PolicyModel, settings: Mapping[str, Any] | None = None, **options: Any
+) -> Engine:
     """Build an engine with its own copy of the model's weights, as version 0.
 
     `backend`: a key of `ENGINES`, "auto" to choose by the kind of model, or a function that gets the model and all
     fields of `EngineOptions` except `group`, as keyword arguments.
-    `options`: fields of `EngineOptions`; `device` and `dtype` are required. With `group`, every rank must make this
-    call and all later calls in the same order.
+    `settings`: arguments that only this backend has. `options`: fields of `EngineOptions`; `device` and `dtype` are
+    required. With `group`, every rank must make this call and all later calls in the same order.
     """
     if backend == "auto":
         backend = "native" if isinstance(model, Decoder) else "hf"
     if isinstance(backend, str) and backend not in ENGINES:
         raise unknown_name("engine", backend, ["auto", *ENGINES])
     make = ENGINES[backend] if isinstance(backend, str) else without_group(backend)
-    engine = make(model, **vars(EngineOptions(**options)))
+    engine = make(model, **vars(EngineOptions(**options)), **(settings or {}))
     engine.update_weights(model, version=0)
     return engine

@@ -114,11 +114,12 @@ class Capabilities:
 
     exact_seeds: bool = False  # a sample depends on its request's seed and tokens only, not on other requests
     temperature_logprobs: bool = False  # `engine_logprobs` are at the sampling temperature, before truncation
+    truncated_logprobs: bool = True  # and this also holds for requests with top_k, top_p, min_p or min_new_tokens
     entropy: bool = False  # completions report the entropy of the sampling distribution
     kept_mass: bool = False  # completions report the probability mass left by truncation
     handles: bool = False  # `Request.keep` and `Request.continues`; otherwise the whole sequence is sent again
     inflight_updates: bool = False  # `update_weights` while requests are running
-    score: bool = False  # log-probabilities of given tokens
+    score: bool = False  # log-probabilities of given tokens, at temperature 1 at least
     fingerprint: bool = False  # of the served weights
 
 

@@ -17,7 +17,7 @@ from assay.models.base import PolicyModel, fingerprint
 from assay.types import Completion, Finish, UserError
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
-HOT = SamplingParams(temperature=8.0, max_new_tokens=8)  # nearly uniform for any model
+HOTTEST = 8.0  # temperature: nearly uniform for any model
 WARM = SamplingParams(temperature=0.7, max_new_tokens=8)
 MAX_STEPS = 100_000
 UNKNOWN = 1 << 40  # neither the id of a request nor a handle
@@ -70,6 +70,11 @@ class Probe:
     prompt: list[int]
     policy: PolicyModel | None
     decode: Decode | None
+    hottest: float = HOTTEST
+
+    @property
+    def hot(self) -> SamplingParams:
+        return SamplingParams(temperature=self.hottest, max_new_tokens=8)
 
     @property
     def tolerance(self) -> float:
@@ -165,17 +170,21 @@ Check = Callable[[Probe], None]
 
 
 def check_engine(
-    engine: Engine, prompt_ids: Sequence[int], policy: PolicyModel | None = None, decode: Decode | None = None
+    engine: Engine,
+    prompt_ids: Sequence[int],
+    policy: PolicyModel | None = None,
+    decode: Decode | None = None,
+    hottest: float = HOTTEST,
 ) -> list[str]:
     """Use an engine in every way that the interface allows; return the problems, one line each.
 
     `prompt_ids`: a prompt of some tokens. `policy`: the model whose weights the engine serves; without it, weight
     updates, fingerprints and the equality of log-probabilities with the trainer's are not checked. `decode`: the
     function that the engine was built with; without it, stop strings are not checked. Capabilities that the engine does
-    not declare are not checked. Tokens are compared exactly, so the engine should compute in float32 or float64. The
-    engine is not closed.
+    not declare are not checked. `hottest`: the highest temperature, at which samples must differ. Tokens are compared
+    exactly, so the engine should compute in float32 or float64. The engine is not closed.
     """
-    return list(problems(Probe(engine, list(prompt_ids), policy, decode), CHECKS))
+    return list(problems(Probe(engine, list(prompt_ids), policy, decode, hottest), CHECKS))
 
 
 def problems(probe: Probe, checks: Iterable[Check]) -> Iterator[str]:
@@ -195,7 +204,11 @@ def problems(probe: Probe, checks: Iterable[Check]) -> Iterator[str]:
 
 
 def requests_and_samples(probe: Probe) -> None:
-    requests = [probe.request(), probe.request(replace(HOT, n=3), seed=1), probe.request(replace(WARM, n=2), seed=2)]
+    requests = [
+        probe.request(),
+        probe.request(replace(probe.hot, n=3), seed=1),
+        probe.request(replace(WARM, n=2), seed=2),
+    ]
     probe.run(requests)
     probe.run(requests, wait=False)
     require(probe.engine.step(wait=False) == [], "step(wait=False) returned events although there was no request")
@@ -260,9 +273,9 @@ def stop_strings(probe: Probe) -> None:
 def sampling(probe: Probe) -> None:
     greedy = probe.tokens(probe.request(), probe.request(replace(GREEDY, n=2), seed=5))
     require(len({tuple(ids) for group in greedy for ids in group}) == 1, "greedy samples differ")
-    ((one,),) = probe.tokens(probe.request(replace(HOT, top_k=1)))
+    ((one,),) = probe.tokens(probe.request(replace(probe.hot, top_k=1)))
     require(one == greedy[0][0], "top_k = 1 does not give the greedy tokens")
-    hot = probe.tokens(probe.request(replace(HOT, n=4)), probe.request(replace(HOT, n=4), seed=1))
+    hot = probe.tokens(probe.request(replace(probe.hot, n=4)), probe.request(replace(probe.hot, n=4), seed=1))
     require(all(len({tuple(ids) for ids in group}) > 1 for group in hot), "all samples of a request are equal")
     require(hot[0] != hot[1], "requests with different seeds have equal samples")
 
@@ -270,26 +283,41 @@ def sampling(probe: Probe) -> None:
 def exact_seeds(probe: Probe) -> None:
     if not probe.engine.info.capabilities.exact_seeds:
         return
-    requests = [probe.request(replace(HOT, n=2), seed=1), probe.request(replace(WARM, n=3), seed=2), probe.request(HOT)]
+    requests = [
+        probe.request(replace(probe.hot, n=2), seed=1),
+        probe.request(replace(WARM, n=3), seed=2),
+        probe.request(probe.hot),
+    ]
     together = probe.tokens(*requests)
     require(probe.tokens(*requests) == together, "the same seeds give different tokens the second time")
     alone = [probe.tokens(request)[0] for request in reversed(requests)]
     require(alone[::-1] == together, "a sample depends on the other requests")
-    first = probe.request(replace(HOT, n=1), seed=1)
+    first = probe.request(replace(probe.hot, n=1), seed=1)
     require(probe.tokens(first)[0] == together[0][:1], "sample 0 depends on the number of samples")
+
+
+def scores_of(probe: Probe, completion: Completion, temperature: float) -> list[float] | None:
+    """Scores of a completion of the prompt; None if the engine refuses a temperature other than 1."""
+    try:
+        (scores,) = probe.engine.score([[*probe.prompt, *completion.token_ids]], temperature)
+    except UserError:
+        require(temperature != 1.0, "score fails at temperature 1")
+        return None
+    return scores
 
 
 def log_probabilities(probe: Probe) -> None:
     capabilities, start = probe.engine.info.capabilities, len(probe.prompt) - 1
     if not capabilities.temperature_logprobs:
         return
-    for params in (GREEDY, HOT, replace(WARM, top_k=3)):
+    for params in (GREEDY, probe.hot, WARM, replace(WARM, top_k=3)):
+        if params.truncates and not capabilities.truncated_logprobs:
+            continue
         completion = probe.serve_one(probe.request(params, seed=3))
         logprobs, temperature = torch.tensor(completion.engine_logprobs), params.temperature or 1.0
         gain = torch.tensor(completion.sampling_logprobs) - logprobs
         require(bool((gain > -probe.tolerance).all()), "truncation makes a sampled token less likely")
-        if capabilities.score:
-            (scores,) = probe.engine.score([[*probe.prompt, *completion.token_ids]], temperature)
+        if capabilities.score and (scores := scores_of(probe, completion, temperature)) is not None:
             complete = len(scores) == start + len(completion.token_ids)
             require(complete, "score does not return one number for every token but the first")
             equal = probe.close(logprobs, scores[start:])
@@ -309,12 +337,12 @@ def reported(completion: Completion, name: str) -> float:
 
 def entropy_and_kept_mass(probe: Probe) -> None:
     capabilities = probe.engine.info.capabilities
-    ((free,), (truncated,)) = probe.serve(probe.request(HOT), probe.request(replace(HOT, top_k=2)))
+    ((free,), (truncated,)) = probe.serve(probe.request(probe.hot), probe.request(replace(probe.hot, top_k=2)))
     for completion in (free, truncated) if capabilities.entropy else ():
         entropy = reported(completion, "entropy")
         require(entropy > 0, "the entropy of a sampled completion is not positive")
         if probe.policy is not None:
-            logprobs = probe.distributions(completion, HOT.temperature)
+            logprobs = probe.distributions(completion, probe.hot.temperature)
             expected = -float((logprobs.exp() * logprobs).sum(-1).mean())
             require(abs(entropy - expected) <= probe.tolerance, "entropy is not that of the policy")
     if capabilities.kept_mass:
@@ -322,12 +350,14 @@ def entropy_and_kept_mass(probe: Probe) -> None:
         require(abs(reported(free, "kept_mass") - 1.0) <= probe.tolerance, "kept_mass is not 1 without truncation")
         require(kept_mass < 1.0, "kept_mass is not below 1 with top_k = 2")
         if probe.policy is not None:
-            mass = float(probe.distributions(truncated, HOT.temperature).exp().topk(2, dim=-1).values.sum(-1).mean())
+            mass = float(
+                probe.distributions(truncated, probe.hot.temperature).exp().topk(2, dim=-1).values.sum(-1).mean()
+            )
             require(abs(kept_mass - mass) <= probe.tolerance, "kept_mass is not that of the policy")
 
 
 def streaming(probe: Probe) -> None:
-    params = replace(HOT, n=2, max_new_tokens=12)
+    params = replace(probe.hot, n=2, max_new_tokens=12)
     record, (silent, streamed) = probe.run([probe.request(params), probe.request(params, stream=True)])
     require(all(key[0] == streamed for key in record.chunks), "a request without stream yields chunks")
     require(silent in record.completions, "a request without stream did not finish")
@@ -342,7 +372,7 @@ def streaming(probe: Probe) -> None:
 
 
 def abort(probe: Probe) -> None:
-    engine, long = probe.engine, replace(HOT, n=2, max_new_tokens=24)
+    engine, long = probe.engine, replace(probe.hot, n=2, max_new_tokens=24)
     whole, partly, other = (engine.add(probe.request(long, seed=seed)) for seed in range(3))
     engine.abort([whole, (partly, 0), UNKNOWN, (UNKNOWN, 0), (other, 7)])
     engine.abort([whole])
@@ -367,7 +397,7 @@ def check_aborted(record: Record, expected: set[tuple[int, int]]) -> None:
 def handles(probe: Probe) -> None:
     if not probe.engine.info.capabilities.handles:
         return
-    first, second = probe.serve(probe.request(replace(HOT, n=2), keep=True))[0]
+    first, second = probe.serve(probe.request(replace(probe.hot, n=2), keep=True))[0]
     require(None not in (first.handle, second.handle), "a completion of a request with keep has no handle")
     require(first.handle != second.handle, "two kept completions have the same handle")
     more = probe.prompt[:2]
@@ -409,7 +439,7 @@ def updates_while_requests_run(probe: Probe) -> None:
     if probe.policy is None:
         return
     engine, version = probe.engine, probe.engine.info.version
-    request = probe.request(replace(HOT, n=3, max_new_tokens=24))
+    request = probe.request(replace(probe.hot, n=3, max_new_tokens=24))
     expected = probe.tokens(request)[0]
     record, running = Record(), engine.add(request)
     record.add(engine.step(wait=False))
@@ -451,10 +481,10 @@ def sleep_and_cache(probe: Probe) -> None:
 
 def calls_from_another_thread(probe: Probe) -> None:
     engine, record = probe.engine, Record()
-    samples = {engine.add(probe.request(replace(HOT, max_new_tokens=24))): 1}
+    samples = {engine.add(probe.request(replace(probe.hot, max_new_tokens=24))): 1}
 
     def call() -> None:
-        added = [engine.add(probe.request(HOT, seed=seed)) for seed in range(4)]
+        added = [engine.add(probe.request(probe.hot, seed=seed)) for seed in range(4)]
         engine.abort([added[0]])
         engine.release([UNKNOWN])
         samples.update(dict.fromkeys(added[1:], 1))

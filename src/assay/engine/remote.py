@@ -121,13 +121,15 @@ class RemoteEngine(ABC):
         *,
         timeout_s: float = 0.0,
         api_key: str = "",
+        ranks: Ranks | None = None,
     ) -> None:
         """`timeout_s`: fail if a server does not answer a request within this time; 0: wait without a limit.
 
-        The served weights have version -1 until the first `update_weights`.
+        `ranks`: those of `options.group` if they exist already. The served weights have version -1 until the first
+        `update_weights`.
         """
         self.vocab_size, self.options, self.timeout_s = model.vocab_size, options, timeout_s
-        self.ranks = Ranks(options.group)
+        self.ranks = ranks or Ranks(options.group)
         self.loop = LoopThread()
         self.servers = [Server(url, self._new_client(url, api_key)) for url in map(check_url, urls)]
         max_length = min(model.max_length, options.max_length or model.max_length)
@@ -162,7 +164,19 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Load full weights into all servers; they must not use cached prefixes of earlier weights afterwards."""
+        """Load full weights into all servers; they must not use cached prefixes of earlier weights afterwards.
+
+        If `self.asleep`, the servers sleep; they must be awake afterwards.
+        """
+
+    def _begin_update(self) -> None:  # noqa: B027
+        """Called on all ranks before an update. Engines with `inflight_updates` must not send requests until its end.
+
+        `_end_update` follows, also if the update fails.
+        """
+
+    def _end_update(self) -> None:  # noqa: B027
+        pass
 
     def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         raise UserError(f"{self.kind} servers do not report log-probabilities of given tokens (capability score)")
@@ -303,31 +317,40 @@ class RemoteEngine(ABC):
     @torch.inference_mode(False)
     @torch.no_grad()
     def update_weights(self, source: WeightSource, version: int) -> None:
-        if self.running and not self.info.capabilities.inflight_updates:
-            raise UserError(f"{self.kind} cannot update weights while requests are running: finish or abort them")
+        self.ranks.on_leaders(self._check_idle_for_update)
         weights = iter(source.weights())
 
         def publish() -> None:
             try:
-                if self.asleep:
-                    self._wake()
                 self._publish(weights, version)
             finally:
                 drain(weights)  # the other ranks gather all weights, also if this one failed
 
-        self.ranks.on_main(publish, meanwhile=lambda: drain(weights))
-        self.asleep = False
-        self.info = replace(self.info, version=version)
+        try:
+            self._begin_update()
+            self.ranks.barrier()
+            self.ranks.on_main(publish, meanwhile=lambda: drain(weights))
+            self.asleep = False
+            self.info = replace(self.info, version=version)
+        finally:
+            self._end_update()
+
+    def _check_idle_for_update(self) -> None:
+        if self.running and not self.info.capabilities.inflight_updates:
+            raise UserError(f"{self.kind} cannot update weights while requests are running: finish or abort them")
 
     def fingerprint(self) -> str | None:
         return self.ranks.on_main(self._fingerprint) if self.info.capabilities.fingerprint else None
 
     def sleep(self) -> None:
-        if self.running:
-            raise UserError("the engine cannot sleep while requests are running: finish or abort them first")
-        if self.options.sleep_while_training:
+        self.ranks.on_leaders(self._check_idle)
+        if self.options.sleep_while_training and not self.asleep:
             self.ranks.on_main(self._sleep)
             self.asleep = True
+
+    def _check_idle(self) -> None:
+        if self.running:
+            raise UserError("the engine cannot sleep while requests are running: finish or abort them first")
 
     def wake(self) -> None:
         if self.asleep:
@@ -577,6 +600,10 @@ class Ranks:
         if not self.is_main:
             meanwhile()
         return self._shared(work, self.is_main, self.world)
+
+    def barrier(self) -> None:
+        if self.world is not None:
+            self.on_leaders(lambda: None)
 
     def on_leaders(self, work: Callable[[], None]) -> None:
         """Call `work` on the first rank of every group. A `UserError` is raised on all ranks."""

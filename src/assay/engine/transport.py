@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from assay.models.export import write_files
+from assay.process.program import free_port
 from assay.types import UserError
 
+ALIGNMENT = 256  # bytes; of weights within a buffer
+CHUNK_BYTES = 1 << 29  # of weights that are sent at once
 MEMORY_FOLDER = "/dev/shm"
 SHARD_BYTES = 2 * 10**9  # several files are written at the same time
 
@@ -86,3 +91,88 @@ def fast_folder(needed_bytes: int) -> str | None:
         if os.access(MEMORY_FOLDER, os.W_OK) and shutil.disk_usage(MEMORY_FOLDER).free > 2 * needed_bytes + 2**28:
             return MEMORY_FOLDER
     return None
+
+
+class IpcTransport:
+    """GPU memory of this process that servers on the same GPU read (CUDA IPC). Weights are sent in chunks."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.device, self.dtype, self.chunk_bytes = device, dtype, chunk_bytes
+
+    @property
+    def gpu(self) -> str:
+        """Identifies the physical GPU."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Buffers of bytes with the layout of their weights. A buffer is used again after the next one is requested."""
+        buffer = torch.empty(self.chunk_bytes, dtype=torch.uint8, device=self.device)
+        layout = empty_layout()
+        used = 0
+        for name, weight in weights:
+            value = weight.detach().to(self.dtype if weight.is_floating_point() else None)
+            if used and used + value.nbytes > buffer.numel():
+                yield buffer, layout
+                layout, used = empty_layout(), 0
+            if value.nbytes > buffer.numel():
+                buffer = torch.empty(value.nbytes, dtype=torch.uint8, device=self.device)
+            buffer[used : used + value.nbytes].copy_(value.contiguous().view(-1).view(torch.uint8))
+            entry = (name, str(value.dtype).removeprefix("torch."), list(value.shape), used)
+            for column, item in zip(layout.values(), entry, strict=True):
+                column.append(item)
+            used += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
+        yield buffer, layout
+
+
+def empty_layout() -> dict[str, list[Any]]:
+    return {"names": [], "dtypes": [], "shapes": [], "offsets": []}
+
+
+def ipc_handle(buffer: Tensor) -> list[Any]:
+    """What another process needs to read a buffer, as JSON. Each handle may be opened once."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    torch.cuda.synchronize(buffer.device)
+    arguments = reduce_tensor(buffer)[1]
+    memory, size, offset, _, counter, counter_offset, event, sync = arguments[7:15]
+    encoded = [base64.b64encode(part).decode() for part in (memory, counter, event)]
+    return [buffer.numel(), encoded[0], size, offset, encoded[1], counter_offset, encoded[2], sync]
+
+
+class NcclTransport:
+    """Broadcasts from this process to the workers of all servers, through vLLM's weight-transfer API.
+
+    Never run: it needs a second GPU. vLLM must be installed in the trainer's environment too, because both ends must
+    set up NCCL in the same way.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, host: str, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.device, self.dtype, self.host, self.chunk_bytes = device, dtype, host, chunk_bytes
+        self.port = free_port()
+        self.communicator: Any = None
+
+    def connect(self, world_size: int) -> None:
+        """Wait until all workers have joined; this process has rank 0."""
+        try:
+            from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+            from vllm.distributed.utils import StatelessProcessGroup
+        except ImportError:
+            raise UserError("transport 'nccl' needs vLLM in this environment: install it, or use 'folder'") from None
+        group = StatelessProcessGroup.create(host=self.host, port=self.port, rank=0, world_size=world_size)
+        self.communicator = PyNcclCommunicator(group, device=self.device)
+
+    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+        chunk: list[tuple[str, Tensor]] = []
+        for name, weight in weights:
+            chunk.append((name, weight.detach().to(self.device, self.dtype, copy=True).contiguous()))
+            if sum(tensor.nbytes for _, tensor in chunk) >= self.chunk_bytes:
+                yield chunk
+                chunk = []
+        if chunk:
+            yield chunk
+
+    def broadcast(self, chunk: Iterable[tuple[str, Tensor]]) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        for _, tensor in chunk:
+            self.communicator.broadcast(tensor, src=0, stream=stream)
+        stream.synchronize()

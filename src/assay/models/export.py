@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from importlib.metadata import version
 from itertools import islice
@@ -60,15 +60,7 @@ def save_model(
         if isinstance(model, HFModel):
             save_fallback(model, folder, dtype, tokens, shard_bytes)
         elif isinstance(model, Decoder):
-            config = {
-                **spec_to_hf(model.spec),
-                **special,  # also if None: otherwise the defaults of the family (1 and 2 for Llama) would apply
-                "dtype": name_of(dtype),
-                "torch_dtype": name_of(dtype),
-                # Without it, transformers warns of a possibly wrong tokenizer.
-                "transformers_version": version("transformers"),
-            }
-            write_json(folder / "config.json", config)
+            save_config(model, folder, dtype, special)
             write_json(folder / "generation_config.json", tokens)
             sizes = [weight.numel() for name, weight in model.named_parameters() if not is_adapter(name)]
             write_weights(folder, model.weights(), sizes, dtype, shard_bytes)
@@ -78,6 +70,22 @@ def save_model(
         raise UserError(
             f"cannot write the model to '{folder}' ({error}): choose a folder that can be written"
         ) from error
+
+
+def save_config(model: PolicyModel, folder: Path, dtype: torch.dtype, special: Mapping[str, Any] | None = None) -> None:
+    """Save config.json alone. `special`: ids of special tokens."""
+    if isinstance(model, HFModel):
+        model.hf.config.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    else:
+        assert isinstance(model, Decoder)
+        config = {
+            **spec_to_hf(model.spec),
+            **(special or {}),  # also if None: otherwise the defaults of the family (1 and 2 for Llama) would apply
+            # Without it, transformers warns of a possibly wrong tokenizer.
+            "transformers_version": version("transformers"),
+        }
+    write_json(folder / "config.json", {**config, "dtype": name_of(dtype), "torch_dtype": name_of(dtype)})
 
 
 def save_fallback(model: HFModel, folder: Path, dtype: torch.dtype, tokens: dict[str, Any], shard_bytes: int) -> None:

@@ -292,7 +292,7 @@ def shard_and_build_engine(
 ) -> Engine:
     """Shard the policy over the ranks, and build the engine that serves it, or this rank's part of the engine."""
     build = partial(
-        components.build_engine, cfg.engine, policy, renderer, cfg.model.max_length, mesh.tp_group, device=mesh.device
+        components.build_engine, cfg, policy, renderer, cfg.model.max_length, mesh.tp_group, device=mesh.device
     )
     copies_model = components.is_custom_backend(cfg.engine) or not isinstance(policy, Decoder)
     engine = build() if copies_model else None  # copies the model before it is sharded

@@ -95,6 +95,12 @@ def check_capabilities(cfg: TrainConfig, engine: Engine, trains: bool, verify: M
             f"engine {name} does not report log-probabilities at the sampling temperature (temperature_logprobs), "
             "which training needs: set engine.name to auto, or to an engine that does"
         )
+    truncates = cfg.sampling.top_k or cfg.sampling.top_p < 1 or cfg.sampling.min_p or cfg.sampling.min_new_tokens
+    if trains and truncates and not has.truncated_logprobs:
+        raise UserError(
+            f"engine {name} reports log-probabilities after truncation (truncated_logprobs), which training cannot "
+            "use: switch off sampling.top_k, top_p, min_p and min_new_tokens, or set engine.name to auto"
+        )
     if not has.exact_seeds:
         console.warn(
             f"engine {name} has no exact seeds (exact_seeds): the same seed may give different tokens, and a resumed "

@@ -300,7 +300,7 @@ def build_renderer(cfg: PromptConfig, tokenizer: Tokenizer, task: Task | None) -
 
 
 def build_engine(
-    cfg: EngineConfig,
+    cfg: TrainConfig | MeasureConfig | ServeConfig,
     policy: PolicyModel,
     renderer: Renderer,
     max_length: int,
@@ -310,17 +310,28 @@ def build_engine(
     """`group`: ranks that serve the policy together, `mesh.tp_group`. `device`: that of the policy unless given."""
     from assay.engine import make_engine
 
-    device = device or policy.device
+    device, engine = device or policy.device, cfg.engine
+    options = {"max_batch", "memory", "prefill_tokens", "sleep_while_training", "kv_on_update"}
     return make_engine(
-        custom_backend(cfg.name) if is_custom_backend(cfg) else cfg.name,
+        custom_backend(engine.name) if is_custom_backend(engine) else engine.name,
         policy,
+        backend_settings(cfg, renderer),
         device=device,
-        dtype=pick_dtype(cfg.dtype, device),
-        **cfg.model_dump(include={"max_batch", "memory", "prefill_tokens", "sleep_while_training", "kv_on_update"}),
+        dtype=pick_dtype(engine.dtype, device),
+        **engine.model_dump(include=options),
         max_length=min(max_length or policy.max_length, policy.max_length),
         decode=renderer.decode,
         group=group,
     )
+
+
+def backend_settings(cfg: TrainConfig | MeasureConfig | ServeConfig, renderer: Renderer) -> dict[str, Any]:
+    """Arguments that only the chosen backend has: its section of the settings."""
+    if cfg.engine.name == "vllm":
+        if isinstance(cfg, ServeConfig):
+            raise UserError("assay serve has its own engine: start vLLM's server instead of engine.name = vllm")
+        return {"settings": cfg.vllm, "save_tokenizer": renderer.tokenizer.save}
+    return {}
 
 
 def is_custom_backend(cfg: EngineConfig) -> bool:
@@ -405,4 +416,4 @@ def build_server(
     with loading(model, console) as report:
         renderer, policy = load_resolved(model, Path(cfg.runs_dir), load)
     set_up_threads(model, policy, dtype, cfg.threads, console)
-    return renderer, build_engine(cfg.engine, policy, renderer, cfg.model.max_length)
+    return renderer, build_engine(cfg, policy, renderer, cfg.model.max_length)

@@ -1,9 +1,10 @@
 """Code that a run directory names is imported only with the user's consent.
 
-The config.toml of a run can name Python code (tasks, environments, rewards, losses, engines), and a run directory may
-come from anyone. Consent is stored in the user's state directory, never in the run directory: one file for each
-combination of the settings that reach code, the paths of the files that they name, and the content of these files. Runs
-that the user started are stored by settings and paths alone, so that users can edit their own files.
+The config.toml of a run can name Python code (tasks, environments, rewards, losses, engines) and programs (servers of
+an engine), and a run directory may come from anyone. Consent is stored in the user's state directory, never in the run
+directory: one file for each combination of the settings that reach code, the paths of the files that they name, and the
+content of these files. Runs that the user started are stored by settings and paths alone, so that users can edit their
+own files.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class RunCode:
     def check_remote_code(self) -> None:
         if self._cfg.model.trust_remote_code:
             self._confirm("runs Python code that comes with its model (model.trust_remote_code)")
+        if uses_servers(self._cfg):
+            self._confirm("starts programs, or sends its weights to servers, that its settings name ([vllm])")
 
     def _confirm(self, what: str) -> None:
         if self._ask is None or not self._ask(f"{self.folder} {what}. Trust it?"):
@@ -89,7 +92,7 @@ def check_import(path: str) -> None:
 def remember_trust(cfg: TrainConfig, started: bool = False) -> None:
     """Store that the user trusts a run with these settings, or has `started` it."""
     names = list(code_names(cfg))
-    if not names and not cfg.model.trust_remote_code:
+    if not names and not cfg.model.trust_remote_code and not uses_servers(cfg):
         return
     with suppress(OSError, RuntimeError):  # without a home directory, the user is asked again
         file = trust_file(cfg, contents=not started)
@@ -131,15 +134,22 @@ def code_settings(cfg: TrainConfig) -> dict[str, Any]:
         chosen["rewards"] = cfg.reward.functions
     if ":" in cfg.engine.name:  # else it is left out, as in the records of versions without engines by path
         chosen["engine"] = cfg.engine.name
+    if uses_servers(cfg):
+        chosen["vllm"] = cfg.vllm.model_dump(mode="json")
     if cfg.model.trust_remote_code:
         chosen["model"] = cfg.model.model_dump(mode="json")
     return chosen
 
 
+def uses_servers(cfg: TrainConfig) -> bool:
+    """Whether the run starts programs that its settings name, or sends its weights to servers."""
+    return cfg.engine.name == "vllm"
+
+
 def code_names(cfg: TrainConfig) -> Iterator[str]:
     """Every string in these settings that has the form of a path to an object: file.py:name or package.module:name."""
-    model = code_settings(cfg) | {"model": None}
-    return (text for text in strings(model) if ":" in text.strip(":") and not is_data_set(text))
+    chosen = code_settings(cfg) | {"model": None, "vllm": None}
+    return (text for text in strings(chosen) if ":" in text.strip(":") and not is_data_set(text))
 
 
 def is_data_set(text: str) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from assay.models import build_preset, fingerprint
-from assay.models.base import CHUNK, chunk_sums, combined
+from assay.models.fingerprint import CHUNK, chunk_sums, combined
 
 WORDS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 

@@ -1,0 +1,542 @@
+"""Generation with vLLM servers: given by URL, or started and stopped by this engine.
+
+Requests go to /v1/completions, with token ids in both directions. Everything else uses endpoints that vLLM has in its
+development mode (VLLM_SERVER_DEV_MODE=1). Tested with vLLM 0.24 and 0.32.
+
+vLLM reports one log-probability per sampled token. With `--logprobs-mode processed_logprobs`, which the servers must
+have, it is at the sampling temperature and after truncation. So it is what training needs unless sampling is
+truncated; the other modes report it before the temperature, which cannot be converted without all logits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from assay.config import VLLMConfig
+from assay.engine.base import Capabilities, EngineOptions, WeightSource
+from assay.engine.outputs import StopStrings
+from assay.engine.remote import Ranks, RemoteEngine, Server, ServerError, ServerUnreachable, shortened
+from assay.engine.sequence import Job, check_scored
+from assay.engine.transport import FolderTransport, IpcTransport, NcclTransport, ipc_handle
+from assay.engine.vllm_servers import LaunchedServers, SaveTokenizer
+from assay.engine.vllm_worker import EXTENSION
+from assay.models.base import PolicyModel
+from assay.models.fingerprint import digest_of
+from assay.types import Completion, Finish, UserError
+
+COMPLETIONS = "/v1/completions"
+LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
+FORBIDDEN_BIAS = -100.0
+FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+
+CAPABILITIES = Capabilities(
+    temperature_logprobs=True,
+    truncated_logprobs=False,
+    inflight_updates=True,
+    score=True,
+)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a server reports about itself."""
+
+    name: str
+    max_length: int
+    config: dict[str, Any]  # vLLM's, by section
+
+    def setting(self, section: str, name: str) -> Any:
+        return (self.config.get(section) or {}).get(name)
+
+    @property
+    def has_extension(self) -> bool:
+        return str(self.setting("parallel_config", "worker_extension_cls") or "").endswith(EXTENSION)
+
+    @property
+    def workers(self) -> int:
+        parallel = self.config.get("parallel_config") or {}
+        return int(parallel.get("tensor_parallel_size") or 1) * int(parallel.get("pipeline_parallel_size") or 1)
+
+
+class VLLMEngine(RemoteEngine):
+    kind, section = "vLLM", "vllm"
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        settings: VLLMConfig | None = None,
+        save_tokenizer: SaveTokenizer | None = None,
+        **options: Any,
+    ) -> None:
+        """`options`: fields of `EngineOptions`. `save_tokenizer`: needed to start servers."""
+        opts = EngineOptions(**options)
+        self.settings = settings or VLLMConfig()
+        if opts.dtype not in DTYPES:
+            raise UserError("vLLM has no float64: set engine.dtype to float32 or bfloat16, or use another engine")
+        ranks = Ranks(opts.group)
+        self.launched: LaunchedServers | None = None
+        if not self.settings.urls and ranks.is_main:
+            self.launched = LaunchedServers(self.settings, opts)
+        urls = self.settings.urls or ranks.on_main(lambda: self._launch(model, opts, save_tokenizer))
+        self.stopping = StopStrings(opts.decode) if opts.decode is not None else None
+        self.models: dict[str, ServedModel] = {}  # by URL
+        self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
+        self.updated = False  # whether there was an update
+        self.weights_dropped = False  # by a sleep of level 2
+        self.transport: FolderTransport | IpcTransport | NcclTransport | None = None
+        self.size = sum(weight.numel() for weight in model.parameters()) * opts.dtype.itemsize
+        key = os.environ.get(self.settings.api_key_env, "") if self.settings.api_key_env else ""
+        if self.settings.api_key_env and not key:
+            raise UserError(f"the environment variable {self.settings.api_key_env} (vllm.api_key_env) is not set")
+        limit = self.settings.timeout_s
+        try:
+            super().__init__(model, urls, opts, CAPABILITIES, timeout_s=limit, api_key=key, ranks=ranks)
+            self.gate = self.loop.call(open_gate())  # closed during an update: requests wait
+            self.ranks.on_main(self._prepare)
+        except BaseException:
+            self._close_servers()
+            raise
+
+    # -- start
+
+    def _launch(self, model: PolicyModel, options: EngineOptions, save_tokenizer: SaveTokenizer | None) -> list[str]:
+        assert self.launched is not None
+        try:
+            self.launched.start(model, save_tokenizer)
+        except BaseException:
+            self.launched.close()
+            raise
+        return self.launched.urls
+
+    def _check_servers(self) -> None:
+        for server in self.servers:
+            self.call(server, "GET", "/health", timeout_s=30)
+            served = self.models[server.url] = self._served_model(server)
+            check_served(served, server.url, self.info.max_length, self.options.dtype)
+            self._check_vocabulary(server)
+
+    def _served_model(self, server: Server) -> ServedModel:
+        listed = self.call(server, "GET", "/v1/models", timeout_s=30)
+        try:
+            models = {one["id"]: int(one["max_model_len"]) for one in listed["data"] if not one.get("parent")}
+            name = self.settings.model or next(iter(models))
+            max_length = models[name]
+        except KeyError as error:
+            if self.settings.model and isinstance(listed, dict) and "data" in listed:
+                names = ", ".join(str(one.get("id")) for one in listed["data"])
+                raise UserError(f"{server.url} serves {names}: set vllm.model to one of them") from None
+            raise self.garbage(f"a list of models without {error}") from None
+        except (TypeError, ValueError, StopIteration):
+            raise self.garbage(f"{shortened(str(listed), 80)!r} instead of a list of models") from None
+        try:
+            info = self.call(server, "GET", "/server_info?config_format=json", timeout_s=120)
+            config = info["vllm_config"]
+        except ServerUnreachable:
+            raise
+        except (ServerError, TypeError, KeyError):
+            raise UserError(f"the vLLM server {server.url} does not accept weights: {DEVELOPMENT}") from None
+        if not isinstance(config, dict):
+            raise self.garbage("its configuration as text; vLLM 0.24 or later is needed")
+        return ServedModel(name, max_length, config)
+
+    def _check_vocabulary(self, server: Server) -> None:
+        """The last token of the vocabulary must be accepted, and the one after it must not."""
+        for token, valid in ((self.vocab_size - 1, True), (self.vocab_size, False)):
+            body = {"model": self.models[server.url].name, "prompt": [token], "max_tokens": 1}
+            try:
+                self.call(server, "POST", COMPLETIONS, body, timeout_s=120)
+                accepted = True
+            except ServerUnreachable:
+                raise
+            except ServerError as error:
+                if "vocabulary" not in str(error):
+                    raise
+                accepted = False
+            if accepted != valid:
+                size = "larger" if accepted else "smaller"
+                raise UserError(
+                    f"the vLLM server {server.url} serves another model: its vocabulary is {size} than the policy's "
+                    f"{self.vocab_size} tokens; start it with the model of model.source"
+                )
+
+    def _prepare(self) -> None:
+        """Choose the transport, and resume servers that an earlier run has left paused or asleep."""
+        if any(answer.get("is_sleeping") for answer in self.call_all("GET", "/is_sleeping")):
+            self.call_all("POST", "/wake_up")
+        self.call_all("POST", "/resume")
+        self.transport = self._make_transport()
+
+    def _make_transport(self) -> FolderTransport | IpcTransport | NcclTransport:
+        kind, device, dtype = self.settings.transport, torch.device(self.options.device), self.options.dtype
+        extended = all(served.has_extension for served in self.models.values())
+        if kind == "nccl":
+            return self._connect_nccl(NcclTransport(device, dtype, self.settings.nccl_host))
+        if kind in ("auto", "ipc") and device.type == "cuda" and extended:
+            shared = IpcTransport(device, dtype)
+            gpus = {worker.get("uuid") for answer in self._rpc("assay_gpu") for worker in answer}
+            if gpus == {shared.gpu}:
+                return shared
+            if kind == "ipc":
+                raise UserError("transport 'ipc' needs servers on the trainer's GPU: use 'folder' or 'nccl'")
+        elif kind == "ipc":
+            need = f"servers with --worker-extension-cls {EXTENSION}" if device.type == "cuda" else "a GPU"
+            raise UserError(f"vllm.transport = 'ipc' needs {need}: use 'folder'")
+        return FolderTransport(self.settings.folder, dtype, self.size)
+
+    # -- requests
+
+    def _begin_update(self) -> None:
+        self.loop.call(set_gate(self.gate, False))
+
+    def _end_update(self) -> None:
+        self.loop.call(set_gate(self.gate, True))
+
+    def _payload(self, job: Job, samples: Sequence[int]) -> tuple[str, dict[str, Any]]:
+        return COMPLETIONS, self._body(job, samples[0], [])
+
+    def _body(self, job: Job, sample: int, drawn: Sequence[int]) -> dict[str, Any]:
+        """The request for the rest of a sample of which `drawn` tokens are there."""
+        params = job.request.params
+        if 0 < params.temperature < LOWEST_TEMPERATURE:
+            raise UserError(f"vLLM has no temperatures between 0 and {LOWEST_TEMPERATURE}: {params.temperature:g}")
+        limit = job.limit - len(drawn)
+        body: dict[str, Any] = {
+            "prompt": [*job.tokens, *drawn],
+            "max_tokens": limit,
+            "min_tokens": min(limit, max(0, params.min_new_tokens - len(drawn))),
+            "temperature": params.temperature,
+            # Also those that are off: otherwise the defaults of the model's generation config apply.
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(params.stop),
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,  # end tokens are among the stop tokens
+            "logprobs": 0,  # of the sampled token alone
+            "return_token_ids": True,
+        }
+        if params.forbidden_token_ids:
+            body["logit_bias"] = {str(token): FORBIDDEN_BIAS for token in params.forbidden_token_ids}
+        if params.temperature and self.settings.seeds:
+            body["seed"] = sample_seed(job.request.seed, sample, len(drawn))
+        return body
+
+    async def _generate(self, server: Server, job: Job, samples: Sequence[int]) -> list[Completion]:
+        """Completions; a sample that a weight update interrupts is continued with the new weights."""
+        (sample,) = samples
+        ids: list[int] = []
+        logprobs: list[float] = []
+        spans: list[tuple[int, int]] = []
+        while True:
+            await self.gate.wait()
+            version = self.info.version
+            body = {"model": self.models[server.url].name, **self._body(job, sample, ids)}
+            answer = await self.post(server, COMPLETIONS, body)
+            new_ids, new_logprobs, reason = self._choice(answer)
+            ids += new_ids
+            logprobs += new_logprobs
+            if new_ids:
+                spans.append((version, len(new_ids)))
+            if reason != "abort":
+                return [self._end(job, ids, logprobs, spans, FINISH.get(reason), version)]
+            if version == self.info.version and self.gate.is_set():
+                raise ServerError(f"the vLLM server {server.url} aborted a request: does another program control it?")
+
+    def _choice(self, answer: Any) -> tuple[list[int], list[float], str]:
+        try:
+            choice = answer["choices"][0]
+            return (
+                choice["token_ids"] or [],
+                (choice["logprobs"] or {}).get("token_logprobs") or [],
+                choice["finish_reason"],
+            )
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise self.garbage("no token ids or no log-probabilities (vLLM 0.24 or later is needed)") from None
+
+    def _end(
+        self,
+        job: Job,
+        ids: list[int],
+        logprobs: list[float],
+        spans: list[tuple[int, int]],
+        finish: Finish | None,
+        version: int,
+    ) -> Completion:
+        if finish is None:
+            raise self.garbage("an unknown finish reason")
+        params = job.request.params
+        if params.stop and self.stopping is not None and (end := first_stop(ids, params.stop, self.stopping)):
+            if end < len(ids):
+                ids, logprobs, spans = ids[:end], logprobs[:end], truncated(spans, end)
+            finish = Finish.STOP
+        first = spans[0][0] if spans else version
+        more = {"version_spans": tuple(spans)} if len(spans) > 1 else {}
+        return self._completion(job, ids, logprobs, logprobs, finish, first, **more)
+
+    def _parse(self, response: Any, job: Job, samples: Sequence[int], version: int) -> list[Completion]:
+        ids, logprobs, reason = self._choice(response)
+        return [self._end(job, ids, logprobs, [(version, len(ids))], FINISH.get(reason), version)]
+
+    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        if temperature != 1.0:
+            raise UserError("vLLM scores given tokens at temperature 1 only")
+        return self._score_on(self.servers[0], sequences)
+
+    def score_each(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+        """`score` of each server at temperature 1, by URL."""
+        check_scored(sequences, 1.0, self.info.max_length, self.vocab_size)
+        return self.ranks.from_leader(
+            lambda: {server.url: self._score_on(server, sequences) for server in self.servers}
+        )
+
+    def _score_on(self, server: Server, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        name = self.models[server.url].name
+
+        async def score(sequence: Sequence[int]) -> list[float]:
+            ids = [int(token) for token in sequence]
+            body = {"model": name, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+            answer = await self.post(server, COMPLETIONS, body)
+            try:
+                rows = answer["choices"][0]["prompt_logprobs"]
+                return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:], strict=True)]
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise self.garbage("no log-probabilities of the prompt") from None
+
+        async def score_all() -> list[list[float]]:
+            return await asyncio.gather(*(score(sequence) for sequence in sequences))
+
+        return self.loop.call(score_all())
+
+    # -- weights
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        super().update_weights(source, version)
+        if not self.updated:  # only now the names of the weights on both sides are known
+            self.updated = True
+            able = replace(self.info.capabilities, fingerprint=self.digests() is not None)
+            self.info = replace(self.info, capabilities=able)
+
+    def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        shapes: dict[str, tuple[int, ...]] = {}
+
+        def recorded() -> Iterator[tuple[str, Tensor]]:
+            for name, weight in weights:
+                shapes[name] = tuple(weight.shape)
+                yield name, weight
+
+        with self._paused():
+            if self.asleep:
+                self.call_all("POST", "/wake_up?tags=weights")
+            self._transfer(recorded(), version)
+            if self.asleep:
+                self.call_all("POST", "/wake_up?tags=kv_cache")
+            self._reset_prefix_cache()
+        self.published, self.weights_dropped = shapes, False
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Requests that are running return what they have, and are continued by `_generate`."""
+        self.call_all("POST", "/pause?mode=abort")
+        try:
+            yield
+        finally:
+            self.call_all("POST", "/resume")
+
+    def _transfer(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        match self.transport:
+            case FolderTransport() as transport:
+                with transport.written(weights, version) as folder:
+                    self._load_folder(str(folder))
+            case IpcTransport() as transport:
+                self._send_shared(transport, weights)
+            case NcclTransport() as transport:
+                self._broadcast(transport, weights)
+
+    def _load_folder(self, folder: str) -> None:
+        for server in self.servers:
+            extended = self.models[server.url].has_extension
+            method, name = ("assay_load_folder", "folder") if extended else ("reload_weights", "weights_path")
+            try:
+                self.call(server, "POST", "/collective_rpc", {"method": method, "kwargs": {name: folder}})
+            except ServerUnreachable:
+                raise
+            except ServerError as error:
+                raise UserError(
+                    f"the vLLM server {server.url} cannot load the weights in {folder} ({error}): it must serve the "
+                    "same model and see the same folder (vllm.folder); its log has the cause"
+                ) from None
+
+    def _send_shared(self, transport: IpcTransport, weights: Iterator[tuple[str, Tensor]]) -> None:
+        first = True
+        for buffer, layout in transport.chunks(weights):
+            for server in self.servers:
+                arguments = {"chunk": {**layout, "handle": ipc_handle(buffer)}, "first": first}
+                self.call(server, "POST", "/collective_rpc", {"method": "assay_load_shared", "kwargs": arguments})
+            first = False
+        self._rpc("assay_finish_loading")
+        torch.cuda.ipc_collect()
+
+    def _connect_nccl(self, transport: NcclTransport) -> NcclTransport:
+        world = 1 + sum(served.workers for served in self.models.values())
+        offset, threads = 1, []
+        for server in self.servers:
+            info = {"master_address": transport.host, "master_port": transport.port, "world_size": world}
+            body = {"init_info": {**info, "rank_offset": offset}}
+            threads.append(self._in_thread(server, "/init_weight_transfer_engine", body))
+            offset += self.models[server.url].workers
+        transport.connect(world)
+        for thread in threads:
+            thread.join()
+        return transport
+
+    def _broadcast(self, transport: NcclTransport, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self.call_all("POST", "/start_weight_update", {})
+        for chunk in transport.chunks(weights):
+            layout = {
+                "names": [name for name, _ in chunk],
+                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
+                "shapes": [list(tensor.shape) for _, tensor in chunk],
+            }
+            threads = [self._in_thread(one, "/update_weights", {"update_info": layout}) for one in self.servers]
+            transport.broadcast(chunk)
+            for thread in threads:
+                thread.join()
+        self.call_all("POST", "/finish_weight_update", {})
+
+    def _in_thread(self, server: Server, path: str, body: Any) -> threading.Thread:
+        """Send a request whose answer comes only after this process has joined a collective."""
+        thread = threading.Thread(target=self.call, args=(server, "POST", path, body), daemon=True)
+        thread.start()
+        return thread
+
+    def _rpc(self, method: str) -> list[list[Any]]:
+        """Call a method of the extension on all servers; for each, the results of its workers."""
+        answers = self.call_all("POST", "/collective_rpc", {"method": method})
+        return [(answer or {}).get("results") or [] for answer in answers]
+
+    def digests(self) -> dict[str, str] | None:
+        """Digest of each served weight by its Hugging Face name; None if a server cannot compute them.
+
+        If servers differ, those of one that differs from the first.
+        """
+        return self.ranks.on_main(self._digests)
+
+    def _digests(self) -> dict[str, str] | None:
+        if not all(served.has_extension for served in self.models.values()):
+            return None
+        results = self._rpc("assay_digests")
+        if any(len(workers) != 1 or not isinstance(workers[0], dict) for workers in results):
+            return None
+        first: dict[str, str] = results[0][0]
+        if set(first) != set(self.published):
+            return None  # another architecture, whose names in vLLM differ
+        return next((workers[0] for workers in results if workers[0] != first), first)
+
+    def fingerprint(self) -> str | None:
+        digests = self.digests() if self.info.capabilities.fingerprint else None
+        return None if digests is None else digest_of(digests)
+
+    # -- memory
+
+    def _sleep(self) -> None:
+        able = all(served.setting("model_config", "enable_sleep_mode") for served in self.models.values())
+        if not able:
+            raise UserError(
+                "engine.sleep_while_training needs vLLM servers with --enable-sleep-mode, on GPUs: restart them with "
+                "it, or switch the setting off"
+            )
+        self.call_all("POST", f"/sleep?level={self.settings.sleep_level}")
+        self.weights_dropped = self.settings.sleep_level == 2
+
+    def _wake(self) -> None:
+        if self.weights_dropped:
+            raise UserError("the weights were dropped by vllm.sleep_level = 2: update them before sampling, or use 1")
+        if any(answer.get("is_sleeping") for answer in self.call_all("GET", "/is_sleeping")):
+            self.call_all("POST", "/wake_up")
+        self.call_all("POST", "/resume")
+
+    def _reset_prefix_cache(self) -> None:
+        self.call_all("POST", "/reset_prefix_cache")
+
+    # -- end
+
+    def _why_unreachable(self, server: Server) -> str:
+        if self.launched is not None and (death := self.launched.death(server.url)):
+            return death
+        return super()._why_unreachable(server)
+
+    def _close_servers(self) -> None:
+        if isinstance(getattr(self, "transport", None), FolderTransport):
+            self.transport.close()  # type: ignore[union-attr]
+        if self.launched is not None:
+            self.launched.close()
+
+
+def check_served(served: ServedModel, url: str, max_length: int, dtype: torch.dtype) -> None:
+    """Raise a `UserError` that says how to restart a server that does not fit."""
+    if served.max_length < max_length:
+        raise UserError(
+            f"the vLLM server {url} serves {served.max_length} tokens per sequence and the run needs {max_length}: "
+            f"restart it with --max-model-len {max_length}, or set model.max_length = {served.max_length}"
+        )
+    if (mode := served.setting("model_config", "logprobs_mode")) != "processed_logprobs":
+        raise UserError(
+            f"the vLLM server {url} has --logprobs-mode {mode}, which is before the temperature: restart it with "
+            "--logprobs-mode processed_logprobs"
+        )
+    name = str(dtype).removeprefix("torch.")
+    if (other := str(served.setting("model_config", "dtype")).removeprefix("torch.")) != name:
+        raise UserError(
+            f"the vLLM server {url} computes in {other} and engine.dtype is {name}: set engine.dtype to {other}, or "
+            f"restart the server with --dtype {name}"
+        )
+
+
+def sample_seed(seed: int, sample: int, position: int) -> int:
+    """The seed of one sample, from 0 to 2**63 - 1."""
+    digest = hashlib.blake2b(f"{seed} {sample} {position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def first_stop(ids: Sequence[int], stops: tuple[str, ...], stopping: StopStrings) -> int:
+    """Number of tokens up to the one that completes a stop string; 0 if none does."""
+    for position in np.flatnonzero(stopping.suspects(np.asarray(ids), stops)).tolist():
+        if stopping.completed(ids[: position + 1], stops):
+            return position + 1
+    return 0
+
+
+def truncated(spans: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """The version spans of the first `length` tokens."""
+    kept: list[tuple[int, int]] = []
+    for version, count in spans:
+        if length > 0:
+            kept.append((version, min(count, length)))
+            length -= count
+    return kept
+
+
+async def open_gate() -> asyncio.Event:
+    gate = asyncio.Event()
+    gate.set()
+    return gate
+
+
+async def set_gate(gate: asyncio.Event, is_open: bool) -> None:
+    gate.set() if is_open else gate.clear()

@@ -1,0 +1,87 @@
+"""Programs that serve a run, such as inference servers: started with a log file, supervised, and always ended.
+
+The program runs under a supervisor (see `spawn`), which kills it and everything it has started when this process ends,
+whatever the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from assay.process.messages import send
+from assay.process.spawn import STOP_SIGNALS, ChildProcess, exit_reason, fork_under_supervisor
+
+STOP_S = 10.0  # seconds that a program gets after SIGTERM
+
+
+class SupervisedProgram:
+    """A running program. Its output is appended to `log`."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.log = log
+        self._ended: str | None = None
+        # The environment may hold secrets: unlike arguments, other users cannot see it.
+        settings = json.dumps({"command": list(command), "log": str(log)})
+        self._child = ChildProcess(__name__, settings, supervised=True, environment=environment)
+        self.pid: int = self._child.receive()
+
+    @property
+    def ended(self) -> str | None:
+        """How the program ended, e.g. "exit code 1"; None while it is running."""
+        if self._ended is None and not self._child.running:
+            self._ended = exit_reason(self._child.process.returncode)
+        return self._ended
+
+    def tail(self, limit: int = 300) -> str:
+        """The last error in the log, or else its last line."""
+        with suppress(OSError):
+            lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()[-400:] if line.strip()]
+            errors = [line for line in lines if "Error" in line or "error:" in line]
+            line = (errors or lines or [""])[-1]
+            return line if len(line) <= limit else "..." + line[-limit:]
+        return ""
+
+    def close(self) -> None:
+        """Ask the program to end, and kill it with everything it has started if it does not."""
+        if self.ended is None and self.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._child.process.wait(timeout=STOP_S)
+        reason = self._child.close()
+        self._ended = self._ended or reason
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that no program uses now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def main() -> None:
+    """In the child: replace the worker below the supervisor by the program."""
+    settings = json.loads(sys.argv[2])
+    fork_under_supervisor(namespaces=False, network=True)
+    send(1, os.getpid())
+    null = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(settings["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number, target in enumerate((null, log, log)):
+        os.dup2(target, number)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    command = settings["command"]
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"Error: cannot start {command[0]}: {error.strerror}\n".encode())
+        os._exit(127)

@@ -1,0 +1,88 @@
+"""Servers that the engine starts: command, environment, and what is reported if they do not start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_parts import small_decoder, small_spec
+
+from assay.config import VLLMConfig
+from assay.engine.base import EngineOptions
+from assay.engine.vllm_servers import LaunchedServers
+from assay.types import UserError
+
+POLICY = small_decoder(small_spec())
+
+
+def servers(options: dict[str, Any] | None = None, **settings: Any) -> LaunchedServers:
+    values = {"device": "cpu", "dtype": torch.float32, "max_batch": 7} | (options or {})
+    return LaunchedServers(VLLMConfig(**settings), EngineOptions(**values))
+
+
+def program(tmp_path: Path, code: str) -> str:
+    """An "interpreter" that runs this code instead of vLLM."""
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def start(launched: LaunchedServers, tmp_path: Path) -> None:
+    launched.start(POLICY, lambda folder: (folder / "tokenizer.json").write_text("{}"))
+
+
+def test_a_server_that_ends_at_once_is_reported_with_the_error_in_its_log(tmp_path: Path) -> None:
+    launched = servers(python=program(tmp_path, 'import sys; print("ImportError: no vllm here"); sys.exit(3)'))
+    with pytest.raises(UserError) as error:
+        start(launched, tmp_path)
+    launched.close()
+    text, _, log = str(error.value).partition(" (see ")
+    assert text == "a vLLM server did not start: it ended (exit code 3): ImportError: no vllm here"
+    assert Path(log.rstrip(")")).exists()  # it is kept
+
+
+def test_a_server_that_does_not_become_ready_is_stopped(tmp_path: Path) -> None:
+    launched = servers(python=program(tmp_path, 'import time; print("loading", flush=True); time.sleep(600)'))
+    launched.settings.start_timeout_s = 1.5
+    with pytest.raises(
+        UserError, match=r"not ready after 1.5 s \(last line of .*: loading\): raise vllm.start_timeout"
+    ):
+        start(launched, tmp_path)
+    (running,) = launched.programs.values()
+    launched.close()
+    assert running.ended is not None
+
+
+def test_a_missing_interpreter_or_package_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"vllm.python = '/no/python' is not a program"):
+        start(servers(python="/no/python"), tmp_path)
+    with pytest.raises(UserError, match=r"not installed in this environment: set vllm.python"):
+        start(servers(), tmp_path)
+
+
+def test_arguments_follow_the_options() -> None:
+    launched = servers(args=["--swap-space", "1"], transport="nccl")
+    text = " ".join(launched._arguments(1234, 96))
+    for part in ("--port 1234", "--max-num-seqs 7", "--max-model-len 97", "--dtype float32", "--load-format dummy"):
+        assert part in text
+    assert "--logprobs-mode processed_logprobs" in text and text.endswith("--enforce-eager --swap-space 1")
+    cuda = servers({"device": "cuda", "sleep_while_training": True, "memory": 2.0}, gpu_memory=0.3)
+    text = " ".join(cuda._arguments(1, 96))
+    assert "--gpu-memory-utilization 0.3" in text and "--enable-sleep-mode" in text and "--enforce-eager" not in text
+    assert "--kv-cache-memory-bytes 2147483648" in text
+
+
+def test_the_environment_is_without_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    environment = servers()._environment(0)
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(environment)
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["PATH"] == os.environ["PATH"]
+    assert servers({"device": "cuda:2"})._environment(0)["CUDA_VISIBLE_DEVICES"] == "6"
+    assert servers({"device": "cuda"}, devices=["1", "2,3"])._environment(1)["CUDA_VISIBLE_DEVICES"] == "2,3"

@@ -1,0 +1,91 @@
+"""Supervised programs: log, end, and no orphans when the process that started them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from assay.process.program import SupervisedProgram, free_port
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from assay.process.program import SupervisedProgram
+program = SupervisedProgram([sys.executable, "-c", sys.argv[2]], Path(sys.argv[1]), os.environ)
+print(program.pid, flush=True)
+time.sleep(600)
+"""
+PROGRAM = """
+import subprocess, time
+print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def run(code: str, log: Path, **environment: str) -> SupervisedProgram:
+    return SupervisedProgram([sys.executable, "-c", code], log, {**os.environ, **environment})
+
+
+def test_output_goes_to_the_log_and_the_end_is_reported(tmp_path: Path) -> None:
+    program = run("import os; print(os.environ['WORD']); raise SystemExit(3)", tmp_path / "log", WORD="hello")
+    until(lambda: program.ended is not None)
+    assert program.ended == "exit code 3" and program.tail() == "hello"
+    program.close()
+
+
+def test_the_tail_is_the_last_error(tmp_path: Path) -> None:
+    program = run("print('a'); print('ValueError: bad'); print('bye')", tmp_path / "log")
+    until(lambda: program.ended is not None)
+    assert program.tail() == "ValueError: bad"
+    program.close()
+
+
+def test_a_program_that_does_not_exist_ends_with_a_line_in_the_log(tmp_path: Path) -> None:
+    program = SupervisedProgram(["/no/such/program"], tmp_path / "log", os.environ)
+    until(lambda: program.ended is not None)
+    assert program.tail() == "Error: cannot start /no/such/program: No such file or directory"
+
+
+def test_close_ends_a_program_politely(tmp_path: Path) -> None:
+    handler = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: (print('term', flush=True), exit(0)))"
+    program = run(f"{handler}; print('ready', flush=True); time.sleep(600)", tmp_path / "log")
+    until(lambda: program.tail() == "ready")
+    assert program.ended is None and alive(program.pid)
+    program.close()
+    assert program.tail() == "term" and not alive(program.pid)
+
+
+def test_no_process_is_left_if_the_parent_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(log), PROGRAM], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    until(lambda: log.exists() and log.read_text().endswith("\n"))
+    grandchild = int(log.read_text())
+    assert alive(pid) and alive(grandchild)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    until(lambda: not alive(pid) and not alive(grandchild))
+
+
+def test_free_ports_can_be_used() -> None:
+    assert 1024 <= free_port() < 65536
