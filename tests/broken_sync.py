@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,35 +51,40 @@ class BrokenWeights:
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self.kind == "late":
-            before, self.given = self.given, self.copy(self.source)
-            yield from before.items()
-        elif self.kind == "frozen":
-            yield from self.first.items()
-        elif self.kind == "unmerged":
-            with self.policy.adapters_off():
-                yield from self.policy.weights()
-        else:
+        """Iterates over the true weights in any case: ranks gather sharded weights together."""
+        before, self.given = self.given, {}
+        off = self.kind == "unmerged"
+        with self.policy.adapters_off() if off else nullcontext():
             for name, weight in self.source.weights():
-                yield name, self.broken(weight) if name == self.name else weight
+                if self.kind == "late":
+                    self.given[name] = weight.detach().clone()
+                yield name, self.broken(name, weight, before)
 
-    def broken(self, weight: Tensor) -> Tensor:
-        before = self.first[self.name]
-        if self.kind == "skipped":
-            return before
+    def broken(self, name: str, weight: Tensor, before: dict[str, Tensor]) -> Tensor:
+        if self.kind == "late":
+            return before[name]
+        if self.kind == "frozen":
+            return self.first[name]
+        if name != self.name or self.kind == "unmerged":
+            return weight
         if self.kind == "transposed":
             return weight.t()
-        rows = max(len(weight) // 4, 1)
-        return torch.cat((before[:rows], weight[rows:]))
+        rows = len(weight) if self.kind == "skipped" else max(len(weight) // 4, 1)
+        return torch.cat((self.first[name][:rows], weight[rows:]))
 
 
 def break_sync(engine: Engine, policy: PolicyModel, kind: str, name: str = "") -> BrokenWeights:
     """From now on, all weight updates of this engine are broken. The engine serves the policy's weights already."""
-    broken, update = BrokenWeights(policy, kind, name), engine.update_weights
+    broken = BrokenWeights(policy, kind, name)
+    break_with(engine, broken)
+    return broken
+
+
+def break_with(engine: Engine, broken: BrokenWeights) -> None:
+    update = engine.update_weights
 
     def update_weights(source: WeightSource, version: int) -> None:
         update(broken.update(source), version)
 
     patched: Any = engine
     patched.update_weights = update_weights
-    return broken

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from broken_sync import KINDS, break_sync
+from broken_sync import KINDS, BrokenWeights, break_sync, break_with
+from processes import start
 from safetensors.torch import load_file
 from small_run import SmallRuns
 from train_parts import make_groups, tiny_decoder
@@ -20,12 +21,13 @@ from assay.algos import make_algorithm
 from assay.config import EngineConfig
 from assay.engine import Engine, WeightSource, make_engine
 from assay.engine.native.engine import NativeEngine
-from assay.mesh import Mesh
+from assay.mesh import Mesh, init_mesh, local_tensor
 from assay.models import HFModel, Lora, PolicyModel
-from assay.models.base import digests
+from assay.models.base import digests, fingerprint
 from assay.runs import checkpoints
 from assay.train import sync
 from assay.train.learner.optim import make_adamw
+from assay.train.learner.parallel import parallelise
 from assay.train.learner.update import Updater
 from assay.train.run import TrainingRun
 from assay.train.sync import (
@@ -388,3 +390,50 @@ def test_a_broken_sync_ends_the_run_with_one_line_and_the_checkpoint_before_is_k
     monkeypatch.undo()
     assert checkpoints.last_intact(small.runs / "small") == (0, [])
     assert small.resume("small") == 0
+
+
+def verify_on_ranks(mesh: Mesh, folder: Path, tp: int) -> None:
+    """Train and verify on FSDP x TP ranks; then the engine of the last data-parallel rank becomes stale."""
+    mesh = init_mesh(tp)
+    for method, dtype in (("probe", torch.bfloat16), ("fingerprint", torch.bfloat16), ("probe", torch.float32)):
+        policy = parallelise(tiny_decoder(0, torch.float32), mesh, "fsdp")
+        learning = Learning(policy, method, dtype, mesh=mesh, lr=10 * LR)  # type: ignore[arg-type]
+        for _ in range(3):
+            shards = [local_tensor(weight.detach()).clone() for weight in policy.parameters()]
+            before, metrics = fingerprint(policy.weights()), learning.weight_sync.verify(learning.step)
+            assert fingerprint(policy.weights()) == before
+            now = [local_tensor(weight.detach()) for weight in policy.parameters()]
+            assert all(torch.equal(*pair) for pair in zip(shards, now, strict=True))
+            assert len(set(map(str, mesh.all_gather_objects(metrics)))) == 1
+            metrics = learning.update()
+        scores = learning.weight_sync._trainer_scores()[0] if method == "probe" else np.zeros(1)
+        weights = {name: weight.clone() for name, weight in policy.weights()}
+        if mesh.is_main:
+            torch.save((scores.tolist(), weights), folder / f"{method}-{dtype}.pt")
+        broken = BrokenWeights(policy, "frozen")
+        if mesh.dp_rank == mesh.dp_size - 1:
+            break_with(learning.engine, broken)
+        text = learning.steps_to_error(40)[1]
+        assert f"the weights of the engine of rank {mesh.world - mesh.tp_size} differ" in text
+        assert len(set(mesh.all_gather_objects((text, learning.step)))) == 1
+
+
+def check_on_ranks(world: int, tp: int, folder: Path) -> None:
+    start(world, verify_on_ranks, folder, tp)
+    for dtype in (torch.bfloat16, torch.float32):
+        scores, weights = torch.load(folder / f"probe-{dtype}.pt")
+        policy = tiny_decoder(1, torch.float32)
+        policy.load_state_dict(weights, strict=False)
+        learning = Learning(policy, dtype=dtype)
+        alone = learning.weight_sync._trainer_scores()[0]
+        assert np.abs(alone - np.array(scores)).max() < 1e-4  # the same weights, rounded alike
+
+
+@pytest.mark.slow
+def test_fsdp_ranks_verify_together_and_stop_together(tmp_path: Path) -> None:
+    check_on_ranks(2, 1, tmp_path)
+
+
+@pytest.mark.slow
+def test_fsdp_and_tensor_parallel_ranks_verify_together_and_stop_together(tmp_path: Path) -> None:
+    check_on_ranks(4, 2, tmp_path)
