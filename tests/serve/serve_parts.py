@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import re
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -21,7 +27,7 @@ from assay.engine import make_engine
 from assay.models import export
 from assay.models.decoder import Decoder
 from assay.models.spec import ModelSpec
-from assay.serve.server import address_of, bind, run_server
+from assay.serve.server import Serving, address_of, bind, run_server
 from assay.text import Renderer, Tokenizer
 
 TEMPLATE = (
@@ -110,7 +116,7 @@ def serving(
     async def run() -> None:
         task = asyncio.current_task()
         loops.append((asyncio.get_running_loop(), task))
-        await run_server(dispatcher, text, listener, cfg, NAME, True, ready.set, lambda: None)
+        await run_server(dispatcher, Serving(text, cfg, NAME, on_ready=ready.set), listener)
 
     def work() -> None:
         with suppress(asyncio.CancelledError):
@@ -127,3 +133,36 @@ def serving(
         thread.join(30)
         listener.close()
         dispatcher.close()
+
+
+@contextmanager
+def command(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`assay serve` in a process, and its URL."""
+    run = [sys.executable, "-m", "assay", "serve", *words, "--port", "0", "--device", "cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TEST_KEY": "secret"}
+    with subprocess.Popen(run, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if match := re.search(r"at (http://\S+)/v1", line):
+                    yield process, match[1]
+                    break
+            else:
+                raise AssertionError("".join(lines))
+        finally:
+            process.kill()
+
+
+def metric_of(url: str, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for another thread or process."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "this never came true"
+        time.sleep(0.02)

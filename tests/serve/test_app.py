@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,17 @@ import httpx
 import openai
 import pytest
 import torch
-from serve_parts import NAME, RunningServer, byte_tokenizer, renderer, save_folder, serving, tiny_model
+from serve_parts import (
+    NAME,
+    RunningServer,
+    byte_tokenizer,
+    metric_of,
+    renderer,
+    save_folder,
+    serving,
+    tiny_model,
+    until,
+)
 from transformers import AutoModelForCausalLM
 
 from assay.engine import Request, SamplingParams, generate, make_engine
@@ -181,18 +190,6 @@ def test_a_default_system_message_is_replaced_by_the_clients() -> None:
     assert "Be long." in byte_tokenizer().decode(given) and "brief" not in byte_tokenizer().decode(given)
 
 
-def metric(server: RunningServer, name: str) -> float:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
-
-
-def eventually(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "this never came true"
-        time.sleep(0.02)
-
-
 @contextmanager
 def connected(server: RunningServer, body: Any) -> Iterator[socket.socket]:
     """A connection with a request whose response is not read."""
@@ -207,10 +204,13 @@ def connected(server: RunningServer, body: Any) -> Iterator[socket.socket]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_disconnected_client_frees_its_blocks(stream: bool) -> None:
     with serving(tiny_model(0, 4096), max_length=4096) as server:
-        body = {"prompt": PROMPT, "max_tokens": 4000, "n": 4, "ignore_eos": True, "stream": stream}
+        body = {"prompt": PROMPT, "max_tokens": 4000, "n": 100, "ignore_eos": True, "stream": stream}
         with connected(server, body):
-            eventually(lambda: metric(server, "assay_running_sequences") == 4)
-            assert metric(server, "assay_kv_blocks_used") > 0 and metric(server, "assay_active_samples") == 4
-        eventually(lambda: metric(server, "assay_kv_blocks_used") == 0)
-        assert metric(server, "assay_running_sequences") == metric(server, "assay_active_samples") == 0
+            until(lambda: metric_of(server.url, "assay_running_sequences") == 100)
+            assert (
+                metric_of(server.url, "assay_kv_blocks_used") > 0
+                and metric_of(server.url, "assay_active_samples") == 100
+            )
+        until(lambda: metric_of(server.url, "assay_kv_blocks_used") == 0)
+        assert metric_of(server.url, "assay_running_sequences") == metric_of(server.url, "assay_active_samples") == 0
         assert 'assay_requests_total{endpoint="completions",status="499"} 1' in httpx.get(f"{server.url}/metrics").text

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from serve_parts import save_folder, serving, tiny_model
+from serve_parts import command, save_folder, serving, tiny_model
 
 from assay.config import HttpConfig
 from assay.serve import server as module
 from assay.serve.server import access_of, bind, is_loopback
 from assay.types import UserError
-
-
-@contextmanager
-def command(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`assay serve` in a process, and its URL."""
-    run = [sys.executable, "-m", "assay", "serve", *words, "--port", "0", "--device", "cpu"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TEST_KEY": "secret"}
-    with subprocess.Popen(run, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stderr is not None
-            lines = []
-            for line in process.stderr:
-                lines.append(line)
-                if match := re.search(r"at (http://\S+)/v1", line):
-                    yield process, match[1]
-                    break
-            else:
-                raise AssertionError("".join(lines))
-        finally:
-            process.kill()
 
 
 def test_only_loopback_may_be_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +67,8 @@ def test_a_second_signal_stops_immediately(tmp_path: Path) -> None:
     with command(str(folder)) as (process, url):
         body = {"prompt": "Hi", "max_tokens": 4000, "n": 64, "ignore_eos": True, "stream": True}
         with httpx.Client(timeout=60) as client, client.stream("POST", f"{url}/v1/completions", json=body) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # the connection is closed when this is collected
+            next(lines)
             process.send_signal(signal.SIGINT)
             assert process.stderr is not None and "stopping" in process.stderr.readline()
             process.send_signal(signal.SIGINT)

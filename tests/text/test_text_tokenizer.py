@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import string
 from pathlib import Path
 
@@ -27,6 +28,15 @@ def byte_level(**kwargs) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     kwargs.setdefault("additional_special_tokens", ["<|im_end|>"])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **kwargs)
+
+
+def test_a_tokenizer_can_be_sent_to_another_process() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer(byte_level(chat_template=template))
+    messages = [{"role": "user", "content": "né"}]
+    text = tokenizer.chat_text(messages)  # compiles the template
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.chat_text(messages) == text and copy.encode(text) == tokenizer.encode(text)
 
 
 def test_end_tokens_come_from_the_tokenizer_the_turn_ends_and_the_generation_config(tmp_path) -> None:

@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        from assay.serve.server import access_of, address_of, bind, serve
+        from assay.serve.frontend import serve
+        from assay.serve.server import Serving, access_of, address_of, bind
     except ImportError:
         raise missing_extra("assay serve", "serve") from None
     from assay.train import components
@@ -52,16 +53,16 @@ def run(args: argparse.Namespace) -> int:
             has_chat = renderer.style == "chat" or bool(cfg.prompt.template) or cfg.prompt.style == "raw"
             if not has_chat:
                 console.note("the model has no chat template: /v1/chat/completions is not available")
-        serve(
-            engine,
+        url = address_of(listener)
+        serving = Serving(
             renderer,
-            listener,
             cfg.http,
-            name=name,
-            has_chat=has_chat,
-            on_ready=lambda: say(f"serving {name} at {address_of(listener)}/v1 (Ctrl-C stops)"),
+            name,
+            has_chat,
+            on_ready=lambda: say(f"serving {name} at {url}/v1 (Ctrl-C stops)"),
             on_stop=lambda: say("stopping: finishing the running requests"),
         )
+        serve(engine, serving, listener)
     finally:
         listener.close()
     return 0

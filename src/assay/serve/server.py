@@ -9,16 +9,16 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 
 from assay.config import HttpConfig
-from assay.engine.base import Engine
 from assay.engine.dispatch import Dispatcher
 from assay.serve.app import make_app
 from assay.serve.bridge import EngineBridge
-from assay.serve.control import LocalPort
+from assay.serve.control import EngineControl, LocalPort
 from assay.serve.metrics import Metrics
 from assay.serve.protocol import RequestLimits, RequestParser
 from assay.serve.service import AccessRules, Service
@@ -31,10 +31,25 @@ KEEP_ALIVE_S = 60
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+def nothing() -> None: ...
+
+
+@dataclass
+class Serving:
+    """A model and how it is served."""
+
+    renderer: Renderer
+    cfg: HttpConfig
+    name: str  # of the model, in requests
+    has_chat: bool = True  # whether there is a template for chats
+    on_ready: Callable[[], None] = nothing  # called when connections are accepted
+    on_stop: Callable[[], None] = nothing  # called when it only finishes the running requests
+
+
 class HttpServer(uvicorn.Server):
     """Stops on Ctrl-C or SIGTERM after the running requests; on a second one immediately."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None] = nothing) -> None:
         super().__init__(config)
         self.on_ready = on_ready
 
@@ -125,17 +140,16 @@ def limit_headers(config: uvicorn.Config) -> None:
     config.http_protocol_class = LimitedProtocol
 
 
-def build_service(
-    renderer: Renderer, has_chat: bool, name: str, cfg: HttpConfig, info: dict[str, Any], metrics: Metrics | None = None
-) -> Service:
+def build_service(serving: Serving, info: dict[str, Any], metrics: Metrics | None = None) -> Service:
     """`info`: of the engine, as `EngineControl.info` returns it."""
+    cfg = serving.cfg
     limits = RequestLimits(info["max_length"], info["vocab_size"], cfg.max_prompt_tokens, cfg.max_samples)
-    parser = RequestParser(renderer, limits, name, has_chat)
+    parser = RequestParser(serving.renderer, limits, serving.name, serving.has_chat)
     access = access_of(cfg, info["max_batch"])
-    return Service(name, renderer, parser, EngineBridge(), access, metrics or Metrics())
+    return Service(serving.name, serving.renderer, parser, EngineBridge(), access, metrics or Metrics())
 
 
-def make_http_server(service: Service, cfg: HttpConfig, on_ready: Callable[[], None] = lambda: None) -> HttpServer:
+def make_http_server(service: Service, cfg: HttpConfig, on_ready: Callable[[], None] = nothing) -> HttpServer:
     config = uvicorn.Config(
         make_app(service),
         log_level="warning",
@@ -152,46 +166,16 @@ def make_http_server(service: Service, cfg: HttpConfig, on_ready: Callable[[], N
     return HttpServer(config, on_ready)
 
 
-def serve(
-    engine: Engine,
-    renderer: Renderer,
-    listener: socket.socket,
-    cfg: HttpConfig,
-    *,
-    name: str,
-    has_chat: bool = True,
-    on_ready: Callable[[], None] = lambda: None,
-    on_stop: Callable[[], None] = lambda: None,
-) -> None:
-    """Serve until Ctrl-C or SIGTERM. `on_ready`: called when connections are accepted; `on_stop`: when it drains."""
-    dispatcher = Dispatcher(engine)
-    try:
-        asyncio.run(run_server(dispatcher, renderer, listener, cfg, name, has_chat, on_ready, on_stop))
-    finally:
-        listener.close()
-        dispatcher.close()
-
-
-async def run_server(
-    dispatcher: Dispatcher,
-    renderer: Renderer,
-    listener: socket.socket,
-    cfg: HttpConfig,
-    name: str,
-    has_chat: bool,
-    on_ready: Callable[[], None],
-    on_stop: Callable[[], None],
-) -> None:
-    from assay.serve.control import EngineControl
-
-    service = build_service(renderer, has_chat, name, cfg, EngineControl(dispatcher).info())
+async def run_server(dispatcher: Dispatcher, serving: Serving, listener: socket.socket) -> None:
+    """Serve in this process until Ctrl-C or SIGTERM."""
+    service = build_service(serving, EngineControl(dispatcher).info())
     loop = asyncio.get_running_loop()
     port = LocalPort(dispatcher, service.bridge, loop)
-    server = make_http_server(service, cfg, on_ready)
+    server = make_http_server(service, serving.cfg, serving.on_ready)
 
     def stop() -> None:
         server.stop()
-        on_stop()
+        serving.on_stop()
 
     for number in STOP_SIGNALS:
         with suppress(ValueError, RuntimeError, NotImplementedError):  # not in the main thread

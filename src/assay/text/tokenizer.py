@@ -60,6 +60,9 @@ class Tokenizer:
         self._special = SpecialTokens(self._backend, control)
         self._templates: dict[str, ChatTemplate] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_templates": {}}  # compiled templates cannot be pickled
+
     def escape(self, content: str) -> str:
         """Escape content for a template, so that `encode` treats special-token strings in it as ordinary text."""
         return self._special.escape(content)

@@ -1,0 +1,100 @@
+"""Processes that handle HTTP in front of the engine's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from serve_parts import byte_tokenizer, command, metric_of, renderer, save_folder, tiny_model, until
+
+from assay.engine import Request, SamplingParams, generate, make_engine
+from assay.engine.base import Failed, Finished, TokenChunk
+from assay.serve.frontend import from_record, listeners_of, shared_counters, to_record
+from assay.serve.metrics import SIZE, Metrics
+from assay.serve.server import bind
+from assay.types import Completion, Finish, UserError
+
+
+def test_events_are_the_same_after_the_pipe() -> None:
+    completion = Completion([1, 2], [0.5, 0.25], [0.5, 0.25], Finish.STOP, 3)
+    for event in (TokenChunk(7, 1, [1, 2], [0.5, 0.25]), Finished(7, 0, completion), Failed(7, "broken")):
+        assert from_record(to_record(event, 7)) == event
+
+
+def test_counters_are_shared_between_processes(tmp_path: Path) -> None:
+    with open(tmp_path / "counters", "wb+") as file:
+        file.truncate(8 * SIZE * 2)
+        first, second = (Metrics(shared_counters(file.fileno(), 2), part) for part in range(2))
+        first.count_request("chat", 200)
+        second.count_request("chat", 200)
+        child = os.fork()
+        if not child:
+            second.count_request("chat", 200)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert sum(first._values) == 3
+
+
+def test_a_port_is_shared_only_by_the_frontends() -> None:
+    listeners = listeners_of(bind("127.0.0.1", 0), 3)
+    (port,) = {one.getsockname()[1] for one in listeners}
+    for one in listeners:
+        one.listen()
+    with pytest.raises(UserError, match="cannot listen"):
+        bind("127.0.0.1", port)
+    with socket.create_connection(("127.0.0.1", port)):
+        pass
+    for one in listeners:
+        one.close()
+
+
+@pytest.mark.slow
+def test_answers_and_counters_of_two_frontends(tmp_path: Path) -> None:
+    folder = save_folder(tiny_model(), tmp_path)
+    prompts = [f"prompt {number}" for number in range(24)]
+    engine = make_engine("native", tiny_model(), device="cpu", dtype=torch.float32)
+    params = SamplingParams(temperature=0, max_new_tokens=16, stop_token_ids=renderer().stop_token_ids)
+    done = generate(engine, [Request(byte_tokenizer().encode(prompt), params, 0) for prompt in prompts])
+    expected = [renderer().decode(one.token_ids) for (one,) in done]
+    with command(str(folder), "--http.frontends", "2", "--http.allow_updates", "true") as (process, url):
+
+        def ask(prompt: str) -> str:
+            body = {"prompt": prompt, "temperature": 0, "max_tokens": 16}
+            return httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(ask, prompts)) == expected
+        assert metric_of(url, 'assay_requests_total{endpoint="completions",status="200"}') == len(prompts)
+        assert metric_of(url, "assay_generated_tokens_total") == sum(len(one.token_ids) for (one,) in done)
+        assert httpx.get(f"{url}/engine/fingerprint", timeout=60).json()["fingerprint"] == engine.fingerprint()
+        missing = httpx.post(f"{url}/engine/weights", json={"path": "/nowhere"}, timeout=60)
+        assert missing.status_code == 400 and "no safetensors" in missing.json()["error"]["message"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_disconnected_clients_of_frontends_free_their_blocks(tmp_path: Path) -> None:
+    folder = save_folder(tiny_model(0, 4096), tmp_path)
+    body = {"prompt": "Hi", "max_tokens": 4000, "n": 100, "ignore_eos": True, "stream": True}
+    with command(str(folder), "--http.frontends", "2") as (_, url):
+        with httpx.Client(timeout=60) as client, client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()  # the connection is closed when this is collected
+            next(lines)
+            assert metric_of(url, "assay_kv_blocks_used") > 0
+        until(lambda: metric_of(url, "assay_kv_blocks_used") == metric_of(url, "assay_active_samples") == 0)
+
+
+@pytest.mark.slow
+def test_a_killed_frontend_ends_the_server_with_one_line(tmp_path: Path) -> None:
+    with command(str(save_folder(tiny_model(), tmp_path)), "--http.frontends", "2") as (process, _):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        assert process.wait(30) == 2 and process.stderr is not None
+        assert "a process that handles HTTP has ended (killed by SIGKILL)" in process.stderr.read()
