@@ -173,10 +173,15 @@ def test_loading_is_announced_at_once_and_once() -> None:
     console.announce("loading org/model")
     console.announce("loading org/model")
     assert out.getvalue() == "loading org/model\n"
+    clock.now += 30  # imports, which do not count for the remaining time
+    console.progress("loading org/model", 200_000_000, 1_540_000_000, "parameters")
     clock.now += 10
-    console.progress("loading org/model", 500_000_000, 1_540_000_000, "parameters")
+    console.progress("loading org/model", 700_000_000, 1_540_000_000, "parameters")
     console.progress("loading org/model", 1_540_000_000, 1_540_000_000, "parameters")
-    assert out.getvalue().splitlines()[1:] == ["loading org/model  500M/1.54B parameters  eta 21s"]
+    assert out.getvalue().splitlines()[1:] == [
+        "loading org/model  200M/1.54B parameters",
+        "loading org/model  700M/1.54B parameters  eta 17s",
+    ]
 
 
 def test_training_shows_tokens_per_second_of_its_own_count() -> None:
@@ -187,6 +192,15 @@ def test_training_shows_tokens_per_second_of_its_own_count() -> None:
     clock.now += 8
     console.progress("training", 1024, 4096, "tokens")
     assert out.getvalue().splitlines()[1:] == ["training  1,024/4,096 tokens  128 tokens/s  eta 24s"]
+
+
+def test_slow_sampling_shows_fractions_of_tokens_per_second() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
+    console.progress("evaluating", 0, 2, "answers")
+    clock.now += 20
+    console.progress("evaluating", 0, 2, "answers", tokens=6)
+    assert out.getvalue().splitlines() == ["evaluating  0/2 answers  0.3 tokens/s"]
 
 
 def test_terminal_shows_an_operation_beside_the_run_and_removes_it() -> None:
@@ -351,6 +365,6 @@ def test_a_percentage_is_never_rounded_to_0_or_100() -> None:
 
 
 def test_remaining_time_is_not_estimated_from_a_tiny_part_of_an_operation() -> None:
-    operation = Operation("loading", started=0.0, first=(0, 0))
+    operation = Operation("loading", started=0.0, first=(0, 0, 0.0))
     assert operation.facts(960, 247_424, "parameters", 0, now=5.0) == "960/247,424 parameters"
     assert operation.facts(123_712, 247_424, "parameters", 0, now=6.0).endswith("eta 6s")

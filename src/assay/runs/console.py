@@ -125,7 +125,7 @@ class LenientStream:
         return getattr(self._file, name)
 
 
-ETA_SHARE = 0.02  # of an operation that must be done before the rest is estimated: imports come before the first count
+ETA_SHARE = 0.02  # of an operation that must be done before the rest is estimated
 
 
 @dataclass
@@ -134,21 +134,21 @@ class Operation:
 
     what: str
     started: float
-    first: tuple[int, int]  # (done, tokens) when it started
+    first: tuple[int, int, float] | None = None  # (done, tokens, time) of the first count: imports come before it
     updated: float = -math.inf
 
     def line_is_due(self, done: int, tokens: int, last_line_at: float, now: float) -> bool:
         """Whether a plain line is due. Time before the operation does not count: it may be one of many short ones."""
-        interval = INTERVAL if (done, tokens) > self.first else IDLE_INTERVAL
+        interval = INTERVAL if done or tokens else IDLE_INTERVAL
         return now - max(self.started, last_line_at) >= interval
 
     def facts(self, done: int, total: int, unit: str, tokens: int, now: float) -> str:
         """How far it is, tokens per second and the remaining time."""
-        elapsed = max(now - self.started, 1e-9)
-        new, sampled = done - self.first[0], tokens - self.first[1]
+        assert self.first is not None, "nothing was counted"
+        new, sampled, elapsed = done - self.first[0], tokens - self.first[1], max(now - self.first[2], 1e-9)
         facts = [f"{count(done)}/{count(total)} {unit}".rstrip()] if total > 1 else []
         if rate := (new if unit == "tokens" else sampled) / elapsed:
-            facts.append(f"{rate:,.0f} tokens/s")
+            facts.append(f"{rate:,.{0 if rate >= 10 else 1}f} tokens/s")
         if new > 0 and new >= ETA_SHARE * total:
             facts.append(f"eta {duration(elapsed / new * (total - done))}")
         return "  ".join(facts)
@@ -218,7 +218,7 @@ class Console:
         """Show an operation at once, e.g. "loading MODEL", before the first call of `progress` with the same text."""
         if self._operation is not None and self._operation.what == what:
             return
-        self._begin(what, (0, 0))
+        self._begin(what)
         if self._live:
             self._show_operation(delayed=False)
         else:
@@ -234,8 +234,9 @@ class Console:
                 self.end_operation()
             return
         if operation is None or operation.what != what:
-            operation = self._begin(what, (done, tokens))
+            operation = self._begin(what)
         now = self._now()
+        operation.first = operation.first or (done, tokens, now)
         if self._live and now - operation.updated >= _REFRESH:
             self._show_operation()
             assert self._display is not None and self._operation_row is not None
@@ -254,9 +255,9 @@ class Console:
             if self._run_row is None:
                 self._stop_display()
 
-    def _begin(self, what: str, first: tuple[int, int]) -> Operation:
+    def _begin(self, what: str) -> Operation:
         self.end_operation()
-        self._operation = Operation(what, self._now(), first)
+        self._operation = Operation(what, self._now())
         return self._operation
 
     def _show_operation(self, delayed: bool = True) -> None:
