@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from assay.config import PromptConfig, RewardConfig, TrainConfig
 from assay.envs import make_env
@@ -172,17 +175,76 @@ def test_the_token_budget_is_16384_on_a_gpu_and_for_small_models() -> None:
     spec = ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192)
     with torch.device("meta"):
         large = Decoder(spec)
-    assert activation_bytes(spec, torch.float32) == 1_704_960 == 2 * activation_bytes(spec, torch.bfloat16)
+    assert (
+        activation_bytes(spec, torch.float32, False) == 1_704_960 == 2 * activation_bytes(spec, torch.bfloat16, False)
+    )
     assert choose_token_budget(large, torch.bfloat16, Mesh(torch.device("cuda"))) == 16384
     assert choose_token_budget(build_preset("tiny", 100, 64, 0), torch.float32, Mesh()) == 16384
 
 
-def test_ranks_on_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def peak_bytes(model: Decoder, tokens: int) -> int:
+    """The most memory that a forward and a backward pass allocate, as the profiler of torch counts it."""
+    ids = torch.arange(tokens) % model.vocab_size
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        model.hidden(ids, [tokens // 2] * 2).sum().backward()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_estimated_activations_are_those_of_a_backward_pass(recompute: bool) -> None:
+    model = Decoder(ModelSpec("llama", 50, 96, 6, 3, 3, 32, 256, 1024))
+    model.recompute = recompute
+    measured = (peak_bytes(model, 512) - peak_bytes(model, 256)) / 256
+    assert activation_bytes(model.spec, torch.float32, recompute) == pytest.approx(measured, rel=0.25)
+
+
+def test_recomputation_allows_a_larger_token_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         large = Decoder(ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192))
-    monkeypatch.setattr(components, "free_memory", lambda device: 40 * 2**30)
-    budgets = []
-    for ranks in (1, 2, 4):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        budgets.append(choose_token_budget(large, torch.float32, Mesh()))
-    assert budgets == [8192, 4096, 2048]
+    monkeypatch.setattr(components, "free_memory", lambda device: 8 * 2**30)
+    budgets = [choose_token_budget(large, torch.float32, Mesh(), recompute) for recompute in (False, True)]
+    assert budgets == [1024, 16384]
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "tokens"),
+    [
+        ([("a", 40)], 8192),
+        ([("a", 40)] * 2, 4096),
+        ([("a", 40)] * 4, 2048),
+        ([("a", 40), ("b", 40)], 8192),
+        ([("a", 40), ("b", 21)], 4096),
+    ],
+)
+def test_the_least_share_of_a_host_is_the_token_budget_of_all_ranks(
+    by_rank: list[tuple[str, int]], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        large = Decoder(ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192))
+    gathered = [(host, gib * 2**30) for host, gib in by_rank]
+    monkeypatch.setattr(Mesh, "all_gather_objects", lambda mesh, item: gathered)
+    assert choose_token_budget(large, torch.float32, Mesh()) == tokens
+
+
+def check_shares(mesh: Mesh, free: list[int], hosts: list[str], expected: int) -> None:
+    with torch.device("meta"):
+        large = Decoder(ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(components, "free_memory", lambda device: free[mesh.rank] * 2**30)
+        patch.setattr("socket.gethostname", lambda: hosts[mesh.rank])
+        assert choose_token_budget(large, torch.float32, mesh) == expected
+
+
+def check_all_shares(mesh: Mesh) -> None:
+    check_shares(mesh, [40, 40], ["a", "a"], 4096)  # one rank alone would choose 8192
+    check_shares(mesh, [40, 40], ["a", "b"], 8192)
+    check_shares(mesh, [40, 21], ["a", "b"], 4096)  # the rank with less memory decides, also if it is not the first
+    check_shares(mesh, [21, 40], ["a", "b"], 4096)
+
+
+@pytest.mark.slow
+def test_ranks_on_one_host_share_its_memory_and_all_ranks_agree() -> None:
+    processes.start(2, check_all_shares)

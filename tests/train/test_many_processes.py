@@ -99,6 +99,39 @@ def test_a_run_on_two_by_two_processes_equals_one_process(tmp_path: Path) -> Non
     assert len(list((small.checkpoint(STEPS, "grid") / "optimizer").iterdir())) == count
 
 
+SMALL_MEMORY = """
+import os
+from assay.tasks import Abacus
+from assay.train import components
+
+rank = int(os.environ.get("RANK", "0"))
+components.SMALL_ACTIVATIONS, components.LEAST_TOKEN_BUDGET = 0, 1
+components.free_memory = lambda device: (40, 20)[rank] * 2**20
+chosen = components.cpu_token_budget
+
+def recorded(memory, *sizes):
+    with open(f"budget-{rank}", "w") as file:
+        print(memory, chosen(memory, *sizes), file=file)
+    return chosen(memory, *sizes)
+
+components.cpu_token_budget = recorded
+"""
+
+
+@pytest.mark.slow
+def test_ranks_with_different_memory_use_one_token_budget(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    (tmp_path / "mine.py").write_text(SMALL_MEMORY)
+    words = (*EXACT, "--task.name", f"{tmp_path}/mine.py:Abacus", "--train.steps", 2)
+    ended(small.launch(2, "train", small.config, *words))
+    budgets = {(tmp_path / f"budget-{rank}").read_text() for rank in range(2)}
+    assert len(budgets) == 1  # on all ranks
+    memory, tokens = map(int, budgets.pop().split())
+    assert memory == 10 * 2**20 and tokens < 16384  # half of the smaller memory
+    assert f"token_budget = {tokens}" in (small.runs / "small" / "config.toml").read_text()
+    assert len(small.metrics()) > 2
+
+
 KINDS = {
     **{"rich": RICH, "muon": MUON, "lora": LORA, "sequences": SEQUENCES, "reward-kl": REWARD_KL},
     **{"critic": CRITIC, "shared": SHARED, "shared-lora": SHARED_LORA},

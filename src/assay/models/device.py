@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from itertools import accumulate, product
 from pathlib import Path
 
 import torch
@@ -93,14 +94,53 @@ def describe_threads() -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Free memory of the device in bytes; None if unknown."""
+    """Free memory of the device in bytes; None if unknown. Main memory: at most what a container or job may use."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    return min((*available, *cgroup_memory()), default=None)
+
+
+# Limit, usage, and the key of reclaimable file cache in memory.stat, of cgroups version 2 and 1.
+CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def cgroup_memory(root: Path = Path("/")) -> list[int]:
+    """Bytes that each cgroup of this process with a memory limit has left. `root`: of the file system."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    left: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mounts, names = (("memory",), CGROUP_V1) if controllers else (("", "unified"), CGROUP_V2)
+        # In a container, the path may be that of the host; the container's own cgroup is then the mounted one.
+        parents = [
+            *accumulate((part for part in path.split("/") if part not in ("", "..")), "{}/{}".format, initial="")
+        ]
+        for mount, parent in product(mounts, parents):
+            left += cgroup_left(root / "sys/fs/cgroup" / mount / parent.lstrip("/"), *names)
+    return left
+
+
+def cgroup_left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[int]:
+    """The bytes that are left in one cgroup; empty if it does not exist or has no limit."""
+    try:
+        most, used = ((folder / name).read_text().strip() for name in (limit, usage))
+        if not most.isdecimal():  # "max"
+            return []
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return []
+    return [max(int(most) - int(used) + int(stat.get(reclaimable, 0)), 0)]
 
 
 def uses_triton(device: torch.device) -> bool:

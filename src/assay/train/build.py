@@ -184,7 +184,7 @@ def assemble(
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
     components.set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
     if not cfg.train.token_budget:  # a resumed run has the one that it was started with
-        tokens = components.choose_token_budget(policy, dtype, mesh)
+        tokens = components.choose_token_budget(policy, dtype, mesh, cfg.train.recompute)
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"token_budget": tokens})})
     demonstrations = components.build_demonstrations(cfg, renderer, console)
     trial.check_texts(console, train, demonstrations, renderer, policy.max_length, checked_texts)
@@ -398,7 +398,7 @@ def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: Engine, prompt
         spec = policy.spec
         sequences = min(engine.info.max_batch, sequences)
         sizes["KV cache"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * engine_bytes * length * sequences
-        sizes["activations"] = float(tokens * components.activation_bytes(spec, updater.dtype))
+        sizes["activations"] = float(tokens * components.activation_bytes(spec, updater.dtype, policy.recompute))
     sizes["logits"] = 4.0 * 3 * min(tokens * policy.vocab_size, 1 << 25)
     return {name: size for name, size in sizes.items() if size}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -236,11 +237,13 @@ def set_up_threads(source: str, policy: PolicyModel, dtype: torch.dtype, threads
     console.note(f"{source}: {count(parameters)} parameters, {name} on {policy.device}, {describe_threads()}")
 
 
-def activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Estimated bytes per token that are kept for the backward pass."""
+def activation_bytes(spec: ModelSpec, dtype: torch.dtype, recompute: bool) -> int:
+    """Estimated bytes per token that are kept for the backward pass. `recompute`: the setting of [train]."""
     # Per layer: about 10 hidden-sized tensors, attention's, 4 of the MLP.
     numbers = 10 * spec.hidden + 4 * spec.heads * spec.head_dim + 4 * spec.intermediate
-    return spec.layers * numbers * (2 if dtype == torch.bfloat16 else 4)
+    # With recomputation: the inputs of all layers, and everything of one layer at a time.
+    kept = spec.layers * spec.hidden + numbers if recompute else spec.layers * numbers
+    return kept * (2 if dtype == torch.bfloat16 else 4)
 
 
 def cpu_token_budget(memory: int, parameters: int, token_bytes: int) -> int:
@@ -255,13 +258,19 @@ def cpu_token_budget(memory: int, parameters: int, token_bytes: int) -> int:
     return max(LEAST_TOKEN_BUDGET, min(TOKEN_BUDGET, 1 << max(tokens, 1).bit_length() - 1))
 
 
-def choose_token_budget(policy: PolicyModel, dtype: torch.dtype, mesh: Mesh) -> int:
-    """The automatic `train.token_budget`, equal on all ranks. Must be called before the policy is sharded."""
-    tokens, memory = TOKEN_BUDGET, free_memory(mesh.device) if mesh.device.type == "cpu" else None
-    if memory is not None and isinstance(policy, Decoder):
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))  # of this host
-        tokens = cpu_token_budget(memory // ranks, parameter_count(policy), activation_bytes(policy.spec, dtype))
-    return mesh.broadcast_object(tokens)
+def choose_token_budget(policy: PolicyModel, dtype: torch.dtype, mesh: Mesh, recompute: bool = False) -> int:
+    """The automatic `train.token_budget`, equal on all ranks. Must be called before the policy is sharded.
+
+    The ranks of a host share its memory equally, and the rank with the least memory decides for all.
+    """
+    if mesh.device.type != "cpu" or not isinstance(policy, Decoder):
+        return TOKEN_BUDGET
+    mesh.barrier()  # all ranks have loaded their model
+    by_rank = mesh.all_gather_objects((socket.gethostname(), free_memory(mesh.device)))
+    ranks = Counter(host for host, _ in by_rank)
+    shares = [memory // ranks[host] for host, memory in by_rank if memory is not None]
+    token_bytes = activation_bytes(policy.spec, dtype, recompute)
+    return cpu_token_budget(min(shares), parameter_count(policy), token_bytes) if shares else TOKEN_BUDGET
 
 
 def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> None:
