@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from assay.engine.base import Failed, Finished, Request, SamplingParams, TokenChunk
-from assay.serve.bridge import Disconnected, EngineBridge
+from assay.serve.bridge import Disconnected, EngineBridge, RequestBatches
 from assay.types import Completion, Finish
 
 
@@ -17,10 +17,12 @@ class RecordingPort:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.aborted: list[int] = []
+        self.added: list[int] = []  # numbers of requests that were added together
 
-    def add(self, request: Request) -> int:
-        self.requests.append(request)
-        return len(self.requests)
+    def add(self, requests: Sequence[Request]) -> list[int]:
+        self.added.append(len(requests))
+        self.requests += requests
+        return list(range(len(self.requests) - len(requests) + 1, len(self.requests) + 1))
 
     def abort(self, ids: Iterable[int]) -> None:
         self.aborted += ids
@@ -86,5 +88,29 @@ def test_a_failed_request_is_not_aborted(bridge: EngineBridge) -> None:
         assert await submission.events() == [Failed(1, "broken")]
         submission.close()
         assert not bridge.port.aborted  # type: ignore[attr-defined]
+
+    asyncio.run(run())
+
+
+def test_a_batch_of_requests_is_added_together_and_in_order(bridge: EngineBridge) -> None:
+    requests = [Request([number], SamplingParams(), seed=0) for number in range(3)]
+
+    async def run() -> None:
+        batches = RequestBatches(bridge)
+        submitted = [batches.submit(requests[index], "a", index, 3) for index in (2, 0, 1)]
+        submissions = await asyncio.gather(*submitted)
+        assert bridge.port.added == [3] and bridge.port.requests == requests  # type: ignore[attr-defined]
+        assert [list(one.indices) for one in submissions] == [[3], [1], [2]]
+
+    asyncio.run(run())
+
+
+def test_an_incomplete_batch_is_added_after_a_while(bridge: EngineBridge) -> None:
+    async def run() -> None:
+        batches = RequestBatches(bridge, timeout_s=0.05)
+        await asyncio.gather(batches.submit(request(), "a", 1, 3), batches.submit(request(), "a", 0, 3))
+        assert bridge.port.added == [2]  # type: ignore[attr-defined]
+        await batches.submit(request(), "a", 2, 3)  # too late: it is added alone
+        assert bridge.port.added == [2, 1]  # type: ignore[attr-defined]
 
     asyncio.run(run())

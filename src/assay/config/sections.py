@@ -257,7 +257,7 @@ class SftConfig(Section):
     """task arguments that differ for the worked solutions, e.g. sft.args.noise = 0.3"""
 
 
-BUILT_IN_ENGINES = ("auto", "native", "hf", "vllm")
+BUILT_IN_ENGINES = ("auto", "native", "hf", "assay", "vllm")
 
 
 class SamplingConfig(Section):
@@ -359,7 +359,7 @@ class EngineConfig(Section):
     renamed: ClassVar = {"lend": "sleep_while_training"}
 
     name: Annotated[str, AfterValidator(check_engine_name)] = "auto"
-    """auto: native for the Llama and Qwen families, hf for all others; vllm; or your own as file.py:function"""
+    """auto: native for the Llama and Qwen families, hf for others; assay, vllm: servers; your own: file.py:function"""
     max_batch: Count = 0
     """maximum number of sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
     memory: NonNegative = 0.0
@@ -415,6 +415,29 @@ class VLLMConfig(Section):
     """for engine.sleep_while_training. 1: move weights to CPU memory; 2: drop them, until the next weight update"""
 
 
+class ServerConfig(Section):
+    """`assay serve` processes, for engine.name = "assay"."""
+
+    urls: list[str] = Field(default_factory=list)
+    """running servers, e.g. ["http://127.0.0.1:8000"]; empty: start servers on this host and stop them at the end"""
+    servers: Positive = 1
+    """number of servers to start"""
+    devices: list[str] = Field(default_factory=list)
+    """device of each server to start, e.g. ["cuda:1", "cuda:2"]; empty: the trainer's device"""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """port of the first server to start; the next ones follow; 0: any free port"""
+    start_timeout_s: Above0 = 300.0
+    """time limit in seconds for the start of a server"""
+    api_key_env: str = ""
+    """environment variable with the API key of the servers in urls"""
+    timeout_s: NonNegative = 0.0
+    """fail if a server sends nothing for this many seconds; 0: wait without a limit"""
+    transport: Literal["auto", "folder", "ipc"] = "auto"
+    """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
+    folder: str = ""
+    """folder for weights that trainer and servers share; empty: a temporary one on this host"""
+
+
 class TrainConfig(Section):
     """A training run."""
 
@@ -448,6 +471,7 @@ class TrainConfig(Section):
     log: LogConfig = Field(default_factory=LogConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     vllm: VLLMConfig = Field(default_factory=VLLMConfig)
+    server: ServerConfig = Field(default_factory=ServerConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
 
 
@@ -470,6 +494,7 @@ class MeasureConfig(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     vllm: VLLMConfig = Field(default_factory=VLLMConfig)
+    server: ServerConfig = Field(default_factory=ServerConfig)
 
 
 class HttpConfig(Section):

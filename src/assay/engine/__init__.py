@@ -67,6 +67,12 @@ def make_hf(model: PolicyModel, **options: Any) -> Engine:
     return HFEngine(model, **options)
 
 
+def make_assay(model: PolicyModel, **options: Any) -> Engine:
+    from assay.engine.server import AssayEngine
+
+    return AssayEngine(model, **options)
+
+
 def make_vllm(model: PolicyModel, **options: Any) -> Engine:
     from assay.engine.vllm import VLLMEngine
 
@@ -87,6 +93,7 @@ def without_group(make: Backend, name: str = "a custom engine") -> Backend:
 ENGINES: dict[str, Backend] = {
     "native": make_native,
     "hf": without_group(make_hf, "the hf engine"),
+    "assay": make_assay,
     "vllm": make_vllm,
 }
 

@@ -191,21 +191,26 @@ class Dispatcher(Closeable):
 
     # -- for clients
 
-    def _add(self, inbox: Inbox, request: Request) -> int:
-        with self._lock:  # held until the id is registered, because the first event may arrive immediately
+    def _add(self, inbox: Inbox, requests: Sequence[Request]) -> list[int]:
+        # The lock is held until all ids are registered, because the first event may arrive immediately. An idle engine
+        # starts with all of these requests.
+        with self._lock:
             self._check_open(inbox)
-            if request.continues is not None and request.continues not in inbox.handles:
-                request_id = next(self._rejected_ids)
-                inbox.events.append(Failed(request_id, str(unknown_handle(request, request_id))))
-                inbox.arrived.notify_all()
-                self._step_once = self._step_once or inbox.receive is not None  # the thread hands the event over
-                self._work.notify()
-                return request_id
-            request_id = self.engine.add(request)
-            inbox.unfinished[request_id] = Unfinished(set(range(max(request.params.n, 1))), request.continues)
-            self._owners[request_id] = inbox
+            ids = [self._add_one(inbox, request) for request in requests]
             self._work.notify()
+            return ids
+
+    def _add_one(self, inbox: Inbox, request: Request) -> int:
+        if request.continues is not None and request.continues not in inbox.handles:
+            request_id = next(self._rejected_ids)
+            inbox.events.append(Failed(request_id, str(unknown_handle(request, request_id))))
+            inbox.arrived.notify_all()
+            self._step_once = self._step_once or inbox.receive is not None  # the thread hands the event over
             return request_id
+        request_id = self.engine.add(request)
+        inbox.unfinished[request_id] = Unfinished(set(range(max(request.params.n, 1))), request.continues)
+        self._owners[request_id] = inbox
+        return request_id
 
     def _step(self, inbox: Inbox, wait: bool) -> list[Event]:
         with self._lock:
@@ -333,7 +338,11 @@ class EngineClient(Closeable):
         return self._dispatcher.info
 
     def add(self, request: Request) -> int:
-        return self._dispatcher._add(self._inbox, request)
+        return self._dispatcher._add(self._inbox, [request])[0]
+
+    def add_all(self, requests: Sequence[Request]) -> list[int]:
+        """Add requests together: an idle engine serves them as if they had been added before its next step."""
+        return self._dispatcher._add(self._inbox, requests)
 
     def step(self, wait: bool = True) -> list[Event]:
         """Return events of this client's requests. Without `wait`, return after `POLL_S` at the latest."""

@@ -38,8 +38,8 @@ def unpack(text: Any, dtype: str) -> list[Any]:
 
 
 def request_to_json(request: Request) -> dict[str, Any]:
-    """Everything but `keep` and `continues`: sequences cannot be kept on the server."""
-    assert not request.keep and request.continues is None, "kept sequences need an engine in this process"
+    """Everything but `keep` and `continues`: the server keeps no sequences."""
+    assert request.continues is None, "kept sequences need an engine in this process"
     ids = pack(request.prompt_ids, IDS)
     return {
         "prompt_ids": ids,

@@ -24,6 +24,7 @@ from assay.types import UserError, unknown_name
 FORMS = "a Hugging Face folder, a .gguf file, a hub id such as org/name, preset:NAME, or run:NAME@STEP"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SMALL = 10_000_000  # weights; below that, a file that lacks some is reported by their names
+WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
@@ -92,6 +93,25 @@ def load_folder(
     for file in files:
         (load_safetensors if file.suffix == ".safetensors" else load_pickled)(file, loader)
     return loader.finish()
+
+
+def has_weights(folder: Path) -> bool:
+    """False for a folder that has a config and no weights."""
+    return not (folder / "config.json").is_file() or any(True for kind in WEIGHTS for _ in folder.glob(kind))
+
+
+def empty_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> Decoder | None:
+    """A model whose weights are zeros, for a folder that has only a config; None if it is not of our families."""
+    spec = spec_from_hf(read_json(folder / "config.json", f"'{folder}' has no config.json"))
+    if spec is None:
+        return None
+    with torch.device("meta"):
+        model = Decoder(spec).to(dtype)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    return model
 
 
 def check_size(folder: Path, spec: ModelSpec, files: list[Path]) -> None:

@@ -8,12 +8,14 @@ from typing import Any, Protocol
 
 from assay.engine.base import Event, Failed, Finished, Request
 
+BATCH_S = 5.0  # seconds that a batch of requests waits for its last one
+
 
 class Port(Protocol):
     """Access to the engine, in this process or another one. The methods do not wait."""
 
-    def add(self, request: Request) -> int:
-        """Queue a request and return its id. Its events reach `EngineBridge.receive`."""
+    def add(self, requests: Sequence[Request]) -> list[int]:
+        """Queue requests together and return their ids. Their events reach `EngineBridge.receive`."""
 
     def abort(self, ids: Iterable[int]) -> None: ...
 
@@ -30,15 +32,14 @@ class Submission:
 
     __slots__ = ("_bridge", "_disconnected", "_events", "_waiter", "indices", "unfinished")
 
-    def __init__(self, bridge: EngineBridge, requests: Sequence[Request]) -> None:
+    def __init__(self, bridge: EngineBridge, requests: Sequence[Request], ids: Sequence[int]) -> None:
         self._bridge = bridge
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
         self._disconnected = False
         self.indices: dict[int, int] = {}  # position of a request by its id
         self.unfinished = sum(request.params.n for request in requests)
-        for index, request in enumerate(requests):
-            request_id = bridge.port.add(request)
+        for index, request_id in enumerate(ids):
             self.indices[request_id] = index
             bridge.submissions[request_id] = self
 
@@ -82,6 +83,36 @@ class Submission:
             waiter.set_result(None)
 
 
+class RequestBatches:
+    """Requests that arrive in separate HTTP requests, but reach the engine together.
+
+    An idle engine then computes the same as if it was called directly: which sequences are computed together
+    determines the last bits of log-probabilities.
+    """
+
+    def __init__(self, bridge: EngineBridge, timeout_s: float = BATCH_S) -> None:
+        self._bridge, self._timeout_s = bridge, timeout_s
+        self._waiting: dict[str, dict[int, tuple[Request, asyncio.Future[Submission]]]] = {}
+
+    async def submit(self, request: Request, name: str, index: int, total: int) -> Submission:
+        """Wait for all `total` requests of the batch `name`, at most for the time limit, then submit them in order."""
+        loop = asyncio.get_running_loop()
+        if name not in self._waiting:
+            self._waiting[name] = {}
+            loop.call_later(self._timeout_s, self._submit, name)
+        future: asyncio.Future[Submission] = loop.create_future()
+        self._waiting[name][index] = request, future
+        if len(self._waiting[name]) >= total:
+            self._submit(name)
+        return await future
+
+    def _submit(self, name: str) -> None:
+        batch = self._waiting.pop(name, {})
+        waiting = [batch[index] for index in sorted(batch) if not batch[index][1].cancelled()]
+        for (_, future), one in zip(waiting, self._bridge.submit_apart([r for r, _ in waiting]), strict=True):
+            future.set_result(one)
+
+
 class EngineBridge:
     """Routes events to the submissions of one event loop."""
 
@@ -90,7 +121,12 @@ class EngineBridge:
         self.port: Port  # set before the first request
 
     def submit(self, requests: Sequence[Request]) -> Submission:
-        return Submission(self, requests)
+        return Submission(self, requests, self.port.add(requests))
+
+    def submit_apart(self, requests: Sequence[Request]) -> list[Submission]:
+        """Add requests together, with a submission for each."""
+        ids = self.port.add(requests)
+        return [Submission(self, [request], [one]) for request, one in zip(requests, ids, strict=True)]
 
     def receive(self, events: Iterable[Event]) -> None:
         """Called in the event loop, with all events of an engine step."""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from assay.engine.base import Engine, EngineLoad, Request
 from assay.engine.dispatch import Dispatcher
+from assay.engine.vllm_worker import shared_buffer, weights_of_buffer
 from assay.serve.bridge import EngineBridge
-from assay.types import UserError
+from assay.types import UserError, describe_error
+
+CHUNK_S = 60.0  # seconds after which an update without further weights is given up
 
 
 class FolderWeights:
@@ -38,11 +44,59 @@ class FolderWeights:
                 raise UserError(f"cannot read the weights in {path}: {error}") from None
 
 
+class ChunkedUpdate:
+    """A weight update that arrives in chunks of GPU memory of another process, as a `WeightSource`."""
+
+    def __init__(self, engine: Engine, version: int) -> None:
+        self.version, self._device = version, torch.device(getattr(engine, "device", "cuda"))
+        self._chunks: queue.SimpleQueue[tuple[dict[str, Any], Future[None]] | None] = queue.SimpleQueue()
+        self._done: Future[None] = Future()
+        threading.Thread(target=self._run, args=(engine,), name="weight-update", daemon=True).start()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        while (item := self._next()) is not None:
+            chunk, copied = item
+            yield from weights_of_buffer(shared_buffer(chunk["handle"], self._device), chunk)
+            torch.cuda.synchronize(self._device)
+            copied.set_result(None)
+
+    def load(self, chunk: dict[str, Any]) -> None:
+        """Returns when the engine has copied these weights, so that the sender can use the memory again."""
+        copied: Future[None] = Future()
+        self._chunks.put((chunk, copied))
+        wait([copied, self._done], return_when=FIRST_COMPLETED)
+        if not copied.done():
+            self._done.result()
+            raise UserError("the weight update ended before all weights were copied")
+
+    def finish(self) -> None:
+        self._chunks.put(None)
+        self._done.result()
+
+    def _next(self) -> tuple[dict[str, Any], Future[None]] | None:
+        try:
+            return self._chunks.get(timeout=CHUNK_S)
+        except queue.Empty:
+            raise UserError(f"no further weights arrived for {CHUNK_S:g} s: has the trainer ended?") from None
+
+    def _run(self, engine: Engine) -> None:
+        try:
+            engine.update_weights(self, self.version)
+            self._done.set_result(None)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            known = error if isinstance(error, UserError) else UserError(f"damaged weights: {describe_error(error)}")
+            self._done.set_exception(known)
+        except BaseException as error:
+            self._done.set_exception(error)
+
+
 class EngineControl:
     """Calls of the engine that wait for a step boundary. They run in threads of the engine's process."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
+        self._chunked: ChunkedUpdate | None = None
+        self._updating = threading.Lock()
 
     @property
     def engine(self) -> Engine:
@@ -60,16 +114,38 @@ class EngineControl:
         sizes = {"max_length": info.max_length, "max_batch": info.max_batch}
         sizes["vocab_size"] = getattr(self.engine, "vocab_size", 0)
         dtype = str(info.dtype).removeprefix("torch.")
-        return {"version": info.version, **sizes, "dtype": dtype, "capabilities": capabilities}
+        device = torch.device(getattr(self.engine, "device", "cpu"))
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        return {"version": info.version, **sizes, "dtype": dtype, "gpu": gpu, "capabilities": capabilities}
 
     def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
         return self.engine.score(sequences, temperature)
 
     def update_weights(self, source: dict[str, Any], version: int) -> None:
-        self.engine.update_weights(FolderWeights(source["path"]), version)
+        """`source`: a folder, or one chunk of weights in GPU memory; without either, the chunks are complete."""
+        with self._updating:
+            if source["transport"] == "folder":
+                self.engine.update_weights(FolderWeights(source["path"]), version)
+                return
+            if torch.device(getattr(self.engine, "device", "cpu")).type != "cuda":
+                raise UserError("the server's engine is not on a GPU: use the transport 'folder'")
+            update = self._chunked
+            if update is None or update.version != version:
+                update = self._chunked = ChunkedUpdate(self.engine, version)
+            try:
+                update.finish() if source["chunk"] is None else update.load(source["chunk"])
+            except BaseException:
+                self._chunked = None
+                raise
+            if source["chunk"] is None:
+                self._chunked = None
 
     def fingerprint(self) -> str | None:
         return self.engine.fingerprint()
+
+    def digests(self) -> dict[str, str] | None:
+        method = getattr(self.engine, "digests", None)
+        return None if method is None else method()
 
     def sleep(self) -> None:
         self.dispatcher.sleep()
@@ -84,15 +160,14 @@ class EngineControl:
 class LocalPort:
     """The engine in this process. Its thread hands all events of a step to the event loop at once."""
 
-    def __init__(self, dispatcher: Dispatcher, bridge: EngineBridge, loop: asyncio.AbstractEventLoop) -> None:
-        self._control = EngineControl(dispatcher)
-        self._loop = loop
+    def __init__(self, control: EngineControl, bridge: EngineBridge, loop: asyncio.AbstractEventLoop) -> None:
+        self._control, self._loop = control, loop
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="engine-call")
-        self._client = dispatcher.connect(lambda events: self._post(bridge.receive, events))
+        self._client = control.dispatcher.connect(lambda events: self._post(bridge.receive, events))
         bridge.port = self
 
-    def add(self, request: Request) -> int:
-        return self._client.add(request)
+    def add(self, requests: Sequence[Request]) -> list[int]:
+        return self._client.add_all(requests)
 
     def abort(self, ids: Iterable[int]) -> None:
         self._client.abort(ids)

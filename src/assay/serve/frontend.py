@@ -72,10 +72,10 @@ def shared_counters(descriptor: int, parts: int) -> Any:
 class FrontendProcess:
     """A frontend, as the engine's process sees it."""
 
-    def __init__(self, dispatcher: Dispatcher, setup: FrontendSetup, report: Callable[[str, int], None]) -> None:
+    def __init__(self, control: EngineControl, setup: FrontendSetup, report: Callable[[str, int], None]) -> None:
         """`report`: called with "ready" and with how the process ended, and the index of the frontend."""
         self.part, self._report = setup.part, report
-        self._control = EngineControl(dispatcher)
+        self._control = control
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._keys: dict[int, int] = {}  # the frontend's key by request id
         self._ids: dict[int, int] = {}  # the reverse
@@ -85,7 +85,7 @@ class FrontendProcess:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         fds = (setup.listener, setup.metrics)
         self._child = ChildProcess(__name__, environment=environment, pass_fds=fds)
-        self._client = dispatcher.connect(self._on_events)
+        self._client = control.dispatcher.connect(self._on_events)
         self._child.send(setup)
         for work in (self._read, self._write):
             threading.Thread(target=work, name=f"frontend-{setup.part}", daemon=True).start()
@@ -140,11 +140,11 @@ class FrontendProcess:
         except (EOFError, OSError, RuntimeError):  # it has ended, or the dispatcher is closed
             self._report("ended", self.part)
 
-    def _add(self, key: int, request: Request) -> None:
-        with self._lock:  # until the id is known, because events may arrive immediately
-            request_id = self._client.add(request)
-            self._keys[request_id], self._ids[key] = key, request_id
-            self._unfinished[key] = max(request.params.n, 1)
+    def _add(self, keys: Sequence[int], requests: Sequence[Request]) -> None:
+        with self._lock:  # until the ids are known, because events may arrive immediately
+            for key, request, request_id in zip(keys, requests, self._client.add_all(requests), strict=True):
+                self._keys[request_id], self._ids[key] = key, request_id
+                self._unfinished[key] = max(request.params.n, 1)
 
     def _call(self, number: int, name: str, args: Sequence[Any]) -> None:
         try:
@@ -203,14 +203,15 @@ def serve_with_frontends(dispatcher: Dispatcher, serving: Serving, listener: soc
     messages: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     listeners = listeners_of(listener, number)
     frontends: list[FrontendProcess] = []
-    info, plain = EngineControl(dispatcher).info(), replace(serving, on_ready=nothing, on_stop=nothing)
+    control = EngineControl(dispatcher)
+    info, plain = control.info(), replace(serving, on_ready=nothing, on_stop=nothing)
     before = {one: signal.signal(one, lambda *_: messages.put(("stop", -1))) for one in STOP_SIGNALS}
     try:
         with tempfile.TemporaryFile() as file:
             file.truncate(8 * SIZE * number)
             for part, own in enumerate(listeners):
                 setup = FrontendSetup(plain, info, own.fileno(), file.fileno(), part, number)
-                frontends.append(FrontendProcess(dispatcher, setup, lambda kind, one: messages.put((kind, one))))
+                frontends.append(FrontendProcess(control, setup, lambda kind, one: messages.put((kind, one))))
             wait_for_end(messages, frontends, serving)
     finally:
         for own in listeners:
@@ -265,10 +266,10 @@ class RemotePort:
         threading.Thread(target=self._read, name="engine-events", daemon=True).start()
         self._send("ready", None)
 
-    def add(self, request: Request) -> int:
-        key = next(self._keys)
-        self._send("add", (key, request))
-        return key
+    def add(self, requests: Sequence[Request]) -> list[int]:
+        keys = [next(self._keys) for _ in requests]
+        self._send("add", (keys, requests))
+        return keys
 
     def abort(self, ids: Iterable[int]) -> None:
         self._send("abort", list(ids))

@@ -101,6 +101,7 @@ def access_of(cfg: HttpConfig, max_batch: int) -> AccessRules:
         max_body=int(cfg.max_body_mb * 2**20),
         body_timeout_s=cfg.body_timeout_s,
         capacity=max_batch + cfg.queue,
+        frontends=cfg.frontends,
     )
 
 
@@ -168,9 +169,10 @@ def make_http_server(service: Service, cfg: HttpConfig, on_ready: Callable[[], N
 
 async def run_server(dispatcher: Dispatcher, serving: Serving, listener: socket.socket) -> None:
     """Serve in this process until Ctrl-C or SIGTERM."""
-    service = build_service(serving, EngineControl(dispatcher).info())
+    control = EngineControl(dispatcher)
+    service = build_service(serving, control.info())
     loop = asyncio.get_running_loop()
-    port = LocalPort(dispatcher, service.bridge, loop)
+    port = LocalPort(control, service.bridge, loop)
     server = make_http_server(service, serving.cfg, serving.on_ready)
 
     def stop() -> None:

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from assay.serve import metrics as names
-from assay.serve.bridge import EngineBridge, Submission
+from assay.serve.bridge import EngineBridge, RequestBatches, Submission
 from assay.serve.metrics import CLOSED, Metrics
 from assay.serve.protocol import ApiError, RequestParser, parse_object
 from assay.serve.responses import TokenTexts
@@ -34,6 +34,7 @@ class AccessRules:
     max_body: int = 4 << 20  # bytes
     body_timeout_s: float = 30.0  # for receiving a body
     capacity: int = 4096  # samples that run or wait
+    frontends: int = 0  # processes beside this one that also handle requests
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.renderer)
+        self.batches = RequestBatches(self.bridge)
 
     @contextmanager
     def admitted(self, samples: int) -> Iterator[None]:

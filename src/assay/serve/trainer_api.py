@@ -22,14 +22,19 @@ from assay.serve.service import Service, json_response, watch_connection
 from assay.types import UserError
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+Batch = list[Any]  # its name, the index of the request, the number of requests
 NDJSON = b"application/x-ndjson"
 MAX_VERSION = 1 << 53
 ACTIONS = ("sleep", "wake", "reset_prefix_cache")
 
 
-def parse_request(tree: Mapping[str, Any]) -> Request:
+def parse_request(tree: Mapping[str, Any]) -> tuple[Request, Batch | None]:
+    """A request, and the batch of requests that it belongs to."""
+    batch = Fields(tree).get("batch", list)
+    if batch is not None and [type(one) for one in batch] != [str, int, int]:
+        raise ApiError(400, "'batch' must be a name, an index and a number of requests", "batch")
     try:
-        return request_from_json(tree)
+        return request_from_json(tree), batch
     except WireError as error:
         raise ApiError(400, str(error)) from None
 
@@ -47,23 +52,25 @@ def parse_weights(tree: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     transport = fields.get("transport", str, "folder")
     if transport not in ("folder", "ipc"):
         raise ApiError(400, f"unknown transport '{transport[:60]}': use folder or ipc", "transport")
-    key = "path" if transport == "folder" else "handles"
-    source = {"transport": transport, key: fields.get(key, str, "")}
-    if not source[key]:
-        raise ApiError(400, f"'{key}' is missing", key)
+    source = {"transport": transport, "path": fields.get("path", str, ""), "chunk": fields.get("chunk", dict)}
+    if transport == "folder" and not source["path"]:
+        raise ApiError(400, "'path' is missing", "path")
     return source, fields.integer("version", 0, 0, MAX_VERSION)
 
 
 class EventStream(Response):
     """The events of one request, one JSON object per line."""
 
-    def __init__(self, service: Service, request: Request) -> None:
-        self.service, self.request = service, request
+    def __init__(self, service: Service, request: Request, batch: Batch | None) -> None:
+        self.service, self.request, self.batch = service, request, batch
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         left = max(self.request.params.n, 1)
         with self.service.admitted(left):
-            submission = self.service.bridge.submit([self.request])
+            if self.batch is None or self.service.access.frontends:
+                submission = self.service.bridge.submit([self.request])
+            else:
+                submission = await self.service.batches.submit(self.request, *self.batch)
             watcher = asyncio.ensure_future(watch_connection(receive, submission))
             headers = [(b"content-type", NDJSON)]
             try:
@@ -99,7 +106,7 @@ def trainer_routes(service: Service) -> list[Route]:
         return json_response({**await call("info"), "model": service.model})
 
     async def generate(request: HttpRequest) -> Response:
-        return EventStream(service, await service.parse(request, parse_request))
+        return EventStream(service, *await service.parse(request, parse_request))
 
     async def score(request: HttpRequest) -> Response:
         sequences, temperature = await service.parse(request, parse_scored)
@@ -114,6 +121,9 @@ def trainer_routes(service: Service) -> list[Route]:
         digest = await call("fingerprint")
         return json_response({"fingerprint": digest, "version": await call("version")})
 
+    async def digests(request: HttpRequest) -> Response:
+        return json_response(await call("digests"))
+
     def action(name: str) -> Endpoint:
         async def run(request: HttpRequest) -> Response:
             await call(name)
@@ -127,5 +137,6 @@ def trainer_routes(service: Service) -> list[Route]:
         Route("/engine/score", guarded(score), methods=["POST"]),
         Route("/engine/weights", guarded(weights), methods=["POST"]),
         Route("/engine/fingerprint", guarded(fingerprint)),
+        Route("/engine/digests", guarded(digests)),
         *(Route(f"/engine/{name}", guarded(action(name)), methods=["POST"]) for name in ACTIONS),
     ]

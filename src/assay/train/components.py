@@ -34,6 +34,7 @@ from assay.mesh import Mesh
 from assay.models import Decoder, ModelSpec, PolicyModel, build_preset, load_model, pick_device, pick_dtype
 from assay.models.base import LoadReport
 from assay.models.device import describe_threads, free_memory, set_threads, uses_triton
+from assay.models.load import empty_model, has_weights
 from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix, RewardSum
 from assay.rewards.importing import load_object, normalized
 from assay.rollout import Collector, Limits
@@ -336,11 +337,12 @@ def build_engine(
 
 def backend_settings(cfg: TrainConfig | MeasureConfig | ServeConfig, renderer: Renderer) -> dict[str, Any]:
     """Arguments that only the chosen backend has: its section of the settings."""
-    if cfg.engine.name == "vllm":
-        if isinstance(cfg, ServeConfig):
-            raise UserError("assay serve has its own engine: start vLLM's server instead of engine.name = vllm")
-        return {"settings": cfg.vllm, "save_tokenizer": renderer.tokenizer.save}
-    return {}
+    if cfg.engine.name not in ("assay", "vllm"):
+        return {}
+    if isinstance(cfg, ServeConfig):
+        raise UserError("assay serve has its own engine: set engine.name to auto, native or hf")
+    settings = cfg.vllm if cfg.engine.name == "vllm" else cfg.server
+    return {"settings": settings, "save_tokenizer": renderer.tokenizer.save}
 
 
 def is_custom_backend(cfg: EngineConfig) -> bool:
@@ -419,6 +421,9 @@ def build_server(
         if any_style and prompt.style == "auto" and not tokenizer.has_chat_template:
             prompt = prompt.model_copy(update={"style": "raw"})
         renderer = build_renderer(prompt, tokenizer, task)
+        updatable = isinstance(cfg, ServeConfig) and cfg.http.allow_updates
+        if updatable and not has_weights(Path(source)) and (empty := empty_model(Path(source), device, dtype)):
+            return renderer, empty  # a trainer will send the weights
         trust = settings.trust_remote_code
         return renderer, load_model(source, device=device, dtype=dtype, trust_remote_code=trust, report=report)
 

@@ -24,6 +24,7 @@ from assay.rewards import importing
 from assay.tasks.datasets import PREFIX as REASONING_GYM
 from assay.types import UserError
 
+SERVER_SECTIONS = {"assay": "server", "vllm": "vllm"}  # sections of engines that are programs or servers
 Ask = Callable[[str], bool]  # asks the user a yes-or-no question
 
 _unconfirmed: list[RunCode] = []  # runs whose code may not be imported yet
@@ -47,7 +48,7 @@ class RunCode:
         if self._cfg.model.trust_remote_code:
             self._confirm("runs Python code that comes with its model (model.trust_remote_code)")
         if uses_servers(self._cfg):
-            self._confirm("starts programs, or sends its weights to servers, that its settings name ([vllm])")
+            self._confirm("starts programs, or sends its weights to servers, that its settings name")
 
     def _confirm(self, what: str) -> None:
         if self._ask is None or not self._ask(f"{self.folder} {what}. Trust it?"):
@@ -135,7 +136,7 @@ def code_settings(cfg: TrainConfig) -> dict[str, Any]:
     if ":" in cfg.engine.name:  # else it is left out, as in the records of versions without engines by path
         chosen["engine"] = cfg.engine.name
     if uses_servers(cfg):
-        chosen["vllm"] = cfg.vllm.model_dump(mode="json")
+        chosen["servers"] = getattr(cfg, SERVER_SECTIONS[cfg.engine.name]).model_dump(mode="json")
     if cfg.model.trust_remote_code:
         chosen["model"] = cfg.model.model_dump(mode="json")
     return chosen
@@ -143,12 +144,12 @@ def code_settings(cfg: TrainConfig) -> dict[str, Any]:
 
 def uses_servers(cfg: TrainConfig) -> bool:
     """Whether the run starts programs that its settings name, or sends its weights to servers."""
-    return cfg.engine.name == "vllm"
+    return cfg.engine.name in SERVER_SECTIONS
 
 
 def code_names(cfg: TrainConfig) -> Iterator[str]:
     """Every string in these settings that has the form of a path to an object: file.py:name or package.module:name."""
-    chosen = code_settings(cfg) | {"model": None, "vllm": None}
+    chosen = code_settings(cfg) | {"model": None, "servers": None}
     return (text for text in strings(chosen) if ":" in text.strip(":") and not is_data_set(text))
 
 

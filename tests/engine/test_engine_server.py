@@ -1,0 +1,219 @@
+"""The engine "assay": servers by URL or started by it, the interface of engines, and the same bits as "native"."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "serve"))
+
+from serve_parts import byte_tokenizer, renderer, serving, tiny_model
+
+from assay.cli.main import main
+from assay.config import ServerConfig
+from assay.engine import Request, RequestError, SamplingParams, generate, make_engine
+from assay.engine.check import check_engine
+from assay.engine.server import AssayEngine
+from assay.models.base import fingerprint
+from assay.types import UserError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROMPT = byte_tokenizer().encode("Ann has 7")
+REQUESTS = [Request([*PROMPT, n], SamplingParams(n=3, max_new_tokens=12, temperature=0.8), seed=n) for n in range(8)]
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "max_length": 128, "max_batch": 16}
+
+
+@contextmanager
+def connected(*urls: str, model: Any = None, **changes: Any) -> Iterator[AssayEngine]:
+    settings = ServerConfig(urls=list(urls), **changes.pop("settings", {}))
+    options = {**OPTIONS, "decode": renderer().decode, **changes}
+    engine = make_engine("assay", model or tiny_model(), {"settings": settings}, **options)
+    assert isinstance(engine, AssayEngine)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(http={"allow_updates": True}, max_batch=16) as server:
+        yield server.url
+
+
+def test_the_engine_passes_all_checks(url: str) -> None:
+    with connected(url) as engine:
+        assert check_engine(engine, PROMPT, tiny_model(), renderer().decode) == []
+        capabilities = engine.info.capabilities
+        assert capabilities.exact_seeds and capabilities.fingerprint and not capabilities.handles
+
+
+def test_completions_are_those_of_the_native_engine_bit_by_bit(url: str) -> None:
+    native = make_engine("native", tiny_model(), **OPTIONS)
+    with connected(url) as engine:
+        assert generate(engine, REQUESTS) == generate(native, REQUESTS)
+        assert engine.score([PROMPT], 0.7) == native.score([PROMPT], 0.7)
+
+
+def test_weights_reach_all_servers(url: str) -> None:
+    other = tiny_model(seed=3)
+    with serving(http={"allow_updates": True}, max_batch=16) as second, connected(url, second.url) as engine:
+        engine.update_weights(other, version=7)
+        assert engine.fingerprint() == fingerprint(other.weights(), torch.float32)
+        assert len(engine.digests()) == len(dict(other.weights()))
+        native = make_engine("native", other, **OPTIONS)
+        native.update_weights(other, version=7)
+        assert generate(engine, REQUESTS) == generate(native, REQUESTS)
+        assert not list(engine.transport.folder.iterdir())  # type: ignore[union-attr]
+
+
+def refusal(*urls: str, **changes: Any) -> str:
+    with pytest.raises(UserError) as raised, connected(*urls, **changes):
+        pass
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_servers_that_cannot_be_used_are_reported_before_the_run(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    assert "is not reachable" in refusal(f"http://127.0.0.1:{port}")
+    assert "assay serve MODEL --allow-updates" in refusal(f"http://127.0.0.1:{port}")
+    with serving() as plain:
+        assert "start it with --allow-updates" in refusal(plain.url)
+    assert "max_length = 256, the policy needs 512" in refusal(url, model=tiny_model(0, 512), max_length=512)
+    assert "--engine.dtype bfloat16" in refusal(url, dtype=torch.bfloat16)
+    assert "NOT_SET" in refusal(url, settings={"api_key_env": "NOT_SET"})
+    assert "needs servers on the trainer's GPU" in refusal(url, settings={"transport": "ipc"})
+    monkeypatch.setenv("TEST_KEY", "right")
+    with serving(http={"allow_updates": True, "api_key_env": "TEST_KEY"}) as locked:
+        assert "refused access (401)" in refusal(locked.url)
+        with connected(locked.url, settings={"api_key_env": "TEST_KEY"}) as engine:
+            assert engine.fingerprint()
+
+
+class OtherProgram(BaseHTTPRequestHandler):
+    answer: bytes = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.answer else 404)
+        self.send_header("Content-Length", str(len(self.answer)))
+        self.end_headers()
+        self.wfile.write(self.answer)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [(b"", "is no assay server"), (b"<html>", "not JSON"), (b"[]", "no description"), (b'{"version": 0}', "no descr")],
+)
+def test_another_program_is_reported(answer: bytes, message: str) -> None:
+    handler = type("Handler", (OtherProgram,), {"answer": answer})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        try:
+            assert message in refusal(f"http://127.0.0.1:{other.server_port}")
+        finally:
+            other.shutdown()
+            thread.join()
+
+
+def test_weights_of_another_model_are_rejected_by_name(url: str) -> None:
+    class Renamed:
+        def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in tiny_model().weights():
+                yield name.replace("layers.1", "layers.9"), weight
+
+    with connected(url) as engine:
+        with pytest.raises(UserError, match=r"no weight 'model\.layers\.9"):
+            engine.update_weights(Renamed(), version=1)
+        engine.update_weights(tiny_model(), version=2)
+        assert engine.fingerprint() == fingerprint(tiny_model().weights(), torch.float32)
+
+
+def test_stale_weights_of_a_restarted_server_are_noticed(url: str) -> None:
+    with connected(url) as engine, connected(url) as other:
+        engine.update_weights(tiny_model(), version=5)
+        other.update_weights(tiny_model(seed=1), version=0)  # as a server does when it starts
+        with pytest.raises(RequestError, match="weights of version 0, not 5: it was restarted"):
+            generate(engine, REQUESTS[:1])
+
+
+@pytest.mark.slow
+def test_started_servers_end_with_the_engine() -> None:
+    engine = make_engine(
+        "assay", tiny_model(), {"settings": ServerConfig(servers=2), "save_tokenizer": byte_tokenizer().save}, **OPTIONS
+    )
+    assert isinstance(engine, AssayEngine) and engine.started is not None
+    programs, folder = list(engine.started.programs.values()), engine.started.folder
+    assert len(programs) == 2 and engine.fingerprint() == fingerprint(tiny_model().weights(), torch.float32)
+    assert generate(engine, REQUESTS) == generate(make_engine("native", tiny_model(), **OPTIONS), REQUESTS)
+    os.kill(programs[0].pid, signal.SIGKILL)
+    generate(engine, REQUESTS)  # the other server serves all requests
+    with pytest.raises(UserError, match=r"it ended \(killed by SIGKILL\)"):
+        engine.update_weights(tiny_model(), version=1)
+    engine.close()
+    assert all(program.ended for program in programs)
+    assert folder.exists()  # the log of the server that was killed is kept
+    with pytest.raises(ProcessLookupError):
+        os.kill(programs[1].pid, 0)
+
+
+@pytest.mark.slow
+def test_training_gives_the_same_bits_as_the_native_engine(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def reward(completion, answer):\n    return sum(map(ord, completion)) % 4 / 3\n"
+    )
+    small = ["--sft.steps=8", "--train.steps=3", "--eval.examples=8", "--eval.final_examples=8", "--device=cpu"]
+    small += [f"--reward.function={tmp_path}/reward.py:reward", "--reward.workers=0"]
+    words = ["train", str(ROOT / "configs" / "demo.toml"), f"--runs_dir={tmp_path}", *small]
+    assert main([*words, "--name=native", "--engine.name=native"]) == 0
+    assert main([*words, "--name=assay", "--engine.name=assay"]) == 0
+
+    def metrics(name: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        timed = ("time/", "speed/", "memory/", "throughput/")
+        return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
+
+    ours, theirs = metrics("assay"), metrics("native")
+    assert ours == theirs and {line["step"] for line in ours} >= {1, 2, 3}
+    assert all(line["optim/grad_norm"] > 0 for line in ours if line.get("optim/lr") and line["step"])
+    weights = [next((tmp_path / name / "checkpoints").glob("*3/model/*.safetensors")) for name in ("assay", "native")]
+    first, second = map(load_file, weights)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_weights_reach_a_server_on_the_same_gpu_without_files() -> None:
+    options = {**OPTIONS, "device": torch.device("cuda", 0), "dtype": torch.bfloat16, "memory": 0.25}
+    model = tiny_model().to("cuda")
+    settings = ServerConfig(transport="ipc")
+    engine = make_engine("assay", model, {"settings": settings, "save_tokenizer": byte_tokenizer().save}, **options)
+    try:
+        for version in (1, 2):
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight += 0.01
+            engine.update_weights(model, version)
+            assert engine.fingerprint() == fingerprint(model.weights(), torch.bfloat16)
+        (completions,) = generate(engine, REQUESTS[:1])
+        assert all(completion.version == 2 for completion in completions)
+    finally:
+        engine.close()
