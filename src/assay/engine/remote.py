@@ -200,6 +200,10 @@ class RemoteEngine(ABC):
         """What the line about an unreachable server says after the cause."""
         return f"start a {self.kind} server there, or correct {self.section}.urls"
 
+    def _hint(self, server: Server) -> str:
+        """What a line about a failure within the server says at its end."""
+        return ""
+
     async def _generate(self, server: Server, job: Job, samples: Sequence[int]) -> list[Completion]:
         path, payload = self._payload(job, samples)
         version = self.info.version
@@ -470,7 +474,8 @@ class RemoteEngine(ABC):
             advice = f"set {self.section}.api_key_env to the environment variable that holds its API key"
             raise ServerError(f"{server.url} refused access ({response.status_code}): {advice}")
         if response.status_code >= 400:
-            raise ServerError(f"{server.url}{path} answered {response.status_code}: {message_of(response)}")
+            hint = self._hint(server) if response.status_code >= 500 else ""
+            raise ServerError(f"{server.url}{path} answered {response.status_code}: {message_of(response)}{hint}")
         if not response.content:
             return None
         try:

@@ -6,6 +6,7 @@ import base64
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,6 +43,8 @@ class FolderTransport:
         parent = fast_folder(needed_bytes) if self.own else None
         self.folder = Path(folder or tempfile.mkdtemp(prefix="assay-weights-", dir=parent)).absolute()
         self.dtype, self.shard_bytes = dtype, shard_bytes
+        remove = (shutil.rmtree, self.folder, True) if self.own else (lambda: None,)
+        self._remove = weakref.finalize(self, *remove)  # at the latest when the process ends
 
     @contextmanager
     def written(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[Path]:
@@ -65,8 +68,7 @@ class FolderTransport:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        if self.own:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self._remove()
 
     def _files(self, weights: Iterable[tuple[str, Tensor]], folder: Path) -> Iterator[tuple[Path, dict[str, Tensor]]]:
         shard: dict[str, Tensor] = {}

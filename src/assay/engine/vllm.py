@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -90,6 +91,7 @@ class VLLMEngine(RemoteEngine):
         self.launched: LaunchedServers | None = None
         if not self.settings.urls and ranks.is_main:
             self.launched = LaunchedServers(self.settings, opts)
+            weakref.finalize(self, self.launched.close)  # at the latest when the process ends
         urls = self.settings.urls or ranks.on_main(lambda: self._launch(model, opts, save_tokenizer))
         self.stopping = StopStrings(opts.decode) if opts.decode is not None else None
         self.models: dict[str, ServedModel] = {}  # by URL
@@ -480,6 +482,9 @@ class VLLMEngine(RemoteEngine):
         if self.launched is not None and (death := self.launched.death(server.url)):
             return death
         return super()._why_unreachable(server)
+
+    def _hint(self, server: Server) -> str:
+        return self.launched.hint(server.url) if self.launched is not None else ""
 
     def _close_servers(self) -> None:
         if isinstance(getattr(self, "transport", None), FolderTransport):

@@ -156,6 +156,10 @@ class LaunchedServers:
             return ""
         return f"it ended ({program.ended}): {program.tail()} (see {self._kept_log(url)})"
 
+    def hint(self, url: str) -> str:
+        """The last error in the log of a server, and where the log is."""
+        return f"; {self.programs[url].tail()} (see {self._kept_log(url)})" if url in self.programs else ""
+
     def _kept_log(self, url: str) -> Path:
         """The log, whose folder is not removed any more."""
         self._remove.detach()
@@ -164,4 +168,5 @@ class LaunchedServers:
     def close(self) -> None:
         for program in self.programs.values():
             program.close()
+        self.programs = {}
         self._remove()
