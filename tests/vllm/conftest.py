@@ -1,0 +1,83 @@
+"""A real vLLM server for the tests of this folder.
+
+ASSAY_VLLM_PYTHON: interpreter of an environment with vLLM; default: .venv-vllm, which `make test-vllm` creates.
+ASSAY_SMOLLM2: SmolLM2-135M-Instruct as a folder or GGUF file; without it, a small random Llama is served.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("train", "engine")]
+
+from assay.config import VLLMConfig  # noqa: E402
+from assay.engine import make_engine  # noqa: E402
+from assay.engine.vllm import VLLMEngine  # noqa: E402
+from assay.models import Decoder, ModelSpec, load_model  # noqa: E402
+from assay.models.export import save_model  # noqa: E402
+from assay.tasks import make_task  # noqa: E402
+from assay.text import Tokenizer, load_tokenizer, word_tokenizer  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    python = Path(os.environ.get("ASSAY_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+    if not python.exists():
+        pytest.skip("vLLM is not installed: run make test-vllm, or set ASSAY_VLLM_PYTHON")
+    return str(python)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M or a random Llama, in float32, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("served")
+    if source := os.environ.get("ASSAY_SMOLLM2"):
+        model, tokenizer = load_model(source, device=torch.device("cpu")), load_tokenizer(source)
+    else:
+        model, tokenizer = random_llama()
+    save_model(model, folder, torch.float32, eos_ids=tokenizer.eos_ids)
+    tokenizer.save(folder)
+    return folder
+
+
+def random_llama() -> tuple[Decoder, Tokenizer]:
+    tokenizer = word_tokenizer(make_task("abacus").words())  # type: ignore[attr-defined]
+    sizes = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 192}
+    model = Decoder(ModelSpec("llama", vocab_size=tokenizer.vocab_size, max_length=512, tied=True, **sizes))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.empty(weight.shape).normal_(0.0, 1.0, generator=generator)
+            weight.copy_(0.1 * noise if weight.dim() == 2 else 1.0 + 0.1 * noise)
+    return model, tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return load_tokenizer(str(model_folder))
+
+
+@pytest.fixture
+def policy(model_folder: Path) -> Decoder:
+    model = load_model(str(model_folder), device=torch.device("cpu"), dtype=torch.float32)
+    assert isinstance(model, Decoder)
+    return model
+
+
+@pytest.fixture(scope="session")
+def engine(vllm_python: str, model_folder: Path, tokenizer: Tokenizer) -> Iterator[VLLMEngine]:
+    """The engine vllm with a server that it has started. Tests leave other weights in it."""
+    model = load_model(str(model_folder), device=torch.device("cpu"), dtype=torch.float32)
+    settings = {"settings": VLLMConfig(python=vllm_python), "save_tokenizer": tokenizer.save}
+    options = {"device": "cpu", "dtype": torch.float32, "max_batch": 16, "max_length": 256}
+    engine = make_engine("vllm", model, settings, decode=tokenizer.decode, **options)
+    assert isinstance(engine, VLLMEngine)
+    yield engine
+    engine.close()

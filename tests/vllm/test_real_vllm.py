@@ -1,0 +1,121 @@
+"""The engine vllm with real servers: interface, log-probabilities, training in one and in 2 x 2 processes, failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_run import SmallRuns
+
+from assay.engine.base import Request, SamplingParams, generate
+from assay.engine.check import check_engine
+from assay.engine.vllm import VLLMEngine
+from assay.models import Decoder
+from assay.runs.rollouts import read_rollouts
+from assay.text import Tokenizer
+from assay.types import UserError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parent.parent.parent
+TEXT = "Tom has 3 apples ."
+FEW = (
+    *("--train.prompts", 2, "--train.samples", 4, "--train.steps", 3, "--sampling.max_new_tokens", 16),
+    *("--eval.every", 0, "--eval.examples", 2, "--eval.final_examples", 2, "--save.every", 0, "--engine.max_batch", 16),
+    # Rewards that differ also for a model that solves nothing.
+    *("--reward.length", 1.0, "--reward.target_length", 20, "--device", "cpu", "--engine.name", "vllm"),
+)
+
+
+@torch.no_grad()
+def scores(policy: Decoder, ids: list[int]) -> torch.Tensor:
+    rows = policy.unembed(policy.hidden(torch.tensor(ids), [len(ids)]))[:-1].double().log_softmax(-1)
+    return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def test_the_engine_satisfies_the_interface(engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer) -> None:
+    engine.update_weights(policy, 1)
+    problems = check_engine(engine, tokenizer.encode(TEXT), policy, tokenizer.decode, hottest=2.0)
+    assert problems == []
+
+
+def test_log_probabilities_at_temperature_0_7_are_those_of_transformers(
+    engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer, model_folder: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine.update_weights(policy, 2)
+    hf = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    prompt = tokenizer.encode(TEXT)
+    params = SamplingParams(n=4, temperature=0.7, max_new_tokens=24)
+    for completion in generate(engine, [Request(prompt, params, seed=3)])[0]:
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        with torch.no_grad():
+            rows = (hf(ids).logits[0, len(prompt) - 1 : -1].double() / 0.7).log_softmax(-1)
+        expected = rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        gap = (torch.tensor(completion.engine_logprobs) - expected).abs().max()
+        assert gap < 1e-3
+        cold = (hf(ids).logits[0, len(prompt) - 1 : -1].double()).log_softmax(-1)
+        assert (cold.gather(1, ids[0, len(prompt) :, None])[:, 0] - expected).abs().max() > 10 * gap
+
+
+def test_every_weight_is_replaced_by_an_update(engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer) -> None:
+    """Also a tied head, which vLLM itself does not reload on a CPU."""
+    ids = [*tokenizer.encode(TEXT), *range(5, 25)]
+    for version, name in enumerate([None, *dict(policy.weights())][:14], start=10):
+        if name is not None:
+            weight = dict(policy.weights())[name]
+            with torch.no_grad():
+                weight.mul_(1.0 + 0.2 * torch.rand(weight.shape, generator=torch.Generator().manual_seed(version)))
+        engine.update_weights(policy, version)
+        gap = (torch.tensor(engine.score([ids])[0]) - scores(policy, ids)).abs().max()
+        assert gap < 5e-3, name
+
+
+def test_training_through_the_command_line_uses_a_running_server(
+    engine: VLLMEngine, model_folder: Path, tmp_path: Path
+) -> None:
+    small = SmallRuns(tmp_path)
+    words = ("--model", model_folder, "--model.max_length", 256, "--sft.steps", 0, "--optim.lr", 1e-4)
+    run = small.process("train", ROOT / "configs/demo.toml", *FEW, *words, "--vllm.urls", engine.servers[0].url)
+    output = run.communicate(timeout=1500)[0]
+    assert run.returncode == 0, output
+    compare_logprobs(small, "demo", steps=3)
+
+
+def compare_logprobs(small: SmallRuns, name: str, steps: int) -> None:
+    """Log-probabilities of engine and trainer agree in every step, so each step used the weights of the one before."""
+    trained = 0
+    for step in range(1, steps + 1):
+        for group in read_rollouts(small.runs / name, step):
+            for rollout in group.rollouts:
+                if rollout.trainer_logprobs is not None:
+                    engine = [value for turn in rollout.turns for value in turn.completion.engine_logprobs]
+                    assert np.abs(np.asarray(rollout.trainer_logprobs) - engine).max() < 2e-3
+                    trained += 1
+    assert trained
+    norms = [row.get("optim/grad_norm", 0) for row in small.metrics(name)]
+    assert sum(norm > 0 for norm in norms) >= 2  # the weights have changed
+
+
+def test_four_processes_train_with_one_server(vllm_python: str, tmp_path: Path) -> None:
+    """FSDP x TP: rank 0 starts the server and publishes full weights; two groups of ranks send requests."""
+    small = SmallRuns(tmp_path)
+    layout = ("--parallel.tp", 2, "--parallel.mode", "fsdp", "--vllm.python", vllm_python)
+    words = ("--model", "preset:tiny", "--sft.steps", 2, *layout)
+    run = small.launch(4, "train", ROOT / "configs/demo.toml", *FEW, *words)
+    output = run.communicate(timeout=1500)[0]
+    assert run.returncode == 0, output
+    compare_logprobs(small, "demo", steps=3)
+
+
+def test_a_server_that_dies_is_named_with_its_log(engine: VLLMEngine, tokenizer: Tokenizer) -> None:
+    """Last: no server is left."""
+    assert engine.launched is not None
+    (program,) = engine.launched.programs.values()
+    os.kill(program.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"is not reachable .* it ended \(killed by SIGKILL\): .* \(see .*\.log\)"):
+        generate(engine, [Request(tokenizer.encode(TEXT), SamplingParams(max_new_tokens=4), 0)])
