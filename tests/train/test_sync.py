@@ -289,7 +289,7 @@ def test_the_state_of_the_probe_survives_json() -> None:
     other.load_state_dict(saved)
     assert other.state_dict() == learning.weight_sync.state_dict()
     assert other.verify(2) == learning.weight_sync.verify(2)
-    other.load_state_dict(saved | {"dtype": "torch.float32", "sequences": []})
+    other.load_state_dict(saved | {"engine": "NativeEngine, torch.float32", "sequences": []})
     assert other.sequences == learning.weight_sync.sequences  # of another engine: not used
 
 
@@ -369,6 +369,18 @@ def test_a_run_is_verified_by_the_probe_and_resumes_exactly(small: SmallRuns) ->
     assert steps[3]["sync/probe_change"] > steps[0]["sync/probe_change"] > 0
     states = [json.loads((small.checkpoint(step, "part") / "state.json").read_text()) for step in (0, 4)]
     assert states[0]["weight_sync"]["start"] == states[1]["weight_sync"]["start"]
+
+
+@pytest.mark.slow
+def test_the_probe_of_a_separate_training_process_is_the_same(small: SmallRuns) -> None:
+    words = ("--engine.verify", "probe", "--lora.rank", 2)
+    assert small.train(*words, "--name", "separate", "--train.process", "separate") == 0
+    assert small.train(*words, "--name", "same") == 0
+    separate, same = (
+        [{key: value for key, value in row.items() if key.startswith("sync/")} for row in small.metrics(name)]
+        for name in ("separate", "same")
+    )
+    assert separate == same and sum(map(bool, same)) == 2
 
 
 @pytest.mark.parametrize("method", ["fingerprint", "probe"])

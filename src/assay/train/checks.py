@@ -111,6 +111,8 @@ def check_capabilities(cfg: TrainConfig, engine: Engine, trains: bool, verify: M
             f"engine {name} has neither a fingerprint of its weights (fingerprint) nor scores (score): weights are not "
             "verified after a sync"
         )
+    if verify == "probe" and cfg.engine.verify == "auto":
+        console.note(f"engine {name} has no fingerprint of its weights: probe sequences verify every weight sync")
     for metric in ("entropy", "kept_mass"):
         if trains and not getattr(has, metric):
             console.warn(f"engine {name} does not report {metric}: the metric sampling/{metric} is left out")

@@ -350,6 +350,10 @@ class WeightSync:
         }
 
     @property
+    def _engine_kind(self) -> str:
+        return f"{type(self.engine).__name__}, {self.engine.info.dtype}"
+
+    @property
     def _precision(self) -> torch.dtype:
         """Of the less precise side."""
         return min(self.engine.info.dtype, self.updater.dtype, key=lambda dtype: dtype.itemsize)
@@ -428,12 +432,12 @@ class WeightSync:
             return {}
         lag = {name: [one.products.tolist(), one.squares.tolist()] for name, one in self.lag.items()}
         start = [self.start.trainer.tolist(), self.start.engine.tolist(), self.start.rounding]
-        dtype = str(self.engine.info.dtype)
-        return {"sequences": self.sequences, "dtype": dtype, "start": start, "last": self.last.tolist(), "lag": lag}
+        rest = {"sequences": self.sequences, "start": start, "last": self.last.tolist(), "lag": lag}
+        return {"engine": self._engine_kind} | rest
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Scores of an engine with another dtype are not used: the next verification is then the first one."""
-        if self.method == "probe" and saved.get("dtype") == str(self.engine.info.dtype):
+        """Scores of another kind of engine are not used: the next verification is then the first one."""
+        if self.method == "probe" and saved.get("engine") == self._engine_kind:
             trainer, engine, rounding = saved["start"]
             self.sequences, self.last = saved["sequences"], np.array(saved["last"])
             self.start = ProbeScores(np.array(trainer), np.array(engine), rounding)
