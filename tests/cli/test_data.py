@@ -61,6 +61,23 @@ def test_prepared_files_round_trip(tmp_path, source, capsys):
     capsys.readouterr()
 
 
+def test_default_sizes_of_prepared_files_fit_the_source(tmp_path, capsys):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    for split, n in (("train", 500), ("test", 30)):
+        rows = [{"question": f"{split} {i}?", "answer": f"It is {i}.\n#### {i}"} for i in range(n)]
+        (source / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert assay_data("prepare", "gsm8k", "--path", source, "--out", out) == 0
+    sizes = {file.name: len(read(file)) for file in out.glob("*.jsonl")}
+    assert sizes == {"train.jsonl": 450, "validation.jsonl": 50, "test30.jsonl": 30}
+    with pytest.raises(UserError, match=r"already holds .*test30.jsonl"):
+        assay_data("prepare", "gsm8k", "--path", source, "--out", out)
+    assert assay_data("prepare", "abacus", "--train-size", 600, "--out", tmp_path / "generated") == 0
+    sizes = {file.name: len(read(file)) for file in (tmp_path / "generated").glob("*.jsonl")}
+    assert sizes == {"train.jsonl": 600, "validation.jsonl": 500, "test500.jsonl": 500}
+    capsys.readouterr()
+
+
 def test_prepared_gsm8k_keeps_its_prompt_and_rejects_another(tmp_path, source, capsys):
     out, again, alone = tmp_path / "out", tmp_path / "again", tmp_path / "alone.jsonl"
     wording = {"solution_style": "hash", "instruction": "Go."}

@@ -17,6 +17,7 @@ from assay.runs.console import (
     aligned,
     count,
     duration,
+    fraction,
     one_line,
     percent,
     printable,
@@ -362,6 +363,19 @@ def test_notes_warnings_tables_and_progress_of_a_run_are_printable(kind: type[io
 def test_a_percentage_is_never_rounded_to_0_or_100() -> None:
     assert [percent(value) for value in (0, 1, 0.5, 1 / 3)] == ["0.0 %", "100.0 %", "50.0 %", "33.3 %"]
     assert [percent(value) for value in (4999 / 5000, 1 / 5000, 0.9996)] == ["99.98 %", "0.02 %", "99.96 %"]
+
+
+def test_a_fraction_is_never_rounded_to_0_or_1() -> None:
+    assert [fraction(value) for value in (0, 1, 0.5, 0.994, 1.7, -0.001)] == [
+        *("0.00", "1.00", "0.50", "0.99", "1.70", "-0.00")
+    ]
+    assert [fraction(value) for value in (0.996, 0.004, 0.9996, 0.99999)] == ["0.996", "0.004", "0.9996", "0.99999"]
+
+
+def test_lines_of_steps_distinguish_nearly_all_from_all() -> None:
+    out = io.StringIO()
+    Console(out).step(5, {"reward/mean": 0.997, "eval/accuracy": 0.996})
+    assert out.getvalue() == "step 5  reward 0.997  eval 0.996\n"
 
 
 def test_remaining_time_is_not_estimated_from_a_tiny_part_of_an_operation() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +132,9 @@ args = {min_steps = 3, train_size = 24, eval_size = 10}
 """
 
 
-def test_mixed_tasks_have_metrics_of_their_own_and_evaluations_by_task(tmp_path: Path) -> None:
+def test_mixed_tasks_have_metrics_of_their_own_and_evaluations_by_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = SmallRuns(tmp_path)
     before, after = small.config.read_text().split("[task]")
     small.config.write_text(before + MIX + after.partition("\n[sampling]")[1] + after.partition("\n[sampling]")[2])
@@ -145,6 +148,12 @@ def test_mixed_tasks_have_metrics_of_their_own_and_evaluations_by_task(tmp_path:
         assert {"eval/accuracy/abacus", "eval/accuracy/harder"} <= row.keys()
     by_task = small.summary()["after"]["by_task"]
     assert {label: part["n"] for label, part in by_task.items()} == {"abacus": 4, "harder": 2}
+    table = capsys.readouterr().out.partition("95 % interval")[2].splitlines()[1:7]
+    parts = ["- abacus", "- harder"]
+    assert [re.split(r"  +", line)[0] for line in table] == ["before", *parts, "after", *parts]
+    assert small("eval", "run:small@last", "--eval.final_examples", 6) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith(("- abacus", "- harder")) for line in lines) == 2
 
 
 def test_long_prompts_are_dropped_with_their_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

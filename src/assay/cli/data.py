@@ -15,12 +15,13 @@ from assay.rewards import JudgePool
 from assay.runs.files import write_text
 from assay.tasks import SPLITS, Task, make_task, overlap
 from assay.tasks.base import ALL, LazyPrompts, NoSuchSplit, is_gold, prompts_of, seeded_shuffle
-from assay.tasks.sources import MANIFEST, jsonl_text, manifest_of, prepared_row
+from assay.tasks.sources import DEFAULT_VALIDATION, MANIFEST, jsonl_text, manifest_of, prepared_row
 from assay.types import Prompt, UserError, plural
 
 HELP = "Prepare, show or check the problems of a task."
 PREPARABLE = ("gsm8k", "math", "countdown", "abacus")
 GENERATED_TRAIN_SIZE = 10_000
+HELD_OUT = DEFAULT_VALIDATION
 LAZY_CHECKED = 1_000  # gold answers that are checked of an endless split
 
 
@@ -30,9 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prepare.add_argument("name", choices=PREPARABLE)
     prepare.add_argument("--out", type=Path, help="folder to write to (default data/NAME)")
     prepare.add_argument(
-        "--eval-size", type=int, default=500, help="problems of the evaluation file, sampled from test"
+        "--eval-size", type=int, help=f"problems of the evaluation file, sampled from test (default {HELD_OUT}, or all)"
     )
-    prepare.add_argument("--val-size", type=int, default=500, help="validation problems, taken from train")
+    prepare.add_argument(
+        "--val-size",
+        type=int,
+        help=f"validation problems, taken from train (default {HELD_OUT}, or a tenth of fewer than {10 * HELD_OUT:,})",
+    )
     prepare.add_argument("--train-size", type=int, help=f"generated tasks only (default {GENERATED_TRAIN_SIZE})")
     prepare.add_argument("--seed", type=int, default=0, help="seed of the splits, the sample and the generator")
     prepare.add_argument("--force", action="store_true", help="replace existing files")
@@ -82,18 +87,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    if args.eval_size < 1 or args.val_size < 1:
+    if any(size is not None and size < 1 for size in (args.eval_size, args.val_size)):
         raise UserError("--eval-size and --val-size must be at least 1")
     out: Path = args.out or Path("data") / args.name
-    eval_name = f"test{args.eval_size}.jsonl"
-    names = ("train.jsonl", "validation.jsonl", eval_name, MANIFEST)
-    present = [name for name in names if (out / name).exists()]
+    sized = "*" if args.eval_size is None else args.eval_size
+    patterns = ("train.jsonl", "validation.jsonl", f"test{sized}.jsonl", MANIFEST)
+    present = [file.name for pattern in patterns for file in sorted(out.glob(pattern))]
     if present and not args.force:
         raise UserError(f"{out} already holds {', '.join(present)}: choose another --out, or --force to replace them")
     task, splits = prepare_splits(args)
+    names = ("train.jsonl", "validation.jsonl", f"test{len(splits[2])}.jsonl")
     texts = {
         name: jsonl_text([prepared_row(prompt, task.bare_question(prompt)) for prompt in prompts])
-        for name, prompts in zip(names[:3], splits, strict=True)
+        for name, prompts in zip(names, splits, strict=True)
     }
     manifest = {
         "task": task.name,
@@ -130,7 +136,8 @@ def prepare_splits(
         train_size = args.train_size if args.train_size is not None else GENERATED_TRAIN_SIZE
         if train_size < 1:
             raise UserError("--train-size must be at least 1")
-        return task, (train[:train_size], validation[: args.val_size], test[: args.eval_size])
+        held_out = validation[: args.val_size or HELD_OUT], test[: args.eval_size or HELD_OUT]
+        return task, (train[:train_size], *held_out)
     if args.path is not None and Path(args.path).is_file():
         raise UserError(f"{args.path} is a single file: give a folder with train.jsonl and test.jsonl")
     if args.train_size is not None:
@@ -139,9 +146,9 @@ def prepare_splits(
         )
     task = make_task(args.name, args.path, **{"seed": args.seed, "val_size": args.val_size, **extra})
     test = task.prompts("test")
-    if args.eval_size > len(test):
+    if args.eval_size is not None and args.eval_size > len(test):
         raise UserError(f"--eval-size {args.eval_size} exceeds the {plural(len(test), 'problem')} of the test split")
-    chosen = seeded_shuffle(len(test), args.seed)[: args.eval_size]
+    chosen = seeded_shuffle(len(test), args.seed)[: args.eval_size or HELD_OUT]
     return task, (task.prompts("train"), task.prompts("validation"), [test[index] for index in chosen])
 
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from assay.runs.console import Console, duration, finite, percent
+from assay.runs.console import Console, duration, finite, fraction, percent
 from assay.runs.directory import Run, list_runs
 from assay.runs.files import read_json, to_json
 from assay.runs.resolve import PREFIX, find_run, split_tag
@@ -169,7 +169,7 @@ def cells(fact: Mapping[str, Any]) -> dict[str, str]:
         "algorithm": shortened(str(fact["algorithm"] or _UNKNOWN)),
         "seed": _UNKNOWN if fact["seed"] is None else str(fact["seed"]),
         "steps": progress(fact),
-        "reward": _UNKNOWN if fact["reward"] is None else f"{fact['reward']:.2f}",
+        "reward": _UNKNOWN if fact["reward"] is None else fraction(fact["reward"]),
         "before": accuracy(fact["before"]),
         "after": accuracy(fact["after"]),
         "p": _UNKNOWN if p_value is None else f"{p_value:.2g}",

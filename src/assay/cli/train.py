@@ -199,9 +199,8 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
     for name, report in measured.items():
         if report is None:
             continue
-        low, high = report["ci95"]
-        interval = f"{100 * low:.1f} to {100 * high:.1f} %"
-        rows.append([name, percent(report["accuracy"]), interval, report["n"], f"{report['mean_length']:.0f}"])
+        rows.append([name, *accuracy_cells(report), f"{report['mean_length']:.0f}"])
+        rows += [[f"- {task}", *accuracy_cells(own), ""] for task, own in report.get("by_task", {}).items()]
     steps = plural(summary["steps"] or summary.get("sft", {}).get("steps", 0), "step")
     title = f"{summary['task']}, {summary['split']} split, {summary['algorithm']}, {steps}"
     console.table(title, ["", "accuracy", "95 % interval", "problems", "tokens"], rows)
@@ -225,6 +224,12 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
         f"export run:{name}@last {shlex.quote(f'{path.name}-model')}",
     ):
         console.note(f"  assay {command}")
+
+
+def accuracy_cells(report: Mapping[str, Any]) -> list[str]:
+    """Accuracy, interval and number of problems, of an evaluation or of one of its tasks."""
+    low, high = report["ci95"]
+    return [percent(report["accuracy"]), f"{100 * low:.1f} to {100 * high:.1f} %", str(report["n"])]
 
 
 def show_causes(causes: Sequence[Mapping[str, str]], console: Console) -> None:

@@ -25,7 +25,6 @@ PROMPTS = "counts prompts over all devices; a step has train.prompts x train.sam
 PASSES = "passes over each batch of rollouts"
 TOKENS = "in tokens, not sequences; it does not change the result"
 DROPS = "longer prompts of the train split are dropped, never truncated"
-LIMIT = "limits prompt + answer; prompts are never truncated"
 WARMUP = "a number of steps, not a fraction"
 BOTH_CLIPS = "below 1; set algo.clip_high for the range above 1"
 KL_ON = "above 0 turns the KL term on"
@@ -242,7 +241,7 @@ OPENRLHF = {
     "train_max_tokens_per_gpu": Equivalent("train.token_budget"),
     "num_episodes": Equivalent("train.epochs"),
     "max_epochs": Equivalent("train.passes", PASSES),
-    "prompt_max_len": Equivalent("model.max_length", LIMIT),
+    "prompt_max_len": Equivalent("train.max_prompt_tokens", DROPS),
     "generate_max_len": Equivalent("sampling.max_new_tokens"),
     "max_samples": Equivalent("train.max_train_prompts"),
     "actor_learning_rate": Equivalent("optim.lr"),

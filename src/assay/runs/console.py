@@ -86,14 +86,31 @@ def finite(metrics: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
+def percent(value: float) -> str:
+    """52.1 % for 0.521, with more digits where one would round to 0 or 100 %."""
+    return f"{100 * value:.{enough_digits(100 * value, 1, limit=100)}f} %"
+
+
+def fraction(value: float) -> str:
+    """0.52, with more digits where two would round to 0 or 1."""
+    return f"{value:.{enough_digits(value, 2, limit=1)}f}"
+
+
+def enough_digits(value: float, least: int, limit: float) -> int:
+    """Digits after the point, `least` or up to 3 more, so that a value between 0 and `limit` is rounded to neither."""
+    if not 0 < value < limit:
+        return least
+    return next((digits for digits in range(least, least + 3) if 0 < round(value, digits) < limit), least + 3)
+
+
 FINAL_LABELS = ("start", "before", "after")  # evaluations on `eval.final_split`
-_FACTS = {  # metrics in the line of a step, and their formats
-    "sft/loss": "loss {:.3f}",
-    "reward/mean": "reward {:.2f}",
-    **{f"{label}/accuracy": f"accuracy {label} {{:.2f}}" for label in FINAL_LABELS},
-    "eval/accuracy": "eval {:.2f}",  # the last one
-    "length/mean": "len {:.0f}",
-    "time/step": "{:.2f} s",
+_FACTS: dict[str, tuple[str, Callable[[float], str]]] = {  # metrics in the line of a step, and their formats
+    "sft/loss": ("loss {}", "{:.3f}".format),
+    "reward/mean": ("reward {}", fraction),
+    **{f"{label}/accuracy": (f"accuracy {label} {{}}", fraction) for label in FINAL_LABELS},
+    "eval/accuracy": ("eval {}", fraction),  # the last one
+    "length/mean": ("len {}", "{:.0f}".format),
+    "time/step": ("{} s", "{:.2f}".format),
 }
 _WINDOW = 20  # number of steps from which the remaining time is estimated
 INTERVAL = 5.0  # seconds between plain lines of progress
@@ -333,9 +350,9 @@ class Console:
     def _facts(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         facts = [f"step {step}/{self._total}" if self._total else f"step {step}"]
         shown = {**metrics, "eval/accuracy": self._accuracy if finite(metrics, "reward/mean") is not None else None}
-        for name, form in _FACTS.items():
+        for name, (text, form) in _FACTS.items():
             if (value := finite(shown, name)) is not None:
-                facts.append(form.format(value))
+                facts.append(text.format(form(value)))
         if (left := self._seconds_left(step)) is not None:
             facts.append(f"eta {duration(left)}")
         return facts
@@ -390,12 +407,6 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def percent(fraction: float) -> str:
-    """52.1 %, with more digits where one would round a fraction to 0 or 100 %."""
-    digits = next((n for n in (1, 2, 3) if 0 < round(100 * fraction, n) < 100), 4 if 0 < fraction < 1 else 1)
-    return f"{100 * fraction:.{digits}f} %"
 
 
 def listed(columns: Sequence[str], row: Sequence[object]) -> list[str]:
