@@ -102,6 +102,11 @@ def test_most_frequent_status_and_reward_are_shown() -> None:
     assert "reward 0 " in cause.evidence and "unparsable, 70 %" in cause.evidence
 
 
+def test_an_environment_that_masks_all_actions_is_named_before_the_advantages() -> None:
+    (cause,) = diagnose(steps(4, {**UNCHANGED, "advantage/zero": 1.0, "turns/masked": 1.0}), CONFIG)
+    assert cause.name == "masked" and "info['masked']" in cause.remedy
+
+
 def test_answers_that_fill_the_context_need_a_longer_context() -> None:
     (cause,) = diagnose(steps(4, {**WRONG, "length/truncated": 1.0, "length/max": 40.0}), CONFIG)
     assert "model.max_length" in cause.remedy and "max_new_tokens" not in cause.remedy

@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from assay.tasks import Abacus, Task, check_gold, overlap
-from assay.tasks.base import LazyPrompts, carve_validation, prompts_of, state_answer
+from assay.tasks.base import (
+    MAX_REJECTED,
+    UNLIMITED,
+    FilteredPrompts,
+    LazyPrompts,
+    carve_validation,
+    prompts_of,
+    state_answer,
+)
 from assay.types import Prompt, UserError
 
 
@@ -26,6 +34,27 @@ def test_overlap_of_long_splits_is_sampled():
     assert report.n_shared == 1 and report.sampled and "sample" in str(report)
     assert report.n_train_checked < 10_000
     assert overlap(unlimited, [ask("e0", "17")], limit=100).n_train_checked == 100
+
+
+def numbered(keep) -> FilteredPrompts:
+    prompts = LazyPrompts(lambda index: ask(f"t/{index}", str(index)), UNLIMITED)
+    return FilteredPrompts(prompts, lambda prompt: keep(int(prompt.question)), "the rule")
+
+
+def test_rejected_problems_of_an_endless_split_are_replaced_by_others():
+    prompts = numbered(lambda number: number % 3 > 0)
+    ids = [int(prompt.id.removeprefix("t/")) for prompt in prompts[:300]]
+    assert len(prompts) == UNLIMITED and all(number % 3 for number in ids) and len(set(ids)) == 300
+    assert [index for index, number in enumerate(ids) if index == number] == [i for i in range(300) if i % 3]
+    assert prompts.rejected >= 100
+    alone = numbered(lambda number: number % 3 > 0)
+    assert alone[153] == prompts[153] and alone[10**7] and alone[UNLIMITED - 1]  # depends on the index only
+
+
+def test_a_filter_that_rejects_everything_is_an_error():
+    with pytest.raises(UserError, match="256 generated problems in a row violate the rule"):
+        numbered(lambda number: False)[0]
+    assert numbered(lambda number: number == UNLIMITED - MAX_REJECTED)[0].id == f"t/{UNLIMITED - MAX_REJECTED}"
 
 
 def test_generated_splits_do_not_overlap():

@@ -11,6 +11,17 @@ from assay.runs import Run
 from assay.runs.diagnose import diagnose_run
 
 CODE = """
+from assay.envs import Env
+
+class Masking(Env):
+    name = "masking"
+
+    def reset(self, *, seed=None, options=None):
+        return f"state {seed}", {}
+
+    def step(self, action):
+        return "", sum(map(ord, action)) % 4 / 3, True, False, {"masked": True}
+
 def zero(completion, answer):
     return 0.0
 
@@ -38,7 +49,8 @@ def not_finite(logprobs, behaviour, advantages, low, high):
 """
 ENOUGH = ("--train.steps", 5, "--train.samples", 6, "--train.prompts", 3)  # 90 answers
 LONG = ("--sampling.max_new_tokens", 60, "--model.max_length", 128)  # random models end most answers before
-RUNS: dict[str, tuple[list[str], str]] = {  # options, and a key or word of the remedy
+OWN_ENV = ["--task", "", "--task.args", "{}", "--model.tokenizer", "characters", "--reward.function", ""]
+RUNS: dict[str, tuple[list[str], str]] = {  # by cause; options, and a key or word of the remedy
     "truncated": (
         ["--reward.function", "code.py:zero", "--sampling.max_new_tokens", "2"],
         "sampling.max_new_tokens (now 2)",
@@ -52,6 +64,11 @@ RUNS: dict[str, tuple[list[str], str]] = {  # options, and a key or word of the 
     "zero_gradient": (["--algo.policy_loss", "code.py:no_gradient"], "algo.policy_loss"),
     "not_finite": (["--algo.policy_loss", "code.py:not_finite", "--train.max_skipped", "0"], "optim.lr"),
     "tiny_updates": (["--optim.lr", "1e-30"], "optim.lr (now 1e-30)"),
+    "masked": (
+        ["--algo.mask_overlong", "true", "--sampling.max_new_tokens", "2", "--sampling.min_new_tokens", "2"],
+        "sampling.max_new_tokens (now 2), or set algo.mask_overlong = false",
+    ),
+    "masked by the environment": (["--env", "code.py:Masking", *OWN_ENV], "info['masked']"),
 }
 
 
@@ -70,12 +87,13 @@ def test_a_run_that_cannot_learn_says_why_once_while_it_runs_and_again_at_its_en
     assert small.train(*ENOUGH, *options) == 0
     output = capsys.readouterr().out
     (stored,) = small.summary()["diagnosis"]
-    assert stored["name"] == name and remedy in stored["remedy"]
+    cause = name.partition(" ")[0]
+    assert stored["name"] == cause and remedy in stored["remedy"]
     during, _, end = output.partition("paired p")
     assert during.count(stored["remedy"]) == 1 and "in all 4 steps" in during
     assert f"no gain: {stored['evidence']}" in end and f"what to change: {stored['remedy']}" in end
     assert "assay chat" not in output
-    assert [cause.name for cause in diagnose_run(Run.open(small.runs / "small"))] == [name]
+    assert [found.name for found in diagnose_run(Run.open(small.runs / "small"))] == [cause]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -86,8 +87,63 @@ def test_missing_solutions_and_full_contexts_are_refused() -> None:
 def test_prompts_with_words_unknown_to_a_word_tokenizer_are_counted() -> None:
     renderer = Renderer(word_tokenizer(["1", "+", "?"]))
     prompts = [problem("a", None), problem("b", None, "1 plus 1 ?")]
-    (warning,) = unknown_prompt_words(prompts, renderer)
+    (warning,) = unknown_prompt_words("train", prompts, renderer)
     assert "1 of 2 train prompts" in warning and "'plus' in b" in warning
+
+
+def test_rows_of_a_file_beyond_the_first_are_checked_for_solutions_and_space() -> None:
+    renderer = Renderer(char_tokenizer())
+    rows = [problem(f"p{number}", "2") for number in range(1500)]
+    assert not list(check_demonstrations(rows, renderer, 64, limit=1000))
+    rows[1400] = problem("late", None)
+    with pytest.raises(UserError, match=r"1 of 1,500 problems have no worked solution.*late"):
+        list(check_demonstrations(rows, renderer, 64, limit=1000))
+    rows[1400] = problem("long", "2", question="1 + 1 ? " * 20)
+    with pytest.raises(UserError, match=r"1 of 1,500 prompts fill the context of 64 tokens.*long"):
+        list(check_demonstrations(rows, renderer, 64, limit=1000))
+    assert not list(check_demonstrations(rows, renderer, 512, limit=1000))
+
+
+def test_only_rows_that_could_fill_the_context_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer, tokenized = Renderer(char_tokenizer()), []
+    worked_example = Renderer.worked_example
+
+    def counted(self: Renderer, prompt: Prompt) -> tuple[list[int], list[int]]:
+        tokenized.append(prompt.id)
+        return worked_example(self, prompt)
+
+    monkeypatch.setattr(Renderer, "worked_example", counted)
+    rows = [problem(f"p{number}", "2") for number in range(30)] + [problem("longer", "2", "1 + 1 ? " * 20)]
+    assert not list(check_demonstrations(rows, renderer, 180, limit=10))
+    assert tokenized == [*(f"p{number}" for number in range(10)), "longer"]
+
+
+def test_rows_of_files_in_a_mix_are_all_checked(tmp_path: Path) -> None:
+    rows = [{"question": f"{n} ?", "answer": n, "solution": f"{n}"} for n in range(40)]
+    del rows[33]["solution"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parts = [{"name": "jsonl", "path": str(tmp_path / "rows.jsonl"), "args": {"val_size": 0}}, {"name": "abacus"}]
+    prompts = make_task("mix", tasks=parts).prompts("train")
+    with pytest.raises(UserError, match="1 of 40 problems have no worked solution"):
+        list(check_demonstrations(prompts, Renderer(char_tokenizer()), 512, limit=4))
+
+
+def test_a_dry_run_and_an_evaluation_warn_of_unknown_words_in_evaluation_prompts(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = small.folder / "data"
+    data.mkdir()
+    for split, words in (("train", "a b"), ("validation", "a c"), ("test", "a é")):
+        rows = [{"question": f"{n} {words}", "answer": n} for n in range(20)]
+        (data / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = ("--task", "jsonl", "--task.path", data, "--task.args", "{}", "--model.tokenizer", "characters")
+    assert small.train(*own, "--dry-run") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "does not know" in line]
+    assert "5 of 5 test prompts" in line and "'é' in " in line
+    assert small.train(*own, "--train.steps", 1) == 0
+    capsys.readouterr()
+    assert small("eval", "run:small@last", "--eval.final_examples", 3) == 0
+    assert "3 of 3 test prompts contain words that the tokenizer does not know" in capsys.readouterr().out
 
 
 def test_generated_solutions_are_checked_without_reading_an_endless_split() -> None:

@@ -31,6 +31,7 @@ SETTINGS = MeasureConfig
 INHERITED = ("task", "env", "prompt", "reward", "eval")  # sections that a checkpoint inherits from its run
 KEPT = ("eval.max_new_tokens", "eval.stop", "model.max_length")  # inherited from the run even if the task is another
 TRAINING_ONLY = {"every", "split", "examples"}  # settings of [eval] that are not used here
+CHECKED_TEXTS = 1_000  # problems that are checked for words unknown to the tokenizer
 GENERATED = 500  # problems of an endless split, unless eval.final_examples is set
 
 
@@ -168,8 +169,11 @@ def measure(
     from assay.evals.report import evaluate
     from assay.rollout import sampling_params
     from assay.train import components
+    from assay.train.trial import unknown_prompt_words
 
     renderer, engine = components.build_server(model, cfg, task, console)
+    for warning in unknown_prompt_words(cfg.eval.final_split, prompts[:CHECKED_TEXTS], renderer):
+        console.warn(warning)
     params = sampling_params(cfg.eval, cfg.eval.samples)
     console.note(f"{model}: {plural(len(prompts), 'problem')} x {plural(params.n, 'sample')}")
     collector = components.build_collector(cfg, task, engine, renderer, progress=console.progress)

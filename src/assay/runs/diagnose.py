@@ -256,6 +256,8 @@ def explain_equal_rewards(window: Window) -> Diagnosis:
 def explain_unchanged_weights(window: Window) -> Diagnosis:
     """Answers differ in reward, but no update has changed the weights."""
     lr = window.now("optim.lr")
+    if window.mean("turns/masked") == 1.0:
+        return explain_masked(window)
     if window.mean("advantage/zero") == 1.0:
         return Diagnosis(
             "zero_advantages",

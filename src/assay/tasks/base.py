@@ -18,6 +18,7 @@ from assay.types import Prompt, UserError, Verdict, describe_user_error, plural
 SPLITS = ("train", "validation", "test")
 ALL = "all"  # a further split: every row of a single file or list
 UNLIMITED = 2**31  # the length of a generated split
+MAX_REJECTED = 256  # generated problems that a filter may reject in a row
 ANSWER_FORMS = {"boxed": "\\boxed{%s}", "hash": "#### %s", "answer-tag": "<answer>%s</answer>", "last-number": "%s"}
 PROMPT_EXAMPLE = 'Prompt("ID", ({"role": "user", "content": QUESTION},), answer=ANSWER)'
 BOXED_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -127,6 +128,8 @@ class GeneratedTask(Task):
 class LazyPrompts(Sequence[Prompt]):
     """Prompts that are generated from their index on access; slices are lazy too."""
 
+    rejected = 0  # number of problems that a filter has rejected so far
+
     def __init__(self, make: Callable[[int], Prompt], indices: int | range) -> None:
         self._make = make
         self._indices = range(indices) if isinstance(indices, int) else indices
@@ -148,6 +151,27 @@ class LazyPrompts(Sequence[Prompt]):
             raise
         except Exception as error:
             raise UserError(f"problem {number} could not be generated: {describe_user_error(error)}") from error
+
+
+class FilteredPrompts(LazyPrompts):
+    """Endless problems without those that `keep` rejects. A problem from the end of the split replaces each of them, so
+    that a problem still depends on its index only.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], keep: Callable[[Prompt], bool], rule: str) -> None:
+        """`rule`: what `keep` requires, for an error message."""
+        self.prompts, self.keep, self.rule = prompts, keep, rule
+        super().__init__(self._kept, len(prompts))
+
+    def _kept(self, index: int) -> Prompt:
+        size = len(self.prompts)
+        last = size - 1 - index * MAX_REJECTED
+        for number in (index, *range(last, last - MAX_REJECTED, -1)):
+            prompt = self.prompts[number % size]
+            if self.keep(prompt):
+                return prompt
+            self.rejected += 1
+        raise UserError(f"{MAX_REJECTED:,} generated problems in a row violate {self.rule}")
 
 
 def check_split(split: str) -> None:

@@ -49,6 +49,10 @@ class MixedPrompts(LazyPrompts):
         """Return the mix without the problems that `keep` leaves out of a task."""
         return MixedPrompts(self.parts, [keep(prompts) for prompts in self.prompts], self.seed)
 
+    @property
+    def rejected(self) -> int:  # type: ignore[override]
+        return sum(prompts.rejected for prompts in self.prompts if isinstance(prompts, LazyPrompts))
+
     def _problem(self, index: int) -> Prompt:
         cycle, position = divmod(index, len(self.cycle))
         number, rank = self.cycle[position]

@@ -187,7 +187,8 @@ def assemble(
         tokens = components.choose_token_budget(policy, dtype, mesh, cfg.train.recompute)
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"token_budget": tokens})})
     demonstrations = components.build_demonstrations(cfg, renderer, console)
-    trial.check_texts(console, train, demonstrations, renderer, policy.max_length, checked_texts)
+    splits = {"train": train} | {label.partition(":")[2]: prompts for label, prompts in evaluations.items()}
+    trial.check_texts(console, splits, demonstrations, renderer, policy.max_length, checked_texts)
     checks.check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype)

@@ -41,7 +41,7 @@ from assay.rollout import Collector, Limits
 from assay.runs.console import Console, count
 from assay.runs.resolve import load_resolved, resolve_model
 from assay.tasks import Task, make_task
-from assay.tasks.base import UNLIMITED, LazyPrompts
+from assay.tasks.base import UNLIMITED, FilteredPrompts, LazyPrompts
 from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
@@ -127,14 +127,17 @@ def take(prompts: Sequence[Prompt], count: int, split: str, endless: bool = Fals
 def drop_long_prompts(
     prompts: Sequence[Prompt], renderer: Renderer, limit: int, console: Console, what: str = "train prompts"
 ) -> Sequence[Prompt]:
-    """The prompts with at most `limit` tokens (0: all of them); reports how many are dropped."""
+    """The prompts with at most `limit` tokens (0: all of them); reports how many are dropped.
+
+    Of an endless split, longer prompts are replaced when they are drawn.
+    """
     if not limit:
         return prompts
     if isinstance(prompts, MixedPrompts):
         return prompts.filtered(lambda own: drop_long_prompts(own, renderer, limit, console, what))
     if len(prompts) >= UNLIMITED:
-        console.warn(f"train.max_prompt_tokens = {limit} has no effect on generated problems: see their task.args")
-        return prompts
+        rule = f"train.max_prompt_tokens = {limit}: raise it, or generate shorter problems (task.args)"
+        return FilteredPrompts(prompts, lambda prompt: len(renderer.prompt_ids(prompt)) <= limit, rule)
     given = list(prompts)
     kept = [prompt for prompt, ids in zip(given, renderer.all_prompt_ids(given), strict=True) if len(ids) <= limit]
     if not kept:

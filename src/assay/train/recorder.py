@@ -147,6 +147,7 @@ def rollout_metrics(sampled: SampledGroups, algo: Algorithm, engine: Capabilitie
         "advantage/zero": sum(not r.learns for r in answers) / count,
         "groups/zero_variance": sum(map(algo.has_zero_variance, groups)) / len(groups),
         "groups/dropped": float(len(sampled.dropped)),
+        **({"prompts/too_long": float(sampled.long_prompts)} if sampled.long_prompts else {}),
         "turns/mean": sum(len(r.turns) for r in answers) / count,
         "length/mean": sum(lengths) / count,
         "length/max": float(max(lengths)),

@@ -14,6 +14,7 @@ from assay.config import ReplayConfig, TrainConfig
 from assay.rollout import Collector, sampling_params
 from assay.runs.files import read_json, write_json
 from assay.runs.rollouts import read_rollouts, rollout_path, write_rollouts
+from assay.tasks.base import LazyPrompts
 from assay.train.progress import RunState, Schedule, Stopping
 from assay.types import Group, Prompt, UserError, plural
 
@@ -33,6 +34,11 @@ class PromptStream:
         prompts = [self._at(index) for index in range(self.cursor, self.cursor + count)]
         self.cursor += count
         return prompts
+
+    @property
+    def rejected(self) -> int:
+        """Number of generated prompts that a filter has rejected so far in this process."""
+        return self.prompts.rejected if isinstance(self.prompts, LazyPrompts) else 0
 
     def _at(self, index: int) -> Prompt:
         epoch, position = divmod(index, len(self.prompts))
@@ -55,6 +61,7 @@ class SampledGroups:
     groups: list[Group]  # to train on
     dropped: list[Group] = field(default_factory=list)  # removed by the algorithm's filter
     seconds: dict[str, float] = field(default_factory=dict)  # time spent, by part: generate, judge
+    long_prompts: int = 0  # generated prompts that were replaced, because they had too many tokens
 
     @property
     def all_groups(self) -> list[Group]:
@@ -103,7 +110,7 @@ class OnPolicySource:
             self.stopping.check()
         self.collector.engine.reset_prefix_cache()  # as in a resumed run, which has no cached prompts
         self.collector.seconds.clear()
-        sampled, baselines = SampledGroups([]), list[Group]()
+        sampled, baselines, rejected = SampledGroups([]), list[Group](), self.prompts.rejected
         seen: Counter[str] = Counter()
         for _ in range(self.algo.sampling_rounds):
             prompts = self._next_accepted(self.prompts_per_step - len(sampled.groups), state.step)
@@ -118,6 +125,7 @@ class OnPolicySource:
                 break
         self.collector.engine.sleep()
         sampled.seconds = dict(self.collector.seconds)
+        sampled.long_prompts = self.prompts.rejected - rejected
         self.cursor = self.prompts.cursor
         state.answers += len(answers)
         state.tokens += sum(answer.length for answer in answers)

@@ -5,7 +5,7 @@ one update on a small batch with the user's advantage and loss. No trial changes
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,26 +17,29 @@ from assay.models.device import free_memory
 from assay.rollout import Collector
 from assay.runs.console import Console
 from assay.tasks.base import LazyPrompts
+from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer
 from assay.train.learner.learner import Learner
 from assay.types import Group, Prompt, Status, UserError, Verdict, describe_user_error, plural
 
 PROMPTS, SAMPLES, NEW_TOKENS = 2, 4, 8  # of the trial update, at most
 GENERATED, READ = 256, 20_000  # solutions whose tokens are checked: generated ones, ones from a file
+TEMPLATE_TOKENS = 16  # bos, and tokens of an empty text
 MOMENTS_BYTES = 12  # per trained parameter: gradient and moments, which the trial allocates
 
 
 def check_texts(
     console: Console,
-    train: Sequence[Prompt],
+    splits: Mapping[str, Sequence[Prompt]],
     demonstrations: Sequence[Prompt],
     renderer: Renderer,
     max_length: int,
     limit: int,
 ) -> None:
-    """Check the first `limit` prompts of the train split and worked solutions; generated ones: the first few."""
-    for warning in unknown_prompt_words(train[: shortened(train, limit)], renderer):
-        console.warn(warning)
+    """Check the first `limit` prompts of each split and worked solutions; generated ones: the first few."""
+    for split, prompts in splits.items():
+        for warning in unknown_prompt_words(split, prompts[: shortened(prompts, limit)], renderer):
+            console.warn(warning)
     for warning in check_demonstrations(demonstrations, renderer, max_length, limit):
         console.warn(warning)
 
@@ -50,23 +53,28 @@ def check_demonstrations(
 ) -> Iterator[str]:
     """Raise a UserError if a worked solution is missing or does not fit; yield warnings about the others.
 
-    At most `limit` solutions are checked, and fewer of a task that generates them.
+    The words of at most `limit` solutions are checked, and fewer of a task that generates them. Rows of files without
+    a solution, or without space for one, are all found.
     """
-    checked = list(demonstrations[: shortened(demonstrations, limit)])
-    missing = [prompt.id for prompt in checked if prompt.worked_text is None]
-    if missing:
-        raise UserError(
-            f"{len(missing)} of {plural(len(checked), 'problem')} have no worked solution to train on (e.g. "
-            f"{missing[0]}): set sft.steps = 0, or add solutions"
-        )
+    first = shortened(demonstrations, limit)
+    checked, rows = list(demonstrations[:first]), rows_of_files(demonstrations)
+    for prompts in (rows, checked):
+        if missing := [prompt.id for prompt in prompts if prompt.worked_text is None]:
+            raise UserError(
+                f"{len(missing):,} of {plural(len(prompts), 'problem')} have no worked solution to train on (e.g. "
+                f"{missing[0]}): set sft.steps = 0, or add solutions"
+            )
     ids = [renderer.worked_example(prompt) for prompt in checked]
     long = [prompt.id for prompt, (tokens, _) in zip(checked, ids, strict=True) if len(tokens) > max_length]
     without = [prompt.id for prompt, (_, mask) in zip(checked, ids, strict=True) if not any(mask[:max_length])]
     empty = [prompt.id for prompt in checked if not (prompt.worked_text or "").strip()]
+    for prompt in may_be_long(rows if isinstance(demonstrations, MixedPrompts) else rows[first:], renderer, max_length):
+        if not any(renderer.worked_example(prompt)[1][:max_length]):
+            without.append(prompt.id)
     if without:
         raise UserError(
-            f"{len(without)} of {plural(len(checked), 'prompt')} fill the context of {max_length} tokens, without a "
-            f"solution (e.g. {without[0]}): remove or shorten them, or raise model.max_length"
+            f"{len(without):,} of {plural(len(rows or checked), 'prompt')} fill the context of {max_length} tokens, "
+            f"without a solution (e.g. {without[0]}): remove or shorten them, or raise model.max_length"
         )
     if long:
         yield (
@@ -81,6 +89,25 @@ def check_demonstrations(
     trained = [[index for index, one in zip(tokens, mask, strict=True) if one] for tokens, mask in ids]
     texts = [prompt.worked_text or "" for prompt in checked]
     yield from unknown_words("worked solutions", checked, texts, trained, renderer.tokenizer)
+
+
+def rows_of_files(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """All problems that are not generated."""
+    if isinstance(prompts, MixedPrompts):
+        return [prompt for part in prompts.prompts for prompt in rows_of_files(part)]
+    return () if isinstance(prompts, LazyPrompts) else prompts
+
+
+def may_be_long(prompts: Sequence[Prompt], renderer: Renderer, max_length: int) -> list[Prompt]:
+    """The prompts that could fill the context, by their bytes: a token has at least one."""
+    if not prompts:
+        return []
+
+    def size(prompt: Prompt) -> int:
+        return sum(len(message["content"].encode("utf-8", "replace")) for message in prompt.messages)
+
+    template = len(renderer.prompt_text(prompts[0]).encode("utf-8", "replace")) - size(prompts[0]) + TEMPLATE_TOKENS
+    return [prompt for prompt in prompts if size(prompt) + template >= max_length]
 
 
 def unknown_words(
@@ -103,11 +130,13 @@ def unknown_words(
     )
 
 
-def unknown_prompt_words(prompts: Sequence[Prompt], renderer: Renderer) -> Iterator[str]:
+def unknown_prompt_words(split: str, prompts: Sequence[Prompt], renderer: Renderer) -> Iterator[str]:
     """Yield a warning if prompts contain words that are unknown to the tokenizer."""
+    if renderer.tokenizer.hf.unk_token_id is None:
+        return
     texts = ["\n".join(message["content"] for message in prompt.messages) for prompt in prompts]
     ids = renderer.all_prompt_ids(prompts)
-    yield from unknown_words("train prompts", prompts, texts, ids, renderer.tokenizer)
+    yield from unknown_words(f"{split} prompts", prompts, texts, ids, renderer.tokenizer)
 
 
 def try_env(env: Env, prompt: Prompt) -> None:
