@@ -1,7 +1,7 @@
 """Measure a server with the interface of the OpenAI API (`assay serve`, vLLM): tokens per second, time to first token.
 
     python bench/serve.py model 0.5b models/random-0.5b     # a folder with random weights, a config and a tokenizer
-    assay serve models/random-0.5b --name bench --http.frontends 4
+    assay serve models/random-0.5b --name bench
     python bench/serve.py load http://127.0.0.1:8000 --model bench --json serve.json
 
 Every client is a connection that streams one completion after the other, with a prompt of its own, given as token ids.

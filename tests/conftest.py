@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))  # makes `processes` importable
+sys.path.append(str(ROOT / "tests" / "serve"))  # and the servers of tests
 sys.path.append(str(ROOT / "bench"))  # and the scripts of benchmarks
 sys.path.append(str(ROOT))  # and the tests themselves, in processes that they start
 

@@ -22,6 +22,12 @@ def test_short_options_are_settings() -> None:
     assert (cfg.http.port, cfg.http.host, cfg.http.name, cfg.http.allow_updates) == (9000, "::1", "m", True)
 
 
+def test_processes_for_http_are_the_default_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(serve.sys, "platform", "linux")
+    assert serve.default_frontends("cuda:0") == 4 and serve.default_frontends("cpu") == 0
+
+
 def test_examples_need_a_file() -> None:
     with pytest.raises(UserError, match="few_shot_file"):
         settings("model", "--prompt.few_shot", "2")

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +16,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "serve"))
-
 from serve_parts import byte_tokenizer, renderer, serving, tiny_model
 
 from assay.cli.main import main

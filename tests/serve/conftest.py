@@ -1,15 +1,10 @@
-"""Makes `serve_parts` importable; one server for all tests that do not change it."""
+"""One server for all tests that do not change it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from serve_parts import RunningServer, serving
 
 

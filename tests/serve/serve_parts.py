@@ -108,7 +108,7 @@ def serving(
     model, text = model or tiny_model(), renderer()
     options = {"device": "cpu", "dtype": torch.float32, "decode": text.decode} | options
     engine = make_engine("native", model, **options)
-    cfg = HttpConfig(**{"port": 0, "drain_s": 5} | (http or {}))
+    cfg = HttpConfig(**{"port": 0, "drain_s": 5, "frontends": 0} | (http or {}))
     listener = bind(cfg.host, cfg.port)
     dispatcher, ready = Dispatcher(engine), threading.Event()
     loops: list[Any] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ For a checkpoint of a run, the run's prompt and length settings are used.
   ASSAY_KEY=... assay serve model.gguf --host 0.0.0.0 --api-key-env ASSAY_KEY
 Ctrl-C or SIGTERM finishes the running requests first; a second one stops immediately."""
 SETTINGS = ServeConfig
+MAX_FRONTENDS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
             has_chat = renderer.style == "chat" or bool(cfg.prompt.template) or cfg.prompt.style == "raw"
             if not has_chat:
                 console.note("the model has no chat template: /v1/chat/completions is not available")
+        if cfg.http.frontends < 0:
+            cfg.http.frontends = default_frontends(str(getattr(engine, "device", "")))
         url = address_of(listener)
         serving = Serving(
             renderer,
@@ -66,6 +70,12 @@ def run(args: argparse.Namespace) -> int:
     finally:
         listener.close()
     return 0
+
+
+def default_frontends(device: str) -> int:
+    """On a GPU, one process cannot both drive the engine and handle thousands of streams."""
+    several = device.startswith("cuda") and sys.platform == "linux"
+    return min(MAX_FRONTENDS, (os.cpu_count() or 1) // 4) if several else 0
 
 
 def say(text: str) -> None:

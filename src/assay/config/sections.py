@@ -510,8 +510,8 @@ class HttpConfig(Section):
     """name of the model in requests; empty: the model as given on the command line"""
     allow_updates: bool = False
     """enable the endpoints with which a trainer replaces the weights (engine.name = "assay")"""
-    frontends: Count = 0
-    """processes that handle HTTP beside the engine's process, for many concurrent streams; 0: none, it does both"""
+    frontends: Annotated[int, Field(ge=-1)] = -1
+    """processes that handle HTTP beside the engine's process; 0: none; -1: up to 4 with CUDA, otherwise none"""
     queue: Count = 2048
     """answers that may wait in addition to engine.max_batch running ones; more are rejected with status 429"""
     max_samples: Positive = 128

@@ -362,6 +362,7 @@ class StartedServers:
             "http.api_key_env": KEY,
             "http.allow_updates": "true",
             "http.max_body_mb": 256,
+            "http.frontends": 0,
             "http.queue": 1_000_000,  # the run adds only what it needs
             "prompt.style": "raw",
             "device": devices[index % len(devices)] if devices else str(options.device),

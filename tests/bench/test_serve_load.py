@@ -1,0 +1,42 @@
+"""bench/serve.py: a model with random weights, and the load generator against a server on it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serve_parts import command
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPT = str(ROOT / "bench" / "serve.py")
+
+
+@pytest.mark.slow
+def test_all_answers_to_the_load_are_counted(tmp_path: Path) -> None:
+    folder, results = tmp_path / "model", tmp_path / "results.json"
+    subprocess.run([sys.executable, SCRIPT, "model", "tiny", str(folder)], check=True)
+    with command(str(folder), "--name", "bench") as (_, url):
+        words = ["load", url, "--names", "ours", "--model", "bench", "--clients", "1", "9", "--rounds", "2"]
+        words += ["--new", "12", "--prompt", "7", "--vocabulary", "500", "--processes", "2", "--json", str(results)]
+        subprocess.run([sys.executable, SCRIPT, *words], check=True)
+    content = json.loads(results.read_text())
+    assert [(row["server"], row["clients"], row["requests"]) for row in content["rows"]] == [
+        ("ours", 1, 2),
+        ("ours", 9, 18),
+    ]
+    for row in content["rows"]:
+        assert row["errors"] == 0 and row["tokens_per_s"] * row["seconds"] == pytest.approx(
+            12 * row["requests"], rel=0.01
+        )
+        assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["p99"] <= row["latency_s"]["p99"]
+    assert content["command"].startswith("python bench/serve.py load") and content["machine"] and content["versions"]
+
+
+@pytest.mark.slow
+def test_errors_are_reported(tmp_path: Path) -> None:
+    words = ["load", "http://127.0.0.1:9", "--model", "bench", "--clients", "1", "--processes", "1", "--cold"]
+    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True)
+    assert done.returncode == 1 and json.loads(done.stdout)["errors"] == 1
