@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +335,14 @@ def truncated_weights(small: SmallRuns) -> str:
     return str(folder)
 
 
+def without(folder: Path, keep: Collection[str]) -> Path:
+    """The folder with only some of its files."""
+    kept = {file for pattern in keep for file in folder.glob(pattern)}
+    for file in set(folder.iterdir()) - kept:
+        file.unlink()
+    return folder
+
+
 def other_vocabulary(small: SmallRuns) -> str:
     from assay.text import char_tokenizer
 
@@ -364,6 +372,17 @@ BAD: dict[str, tuple[Words, str]] = {
     "a model without a chat template": (
         lambda s: ["--model", gpt2_folder(s.folder / "g", chat=False)],
         "no chat template",
+    ),
+    "a folder with a tokenizer only": (
+        lambda s: ["--model", without(gpt2_folder(s.folder / "g"), keep=("tokenizer.json",))],
+        "has a tokenizer but no model: config.json and the weights are missing",
+    ),
+    "a model whose tokenizer has no config": (
+        lambda s: [
+            "--model",
+            without(gpt2_folder(s.folder / "g"), keep=("tokenizer.json", "config.json", "*.safetensors")),
+        ],
+        "lacks tokenizer_config.json and chat_template.jinja",
     ),
     "an empty dataset": (lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", empty(s)], "is empty"),
     "a broken line": (
@@ -418,6 +437,21 @@ BAD: dict[str, tuple[Words, str]] = {
     "two system prompts": (lambda s: ["--prompt.system", "a", "--prompt.system_file", "b"], "are both set"),
     "a system prompt that is not there": (lambda s: ["--prompt.system_file", "no.txt"], "no.txt"),
 }
+
+
+@pytest.mark.parametrize("name", ["words", "characters"])
+def test_a_tokenizer_of_presets_has_no_effect_on_other_models(
+    small: SmallRuns, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = gpt2_folder(small.folder / "g")
+    expected = f"warning: model.tokenizer has no effect: 'words' and 'characters' are for presets, and {folder} has its"
+    assert small.train("--model", folder, "--model.tokenizer", name, "--dry-run") == 0
+    assert expected in capsys.readouterr().out
+    evaluated = ("--task", "abacus", "--eval.final_examples", 1, "--eval.max_new_tokens", 2)
+    assert small("eval", folder, "--model.tokenizer", name, *evaluated) == 0
+    assert expected in capsys.readouterr().out
+    assert small.train("--model.tokenizer", name, "--dry-run") == 0  # a preset
+    assert "has no effect" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -114,6 +114,15 @@ def empty_model(folder: Path, device: str | torch.device, dtype: torch.dtype) ->
     return model
 
 
+def check_model_folder(source: str) -> None:
+    """Refuse a folder that has files, but no model; other sources are checked when they are loaded."""
+    folder = Path(source).expanduser()
+    if (folder / "tokenizer.json").is_file() and not (folder / "config.json").is_file():
+        raise UserError(
+            f"'{source}' has a tokenizer but no model: config.json and the weights are missing; give {FORMS}"
+        )
+
+
 def check_size(folder: Path, spec: ModelSpec, files: list[Path]) -> None:
     """Refuse a config that asks for more weights than the files can hold, before allocating memory for them."""
     stored = sum(file.stat().st_size for file in files)

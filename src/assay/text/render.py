@@ -81,6 +81,18 @@ BRACE_HINT = "a literal brace is written twice: {{ or }}"
 Piece = tuple[str, str | None]  # literal text, then the name of a placeholder or None
 
 
+NO_TEMPLATE = 'set prompt.style = "raw" for plain text prompts, or prompt.template'
+
+
+def where_templates_are(tokenizer: Tokenizer) -> str:
+    """Say so if the tokenizer's folder lacks the files with chat templates; empty if it has one of them."""
+    folder = Path(tokenizer.hf.name_or_path or "?")
+    files = ("tokenizer_config.json", "chat_template.jinja")
+    if not folder.is_dir() or any((folder / name).is_file() for name in (*files, "chat_template.json")):
+        return ""
+    return f", because {folder} lacks {' and '.join(files)} (copy them from the original model)"
+
+
 class RawTemplate:
     """A template with {question}, {examples}, {system} and any field of a prompt; literal braces are {{ and }}.
 
@@ -214,9 +226,7 @@ class Renderer:
         if style == "auto":
             style = "raw" if template is not None else "chat"
         if style == "chat" and template is None and not tokenizer.has_chat_template:
-            raise UserError(
-                'the model has no chat template: set prompt.style = "raw" for plain text prompts, or prompt.template'
-            )
+            raise UserError(f"the model has no chat template{where_templates_are(tokenizer)}: {NO_TEMPLATE}")
         if add_bos and tokenizer.bos_id is None:
             raise UserError("add_bos is set, but the tokenizer has no bos token")
         self.tokenizer = tokenizer

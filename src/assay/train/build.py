@@ -229,8 +229,10 @@ def load_problems(
 ) -> tuple[Task, Sequence[Prompt], dict[str, Sequence[Prompt]]]:
     """The task or environment, the prompts of the train split, and those of evaluations by "label:split"."""
     task = components.build_problems(cfg.task, cfg.env)
-    for warning in (*checks.unused_settings(cfg, algo, task), *checks.risky_settings(cfg, algo)):
-        console.warn(warning)
+    unused = components.unused_tokenizer(cfg.model)
+    for warning in (*checks.unused_settings(cfg, algo, task), *checks.risky_settings(cfg, algo), unused):
+        if warning:
+            console.warn(warning)
     train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
     checks.check_overlap(train, evaluations, console)

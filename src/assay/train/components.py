@@ -34,7 +34,7 @@ from assay.mesh import Mesh
 from assay.models import Decoder, ModelSpec, PolicyModel, build_preset, load_model, pick_device, pick_dtype
 from assay.models.base import LoadReport
 from assay.models.device import describe_threads, free_memory, set_threads, uses_triton
-from assay.models.load import empty_model, has_weights
+from assay.models.load import check_model_folder, empty_model, has_weights
 from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix, RewardSum
 from assay.rewards.importing import load_object, normalized
 from assay.rollout import Collector, Limits
@@ -49,6 +49,7 @@ from assay.train.progress import Stopping
 from assay.types import Progress, Prompt, UserError, describe_error
 
 PRESET = "preset:"
+PRESET_TOKENIZERS = ("words", "characters")  # values of model.tokenizer that name no tokenizer
 PRESET_LENGTH = 512
 TASK_JUDGE = "task"  # in reward.functions
 COMPILED = 100_000_000  # number of parameters from which compilation pays off within a few steps
@@ -190,7 +191,9 @@ def part_names(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def build_tokenizer(cfg: ModelConfig, source: str, task: Task | None) -> Tokenizer:
-    if cfg.tokenizer not in ("", "words", "characters"):
+    if not source.startswith(PRESET):
+        check_model_folder(source)
+    if cfg.tokenizer not in ("", *PRESET_TOKENIZERS):
         return load_tokenizer(cfg.tokenizer, trust_remote_code=cfg.trust_remote_code)
     if not source.startswith(PRESET):
         return load_tokenizer(source, trust_remote_code=cfg.trust_remote_code)
@@ -200,6 +203,14 @@ def build_tokenizer(cfg: ModelConfig, source: str, task: Task | None) -> Tokeniz
     if words is None:
         raise UserError("this task has no list of words: set model.tokenizer to 'characters' or a tokenizer's folder")
     return word_tokenizer(words())
+
+
+def unused_tokenizer(cfg: ModelConfig) -> str:
+    """A warning if `model.tokenizer` has no effect, because the model is no preset; else empty."""
+    if cfg.tokenizer not in PRESET_TOKENIZERS or not cfg.source or cfg.source.startswith(PRESET):
+        return ""
+    names = " and ".join(map(repr, PRESET_TOKENIZERS))
+    return f"model.tokenizer has no effect: {names} are for presets, and {cfg.source} has its own tokenizer"
 
 
 def build_policy(
@@ -416,6 +427,8 @@ def build_server(
     if model.startswith(PRESET):
         raise UserError(f"{model} is untrained: give a checkpoint (run:NAME@last), a folder, a hub id or a GGUF file")
     settings = cfg.model.model_copy(update={"source": model})
+    if warning := unused_tokenizer(settings):
+        console.warn(warning)
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.engine.dtype, device)
 
