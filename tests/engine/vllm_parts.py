@@ -24,7 +24,7 @@ class FakeVLLM:
     def __init__(self, model: Decoder, decode: Any, **changes: Any) -> None:
         self.model, self.decode = copy.deepcopy(model), decode
         self.max_length, self.extension, self.logprobs_mode, self.dtype = 97, EXTENSION, "processed_logprobs", "float32"
-        self.development, self.sleep_mode, self.token_s = True, False, 0.0
+        self.development, self.sleep_mode, self.token_s, self.device = True, False, 0.0, "cuda"
         self.__dict__.update(changes)
         self.paused = self.sleeping = False
         self.awake, self.running = threading.Condition(), 0
@@ -69,6 +69,7 @@ class FakeVLLM:
                 "dtype": f"torch.{self.dtype}",
                 "enable_sleep_mode": self.sleep_mode,
             },
+            "device_config": {"device": self.device},
             "parallel_config": {"tensor_parallel_size": 1, "worker_extension_cls": self.extension},
         }
 

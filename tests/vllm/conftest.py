@@ -10,10 +10,13 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("train", "engine")]
 
@@ -66,7 +69,8 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 
 @pytest.fixture
 def policy(model_folder: Path) -> Decoder:
-    model = load_model(str(model_folder), device=torch.device("cpu"), dtype=torch.float32)
+    """In the dtype of the engine, so that log-probabilities can be compared."""
+    model = load_model(str(model_folder), device=torch.device(DEVICE), dtype=DTYPE)
     assert isinstance(model, Decoder)
     return model
 
@@ -74,9 +78,10 @@ def policy(model_folder: Path) -> Decoder:
 @pytest.fixture(scope="session")
 def engine(vllm_python: str, model_folder: Path, tokenizer: Tokenizer) -> Iterator[VLLMEngine]:
     """The engine vllm with a server that it has started. Tests leave other weights in it."""
-    model = load_model(str(model_folder), device=torch.device("cpu"), dtype=torch.float32)
-    settings = {"settings": VLLMConfig(python=vllm_python), "save_tokenizer": tokenizer.save}
-    options = {"device": "cpu", "dtype": torch.float32, "max_batch": 16, "max_length": 256}
+    model = load_model(str(model_folder), device=torch.device(DEVICE), dtype=DTYPE)
+    settings = {"settings": VLLMConfig(python=vllm_python, gpu_memory=0.1), "save_tokenizer": tokenizer.save}
+    options: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE, "max_batch": 16, "max_length": 256}
+    options["sleep_while_training"] = CUDA
     engine = make_engine("vllm", model, settings, decode=tokenizer.decode, **options)
     assert isinstance(engine, VLLMEngine)
     yield engine

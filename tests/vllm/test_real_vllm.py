@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from small_run import SmallRuns
 
 from assay.engine.base import Request, SamplingParams, generate
 from assay.engine.check import check_engine
+from assay.engine.transport import IpcTransport
 from assay.engine.vllm import VLLMEngine
-from assay.models import Decoder
+from assay.models import Decoder, fingerprint
 from assay.runs.rollouts import read_rollouts
 from assay.text import Tokenizer
 from assay.types import UserError
@@ -22,20 +24,24 @@ from assay.types import UserError
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEXT = "Tom has 3 apples ."
+CUDA = torch.cuda.is_available()  # then servers and trainer share the GPU and compute in bfloat16
+MEAN_GAP = 0.03 if CUDA else 2e-4  # of log-probabilities, in nats
 FEW = (
     *("--train.prompts", 2, "--train.samples", 4, "--train.steps", 3, "--sampling.max_new_tokens", 16),
     *("--eval.every", 0, "--eval.examples", 2, "--eval.final_examples", 2, "--save.every", 0, "--engine.max_batch", 16),
     # Rewards that differ also for a model that solves nothing.
-    *("--reward.length", 1.0, "--reward.target_length", 20, "--device", "cpu", "--engine.name", "vllm"),
+    *("--reward.length", 1.0, "--reward.target_length", 20, "--engine.name", "vllm", "--vllm.gpu_memory", 0.1),
 )
 
 
 @torch.no_grad()
 def scores(policy: Decoder, ids: list[int]) -> torch.Tensor:
-    rows = policy.unembed(policy.hidden(torch.tensor(ids), [len(ids)]))[:-1].double().log_softmax(-1)
-    return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    tokens = torch.tensor(ids, device=policy.device)
+    rows = policy.unembed(policy.hidden(tokens, [len(ids)]))[:-1].double().log_softmax(-1)
+    return rows.gather(1, tokens[1:, None])[:, 0].cpu()
 
 
+@pytest.mark.skipif(CUDA, reason="tokens are compared exactly, which needs float32")
 def test_the_engine_satisfies_the_interface(engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer) -> None:
     engine.update_weights(policy, 1)
     problems = check_engine(engine, tokenizer.encode(TEXT), policy, tokenizer.decode, hottest=2.0)
@@ -56,10 +62,11 @@ def test_log_probabilities_at_temperature_0_7_are_those_of_transformers(
         with torch.no_grad():
             rows = (hf(ids).logits[0, len(prompt) - 1 : -1].double() / 0.7).log_softmax(-1)
         expected = rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        gap = (torch.tensor(completion.engine_logprobs) - expected).abs().max()
-        assert gap < 1e-3
-        cold = (hf(ids).logits[0, len(prompt) - 1 : -1].double()).log_softmax(-1)
-        assert (cold.gather(1, ids[0, len(prompt) :, None])[:, 0] - expected).abs().max() > 10 * gap
+        gap = (torch.tensor(completion.engine_logprobs) - expected).abs()
+        assert gap.mean() < MEAN_GAP and gap.max() < 10 * MEAN_GAP
+        with torch.no_grad():
+            cold = hf(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+        assert (cold.gather(1, ids[0, len(prompt) :, None])[:, 0] - expected).abs().mean() > 2 * gap.mean()
 
 
 def test_every_weight_is_replaced_by_an_update(engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer) -> None:
@@ -69,10 +76,35 @@ def test_every_weight_is_replaced_by_an_update(engine: VLLMEngine, policy: Decod
         if name is not None:
             weight = dict(policy.weights())[name]
             with torch.no_grad():
-                weight.mul_(1.0 + 0.2 * torch.rand(weight.shape, generator=torch.Generator().manual_seed(version)))
+                noise = torch.rand(weight.shape, generator=torch.Generator().manual_seed(version))
+                weight.mul_(1.0 + 0.2 * noise.to(weight))
         engine.update_weights(policy, version)
-        gap = (torch.tensor(engine.score([ids])[0]) - scores(policy, ids)).abs().max()
-        assert gap < 5e-3, name
+        gap = (torch.tensor(engine.score([ids])[0]) - scores(policy, ids)).abs()
+        assert gap.mean() < 5 * MEAN_GAP, name
+        if CUDA:
+            assert engine.fingerprint() == fingerprint(policy.weights(), engine.info.dtype), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_are_sent_through_gpu_memory_to_servers_that_sleep(
+    engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer, level: Literal[1, 2]
+) -> None:
+    assert isinstance(engine.transport, IpcTransport)
+    engine.settings.sleep_level = level
+    free = torch.cuda.mem_get_info()[0]
+    engine.sleep()
+    assert torch.cuda.mem_get_info()[0] > free + 2**30  # the KV cache is released
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(1.01)
+    engine.transport.chunk_bytes = 2**20  # many chunks, some of which end within a fused layer
+    engine.update_weights(policy, 30 + level)
+    assert engine.fingerprint() == fingerprint(policy.weights(), engine.info.dtype)
+    ids = [*tokenizer.encode(TEXT), *range(5, 25)]
+    assert (torch.tensor(engine.score([ids])[0]) - scores(policy, ids)).abs().mean() < 5 * MEAN_GAP
+    assert generate(engine, [Request(ids, SamplingParams(max_new_tokens=4), 0)])
 
 
 def test_training_through_the_command_line_uses_a_running_server(
@@ -94,13 +126,14 @@ def compare_logprobs(small: SmallRuns, name: str, steps: int) -> None:
             for rollout in group.rollouts:
                 if rollout.trainer_logprobs is not None:
                     engine = [value for turn in rollout.turns for value in turn.completion.engine_logprobs]
-                    assert np.abs(np.asarray(rollout.trainer_logprobs) - engine).max() < 2e-3
+                    assert np.abs(np.asarray(rollout.trainer_logprobs) - engine).mean() < 5 * MEAN_GAP
                     trained += 1
     assert trained
     norms = [row.get("optim/grad_norm", 0) for row in small.metrics(name)]
     assert sum(norm > 0 for norm in norms) >= 2  # the weights have changed
 
 
+@pytest.mark.skipif(CUDA, reason="needs four GPUs, or CPUs")
 def test_four_processes_train_with_one_server(vllm_python: str, tmp_path: Path) -> None:
     """FSDP x TP: rank 0 starts the server and publishes full weights; two groups of ranks send requests."""
     small = SmallRuns(tmp_path)

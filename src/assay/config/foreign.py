@@ -32,7 +32,7 @@ GIB = "in GiB for the KV cache, not a fraction of the GPU memory"
 FOLDER = "folder of all runs; a run is saved in its subfolder NAME"
 RESUME = "not a setting: assay train --resume RUN"
 LAUNCHER = "not a setting: start the processes with torchrun or assay slurm"
-OWN_ENGINE = "not needed: assay has its own engine; engine.name selects it"
+OWN_ENGINE = 'not needed: assay has its own engine; engine.name = "vllm" selects vLLM'
 PACKED = "not needed: sequences are always packed without padding"
 MAPPED = "columns are mapped by task.args.map"
 NO_REWARD_MODEL = "not supported: a reward is a function, reward.function"
@@ -171,7 +171,7 @@ VERL = {
     f"{ACTOR}.kl_loss_coef": Equivalent("algo.kl_coef"),
     f"{ACTOR}.kl_loss_type": Equivalent("algo.kl", "kl: k1; mse: k2; low_var_kl: k3"),
     "actor_rollout_ref.ref.fsdp_config.param_offload": Equivalent("train.offload_reference"),
-    f"{ROLLOUT}.name": Equivalent("engine.name", "vLLM and SGLang are not built in"),
+    f"{ROLLOUT}.name": Equivalent("engine.name", "vllm uses vLLM servers; SGLang is not built in"),
     f"{ROLLOUT}.n": Equivalent("train.samples"),
     f"{ROLLOUT}.temperature": Equivalent("sampling.temperature"),
     f"{ROLLOUT}.top_p": Equivalent("sampling.top_p"),

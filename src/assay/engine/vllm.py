@@ -33,6 +33,7 @@ from assay.engine.transport import FolderTransport, IpcTransport, NcclTransport,
 from assay.engine.vllm_servers import LaunchedServers, SaveTokenizer
 from assay.engine.vllm_worker import EXTENSION
 from assay.models.base import PolicyModel
+from assay.models.decoder import Decoder
 from assay.models.fingerprint import digest_of
 from assay.types import Completion, Finish, UserError
 
@@ -93,6 +94,7 @@ class VLLMEngine(RemoteEngine):
             self.launched = LaunchedServers(self.settings, opts)
             weakref.finalize(self, self.launched.close)  # at the latest when the process ends
         urls = self.settings.urls or ranks.on_main(lambda: self._launch(model, opts, save_tokenizer))
+        self.tied = isinstance(model, Decoder) and model.spec.tied
         self.stopping = StopStrings(opts.decode) if opts.decode is not None else None
         self.models: dict[str, ServedModel] = {}  # by URL
         self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
@@ -127,7 +129,7 @@ class VLLMEngine(RemoteEngine):
         for server in self.servers:
             self.call(server, "GET", "/health", timeout_s=30)
             served = self.models[server.url] = self._served_model(server)
-            check_served(served, server.url, self.info.max_length, self.options.dtype)
+            check_served(served, server.url, self.info.max_length, self.options.dtype, self.tied)
             self._check_vocabulary(server)
 
     def _served_model(self, server: Server) -> ServedModel:
@@ -493,8 +495,13 @@ class VLLMEngine(RemoteEngine):
             self.launched.close()
 
 
-def check_served(served: ServedModel, url: str, max_length: int, dtype: torch.dtype) -> None:
-    """Raise a `UserError` that says how to restart a server that does not fit."""
+def check_served(served: ServedModel, url: str, max_length: int, dtype: torch.dtype, tied: bool) -> None:
+    """Raise a `UserError` that says how to restart a server that does not fit. `tied`: whether the head is."""
+    if tied and not served.has_extension and served.setting("device_config", "device") == "cpu":
+        raise UserError(
+            f"the vLLM server {url} runs on a CPU, where vLLM does not reload a tied head: restart it with "
+            f"--worker-extension-cls {EXTENSION}, as docs/engines.md describes"
+        )
     if served.max_length < max_length:
         raise UserError(
             f"the vLLM server {url} serves {served.max_length} tokens per sequence and the run needs {max_length}: "
