@@ -144,7 +144,7 @@ def test_help_lists_the_names_of_a_registry(capsys: pytest.CaptureFixture[str], 
     [
         (["train", "-h", "seed"], "--seed", 1),
         (["train", "configs/demo.toml", "--help", "algo.recipe"], "--algo.recipe", 1),
-        (["eval", "--help", "engine"], "--engine.name", 7),
+        (["eval", "--help", "engine"], "--engine.name", 9),
         (["eval", "--help", "general"], "--runs_dir", 4),
     ],
 )
