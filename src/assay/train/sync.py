@@ -107,7 +107,7 @@ START_FLOOR = 0.02  # or in nats; a wrong weight causes far more
 LEVEL_LIMIT = 2.5  # largest root mean square gap, in units of that before training
 TOKEN_LIMIT = 4.0  # largest gap of a single token, in units of the largest before training
 STALE_SHARE = 0.5  # share of the trainer's change that the engine may miss, if the share is known with
-CERTAINTY = 8.0  # so many standard errors: with 32 clusters of tokens, one false alarm in 10^8 checks
+CERTAINTY = 8.0  # so many standard errors, so that thousands of checks give no false alarm
 KEPT = 0.98  # weight of earlier versions in the sums over versions: about the last 50 count
 
 NEUTRAL = Algorithm(AlgoConfig(advantage="none", policy_loss="reinforce"))  # scores do not depend on an algorithm
