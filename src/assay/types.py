@@ -23,10 +23,12 @@ class Progress(Protocol):
     """Receives how far a long operation is; `Console.progress` shows it. Called often, so it must return quickly.
 
     `what` names the operation, e.g. "sampling"; it is over when `done` equals `total`. `unit`: what is counted.
-    `tokens`: number of tokens so far, if `unit` is not tokens.
+    `tokens`: number of tokens so far, if `unit` is not tokens. `most_tokens`: upper bound of that number at the end.
     """
 
-    def __call__(self, what: str, done: int, total: int, unit: str = "", tokens: int = 0) -> None: ...
+    def __call__(
+        self, what: str, done: int, total: int, unit: str = "", tokens: int = 0, most_tokens: int = 0
+    ) -> None: ...
 
 
 def describe_error(error: BaseException, limit: int = 300) -> str:

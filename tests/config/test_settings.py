@@ -40,6 +40,24 @@ def test_overrides_read_toml_values_strings_and_bare_switches() -> None:
     assert load("").algo.model_fields_set == set()
 
 
+def test_the_length_of_a_run_on_the_command_line_replaces_another_one_of_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "[train]\nepochs = 2.0\nprompts = 4\n")
+    steps = load("--train.steps 3", file).train
+    assert (steps.steps, steps.epochs, steps.prompts) == (3, 0.0, 4)
+    budget = load("--train.budget 64", file).train
+    assert (budget.budget, budget.epochs) == (64, 0.0)
+    assert load("--optim.lr 1", file).train.epochs == 2.0
+    assert load("--train.steps 0 --train.epochs 1", file).train.epochs == 1.0
+    assert load("--train.epochs 1", write(tmp_path, "train.budget = 9")).train.budget == 0
+    with pytest.raises(UserError, match=r"^--train.steps and --train.epochs exclude each other: give one of them$"):
+        load("--train.steps 3 --train.epochs 1")
+
+
+def test_an_invalid_choice_is_explained_by_its_key_and_all_allowed_values() -> None:
+    with pytest.raises(UserError, match=r"^bad value for 'eval.final_split' .* 'test' or 'all', not 'tset'$"):
+        load("--eval.final_split tset")
+
+
 def test_former_names_of_keys_are_accepted_everywhere(tmp_path: Path) -> None:
     file = write(tmp_path, "[engine]\nlend = true\n[algo]\nrescore = true\n")
     assert load("", file).engine.sleep_while_training and load("", file).algo.recompute_logprobs

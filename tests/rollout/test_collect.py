@@ -49,12 +49,14 @@ def written(group: Group) -> list[list[int]]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_progress_counts_answers_while_sampling_and_judging(workers: int) -> None:
     part = collector(TASK.judge(), workers=workers)
-    shown: list[tuple[str, int, int, str, int]] = []
-    part.progress = lambda what, done, total, unit="", tokens=0: shown.append((what, done, total, unit, tokens))
+    shown: list[tuple[Any, ...]] = []
+    part.progress = lambda *count: shown.append(count)
     with part:
         groups = part.collect(TASK.prompts("test")[:4], PARAMS, (0, 0), what="evaluating")
     sampled = [entry for entry in shown if entry[0] == "evaluating"]
-    assert all(total == 12 and unit == "answers" for _, _, total, unit, _ in sampled)
+    assert all(total == 12 and unit == "answers" for _, _, total, unit, *_ in sampled)
+    assert sampled[0][5] <= 12 * PARAMS.max_new_tokens and sampled[-1][5] == sampled[-1][4]  # all tokens are sampled
+    assert all(most >= tokens for *_, tokens, most in sampled)
     assert sampled[-1][1] == 12 and sampled[-1][4] >= sum(r.length for group in groups for r in group.rollouts) - 12
     judged = [entry for entry in shown if entry[0] == "judging"]
     assert (judged[-1][1:3] == (12, 12)) if workers else not judged

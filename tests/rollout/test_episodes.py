@@ -86,7 +86,7 @@ def test_episode_tokens_and_loss_mask_equal_a_replay() -> None:
 def test_progress_counts_episodes_and_the_tokens_of_all_turns() -> None:
     part = collector(guess())
     shown: list[tuple[int, int, int]] = []
-    part.progress = lambda what, done, total, unit="", tokens=0: shown.append((done, total, tokens))
+    part.progress = lambda what, done, total, unit="", tokens=0, most_tokens=0: shown.append((done, total, tokens))
     found = rollouts(part.collect(guess().prompts("train")[:6], PARAMS, (0, 0)))
     shown = [entry for entry in shown if entry[1] == len(found)]
     assert shown == sorted(shown) and shown[0][0] == 0 and shown[-1][0] == len(found)

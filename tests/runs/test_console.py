@@ -168,6 +168,22 @@ def test_an_operation_shows_life_before_anything_is_done() -> None:
     assert out.getvalue().splitlines() == ["start", "evaluating  0/500 answers  1,000 tokens/s"]
 
 
+def test_the_length_limit_bounds_the_remaining_time_while_no_answer_is_finished() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
+    console.note("start")
+    console.progress("evaluating", 0, 10, "answers", tokens=0, most_tokens=1000)
+    for done, tokens, most in ((0, 400, 1000), (4, 500, 700), (8, 600, 610)):
+        clock.now += 10
+        console.progress("evaluating", done, 10, "answers", tokens, most)
+    console.progress("evaluating", 10, 10, "answers", 610, 610)
+    assert out.getvalue().splitlines()[1:] == [
+        "evaluating  0/10 answers  40 tokens/s  eta at most 15s",  # 600 more tokens at 40 tokens/s
+        "evaluating  4/10 answers  25 tokens/s  eta at most 8s",  # by the number of answers: 30 s
+        "evaluating  8/10 answers  20 tokens/s  eta at most 0s",  # 10 more tokens at 20 tokens/s
+    ]
+
+
 def test_loading_is_announced_at_once_and_once() -> None:
     out, clock = io.StringIO(), Clock()
     console = Console(out, clock=clock)

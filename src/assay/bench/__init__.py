@@ -19,10 +19,10 @@ class RunProgress:
         self.show, self.runs, self.noun = show, runs, noun
         self.run = 0  # 0 is the warm-up
 
-    def __call__(self, what: str, done: int, total: int, unit: str = "", tokens: int = 0) -> None:
+    def __call__(self, what: str, done: int, total: int, unit: str = "", tokens: int = 0, most_tokens: int = 0) -> None:
         if self.show is not None:
             label = f"{self.noun} {self.run} of {self.runs}" if self.run else "warm-up"
-            self.show(f"{label}: {what}", done, total, unit, tokens)
+            self.show(f"{label}: {what}", done, total, unit, tokens, most_tokens)
 
 
 def hash_reward(completion: str) -> float:

@@ -206,6 +206,8 @@ class OptimConfig(Section):
 class LoopConfig(Section):
     """The training loop."""
 
+    alternatives = ("steps", "epochs", "budget")
+
     steps: Count = 100
     """number of training steps; each samples one batch of rollouts and trains on it"""
     epochs: NonNegative = 0.0
@@ -286,7 +288,7 @@ class EvalConfig(Section):
     """evaluate on eval.split every N steps; 0: only before and after training"""
     split: Split = "validation"
     """split for periodic evaluation and for choosing the best checkpoint"""
-    final_split: Split | Literal["all"] = "test"
+    final_split: Literal["train", "validation", "test", "all"] = "test"
     """split for the evaluations before and after training; all: every row of one file (as in assay eval --data)"""
     examples: Count = 200
     """number of problems of periodic evaluations; 0: all"""

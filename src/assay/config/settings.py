@@ -32,12 +32,13 @@ class Section(BaseModel):
     """A table of settings. Unknown keys are rejected. A string is accepted for a list with this one element.
 
     `renamed` maps former names of keys to the current ones. `short_form` is the key that a plain string sets, as in
-    `model = "SOURCE"`.
+    `model = "SOURCE"`. Of `alternatives`, one is in effect: one on the command line resets those of the file.
     """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
     renamed: ClassVar[dict[str, str]] = {}
     short_form: ClassVar[str] = ""
+    alternatives: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -73,10 +74,25 @@ def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapp
             names = literals(fields[key].annotation)
             raise UserError(f"--{key} needs a value" + f": one of {', '.join(names)}" * bool(names))
         set_dotted(tree, key, value, kind)
+    reset_alternatives(tree, overrides, kind)
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
         raise UserError(explain(error, kind, str(file or ""), overrides)) from None
+
+
+def reset_alternatives(tree: dict[str, Any], overrides: Mapping[str, Any], kind: type[BaseModel]) -> None:
+    """Remove settings of the file that an alternative on the command line replaces: --train.steps, train.epochs."""
+    for name in kind.model_fields:
+        section = section_at(kind, [name])
+        keys = [key for key in getattr(section, "alternatives", ()) if f"{name}.{key}" in overrides]
+        in_effect = [key for key in keys if overrides[f"{name}.{key}"]]
+        if len(in_effect) > 1:
+            first, second = (f"--{name}.{key}" for key in in_effect[:2])
+            raise UserError(f"{first} and {second} exclude each other: give one of them")
+        if keys and section is not None:
+            for other in set(getattr(section, "alternatives", ())) - set(keys):
+                tree[name].pop(other, None)
 
 
 def is_flag(kind: Any) -> bool:

@@ -115,7 +115,7 @@ class Collector:
         own = requests[self.mesh.dp_rank :: self.mesh.dp_size]
         result: list[Group] | str | None
         try:
-            work = partial(self._serve, own, self._report_to(what, sum(request.params.n for _, request in own)))
+            work = partial(self._serve, own, self._report_to(what, [request.params for _, request in own]))
             alone = self.mesh.tp_size == 1  # ranks that serve one model must not be interrupted one by one
             result = self.stopper.interruptible(work) if self.stopper and alone else work()
         except UserError as error:
@@ -130,11 +130,17 @@ class Collector:
         parts = [part for part in results if isinstance(part, list)][:: self.mesh.tp_size]
         return [parts[i % len(parts)][i // len(parts)] for i in range(len(requests))]
 
-    def _report_to(self, what: str, total: int) -> CountReport | None:
+    def _report_to(self, what: str, params: Sequence[SamplingParams]) -> CountReport | None:
         """A callback that passes numbers of answers and tokens to `progress`."""
         if (progress := self.progress) is None:
             return None
-        return lambda done, tokens: progress(what, done, total, "answers", tokens)
+        total, limit = sum(p.n for p in params), max((p.max_new_tokens for p in params), default=0)
+
+        def report(done: int, tokens: int) -> None:
+            remaining = min(total * limit - tokens, (total - done) * limit)
+            progress(what, done, total, "answers", tokens, tokens + max(remaining, 0))
+
+        return report
 
     def _serve(self, requests: Sequence[tuple[Prompt, Request]], report: CountReport | None) -> list[Group]:
         """Groups of these requests; of the ranks that serve one model together, the first returns them."""

@@ -159,15 +159,21 @@ class Operation:
         interval = INTERVAL if done or tokens else IDLE_INTERVAL
         return now - max(self.started, last_line_at) >= interval
 
-    def facts(self, done: int, total: int, unit: str, tokens: int, now: float) -> str:
-        """How far it is, tokens per second and the remaining time."""
+    def facts(self, done: int, total: int, unit: str, tokens: int, now: float, most_tokens: int = 0) -> str:
+        """How far it is, tokens per second and the remaining time.
+
+        Answers of one batch often finish together, at the end. Until then, `most_tokens` limits the remaining time.
+        """
         assert self.first is not None, "nothing was counted"
         new, sampled, elapsed = done - self.first[0], tokens - self.first[1], max(now - self.first[2], 1e-9)
         facts = [f"{count(done)}/{count(total)} {unit}".rstrip()] if total > 1 else []
         if rate := (new if unit == "tokens" else sampled) / elapsed:
             facts.append(f"{rate:,.{0 if rate >= 10 else 1}f} tokens/s")
-        if new > 0 and new >= ETA_SHARE * total:
-            facts.append(f"eta {duration(elapsed / new * (total - done))}")
+        by_count = elapsed / new * (total - done) if new > 0 and new >= ETA_SHARE * total else math.inf
+        enough = sampled > 0 and sampled >= ETA_SHARE * (most_tokens - self.first[1])
+        limit = elapsed / sampled * (most_tokens - tokens) if most_tokens and enough else math.inf
+        if min(by_count, limit) < math.inf:
+            facts.append(f"eta {duration(by_count)}" if by_count <= limit else f"eta at most {duration(limit)}")
         return "  ".join(facts)
 
 
@@ -241,7 +247,7 @@ class Console:
         else:
             self._print(what)
 
-    def progress(self, what: str, done: int, total: int, unit: str = "", tokens: int = 0) -> None:
+    def progress(self, what: str, done: int, total: int, unit: str = "", tokens: int = 0, most_tokens: int = 0) -> None:
         """Show how far an operation is; it is over when `done` equals `total`. See `assay.types.Progress`."""
         if self._quiet:
             return
@@ -257,11 +263,12 @@ class Console:
         if self._live and now - operation.updated >= _REFRESH:
             self._show_operation()
             assert self._display is not None and self._operation_row is not None
-            facts, bar = operation.facts(done, total, unit, tokens, now), total if total > 1 else None
-            self._display.update(self._operation_row, completed=done, total=bar, facts=escape(facts))
+            facts = operation.facts(done, total, unit, tokens, now, most_tokens)
+            completed, bar = (tokens, most_tokens) if most_tokens else (done, total if total > 1 else None)
+            self._display.update(self._operation_row, completed=completed, total=bar, facts=escape(facts))
             operation.updated = now
         elif not self._live and operation.line_is_due(done, tokens, self._last_line_at, now):
-            self._print("  ".join(filter(None, (what, operation.facts(done, total, unit, tokens, now)))))
+            self._print("  ".join(filter(None, (what, operation.facts(done, total, unit, tokens, now, most_tokens)))))
 
     def end_operation(self) -> None:
         """Remove the operation from the live display, which disappears unless it also shows the steps of a run."""
