@@ -179,7 +179,9 @@ def test_check_reports_gold_answers_and_overlap(tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(bad))
     (tmp_path / "test.jsonl").write_text(json.dumps(good))
     assert assay_data("check", "jsonl", "--path", tmp_path, "--arg", "extract=boxed") == 1
-    summary = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    summary = json.loads(printed.out)
+    assert printed.err.startswith("1 of 2 gold answers in split train not judged correct; the first: jsonl/train/1, ")
     assert not summary["ok"] and summary["missing_splits"] == ["validation"]
     assert summary["gold"]["train"]["failed"] == 1
     assert summary["gold"]["train"]["examples"] == [
@@ -189,6 +191,16 @@ def test_check_reports_gold_answers_and_overlap(tmp_path, capsys):
     assert assay_data("check", "abacus", "--limit", 20) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["ok"] and summary["gold"]["test"]["checked"] == 20
+
+
+def test_check_names_the_missing_answer_form_and_options_that_work(tmp_path, capsys):
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(json.dumps({"question": f"{n}?", "answer": n, "solution": f"{n}"}) for n in range(9)))
+    assert assay_data("check", "jsonl", "--path", file) == 1
+    advice = capsys.readouterr().err
+    assert "\\boxed{ANSWER}" in advice and "--arg extract=FORM" in advice and advice.count("\n") == 1
+    assert assay_data("check", "jsonl", "--path", file, "--arg", "extract=last-number") == 0
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -308,6 +308,11 @@ def one_long(small: SmallRuns) -> str:
     return f"{small.folder}/long.py:rows"
 
 
+def failing_reward(small: SmallRuns) -> str:
+    (small.folder / "failing.py").write_text("def reward(completion, answer):\n    return 1 / 0\n")
+    return f"{small.folder}/failing.py:reward"
+
+
 def the_same_twice(small: SmallRuns) -> str:
     folder = small.folder / "twice"
     folder.mkdir()
@@ -411,6 +416,10 @@ BAD: dict[str, tuple[Words, str]] = {
     "a reward function that is not there": (
         lambda s: ["--reward.function", f"{s.folder}/reward.py:nope"],
         "has no 'nope'",
+    ),
+    "a reward function that fails, before the model is loaded": (
+        lambda s: ["--reward.function", failing_reward(s), "--model", "no/such/model"],
+        "ZeroDivisionError",
     ),
     "a bad pattern": (lambda s: ["--reward.format_pattern", "("], "not a regular expression"),
     "a folder that cannot be made": (lambda s: ["--runs_dir", file_for_a_folder(s)], "choose another folder"),

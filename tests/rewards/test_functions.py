@@ -162,7 +162,7 @@ def test_own_errors_of_a_trl_function_are_not_hidden_by_the_second_form(write: W
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return [1.0]", ("1 rewards", "2 completions")),
+        ("return [1.0]", ("1 reward for 2 completions",)),
         ("return 1.0", ("list",)),
         ("return {'reward': 1.0}", ("list",)),
         ("raise KeyError('x')", ("KeyError", "mine.py:1")),

@@ -142,6 +142,13 @@ def test_exception_in_prompts_is_a_user_error(tmp_path):
         ("None", ("list of Prompts", "NoneType")),
         ("(one for one in [])", ("list of Prompts", "generator")),
         ("LazyPrompts(lambda index: 'text', 4)", ("problem 0", "Prompt(")),
+        ("[Prompt('a', '2 + 2 =', '4')]", ("item 0", "the messages '2 + 2 ='", "Prompt(")),
+        ("[Prompt('a', (), '4')]", ("item 0", "the messages ()")),
+        ("[Prompt('a', ('2 + 2 =',), '4')]", ("item 0", "the message '2 + 2 ='")),
+        ("[Prompt('a', ({'content': '2 + 2 ='},), '4')]", ("item 0", "the message {'content'")),
+        ("[Prompt('a', ({'role': 'user', 'content': '2 + 2 ='},), 4)]", ("item 0", "the answer 4 of type int")),
+        ("[Prompt(7, ({'role': 'user', 'content': '2 + 2 ='},), '4')]", ("item 0", "the id 7")),
+        ("[Prompt('a', ({'role': 'user', 'content': '2'},), '2', 2)]", ("item 0", "the solution 2 of type int")),
         ("LazyPrompts(lambda index: 1 // index, 4)", ("problem 0", "ZeroDivisionError", "wrong.py:6")),
     ],
 )
@@ -149,7 +156,7 @@ def test_prompts_that_are_no_prompts_are_explained_in_one_line(tmp_path, returne
     file = tmp_path / "wrong.py"
     file.write_text(
         "from assay.tasks import Task\n"
-        "from assay.tasks.base import LazyPrompts\n"
+        "from assay.tasks.base import LazyPrompts; from assay.types import Prompt\n"
         "class Wrong(Task):\n"
         "    name = 'wrong'\n"
         "    def prompts(self, split):\n"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from assay.cli.score import add_sandbox_arguments
 from assay.rewards import JudgePool
 from assay.runs.files import write_text
 from assay.tasks import SPLITS, Task, make_task, overlap
-from assay.tasks.base import ALL, LazyPrompts, NoSuchSplit, is_gold, prompts_of, seeded_shuffle
+from assay.tasks.base import ALL, ANSWER_FORMS, LazyPrompts, NoSuchSplit, is_gold, prompts_of, seeded_shuffle
 from assay.tasks.sources import DEFAULT_VALIDATION, MANIFEST, jsonl_text, manifest_of, prepared_row
-from assay.types import Prompt, UserError, plural
+from assay.types import Prompt, Status, UserError, plural
 
 HELP = "Prepare, show or check the problems of a task."
 PREPARABLE = ("gsm8k", "math", "countdown", "abacus")
@@ -184,7 +185,24 @@ def run_check(args: argparse.Namespace) -> int:
         "ok": not any(gold["failed"] for gold in golds.values()),
     }
     print(json.dumps(summary, indent=2))
+    for split, gold in golds.items():
+        if gold["failed"]:
+            print(describe_failed_golds(task, split, gold), file=sys.stderr)
     return 0 if summary["ok"] else 1
+
+
+def describe_failed_golds(task: Task, split: str, gold: Mapping[str, Any]) -> str:
+    """One line about gold answers that are not judged correct, with the first one and what to change."""
+    first, advice = gold["examples"][0], "fix the gold answers, the worked solutions or the judge"
+    if first["status"] == Status.NO_ANSWER and task.default_extract in ANSWER_FORMS:
+        advice = (
+            f"its worked solution has no {ANSWER_FORMS[task.default_extract] % 'ANSWER'}: set another form (jsonl: "
+            f"--arg extract=FORM, one of {', '.join(ANSWER_FORMS)}) or judge (--arg judge=file.py:function)"
+        )
+    return (
+        f"{gold['failed']} of {plural(gold['checked'], 'gold answer')} in split {split} not judged correct; the first: "
+        f"{first['id']}, status {first['status']}: {advice}"
+    )
 
 
 def present_splits(task: Task) -> dict[str, Sequence[Prompt]]:

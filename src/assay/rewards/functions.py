@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from assay.rewards.importing import absolute_path, load_object
-from assay.types import Status, UserError, Verdict, describe_user_error
+from assay.types import Status, UserError, Verdict, describe_user_error, plural
 
 MAX_TEXT = 10_000  # characters of `parsed` and `detail` of a user's function
 NOT_APPLICABLE = "the reward function returned None: it does not apply to this answer"  # as in TRL
@@ -145,7 +145,9 @@ def _as_list(result: Any, count: int) -> list[Any]:
         raise TypeError(f"a reward function with `completions` must return a list of numbers, not {result!r:.80}")
     rewards = list(result)
     if len(rewards) != count:
-        raise ValueError(f"the reward function returned {len(rewards)} rewards for {count} completions")
+        raise ValueError(
+            f"the reward function returned {plural(len(rewards), 'reward')} for {plural(count, 'completion')}"
+        )
     return rewards
 
 
@@ -208,7 +210,7 @@ def _number(value: Any) -> float:
 def _function(path: str) -> tuple[Callable[..., Any], Signature]:
     function = load_object(path)
     if not callable(function):
-        raise UserError(f"'{path}' is a {type(function).__name__}, not a function")
+        raise UserError(f"'{path}' is not a function but a value of type {type(function).__name__}")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature

@@ -16,7 +16,7 @@ from assay.mesh import Mesh
 from assay.rewards import JudgePool, check_verdicts
 from assay.rollout.episodes import EpisodeRunner, Limits, as_group, request_seed
 from assay.text import Renderer
-from assay.types import Group, Progress, Prompt, Rollout, Turn, UserError, Verdict
+from assay.types import Group, Progress, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 T = TypeVar("T")
 DEFAULT_NEW_TOKENS = 512  # of an evaluation or a chat without a training run
@@ -60,6 +60,7 @@ class Collector:
     env: Env | None = None  # prompts start episodes of it; None: one completion per sample
     limits: Limits = field(default_factory=Limits)  # of episodes
     seconds: dict[str, float] = field(default_factory=dict)  # time spent in generation and judging, accumulated
+    first_failure: str = ""  # detail of the first verdict with status error
     progress: Progress | None = None  # receives how many answers of this rank are finished and judged
 
     def __enter__(self) -> Self:
@@ -100,6 +101,8 @@ class Collector:
             seen[prompt.id] += 1
         groups = self._serve_on_all_ranks(requests, what)
         verdicts = [r.verdict for group in groups for r in group.rollouts if r.verdict]
+        failures = (verdict.detail for verdict in verdicts if verdict.status is Status.ERROR)
+        self.first_failure = self.first_failure or next(failures, "")
         check_verdicts(verdicts, self.reward_source, *(("the environment",) if self.env else ()))
         return groups
 

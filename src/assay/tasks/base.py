@@ -59,7 +59,25 @@ def _check_prompts(prompts: Any, call: str) -> Sequence[Prompt]:
 def _check_prompt(prompt: Any, what: str) -> Prompt:
     if not isinstance(prompt, Prompt):
         raise UserError(f"{what} is {prompt!r:.60}: write {PROMPT_EXAMPLE}, with Prompt from assay.types")
+    if wrong := _wrong_field(prompt):
+        raise UserError(f"{what} has {wrong}: write {PROMPT_EXAMPLE}, where ID, QUESTION and ANSWER are strings")
     return prompt
+
+
+def _wrong_field(prompt: Prompt) -> str:
+    """The first field of a prompt whose value has a wrong type; empty if there is none."""
+    if not isinstance(prompt.id, str):
+        return f"the id {prompt.id!r:.60}"
+    if not isinstance(prompt.messages, tuple | list) or not prompt.messages:
+        return f"the messages {prompt.messages!r:.60}"
+    for message in prompt.messages:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            return f"the message {message!r:.60}"
+    if not isinstance(prompt.answer, str):
+        return f"the answer {prompt.answer!r:.60} of type {type(prompt.answer).__name__}"
+    if not isinstance(prompt.solution, str | None):
+        return f"the solution {prompt.solution!r:.60} of type {type(prompt.solution).__name__}"
+    return ""
 
 
 class Task(ABC):

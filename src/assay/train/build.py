@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -178,6 +178,8 @@ def assemble(
     algo = components.build_algorithm(cfg)
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task, train, evaluations = load_problems(cfg, algo, console)
+    with components.build_judge_pool(cfg.reward, task) as judge:  # before the model, which may take minutes to load
+        checks.check_judge(judge, train[0])
     tokenizer = components.build_tokenizer(cfg.model, source, task)
     renderer = components.build_renderer(cfg.prompt, tokenizer, task)
     train = components.drop_long_prompts(train, renderer, cfg.train.max_prompt_tokens, console)
@@ -239,15 +241,21 @@ def load_problems(
     return task, train, evaluations
 
 
-def judge_warnings(cfg: RewardConfig, collector: Collector) -> dict[str, str]:
+def judge_warnings(cfg: RewardConfig, collector: Collector) -> dict[str, Callable[[], str]]:
     """Warnings for the first failure and the first timeout of the judge or environment, by metric."""
     judged = "answers" if collector.env is None else "steps"
-    source = collector.reward_source
-    return {
-        "status/error": f"{source} failed on some {judged} (status/error), which count as 0: see the rollouts",
-        "status/timeout": f"judging some answers took longer than {cfg.timeout_s:g} s (status/timeout), which count as "
-        "unparsable: raise reward.timeout_s, or make the judge faster",
-    }
+
+    def failed() -> str:
+        first = f": {detail}" if (detail := collector.first_failure) else ""
+        return f"{collector.reward_source} failed on some {judged} (status/error), which count as 0{first}"
+
+    def timed_out() -> str:
+        return (
+            f"judging some answers took longer than {cfg.timeout_s:g} s (status/timeout), which count as unparsable: "
+            "raise reward.timeout_s, or make the judge faster"
+        )
+
+    return {"status/error": failed, "status/timeout": timed_out}
 
 
 def load_policy(

@@ -126,8 +126,7 @@ def check_collector(
     policy: PolicyModel,
     console: Console,
 ) -> None:
-    """Check the judge, the environment and the lengths of prompts."""
-    check_judge(collector.judge, train[0])
+    """Check the environment and the lengths of prompts."""
     if collector.env and (warning := check_history(collector.renderer, collector.env, train[0])):
         console.warn(warning)
     context = min(cfg.model.max_length or policy.max_length, policy.max_length)
@@ -169,8 +168,8 @@ def check_overlap(train: Sequence[Prompt], evaluations: Mapping[str, Sequence[Pr
         name = label.partition(":")[2]
         if shared.n_shared == shared.n_eval:
             raise UserError(
-                f"every one of the {name} problems is in the train split: give task.path a folder with train.jsonl and "
-                "test.jsonl, or set eval.final_split = 'validation', which is carved from the train split"
+                f"every one of the {name} problems is in the train split (e.g. {' and '.join(shared.examples[0])}): "
+                "remove repeated rows, or give task.path a folder with train.jsonl and test.jsonl that share no problem"
             )
         if shared.n_shared:
             console.warn(

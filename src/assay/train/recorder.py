@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Recorder:
     directory: Run
     console: Console
     mesh: Mesh
-    judge_warnings: dict[str, str]  # by metric: shown once, when a judge or environment fails or times out
+    judge_warnings: dict[str, Callable[[], str]]  # by metric: shown once, when judging fails or times out
     started: float  # `time.perf_counter` at the start of the run, minus the seconds of earlier sessions
     trackers: list[Tracker] = field(default_factory=list)
     step_started: float = field(default_factory=time.perf_counter)
@@ -62,7 +62,7 @@ class Recorder:
             self.directory.log(state.step, metrics)
         self.console.step(state.step, metrics)
         for name in [name for name in self.judge_warnings if metrics.get(name)]:
-            self.console.warn(self.judge_warnings.pop(name))
+            self.console.warn(self.judge_warnings.pop(name)())
         for tracker in self.trackers:
             tracker.log(state.step, metrics)
         if self.mesh.is_main and "reward/mean" in metrics:
