@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.util
 import os
 import threading
 import weakref
@@ -35,7 +36,7 @@ from assay.engine.vllm_worker import EXTENSION
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.fingerprint import digest_of
-from assay.types import Completion, Finish, UserError
+from assay.types import Completion, Finish, UserError, missing_extra
 
 COMPLETIONS = "/v1/completions"
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
@@ -88,6 +89,11 @@ class VLLMEngine(RemoteEngine):
         self.settings = settings or VLLMConfig()
         if opts.dtype not in DTYPES:
             raise UserError("vLLM has no float64: set engine.dtype to float32 or bfloat16, or use another engine")
+        if importlib.util.find_spec("httpx") is None:
+            raise missing_extra("engine vllm", "vllm")
+        key = os.environ.get(self.settings.api_key_env, "") if self.settings.api_key_env else ""
+        if self.settings.api_key_env and not key:
+            raise UserError(f"the environment variable {self.settings.api_key_env} (vllm.api_key_env) is not set")
         ranks = Ranks(opts.group)
         self.launched: LaunchedServers | None = None
         if not self.settings.urls and ranks.is_main:
@@ -102,9 +108,6 @@ class VLLMEngine(RemoteEngine):
         self.weights_dropped = False  # by a sleep of level 2
         self.transport: FolderTransport | IpcTransport | NcclTransport | None = None
         self.size = sum(weight.numel() for weight in model.parameters()) * opts.dtype.itemsize
-        key = os.environ.get(self.settings.api_key_env, "") if self.settings.api_key_env else ""
-        if self.settings.api_key_env and not key:
-            raise UserError(f"the environment variable {self.settings.api_key_env} (vllm.api_key_env) is not set")
         limit = self.settings.timeout_s
         try:
             super().__init__(model, urls, opts, CAPABILITIES, timeout_s=limit, api_key=key, ranks=ranks)
