@@ -61,7 +61,8 @@ class LaunchedServers:
 
     def _interpreter(self) -> str:
         if not self.settings.python:
-            if importlib.util.find_spec("vllm") is None:
+            spec = importlib.util.find_spec("vllm")
+            if spec is None or spec.origin is None:  # no origin: a folder of this name that is not a package
                 raise UserError(
                     "vLLM is not installed in this environment: set vllm.python to the interpreter of an environment "
                     "that has it, or vllm.urls to running servers"
