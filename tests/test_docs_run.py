@@ -1,0 +1,265 @@
+"""Commands, settings and fragments of the documentation, each run as a reader would run it: alone, in an empty folder
+with the files that the page shows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from assay.cli.main import main
+from assay.runs.rollouts import read_rollouts
+from assay.train import run as train_run
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SMALL = 'model = {source = "preset:nano", tokenizer = "characters"}\nsampling.max_new_tokens = 8\n'
+ONE_STEP = ["--train.steps", "1", "--train.prompts", "2", "--train.samples", "2", "--eval.final_examples", "2"]
+
+
+def block(page: str, language: str, text: str) -> str:
+    """The only block of a page in this language that contains the text."""
+    source = (ROOT / "docs" / page).read_text()
+    (found,) = [code for kind, code in BLOCK.findall(source) if kind == language and text in code]
+    return found
+
+
+def command(page: str, text: str) -> list[str]:
+    """The only command of a page that contains the text, without `assay` and the comment."""
+    source = (ROOT / "docs" / page).read_text()
+    lines = [line for kind, code in BLOCK.findall(source) if kind == "bash" for line in code.splitlines()]
+    (found,) = [line for line in lines if line.startswith("assay") and text in line]
+    return shlex.split(found, comments=True)[1:]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory with the examples of the repository. Runs do not plot their curves."""
+    monkeypatch.setattr(train_run, "draw_curves", lambda path: None)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_rows(file: Path, rows: list[dict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_settings_of_jsonl_train_on_mapped_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split, start in (("train", 0), ("test", 50)):
+        rows = [
+            {"story": f"{n} eggs.", "query": "How many?", "result": n, "grade": 2} for n in range(start, start + 30)
+        ]
+        write_rows(folder / "data" / "my_problems" / f"{split}.jsonl", rows)
+    (folder / "run.toml").write_text(SMALL + block("tasks.md", "toml", 'path = "data/my_problems"'))
+    assert main(["train", "run.toml", *ONE_STEP]) == 0, capsys.readouterr().err
+    (group, _) = read_rollouts(folder / "runs" / "run", 1)
+    assert "eggs. How many?\nPut the final answer" in group.prompt.question and group.prompt.fields == {"level": 2}
+
+
+def test_data_show_prints_mapped_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command("tasks.md", "data show jsonl")) == 0
+    shown = capsys.readouterr().out
+    first = json.loads((ROOT / "examples" / "rows.jsonl").read_text().splitlines()[0])
+    assert shown.count("--- ") == 3 and f"[user] {first['story']} {first['query']}\n" in shown
+    assert f"[answer] {first['result']}\n" in shown
+
+
+@pytest.fixture
+def judge_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
+    """A server that says yes if the response ends with the reference answer; yields the requests it has received."""
+    received: list[dict] = []
+
+    class JudgeHandler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            received.append({"path": self.path, "key": self.headers["Authorization"], **body})
+            lines = body["messages"][0]["content"].splitlines()
+            right = lines[1].endswith(lines[0].removeprefix("Reference answer: "))
+            reply = {"choices": [{"message": {"role": "assistant", "content": "Yes." if right else "No."}}]}
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(reply).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), JudgeHandler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{server.server_port}/v1")
+    yield received
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_judge_that_asks_a_model_judges_answers_and_passes_the_dry_run(
+    folder: Path, judge_server: list[dict], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In its own processes, which get only the variables that the settings name."""
+    (folder / "llm_judge.py").write_text(block("tasks.md", "python", "# llm_judge.py"))
+    settings = block("tasks.md", "toml", "llm_judge.py:reward")
+    write_rows(folder / "answers.jsonl", [{"completion": text, "answer": "12"} for text in ("It is 12", "It is 13")])
+    names = re.findall(r'"(OPENAI_\w+)"', settings)
+    words = ["--reward", "llm_judge.py:reward", "--timeout", "60", *(w for name in names for w in ("--pass-env", name))]
+    assert main(["score", "answers.jsonl", *words, "--out", "judged.jsonl"]) == 0, capsys.readouterr().err
+    judged = [json.loads(line) for line in (folder / "judged.jsonl").read_text().splitlines()]
+    assert [row["verdict"]["reward"] for row in judged] == [1.0, 0.0]
+    assert {(r["path"], r["key"]) for r in judge_server} == {("/v1/chat/completions", "Bearer secret")}
+    (folder / "run.toml").write_text(SMALL + 'task = "abacus"\neval.final_examples = 5\n' + settings)
+    assert main(["train", "run.toml", "--dry-run"]) == 0, capsys.readouterr().err
+    assert "the judge works: an empty answer is 'wrong'" in capsys.readouterr().out
+
+
+ANSWERS = [
+    {"completion": "It is \\boxed{50\\%}", "gold": "0.5"},
+    {"completion": "So the total is 1,250 .", "gold": "1250"},
+    {"completion": "\\boxed{7}", "gold": "7"},
+    {"completion": "3 dozen are 36, a third is 12", "gold": "12"},
+    {"completion": "\\boxed{9}", "gold": "8"},
+    {"completion": "\\boxed{3", "gold": "3"},
+]
+
+
+def test_score_with_the_form_of_gsm8k(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = command("tasks.md", "--extract hash")
+    rows = [{"completion": text, "gold": "7"} for text in ("3 + 4 = 7\n#### 7", "#### 8", "\\boxed{7}", "7")]
+    write_rows(folder / "answers.jsonl", rows)
+    assert main([*words, "--workers", "0"]) == 0, capsys.readouterr().err
+    judged = [json.loads(line) for line in (folder / "judged-hash.jsonl").read_text().splitlines()]
+    verdicts = [(row["verdict"]["status"], row["verdict"]["reward"]) for row in judged]
+    assert verdicts == [("ok", 1.0), ("wrong", 0.0), ("no_answer", -1.0), ("no_answer", -1.0)]
+    assert json.loads(capsys.readouterr().out)["n"] == 4
+
+
+def test_the_audit_of_a_judge_prints_the_table_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(folder / "answers.jsonl", ANSWERS)
+    (folder / "judged.jsonl").write_text("")  # of the command before it on the page
+    assert main([*command("tasks.md", "--against lenient"), "--workers", "0"]) == 0
+    printed = capsys.readouterr()
+    table = block("tasks.md", "text", "disagreements with lenient").splitlines()
+    assert [line.rstrip() for line in printed.err.splitlines()][-len(table) :] == table
+    summary = json.loads(printed.out)
+    assert (summary["n"], summary["same_correctness"], summary["agreement"]) == (6, 3, 0.5)
+
+
+GAME = """
+from assay.envs import Env
+
+
+class Game:
+    def __init__(self, seed):
+        self.seed, self.turn = seed, 0
+
+    def play(self, action):
+        self.turn += 1
+        return f"turn {self.turn}", (action == "go") / 3, self.turn == 3
+
+
+class Masked(Env):
+    name = "masked"
+
+    def reset(self, *, seed=None, options=None):
+        self.game = Game(seed)
+        return f"game {seed}", {}
+
+    def gold_action(self):
+        return "go"
+
+"""
+
+
+def test_the_fragment_with_masked_turns_leaves_them_out_of_the_loss(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fragment = textwrap.indent(block("environments.md", "python", '"masked": self.game.turn == 1'), "    ")
+    (folder / "masked.py").write_text(GAME + fragment)
+    assert main(["env", "check", "masked.py:Masked"]) == 0, capsys.readouterr().out
+    (folder / "run.toml").write_text(SMALL + 'env = {name = "masked.py:Masked", max_tokens = 2}\n')
+    assert main(["train", "run.toml", *ONE_STEP]) == 0, capsys.readouterr().err
+    rollouts = [rollout for group in read_rollouts(folder / "runs" / "run", 1) for rollout in group.rollouts]
+    assert len(rollouts) == 4 and {len(rollout.turns) for rollout in rollouts} == {3}
+    for rollout in rollouts:
+        assert [turn.masked for turn in rollout.turns] == [True, False, False]
+        trained = sum(len(turn.completion.token_ids) for turn in rollout.turns[1:])
+        assert sum(rollout.loss_mask) == trained
+
+
+class PerfectPlayer:
+    """Standard input that answers what the program has printed, until an episode has ended."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], policy: Callable[[str], str]) -> None:
+        self.capsys, self.policy, self.printed = capsys, policy, ""
+
+    def readline(self) -> str:
+        self.printed += self.capsys.readouterr().out
+        return "" if "--- return" in self.printed else self.policy(self.printed) + "\n"
+
+    def isatty(self) -> bool:
+        return False
+
+
+def next_letter(printed: str) -> str:
+    letters = re.findall(r"Say ([a-z ]+) backwards", printed)[-1].split()
+    return letters[-1 - printed.count("[reward")]
+
+
+def next_number(printed: str) -> str:
+    return str(int(re.findall(r"\[user\] (\d+)", printed)[-1]) + 1)
+
+
+@pytest.mark.parametrize(
+    ("page", "policy"), [("environments.md", next_letter), ("extending.md", next_number)], ids=["Backwards", "CountUp"]
+)
+def test_env_play_of_a_page_rewards_a_perfect_player(
+    page: str,
+    policy: Callable[[str], str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if page == "extending.md":
+        (folder / "count_up.py").write_text(block(page, "python", "# count_up.py"))
+    player = PerfectPlayer(capsys, policy)
+    monkeypatch.setattr(sys, "stdin", player)
+    assert main(command(page, "env play")) == 0
+    assert "--- return: 1 of 1" in player.printed
+
+
+@pytest.mark.slow
+def test_bench_episodes_compares_both_modes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = command("environments.md", "bench episodes --episodes 2048")
+    assert main(words) == 0, capsys.readouterr().err
+    rounds, own = json.loads((folder / "figures.json").read_text())["rows"]
+    assert own["decode_steps"] < rounds["decode_steps"] and own["same_as_in_rounds"] == own["episodes"] == 2048
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_bench_episodes_on_a_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command("environments.md", "bench episodes --shape 0.5b")) == 0, capsys.readouterr().err
+    rounds, own = json.loads((folder / "figures.json").read_text())["rows"]
+    assert own["decode_steps"] < rounds["decode_steps"]
+
+
+@pytest.mark.slow
+def test_a_warm_start_alone_and_training_from_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = block("algorithms.md", "bash", "assay sft").splitlines()
+    for line in lines:
+        assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
+    summaries = [json.loads((folder / "runs" / n / "summary.json").read_text()) for n in ("my_task-sft", "my_task")]
+    assert len(lines) == 2 and summaries[0]["steps"] == 0 and summaries[1]["steps"] == 40
+    assert summaries[0]["after"]["accuracy"] > summaries[0]["before"]["accuracy"]
+    assert summaries[1]["before"]["accuracy"] == summaries[0]["after"]["accuracy"]  # the same model and problems
