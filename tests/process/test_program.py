@@ -87,5 +87,15 @@ def test_no_process_is_left_if_the_parent_is_killed(tmp_path: Path) -> None:
     until(lambda: not alive(pid) and not alive(grandchild))
 
 
+def test_the_reason_is_known_as_soon_as_the_program_is_dead(tmp_path: Path) -> None:
+    """Although its supervisor still kills what the program has started."""
+    program = run(PROGRAM, tmp_path / "log")
+    until(lambda: program.tail().isdigit())
+    os.kill(program.pid, signal.SIGKILL)
+    until(lambda: not alive(program.pid))
+    assert program.ended == "killed by SIGKILL"
+    program.close()
+
+
 def test_free_ports_can_be_used() -> None:
     assert 1024 <= free_port() < 65536

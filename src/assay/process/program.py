@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from assay.process.messages import send
-from assay.process.spawn import STOP_SIGNALS, ChildProcess, exit_reason, fork_under_supervisor
+from assay.process.spawn import KILL_LIMIT_S, STOP_SIGNALS, ChildProcess, exit_reason, fork_under_supervisor
 
 STOP_S = 10.0  # seconds that a program gets after SIGTERM
 
@@ -35,7 +35,13 @@ class SupervisedProgram:
 
     @property
     def ended(self) -> str | None:
-        """How the program ended, e.g. "exit code 1"; None while it is running."""
+        """How the program ended, e.g. "exit code 1"; None while it is running.
+
+        If it has just ended, waits until its supervisor has killed what it started and reports its exit code.
+        """
+        if self._ended is None and is_dead(self.pid):
+            with suppress(subprocess.TimeoutExpired):
+                self._child.process.wait(timeout=KILL_LIMIT_S + 1)
         if self._ended is None and not self._child.running:
             self._ended = exit_reason(self._child.process.returncode)
         return self._ended
@@ -58,6 +64,14 @@ class SupervisedProgram:
                 self._child.process.wait(timeout=STOP_S)
         reason = self._child.close()
         self._ended = self._ended or reason
+
+
+def is_dead(pid: int) -> bool:
+    """Whether a process has ended, also if its parent has not noticed yet (Linux)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return Path("/proc/self/stat").exists()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
