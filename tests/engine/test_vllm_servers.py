@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from assay.engine.vllm_servers import LaunchedServers
 from assay.types import UserError
 
 POLICY = small_decoder(small_spec())
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs of servers that did not start are kept."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def servers(options: dict[str, Any] | None = None, **settings: Any) -> LaunchedServers:
