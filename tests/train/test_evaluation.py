@@ -28,12 +28,19 @@ def test_every_evaluation_writes_its_answers(small: SmallRuns) -> None:
 
 
 def test_several_samples_per_problem_give_pass_at_k(small: SmallRuns) -> None:
-    assert small.train("--eval.samples", 3, "--eval.temperature", 1) == 0
+    assert small.train("--eval.samples", 3, "--eval.temperature", 1, "--eval.every", 2) == 0
     after = small.summary()["after"]
     assert after["samples"] == 3 and set(after["pass_at_k"]) == {"1", "2", "3"} == set(after["majority_at_k"])
     assert after["pass_at_k"]["1"] == pytest.approx(after["accuracy"])
     assert after["pass_at_k"]["1"] <= after["pass_at_k"]["2"] <= after["pass_at_k"]["3"]
     assert any("eval/pass@3" in row for row in small.metrics())
+
+
+def test_periodic_evaluations_include_the_last_step_unless_they_are_switched_off(small: SmallRuns) -> None:
+    for every, expected in ((0, []), (2, [2, 3])):
+        name = f"every-{every}"
+        assert small.train("--train.steps", 3, "--eval.every", every, "--name", name) == 0
+        assert [row["step"] for row in small.metrics(name) if "eval/accuracy" in row] == expected
 
 
 @pytest.mark.slow

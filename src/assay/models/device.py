@@ -56,7 +56,9 @@ def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.
     return DTYPES[name]
 
 
-PARAMETERS_PER_THREAD = 5_000_000  # in a smaller share, starting and joining threads takes longer than it saves
+# On two idle cores, a second thread makes steps of models with 1M to 135M parameters 1.3 to 1.5 times as fast. On cores
+# that others use, it makes them about half as fast. Small models train in minutes in any case.
+PARAMETERS_PER_THREAD = 5_000_000
 
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

@@ -266,7 +266,7 @@ class TrainingRun:
         """Evaluate when due, log, save when due. An interrupted evaluation is repeated by the resumed run."""
         state, recorder = self.state, self.recorder
         state.unmeasured = metrics
-        if self.schedule.due(self.cfg.eval.every, state):
+        if self.cfg.eval.every and self.schedule.due(self.cfg.eval.every, state):
             metrics = metrics | self.evaluator.measure("eval", state.step)
         state.unmeasured = None
         recorder.log(state, metrics | {"time/step": time.perf_counter() - recorder.step_started})
