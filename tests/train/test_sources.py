@@ -73,7 +73,7 @@ def test_an_endless_split_is_not_materialized() -> None:
 
     def make(index: int) -> Prompt:
         made.append(index)
-        return Prompt(str(index), ())
+        return Prompt(str(index), ({"role": "user", "content": "?"},))
 
     stream = PromptStream(LazyPrompts(make, UNLIMITED), seed=0)
     first = ids(stream.next(5))
