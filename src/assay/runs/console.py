@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, Any, ClassVar, cast
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
@@ -179,6 +179,16 @@ class Operation:
 
 class LiveDisplay(Progress):
     """A row with a bar for the run, and one for the current operation, once that has lasted for some time."""
+
+    running: ClassVar[set[LiveDisplay]] = set()
+
+    def start(self) -> None:
+        self.running.add(self)
+        super().start()
+
+    def stop(self) -> None:
+        self.running.discard(self)
+        super().stop()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         shown = [task for task in self.tasks if not task.fields["delayed"] or (task.elapsed or 0.0) >= _DELAY]
@@ -391,8 +401,15 @@ def asker() -> Callable[[str], bool] | None:
 
 
 def ask_user(question: str) -> bool:
+    """Ask at the terminal. Live displays are stopped meanwhile: they would draw over the question and the answer."""
+    displays = list(LiveDisplay.running)
+    for display in displays:
+        display.stop()
     print(f"{one_line(question)} [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    answer = sys.stdin.readline()
+    for display in displays:
+        display.start()
+    return answer.strip().lower() in ("y", "yes")
 
 
 def null_stream() -> IO[str]:
