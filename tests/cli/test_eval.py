@@ -20,7 +20,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
     """A finished run whose warm start is enough to tell its checkpoints apart."""
     small = SmallRuns(tmp_path_factory.mktemp("measured"))
     words = ("--sft.steps", 8, "--sft.batch", 8, "--sft.lr", 8e-3, "--optim.lr", 5e-3, "--train.steps", 3)
-    assert small.train(*words, "--eval.final_examples", 8, "--save.keep", 9) == 0
+    assert small.train(*words, "--eval.final_examples", 8, "--eval.every", 3, "--save.keep", 9) == 0
     return small
 
 

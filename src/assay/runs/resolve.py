@@ -106,8 +106,8 @@ def _step_of(run_path: Path, source: str, tag: str) -> int:
         best = checkpoints.read_best(run_path) or checkpoints.read_best(run_path)
         if best is None:
             raise UserError(
-                f"{source}: no best checkpoint is recorded in {run_path}, or it is damaged; "
-                f"use @last or a step of {listed}"
+                f"{source}: no best checkpoint is recorded in {run_path} (eval.every = 0 during training), or it is "
+                f"damaged; use @last or a step of {listed}"
             )
         return int(best["step"])
     if not tag.isdecimal():
