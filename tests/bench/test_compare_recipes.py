@@ -116,7 +116,7 @@ def test_mistakes_are_reported_before_anything_is_run(
 def test_an_interrupted_comparison_stops_its_run_and_resumes_it(small: SmallRuns) -> None:
     script = Path(recipes.__file__)
     words = (small.config, "--recipes", "grpo", "--train.budget", 9 * 150, "--save.every", 0, "--runs_dir", small.runs)
-    words = (*words, "--json", small.folder / "result.json", "--png", small.folder / "result.png")
+    words = (*words, "--eval.every", 75, "--json", small.folder / "result.json", "--png", small.folder / "result.png")
     command = [sys.executable, str(script), *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, cwd=small.folder)
