@@ -25,7 +25,7 @@ test-slurm: $(READY)
 
 # With ASSAY_VLLM_PYTHON, that interpreter runs vLLM, and nothing is installed.
 test-vllm: $(READY) $(if $(ASSAY_VLLM_PYTHON),,$(VLLM_READY))
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m vllm tests/vllm
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m vllm tests/real_vllm
 
 lint: $(READY)
 	$(BIN)/ruff check .

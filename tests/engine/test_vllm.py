@@ -1,6 +1,6 @@
 """The engine vllm, with a stand-in for the server: requests, stop strings, updates while requests run, bad servers.
 
-Real vLLM servers are used in tests/vllm.
+Real vLLM servers are used in tests/real_vllm.
 """
 
 from __future__ import annotations
