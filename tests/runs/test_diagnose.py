@@ -78,6 +78,7 @@ def test_cause_is_named_with_evidence_and_a_setting_to_change(name: str) -> None
     changes, remedy = CAUSES[name]
     (cause,) = diagnose(steps(4, changes), CONFIG)
     assert cause.name == name and remedy in cause.remedy and "in all 4 steps" in cause.evidence
+    assert cause.severity == ("warning" if name == "too_easy" else "error")
     assert names(steps(2, changes), CONFIG, summary(0.2, 0.2, 0, 0)) == [name]  # at the end, any number of steps
 
 

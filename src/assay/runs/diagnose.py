@@ -10,13 +10,14 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from assay.runs.console import finite
 from assay.runs.directory import Run
 from assay.types import Status
 
 Row = Mapping[str, Any]  # a line of metrics.jsonl
+Severity = Literal["error", "warning", "note"]  # the run cannot learn; something harms it; worth knowing
 
 MIN_STEPS, MIN_ANSWERS = 4, 64  # from the start of the run: evidence for a warning during the run
 LONG = 20  # steps after which a symptom counts although it began later
@@ -30,11 +31,12 @@ SIGNIFICANT = 0.05
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A cause: its name, what was observed, and what to change."""
+    """A cause: its name, what was observed, what to change, and how bad it is."""
 
     name: str
     evidence: str
     remedy: str
+    severity: Severity = "error"
 
     def __str__(self) -> str:
         return f"{self.evidence}: {self.remedy}"
@@ -96,7 +98,9 @@ def percent(fraction: float) -> str:
 def diagnose(
     rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[str, Any] | None = None
 ) -> list[Diagnosis]:
-    """Why the run does not learn; empty if nothing is wrong.
+    """Causes that keep the run from learning or harm it, most important first; empty if nothing is wrong.
+
+    A cause that is only a consequence of another one in the list is left out.
 
     `rows`: lines of metrics.jsonl; of a long run, the first and the last steps are enough. `summary`: of a finished
     run, for which any number of steps is evidence. If its accuracy has increased significantly, the result is empty.
@@ -213,6 +217,7 @@ def explain_solved(window: Window) -> Diagnosis | None:
         "too_easy",
         f"{percent(window.mean('reward/correct'))} of the answers {window.span} were correct",
         "the model has nothing left to learn here; train on harder problems (task.name, task.path, task.args)",
+        "warning",
     )
 
 
@@ -330,4 +335,5 @@ def unchanged_accuracy(summary: Mapping[str, Any], config: Mapping[str, Any]) ->
         + (", and so is the length of the answers" if same_length else ""),
         f"raise {' or '.join(map(window.now, keys))}"
         + ("" if same_length or not steps else "; see whether reward/mean increases in curves.png"),
+        "warning",
     )
