@@ -44,6 +44,7 @@ class Load:
     seed: int
     key: str = ""
     temperature: float = 1.0
+    seeds: bool = True  # a seed with every request
 
 
 @dataclass
@@ -121,7 +122,7 @@ def http_request(load: Load, draw: random.Random) -> bytes:
             "prompt": [draw.randrange(load.vocabulary) for _ in range(load.prompt)],
             "max_tokens": load.new,
             "temperature": load.temperature,
-            "seed": draw.randrange(1 << 31),
+            **({"seed": draw.randrange(1 << 31)} if load.seeds else {}),
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -249,7 +250,10 @@ def run_load(args: argparse.Namespace) -> int:
     for clients in args.clients:
         rounds = args.rounds or max(2, min(8, 256 // clients))
         for name, url in zip(names, args.urls, strict=True):
-            load = Load(url.rstrip("/"), args.model, args.prompt, args.new, rounds, args.vocabulary, args.seed, key)
+            load = Load(
+                url.rstrip("/"), args.model, args.prompt, args.new, rounds, args.vocabulary, args.seed, key,
+                seeds=args.seeds,
+            )  # fmt: skip
             if not args.cold:  # compiles kernels and captures graphs for this number of clients
                 measure(Load(**{**asdict(load), "rounds": 1, "seed": args.seed + 1}), clients, args.processes)
             rows.append(row_of(name, load, clients, measure(load, clients, args.processes)))
@@ -314,6 +318,7 @@ def main() -> int:
     load.add_argument("--rounds", type=int, default=0, help="requests per client; 0: 2 to 8, fewer if there are many")
     load.add_argument("--vocabulary", type=int, default=151_000, help="prompts are token ids below this")
     load.add_argument("--processes", type=int, default=min(6, os.cpu_count() or 1), help="processes of clients")
+    load.add_argument("--no-seeds", dest="seeds", action="store_false", help="send no seeds: they slow down vLLM")
     load.add_argument("--cold", action="store_true", help="do not send one round of requests before the measurement")
     load.add_argument("--seed", type=int, default=0)
     load.add_argument("--api-key-env", default="", help="environment variable with the API key")
