@@ -33,8 +33,9 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 ALLOWED["serve"] = {"types", "config", "process", "text", "engine", "runs"}
+ALLOWED["web"] = {"types", "text", "evals", "runs"}
 ALLOWED["api"] = ALLOWED["bench"] = ALLOWED["train"] | {"train"}
-NO_TORCH = ("types", "config", "process", "rewards", "tasks", "envs", "text", "runs")
+NO_TORCH = ("types", "config", "process", "rewards", "tasks", "envs", "text", "runs", "web")
 
 
 def package_of(file: Path) -> str:

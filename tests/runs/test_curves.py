@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from assay.runs import Run
-from assay.runs.curves import PANELS, _along, _is_shown, _lines, _points, _smooth, _splits, draw_curves, make_trackers
+from assay.runs.curves import _along, _lines, _points, _smooth, _splits, draw_curves, make_trackers, shown_panels
 from assay.runs.directory import read_metrics
 from assay.types import UserError
 
@@ -65,9 +65,8 @@ def test_accuracy_is_also_plotted_by_time(tmp_path: Path) -> None:
     run.log(20, {"sft/step": 1})
     rows = read_metrics(run.path)
     assert _points(_along(rows, "time/wall"), "eval/accuracy") == ([0.5, 1.5, 4.0], [0.0, 1.0, 2.0])
-    by_time = [panel for panel in PANELS if panel.x == "time/wall" and _is_shown(panel, rows)]
-    assert [panel.metric for panel in by_time] == ["eval/accuracy"]
-    assert not any(_is_shown(panel, [{"step": 1, "eval/accuracy": 0.5}]) for panel in by_time)
+    assert "eval/accuracy by time/wall" in shown(rows)
+    assert shown([{"step": 1, "eval/accuracy": 0.5}]) == ["eval/accuracy by step"]
 
 
 def test_every_line_of_panels_is_full() -> None:
@@ -75,7 +74,8 @@ def test_every_line_of_panels_is_full() -> None:
 
 
 def shown(rows: list[dict[str, object]]) -> list[str]:
-    return [f"{panel.metric} by {panel.x}" for panel in PANELS if _is_shown(panel, rows)]
+    panels = shown_panels(lambda metric, x: _points(_along(rows, x), metric))
+    return [f"{panel.metric} by {panel.x}" for panel in panels]
 
 
 def test_the_loss_of_a_warm_start_is_plotted_by_its_own_steps() -> None:

@@ -81,6 +81,7 @@ COMMANDS = {
     "data": "prepare, show and check the problems of a task",
     "env": "check an environment, or play it interactively",
     "runs": "list and compare runs",
+    "view": "show runs in the browser: curves, prompts, rollouts token by token",
     "export": "write a checkpoint as a Hugging Face folder",
     "slurm": "train as a Slurm batch job that resumes by itself",
     "bench": "measure generation and training: tokens per second, seconds per step, memory",

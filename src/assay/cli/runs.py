@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from assay.runs.console import Console, duration, finite, fraction, percent
+from assay.runs.console import Console, duration, fraction, percent
 from assay.runs.directory import Run, list_runs
-from assay.runs.files import read_json, to_json
+from assay.runs.facts import describe, lookup
+from assay.runs.files import to_json
 from assay.runs.resolve import PREFIX, find_run, split_tag
 from assay.types import UserError
 
@@ -72,48 +71,6 @@ def plot(runs: Sequence[Run]) -> int:
     return 0
 
 
-def describe(run: Run) -> dict[str, Any]:
-    """Facts about a run: from its summary, or from its config and metrics if it has none yet."""
-    summary, status, state = run.read_summary(), run.read_status(), run.state
-    config = read_config(run)
-    rows = run.read_metrics()
-    facts = {
-        "run": run.name,
-        "path": str(run.path),
-        "state": state,
-        "error": status.get("error") if state == "failed" else None,
-        "started": read_json(run.path / "environment.json").get("started"),
-        "task": summary.get("task") or lookup(config, "task", "name"),
-        "model": summary.get("model") or lookup(config, "model", "source"),
-        "algorithm": summary.get("algorithm") or lookup(config, "algo", "recipe"),
-        "seed": summary.get("seed", lookup(config, "seed")),
-        "steps": max((row["step"] for row in rows), default=summary.get("steps", 0)),
-        "steps_planned": status.get("total_steps", planned_steps(config)),
-        "warm_start": {"step": last(rows, "sft/step"), "steps": lookup(config, "sft", "steps")},
-        "answers": last(rows, "sampling/answers"),
-        "budget": lookup(config, "train", "budget") or None,
-        "reward": last(rows, "reward/mean"),
-        "wall_s": summary.get("wall_s", measured_time(run)),
-        "config": config,
-    }
-    facts |= {key: summary.get(key) for key in ("before", "after", "paired", "tokens")}
-    if not summary and (value := last(rows, "before/accuracy")) is not None:
-        low, high = last(rows, "before/low"), last(rows, "before/high")
-        facts["before"] = {"accuracy": value, "ci95": None if low is None or high is None else [low, high]}
-    return facts
-
-
-def planned_steps(config: Mapping[str, Any]) -> int | None:
-    """Number of steps in the settings of a run that has not begun; None if it depends on the data."""
-    steps, epochs, budget = (lookup(config, "train", key) for key in ("steps", "epochs", "budget"))
-    return None if epochs or budget else steps
-
-
-def last(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
-    """The last value of a metric that is a finite number."""
-    return next((value for row in reversed(rows) if (value := finite(row, metric)) is not None), None)
-
-
 def describe_checked(run: Run) -> dict[str, Any]:
     """`describe`, with a UserError if a file of the run has unexpected content."""
     try:
@@ -132,29 +89,6 @@ def describe_or_mark_damaged(run: Run) -> dict[str, Any]:
         known = dict.fromkeys(("started", "task", "model", "algorithm", "seed", "steps_planned", "wall_s", "error"))
         known |= dict.fromkeys(("before", "after", "paired", "tokens", "warm_start", "answers", "budget", "reward"))
         return {**known, "run": run.name, "path": str(run.path), "state": f"damaged: {error}", "steps": 0, "config": {}}
-
-
-def read_config(run: Run) -> dict[str, Any]:
-    try:
-        return tomllib.loads(run.config_toml)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{run.path / 'config.toml'} is not valid TOML ({error}): fix it or delete the run") from error
-
-
-def lookup(tree: Any, *keys: str) -> Any:
-    """A nested value of the config, or None if it does not exist."""
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
-    return tree
-
-
-def measured_time(run: Run) -> float | None:
-    """Seconds from the start to the last metrics, for a run without a summary."""
-    started = read_json(run.path / "environment.json").get("started")
-    metrics = run.path / "metrics.jsonl"
-    if not started or not metrics.is_file():
-        return None
-    return max(metrics.stat().st_mtime - datetime.fromisoformat(started).timestamp(), 0.0)
 
 
 def cells(fact: Mapping[str, Any]) -> dict[str, str]:

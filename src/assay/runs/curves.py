@@ -10,7 +10,7 @@ import itertools
 import math
 import tomllib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 ACCURACY = "eval/accuracy"
 _INK, _MUTED, _GRID = "#22303c", "#6b7885", "#e6eaee"
 _LINE, _ACCENT = "#2f6db5", "#d9622b"
+Points = Callable[[str, str], tuple[Collection[float], Collection[float]]]  # of a metric (first) along another one
 _LEGEND: dict[str, Any] = {"fontsize": 8, "labelcolor": _MUTED, "edgecolor": "none", "framealpha": 0.85}
 
 
@@ -68,7 +69,7 @@ COLUMNS = 3
 def draw_curves(run_path: Path) -> Path | None:
     """Plot every known metric that was logged. None if there is nothing to plot."""
     rows = read_metrics(run_path)
-    panels = [panel for panel in PANELS if _is_shown(panel, rows)]
+    panels = shown_panels(lambda metric, x: _points(_along(rows, x), metric))
     if not panels:
         return None
     try:
@@ -105,15 +106,19 @@ def _lines(count: int) -> list[int]:
     return [(count + line) // lines for line in range(lines)]
 
 
-def _is_shown(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> bool:
+def shown_panels(points: Points) -> list[Panel]:
+    """The panels that have anything to plot. `points(metric, x)`: positions and values of a metric along `x`."""
+    return [panel for panel in PANELS if _is_shown(panel, points)]
+
+
+def _is_shown(panel: Panel, points: Points) -> bool:
     """Whether there is anything to plot. Metrics that are 1 for every task without an environment are left out, and
     accuracies by step if there are no steps, as in supervised fine-tuning: they are plotted by time.
     """
-    along = _along(rows, panel.x)
     if panel.metric == "turns/mean":
-        return any(value != 1 for value in _points(along, panel.metric)[1])
-    xs = {x for name in panel.metrics for x in _points(along, name)[0]}
-    timed = panel.metric == ACCURACY and panel.x == "step" and any("time/wall" in row for row in rows)
+        return any(value != 1 for value in points(panel.metric, panel.x)[1])
+    xs = {x for name in panel.metrics for x in points(name, panel.x)[0]}
+    timed = panel.metric == ACCURACY and panel.x == "step" and len(points("time/wall", "step")[0]) > 0
     return bool(xs) and not (timed and xs == {0})
 
 

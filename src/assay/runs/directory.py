@@ -222,12 +222,7 @@ class Run:
     @property
     def state(self) -> str:
         """running, finished, stopped (on request), failed (see the error in status.json) or interrupted (killed)."""
-        if is_locked(self.path):
-            return "running"
-        ended = self.read_status().get("state")
-        if ended == "running":
-            return "interrupted"
-        return str(ended or ("finished" if self.read_summary() else "stopped"))
+        return state_of(is_locked(self.path), self.read_status(), self.read_summary())
 
     def truncate_after(self, step: int) -> None:
         """Delete everything later than the checkpoint of `step`; the resumed run writes it again.
@@ -262,6 +257,16 @@ class Run:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def state_of(locked: bool, status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """See `Run.state`. `locked`: whether a process is the writer of the run."""
+    if locked:
+        return "running"
+    ended = status.get("state")
+    if ended == "running":
+        return "interrupted"
+    return str(ended or ("finished" if summary else "stopped"))
 
 
 def read_metrics(run_path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,143 @@
+"""`assay view`: runs in the browser."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import getpass
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+import webbrowser
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from assay.cli.runs import add_runs_dir
+from assay.runs.resolve import PREFIX, split_tag
+from assay.types import UserError, missing_extra, plural, unknown_name
+
+HELP = """Show runs in the browser: curves, prompts, rollouts token by token, and what is wrong with them.
+
+  assay view                       all runs in the folder runs
+  assay view demo other/runs/big   two runs, by name or path
+Only this machine can reach the page, and only with the token in the printed URL. Ctrl-C ends it."""
+PORT = 6360
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "folders with runs, run folders, or names of runs (default: the folder of the runs)"
+    parser.add_argument("runs", nargs="*", metavar="RUNS", help=text)
+    add_runs_dir(parser)
+    text = f"port [{PORT}, or a free one if it is in use]; 0: any free port"
+    parser.add_argument("--port", type=int, metavar="N", help=text)
+    text = "address to listen on; others than loopback make the runs readable for everybody who has the URL [127.0.0.1]"
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
+    text = "open the page in the browser [only with a display, and not over ssh]"
+    parser.add_argument("--open", action=argparse.BooleanOptionalAction, default=None, help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        from assay.web.app import bind, make_app, make_server
+    except ImportError:
+        raise missing_extra("assay view", "view") from None
+    from assay.web.data import Library
+
+    library = Library(folders(args.runs, args.dir))
+    count = len(library.views())
+    if not count:
+        where = ", ".join(map(str, library.paths))
+        raise UserError(f"there are no runs in {where} yet: `assay train CONFIG` creates one, or give another folder")
+    listener = listen(bind, args.host, args.port)
+    try:
+        token = secrets.token_urlsafe(24)
+        server = make_server(make_app(library, token, accepted_hosts(args.host)))
+        url = page_url(listener, token)
+
+        def announce() -> None:
+            print(f"{plural(count, 'run')} at {url}\n{reach_hint(listener)}Ctrl-C ends it.", flush=True)
+            if args.open or (args.open is None and has_display()):
+                threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+
+        asyncio.run(server.serve_on(listener, announce))
+    finally:
+        listener.close()
+    return 0
+
+
+def folders(names: Sequence[str], runs_dir: Path) -> list[Path]:
+    """The given folders and runs; `runs_dir` if there are none."""
+    from assay.web.folder import is_run_folder
+
+    if not names:
+        if not runs_dir.is_dir():
+            raise UserError(f"there is no folder {runs_dir}: give the folder of your runs, as in assay view PATH")
+        return [runs_dir]
+    paths = []
+    for name in names:
+        own = split_tag(name)[0].removeprefix(PREFIX) if name.startswith(PREFIX) else name
+        candidates = [path for path in (Path(own).expanduser(), runs_dir / own) if is_folder(path)]
+        # A name of a run may also be that of an unrelated folder here.
+        runs = [path for path in candidates if is_run_folder(path)]
+        if not candidates:
+            known = [p.name for p in sorted(runs_dir.iterdir()) if is_run_folder(p)] if is_folder(runs_dir) else []
+            if not known:
+                raise UserError(f"there is no folder {own}, and {runs_dir} has no runs: give the folder of your runs")
+            raise unknown_name("run or folder", own, known, listed=known[-5:])
+        paths.append((runs or candidates)[0])
+    return paths
+
+
+def is_folder(path: Path) -> bool:
+    with suppress(OSError, ValueError):  # the name is too long for a path, or has a NUL
+        return path.is_dir()
+    return False
+
+
+def listen(bind: Callable[[str, int], socket.socket], host: str, port: int | None) -> socket.socket:
+    """Listen on the given port; without one, on the default port or a free one."""
+    if port is not None:
+        return bind(host, port)
+    try:
+        return bind(host, PORT)
+    except UserError:
+        return bind(host, 0)
+
+
+def is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def accepted_hosts(host: str) -> frozenset[str]:
+    """Host names in requests: those of this machine if others may reach it; "*" stands for IP addresses."""
+    if is_loopback(host):
+        return frozenset()
+    return frozenset({"*", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()})
+
+
+def page_url(listener: socket.socket, token: str) -> str:
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={token}"
+
+
+def reach_hint(listener: socket.socket) -> str:
+    """How to reach the page if this machine is a remote one."""
+    host, port = listener.getsockname()[:2]
+    if not is_loopback(host):
+        return "Everybody who has this URL can read the runs; the connection is not encrypted.\n"
+    user, machine = getpass.getuser(), socket.gethostname()
+    command = f"ssh -L {port}:localhost:{port} {user}@{machine}"
+    return f"From another machine: {command}, then open the same URL there.\n"
+
+
+def has_display() -> bool:
+    if os.environ.get("SSH_CONNECTION"):
+        return False
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) or os.uname().sysname == "Darwin"

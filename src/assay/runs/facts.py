@@ -1,0 +1,103 @@
+"""Facts about a run, for lists and comparisons of runs: from its summary, or from its config and metrics."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from assay.runs.console import finite
+from assay.runs.directory import Run
+from assay.runs.files import read_json
+from assay.types import UserError
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The content of the files of a run that `facts_of` needs. Missing files are empty."""
+
+    state: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    rows: Sequence[Mapping[str, Any]] = ()  # lines of metrics.jsonl
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    status: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    metrics_time: float | None = None  # when metrics.jsonl was written last, in seconds since the epoch
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """Facts about a run. Raises if one of its files is damaged."""
+    metrics = run.path / "metrics.jsonl"
+    parts = RunParts(
+        state=run.state,
+        config=read_config(run),
+        rows=run.read_metrics(),
+        summary=run.read_summary(),
+        status=run.read_status(),
+        environment=read_json(run.path / "environment.json"),
+        metrics_time=metrics.stat().st_mtime if metrics.is_file() else None,
+    )
+    return facts_of(parts, run.name, str(run.path))
+
+
+def facts_of(parts: RunParts, name: str, path: str) -> dict[str, Any]:
+    config, summary, rows = parts.config, parts.summary, parts.rows
+    facts = {
+        "run": name,
+        "path": path,
+        "state": parts.state,
+        "error": parts.status.get("error") if parts.state == "failed" else None,
+        "started": parts.environment.get("started"),
+        "task": summary.get("task") or lookup(config, "task", "name"),
+        "model": summary.get("model") or lookup(config, "model", "source"),
+        "algorithm": summary.get("algorithm") or lookup(config, "algo", "recipe"),
+        "seed": summary.get("seed", lookup(config, "seed")),
+        "steps": max((row["step"] for row in rows), default=summary.get("steps", 0)),
+        "steps_planned": parts.status.get("total_steps", planned_steps(config)),
+        "warm_start": {"step": last(rows, "sft/step"), "steps": lookup(config, "sft", "steps")},
+        "answers": last(rows, "sampling/answers"),
+        "budget": lookup(config, "train", "budget") or None,
+        "reward": last(rows, "reward/mean"),
+        "wall_s": summary.get("wall_s", measured_time(parts)),
+        "config": config,
+    }
+    facts |= {key: summary.get(key) for key in ("before", "after", "paired", "tokens")}
+    if not summary and (value := last(rows, "before/accuracy")) is not None:
+        low, high = last(rows, "before/low"), last(rows, "before/high")
+        facts["before"] = {"accuracy": value, "ci95": None if low is None or high is None else [low, high]}
+    return facts
+
+
+def read_config(run: Run) -> dict[str, Any]:
+    try:
+        return tomllib.loads(run.config_toml)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{run.path / 'config.toml'} is not valid TOML ({error}): fix it or delete the run") from error
+
+
+def planned_steps(config: Mapping[str, Any]) -> int | None:
+    """Number of steps in the settings of a run that has not begun; None if it depends on the data."""
+    steps, epochs, budget = (lookup(config, "train", key) for key in ("steps", "epochs", "budget"))
+    return None if epochs or budget else steps
+
+
+def last(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
+    """The last value of a metric that is a finite number."""
+    return next((value for row in reversed(rows) if (value := finite(row, metric)) is not None), None)
+
+
+def lookup(tree: Any, *keys: str) -> Any:
+    """A nested value of the config, or None if it does not exist."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def measured_time(parts: RunParts) -> float | None:
+    """Seconds from the start to the last metrics, for a run without a summary."""
+    started = parts.environment.get("started")
+    if not started or parts.metrics_time is None:
+        return None
+    return max(parts.metrics_time - datetime.fromisoformat(started).timestamp(), 0.0)

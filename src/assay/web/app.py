@@ -1,0 +1,295 @@
+"""The HTTP side of `assay view`: who may ask, JSON routes, and the static files of the page.
+
+Everything needs the token, which the page keeps in a cookie. The host name of a request must be one of this machine: a
+foreign name that resolves to this machine (DNS rebinding) is refused. So are requests that another site causes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+import re
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from assay.types import UserError, describe_error
+from assay.web.data import Library, ViewError, plain
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+}
+STATIC_NAME = re.compile(r"[a-z0-9_-]+\.[a-z]+")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+NO_TOKEN = "This page needs the token: open the URL that `assay view` has printed."
+FOREIGN = "This request comes from another site: paste the URL that `assay view` has printed into the address bar."
+MAX_PARAMETER = 2000  # characters
+
+
+class Guard:
+    """Refuses requests without the token, of other sites, or with a host name that is not this machine's."""
+
+    def __init__(self, app: ASGIApp, token: str, hosts: frozenset[str] = frozenset()) -> None:
+        """`hosts`: accepted host names in addition to those of the loopback interface; "*" for any IP address."""
+        self.app, self.token, self.hosts = app, token, hosts
+        # With its own name, another `assay view` on the same machine does not replace the cookie.
+        self.cookie = "assay_" + hashlib.sha256(token.encode()).hexdigest()[:12]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        request = Request(scope)
+        response = self.refusal(request) or self.login(request)
+        await (response or self.app)(scope, receive, send_with_headers)
+
+    def refusal(self, request: Request) -> Response | None:
+        if request.method not in ("GET", "HEAD"):
+            return refused(request, "Only GET and HEAD are supported.", 405, {"Allow": "GET, HEAD"})
+        if not self.is_own_host(request.headers.get("host", "")):
+            return refused(request, "This host name is not accepted: use localhost or 127.0.0.1.", 403)
+        if not is_same_origin(request):
+            return refused(request, FOREIGN, 403)
+        if not self.is_authorized(request):
+            return refused(request, NO_TOKEN, 403)
+        return None
+
+    def login(self, request: Request) -> Response | None:
+        """For the URL with the token: keep it in a cookie, and remove it from the address bar."""
+        if request.url.path != "/" or "token" not in request.query_params:
+            return None
+        response = RedirectResponse("/", 303)
+        response.set_cookie(self.cookie, self.token, httponly=True, samesite="strict", path="/")
+        return response
+
+    def is_own_host(self, header: str) -> bool:
+        name = host_name(header)
+        if name == "localhost" or (name is not None and name in self.hosts):
+            return True
+        with suppress(ValueError):
+            return ipaddress.ip_address(name or "").is_loopback or "*" in self.hosts
+        return False
+
+    def is_authorized(self, request: Request) -> bool:
+        """The token as a cookie, as a bearer token, or, for the page itself, in the URL."""
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = [request.cookies.get(self.cookie, ""), bearer.strip() if scheme.lower() == "bearer" else ""]
+        given += [request.query_params.get("token", "")] if request.url.path == "/" else []
+        # All are compared, so that the time does not depend on which one is right.
+        matches = [hmac.compare_digest(value.encode(errors="replace"), self.token.encode()) for value in given]
+        return any(matches)
+
+
+def host_name(header: str) -> str | None:
+    """The name in a Host header, without the port; None if it is malformed. With ssh, the port may be another one."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9._-]+))(?::\d{1,5})?", header)
+    return (match[1] or match[2]).lower() if match else None
+
+
+def is_same_origin(request: Request) -> bool:
+    """Whether this page, or the user, has caused the request. Other ports of this machine are other origins."""
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return False
+    origin = request.headers.get("origin")
+    if origin is None:
+        return True
+    parts = urlsplit(origin)
+    return parts.scheme in ("http", "https") and parts.netloc == request.headers.get("host")
+
+
+def refused(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> Response:
+    if request.url.path.startswith("/api/"):
+        return answer({"error": message}, status)
+    return Response(message + "\n", status, headers, "text/plain")
+
+
+def answer(content: Any, status: int = 200) -> Response:
+    try:
+        text = json.dumps(content, allow_nan=False)
+    except (TypeError, ValueError):  # only then convert it: that is slow for long lists
+        text = json.dumps(plain(content), allow_nan=False)
+    return Response(text, status, media_type="application/json")
+
+
+class Query:
+    """Parameters of a request. Mistakes raise ViewError with status 400."""
+
+    def __init__(self, request: Request) -> None:
+        self._values = request.query_params
+        for name, value in self._values.items():
+            if len(value) > MAX_PARAMETER or "\0" in value:
+                raise ViewError(f"{name} has more than {MAX_PARAMETER} characters, or a NUL", 400)
+
+    def text(self, name: str, default: str = "") -> str:
+        return self._values.get(name) or default
+
+    def choice(self, name: str, choices: tuple[str, ...]) -> str:
+        """One of the choices, the first by default."""
+        value = self.text(name, choices[0])
+        if value not in choices:
+            raise ViewError(f"{name} must be one of {', '.join(filter(None, choices))}", 400)
+        return value
+
+    def names(self, name: str) -> list[str]:
+        return [part for part in self.text(name).split(",") if part]
+
+    def integer(self, name: str, default: int | None = None) -> int | None:
+        value = self.text(name)
+        if not value:
+            return default
+        if not re.fullmatch(r"-?\d{1,15}", value):
+            raise ViewError(f"{name} must be an integer", 400)
+        return int(value)
+
+    def count(self, name: str, default: int, limit: int) -> int:
+        value = self.integer(name, default)
+        if value is None or not 0 <= value <= limit:
+            raise ViewError(f"{name} must be from 0 to {limit}", 400)
+        return value
+
+    def number(self, name: str) -> float | None:
+        value = self.text(name)
+        try:
+            number = float(value) if value else None
+        except ValueError:
+            number = float("nan")
+        if number is not None and number != number:
+            raise ViewError(f"{name} must be a number", 400)
+        return number
+
+
+def make_app(library: Library, token: str, hosts: frozenset[str] = frozenset()) -> ASGIApp:
+    def run_metrics(request: Request) -> Any:
+        query = Query(request)
+        view = library.view(request.path_params["run"])
+        points = query.count("points", 1000, 2**31)
+        return view.metrics(query.names("names"), query.text("x", "step"), points, query.integer("since"))
+
+    routes = {
+        "/api/runs": lambda request: library.runs(),
+        "/api/runs/{run}": lambda request: library.view(request.path_params["run"]).detail(),
+        "/api/runs/{run}/metrics": run_metrics,
+    }
+    app = Starlette(
+        routes=[
+            Route("/", lambda request: static_file("index.html"), methods=["GET"]),
+            Route("/static/{name}", lambda request: static_file(request.path_params["name"]), methods=["GET"]),
+            *(Route(path, answering(endpoint), methods=["GET"]) for path, endpoint in routes.items()),
+            Route("/{rest:path}", lambda request: refused(request, "There is no such page.", 404), methods=["GET"]),
+        ]
+    )
+    return Guard(app, token, hosts)
+
+
+def answering(endpoint: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    """The endpoint with JSON answers, also for errors."""
+
+    def respond(request: Request) -> Response:
+        try:
+            return answer(endpoint(request))
+        except ViewError as error:
+            return answer({"error": str(error)}, error.status)
+        except OSError as error:  # a file that was deleted in the meantime
+            return answer({"error": describe_error(error)}, 404)
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            return answer({"error": f"a bug in assay view: {describe_error(error)}"}, 500)
+
+    return respond
+
+
+def static_file(name: str) -> Response:
+    """A file of the page. Only names of files that exist there, no folders."""
+    path = STATIC / name
+    if not STATIC_NAME.fullmatch(name) or path.suffix not in TYPES or not path.is_file():
+        return Response("There is no such file.\n", 404, media_type="text/plain")
+    return Response(path.read_bytes(), media_type=TYPES[path.suffix])
+
+
+# The server
+
+
+class ViewServer(uvicorn.Server):
+    """Ends on Ctrl-C or SIGTERM, without an error."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # `serve` handles them: uvicorn would raise them again at the end
+
+    async def serve_on(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with suppress(ValueError, RuntimeError, NotImplementedError):  # not in the main thread
+                loop.add_signal_handler(number, self.stop)
+        loop.call_soon(on_ready)
+        await self.serve([listener])
+
+    def stop(self) -> None:
+        self.should_exit = True
+
+
+def make_server(app: ASGIApp) -> ViewServer:
+    return ViewServer(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except (OSError, UnicodeError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"cannot listen on {host}:{port} ({reason}): choose another port, or any free one with --port 0"
+        ) from None
+    return listener

@@ -1,0 +1,289 @@
+"""Reading of a run folder that may be damaged, half-written, in progress, or made by somebody else.
+
+Nothing here raises because of the content of a file. What cannot be read is described in `problems`. Files that lead
+out of the folder by a symbolic link are refused, and so is everything that is not a regular file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from assay.runs.directory import is_locked, state_of
+from assay.runs.facts import RunParts, facts_of
+from assay.runs.files import from_json
+from assay.types import describe_error
+
+MARKS = ("config.toml", "metrics.jsonl", "environment.json", "rollouts", "evals")  # of a run folder, complete or not
+MAX_FILE = 64 * 2**20  # bytes of a file that is read as a whole
+MAX_LINE = 16 * 2**20  # bytes of a line of metrics
+MAX_DEPTH = 100  # of nested lists and dictionaries
+LARGEST = 2**53  # integers beyond it have no exact float, neither here nor in JavaScript
+Stamp = tuple[int, int, int]  # size, time of the last change, inode: they change with the content
+
+
+class Refused(OSError):
+    """A file outside of the run folder, or one that is not a regular file."""
+
+
+def is_run_folder(path: Path) -> bool:
+    try:
+        return path.is_dir() and any((path / mark).exists() for mark in MARKS)
+    except OSError:
+        return False
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def finite_number(value: Any) -> float | None:
+    """The value as a number, if it is a finite one; also of "NaN" and the like, which stand for numbers in files."""
+    value = from_json(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
+        return None
+    return value if isinstance(value, float) or abs(value) <= LARGEST else None
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and dictionaries are nested in more levels than `depth`."""
+    level = [value]
+    for _ in range(depth):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return any(isinstance(item, (dict, list)) for item in level)
+
+
+class RunFolder:
+    """The files of one run. Safe to use from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.root = path.resolve()
+        self.metrics = MetricsFile(self)
+        self._cache: dict[str, tuple[Stamp | None, dict[str, Any], str | None]] = {}
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    def resolve(self, name: str) -> Path:
+        """The path of a regular file of the run. Raises OSError for anything else."""
+        path = (self.root / name).resolve()
+        if not path.is_relative_to(self.root):
+            raise Refused(f"{name} is a link that leads out of the run folder")
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise Refused(f"{name} is not a regular file")
+        return path
+
+    def open(self, name: str) -> IO[bytes]:
+        # Not blocking: the file may have been replaced by a pipe since the check.
+        descriptor = os.open(self.resolve(name), os.O_RDONLY | os.O_NONBLOCK)
+        return os.fdopen(descriptor, "rb")
+
+    def read(self, name: str) -> bytes:
+        with self.open(name) as file:
+            content = file.read(MAX_FILE + 1)
+        if len(content) > MAX_FILE:
+            raise Refused(f"{name} has more than {MAX_FILE >> 20} MiB")
+        return content
+
+    def _parsed(self, name: str, parse: Callable[[str], Any]) -> tuple[dict[str, Any], str | None]:
+        """The dictionary in a file, and why it cannot be read. A missing file is empty."""
+        stamp = stamp_of(self.root / name)
+        cached = self._cache.get(name)
+        if cached is not None and cached[0] == stamp:
+            return cached[1], cached[2]
+        value: Any = {}
+        problem = None
+        try:
+            value = parse(self.read(name).decode())
+            if not isinstance(value, dict):
+                value, problem = {}, f"{name} does not contain an object"
+            elif is_deeper(value, MAX_DEPTH):
+                value, problem = {}, f"{name} is nested too deeply"
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, RecursionError) as error:
+            reason = str(error) if isinstance(error, Refused) else f"{name} cannot be read ({describe_error(error)})"
+            problem = reason
+        self._cache[name] = stamp, value, problem
+        return value, problem
+
+    def config(self) -> tuple[dict[str, Any], str | None]:
+        value, problem = self._parsed("config.toml", tomllib.loads)
+        if not value and problem is None and not (self.root / "config.toml").exists():
+            problem = "config.toml is missing"
+        return value, problem
+
+    def document(self, name: str) -> tuple[dict[str, Any], str | None]:
+        """The object in a JSON file of the run."""
+        return self._parsed(name, json.loads)
+
+    def parts(self) -> tuple[RunParts, list[str]]:
+        """What is known about the run, and which files cannot be read."""
+        read = {name: self.document(f"{name}.json") for name in ("summary", "status", "environment")}
+        config, config_problem = self.config()
+        rows, problems = self.metrics.read()
+        status, summary = read["status"][0], read["summary"][0]
+        state = state_of(is_locked(self.root), status, summary)
+        if self.metrics.incomplete and state != "running":
+            problems = [*problems, "metrics.jsonl ends with an incomplete line"]
+        problems = [p for p in (config_problem, *(p for _, p in read.values())) if p] + list(problems)
+        stamp = self.metrics.stamp
+        parts = RunParts(
+            state, config, rows, summary, status, read["environment"][0], stamp[1] / 1e9 if stamp else None
+        )
+        return parts, problems
+
+    def facts(self) -> tuple[dict[str, Any], list[str]]:
+        """See `assay.runs.facts`: values of unexpected types are left out."""
+        parts, problems = self.parts()
+        path = str(self.path)
+        try:
+            facts = facts_of(parts, self.name, path)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as error:
+            problems = [*problems, f"some facts have unexpected values ({describe_error(error)})"]
+            facts = facts_of(RunParts(parts.state, rows=parts.rows), self.name, path)
+        return checked(facts), problems
+
+
+_TEXTS = ("error", "started", "task", "model", "algorithm")
+_NUMBERS = ("seed", "steps", "steps_planned", "answers", "budget", "reward", "wall_s", "tokens")
+
+
+def checked(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts with the expected types; values of other types are None."""
+    known = dict(facts)
+    for name in _TEXTS:
+        known[name] = str(known[name]) if isinstance(known.get(name), (str, int, float)) else None
+    for name in _NUMBERS:
+        known[name] = finite_number(known.get(name))
+    for name in ("before", "after", "paired"):
+        known[name] = known[name] if isinstance(known.get(name), Mapping) else None
+    for name in ("before", "after"):
+        if known[name] is not None and finite_number(known[name].get("accuracy")) is None:
+            known[name] = None
+    return known
+
+
+class MetricsFile:
+    """metrics.jsonl, of which only new lines are read. `columns` has the finite values of each metric."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.stamp: Stamp | None = None
+        self.size = 0  # of the lines that were read
+        self.incomplete = False  # whether the last line has no end
+        self.rows: list[dict[str, Any]] = []
+        self.columns: dict[str, tuple[list[int], list[float]]] = {}  # row numbers and values
+        self.problems: list[str] = []
+        self._lines = 0
+        self._tail = b""  # the last bytes that were read
+        self._points: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
+
+    def read(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """All readable lines, and the problems of the others."""
+        with self._lock:
+            self._update()
+            return self.rows, self.problems
+
+    def points(self, metric: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
+        """Positions along the metric `x` and values; for several values at a position, the last one."""
+        with self._lock:
+            key = metric, x
+            if key not in self._points:
+                self._points[key] = self._along(metric, x)
+            return self._points[key]
+
+    def _along(self, metric: str, x: str) -> tuple[np.ndarray, np.ndarray]:
+        rows, values = (np.array(part) for part in self.columns.get(metric, ((), ())))
+        positions, at = (np.array(part) for part in self.columns.get(x, ((), ())))
+        if not len(rows) or not len(positions):
+            return np.empty(0), np.empty(0)
+        place = np.searchsorted(positions, rows)
+        shared = (place < len(positions)) & (positions[np.minimum(place, len(positions) - 1)] == rows)
+        xs, ys = at[place[shared]], values[shared]
+        xs, first = np.unique(xs[::-1], return_index=True)  # the first of the reversed values is the last one
+        return xs, ys[::-1][first]
+
+    def _update(self) -> None:
+        try:
+            with self._folder.open("metrics.jsonl") as file:
+                found = os.fstat(file.fileno())
+                stamp = found.st_size, found.st_mtime_ns, found.st_ino
+                if stamp == self.stamp:
+                    return
+                if self.stamp is None or stamp[2] != self.stamp[2] or not self._continues(file):
+                    self._clear()
+                file.seek(self.size)
+                self._read_lines(file)
+                self.stamp = stamp
+        except FileNotFoundError:
+            self._clear()
+        except OSError as error:
+            self._clear()
+            reason = str(error) if isinstance(error, Refused) else f"cannot be read ({describe_error(error)})"
+            self.problems = [f"metrics.jsonl: {reason}"]
+
+    def _continues(self, file: IO[bytes]) -> bool:
+        """Whether the lines that were read are still there. A resumed run replaces the file by a shorter one."""
+        file.seek(self.size - len(self._tail))
+        return file.read(len(self._tail)) == self._tail
+
+    def _read_lines(self, file: IO[bytes]) -> None:
+        self._points = {}
+        rows, problems = list(self.rows), list(self.problems)  # others may still use the old ones
+        self.incomplete = False
+        while line := file.readline(MAX_LINE):
+            if not line.endswith(b"\n"):
+                self.incomplete = True
+                break
+            self.size += len(line)
+            self._tail = line[-256:]
+            self._lines += 1
+            row = _metrics_row(line)
+            if row is None:
+                problems.append(f"metrics.jsonl, line {self._lines}: not a line of metrics")
+                continue
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and (number := finite_number(value)) is not None:
+                    numbers, values = self.columns.setdefault(name, ([], []))
+                    numbers.append(len(rows))
+                    values.append(number)
+            rows.append(row)
+        self.rows, self.problems = rows, problems
+
+
+def _metrics_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int) or finite_number(row["step"]) is None:
+        return None
+    values = {key: from_json(value) for key, value in row.items()}
+    # Integers that have no float would fail in every computation.
+    return {k: v for k, v in values.items() if not isinstance(v, int) or abs(v) <= LARGEST}

@@ -1,0 +1,118 @@
+"""`assay view`: which runs it shows, its URL, mistakes, and its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from assay.cli import view
+from assay.cli.main import main
+from assay.runs import Run
+from assay.types import UserError
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("one", "two"):
+        Run.create(tmp_path / "runs", name, "seed = 1\n").close()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def test_runs_folders_run_folders_and_names(runs: Path) -> None:
+    default = Path("runs")
+    assert view.folders([], default) == [default]
+    assert view.folders(["runs", "one", "run:two@last", str(runs / "two")], default) == [
+        *(default, default / "one", default / "two", runs / "two")
+    ]
+    Path("one").mkdir()  # an unrelated folder with the name of a run
+    assert view.folders(["one"], default) == [default / "one"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ome"], "did you mean 'one'"),
+        (["a\0b"], "unknown run"),
+        (["x" * 5000], "unknown run"),
+        (["--dir", "nowhere"], "there is no folder nowhere: give the folder of your runs"),
+        (["--dir", "nowhere", "other"], "there is no folder other, and nowhere has no runs"),
+        (["empty"], "`assay train CONFIG` creates one"),
+        (["--port", "99999999"], "choose another port"),
+        (["--port", "x"], "--port"),
+        (["--host", "not.a.host.invalid"], "cannot listen on not.a.host.invalid"),
+    ],
+)
+def test_mistakes_are_one_line(runs: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
+    assert main(["view", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_port_in_use(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert main(["view", "--port", str(other.getsockname()[1])]) == 2
+    assert "--port 0" in capsys.readouterr().err
+
+
+def test_without_a_port_a_free_one_is_used_if_the_usual_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from assay.web.app import bind
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setattr(view, "PORT", other.getsockname()[1])
+        with view.listen(bind, "127.0.0.1", None) as listener:
+            assert listener.getsockname()[1] != view.PORT
+        with pytest.raises(UserError):
+            view.listen(bind, "127.0.0.1", view.PORT)
+
+
+def test_hosts_and_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert view.accepted_hosts("127.0.0.1") == view.accepted_hosts("localhost") == view.accepted_hosts("::1") == set()
+    assert {"*", "0.0.0.0", socket.gethostname().lower()} <= view.accepted_hosts("0.0.0.0")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        assert view.page_url(listener, "T") == f"http://127.0.0.1:{port}/?token=T"
+        assert f"ssh -L {port}:localhost:{port}" in view.reach_hint(listener)
+    with socket.socket() as listener:
+        listener.bind(("0.0.0.0", 0))
+        assert "not encrypted" in view.reach_hint(listener) and socket.gethostname() in view.page_url(listener, "T")
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    assert view.has_display()
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 1 10.0.0.2 22")
+    assert not view.has_display()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_it_is_stopped_and_writes_nothing_into_runs(runs: Path, number: signal.Signals) -> None:
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(runs.parent / "cache")}
+    command = [sys.executable, "-m", "assay", "view", "--port", "0", "--no-open"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        match = re.fullmatch(r"2 runs at (http://127\.0\.0\.1:\d+)/\?token=([\w-]{32})\n", line)
+        assert match, line + process.stderr.read()
+        request = urllib.request.Request(match[1] + "/api/runs/one", headers={"Authorization": f"Bearer {match[2]}"})
+        with urllib.request.urlopen(request) as response:
+            assert response.status == 200
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        assert process.stderr.read() == ""
+    assert before == {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}

@@ -1,0 +1,42 @@
+"""Facts about a run: from its summary, or from its config and metrics while it has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from assay.runs import Run
+from assay.runs.facts import RunParts, describe, facts_of, lookup
+from assay.types import UserError
+
+CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
+
+
+def test_a_run_in_progress_is_described_by_its_config_and_metrics(tmp_path: Path) -> None:
+    with Run.create(tmp_path, "one", CONFIG) as run:
+        run.log(0, {"before/accuracy": 0.25, "before/low": 0.1, "before/high": 0.5})
+        run.log(4, {"reward/mean": 0.5, "sampling/answers": 32.0})
+        run.log(5, {"reward/mean": float("nan")})
+        facts = describe(run)
+    assert (facts["state"], facts["steps"], facts["steps_planned"], facts["seed"]) == ("running", 5, 9, 3)
+    assert facts["reward"] == 0.5  # the last finite one
+    assert facts["before"] == {"accuracy": 0.25, "ci95": [0.1, 0.5]} and facts["after"] is None
+    assert facts["wall_s"] is not None and facts["wall_s"] >= 0
+
+
+def test_the_summary_comes_first() -> None:
+    summary = {"task": "mix", "model": "m", "algorithm": "ppo", "seed": 0, "steps": 7, "wall_s": 2.5}
+    facts = facts_of(RunParts("finished", {"seed": 3, "task": {"name": "abacus"}}, summary=summary), "x", "runs/x")
+    assert (facts["task"], facts["seed"], facts["steps"], facts["wall_s"]) == ("mix", 0, 7, 2.5)
+
+
+def test_an_invalid_config_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("= nothing")
+    with pytest.raises(UserError, match=r"not valid TOML .*: fix it"):
+        describe(Run(tmp_path))
+
+
+def test_lookup_of_a_value_that_is_no_table() -> None:
+    assert lookup({"a": {"b": 1}}, "a", "b") == 1
+    assert lookup({"a": 3}, "a", "b") is None

@@ -1,0 +1,156 @@
+"""Run folders as they are: damaged, half-written, in progress, or hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from assay.runs import Run
+from assay.web.folder import MAX_DEPTH, RunFolder, finite_number, is_deeper, is_run_folder
+
+CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with Run.create(tmp_path, "one", CONFIG) as run:
+        for step in (1, 2, 3):
+            run.log(step, {"reward/mean": step / 4, "time/wall": 10.0 * step})
+        run.write_summary({"task": "abacus", "steps": 3})
+    return tmp_path / "one"
+
+
+def test_an_intact_run_has_no_problems(path: Path) -> None:
+    facts, problems = RunFolder(path).facts()
+    assert problems == []
+    assert (facts["run"], facts["task"], facts["steps"], facts["reward"]) == ("one", "abacus", 3, 0.75)
+
+
+def test_a_bad_line_of_metrics_does_not_hide_the_others(path: Path) -> None:
+    file = path / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    lines[1] = '{"step": "two"'
+    file.write_text("\n".join([*lines, '["no object"]', '{"step": 1e400}', '{"step": 4, "reward/mean": 1.0}', ""]))
+    facts, problems = RunFolder(path).facts()
+    assert (facts["steps"], facts["reward"]) == (4, 1.0)
+    assert problems == [f"metrics.jsonl, line {number}: not a line of metrics" for number in (2, 4, 5)]
+
+
+def test_an_incomplete_last_line_counts_when_it_is_complete(path: Path) -> None:
+    folder, file = RunFolder(path), path / "metrics.jsonl"
+    with file.open("a") as out:
+        out.write('{"step": 4, "reward')
+    facts, problems = folder.facts()
+    assert facts["steps"] == 3 and problems == ["metrics.jsonl ends with an incomplete line"]
+    with file.open("a") as out:
+        out.write('/mean": 0.9}\n')
+    facts, problems = folder.facts()
+    assert (facts["steps"], facts["reward"], problems) == (4, 0.9, [])
+
+
+def test_a_file_that_was_replaced_is_read_again(path: Path) -> None:
+    folder, file = RunFolder(path), path / "metrics.jsonl"
+    assert folder.facts()[0]["steps"] == 3
+    shorter = file.read_text().splitlines(keepends=True)[:1]
+    file.write_text("".join(shorter))  # the same inode
+    assert folder.facts()[0]["steps"] == 1
+    file.write_text("".join([*shorter, '{"step": 2, "reward/mean": 9.5}\n', '{"step": 7, "x": 1}\n']))
+    assert folder.metrics.read()[0][1]["reward/mean"] == 9.5
+    os.unlink(file)
+    assert folder.facts()[0]["steps"] == 3  # of the summary
+    assert folder.metrics.columns == {}
+
+
+def test_points_of_a_metric_along_another(path: Path) -> None:
+    with (path / "metrics.jsonl").open("a") as out:
+        out.write('{"step": 3, "reward/mean": 0.1, "time/wall": 40.0}\n{"step": 5, "reward/mean": "NaN"}\n')
+        out.write('{"step": 6, "reward/mean": 0.6}\n')
+    metrics = RunFolder(path).metrics
+    metrics.read()
+    assert [part.tolist() for part in metrics.points("reward/mean")] == [[1, 2, 3, 6], [0.25, 0.5, 0.1, 0.6]]
+    assert [part.tolist() for part in metrics.points("reward/mean", "time/wall")] == [
+        [10, 20, 30, 40],
+        [0.25, 0.5, 0.75, 0.1],
+    ]
+    assert [part.tolist() for part in metrics.points("missing")] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("config.toml", b"= broken", "config.toml cannot be read"),
+        ("config.toml", None, "config.toml is missing"),
+        ("config.toml", b"\xff\xfe", "config.toml cannot be read"),
+        ("summary.json", b'{"steps": 3', "summary.json cannot be read"),
+        ("summary.json", b"[]", "summary.json does not contain an object"),
+        ("environment.json", b"[" * 100_000, "environment.json cannot be read"),
+        ("status.json", b'{"a":' * 300 + b"1" + b"}" * 300, "status.json is nested too deeply"),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_others_are_read(
+    path: Path, name: str, content: bytes | None, problem: str
+) -> None:
+    if content is None:
+        (path / name).unlink()
+    else:
+        (path / name).write_bytes(content)
+    facts, problems = RunFolder(path).facts()
+    assert [text.startswith(problem) for text in problems] == [True]
+    assert facts["steps"] == 3
+
+
+def test_values_of_unexpected_types_are_left_out(path: Path) -> None:
+    odd = {"steps": [1], "before": 3, "after": {"accuracy": "high"}, "wall_s": "NaN", "seed": 10**400, "task": {}}
+    (path / "summary.json").write_text(json.dumps(odd))
+    (path / "environment.json").write_text('{"started": 12}')
+    facts, _ = RunFolder(path).facts()
+    assert all(facts[key] is None for key in ("before", "after", "wall_s", "seed"))
+    assert facts["steps"] == 3
+
+
+def test_links_out_of_the_folder_are_refused(path: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"task": "SECRET"}')
+    for name in ("summary.json", "metrics.jsonl"):
+        (path / name).unlink()
+        (path / name).symlink_to(secret)
+    (path / "inside.json").write_text("{}")
+    (path / "link.json").symlink_to(path / "inside.json")
+    folder = RunFolder(path)
+    facts, problems = folder.facts()
+    assert "SECRET" not in str(facts)
+    assert len([text for text in problems if "leads out of the run folder" in text]) == 2
+    assert folder.read("link.json") == b"{}"
+    for name in ("../secret.json", str(secret), "rollouts/../../secret.json"):
+        with pytest.raises(OSError, match="leads out"):
+            folder.read(name)
+
+
+def test_pipes_are_not_read(path: Path) -> None:
+    (path / "metrics.jsonl").unlink()
+    os.mkfifo(path / "metrics.jsonl")
+    facts, problems = RunFolder(path).facts()  # would wait forever
+    assert facts["state"] == "finished" and "metrics.jsonl is not a regular file" in problems[0]
+
+
+def test_a_folder_with_any_file_of_a_run_is_one(tmp_path: Path) -> None:
+    assert not is_run_folder(tmp_path) and not is_run_folder(tmp_path / "missing")
+    (tmp_path / "metrics.jsonl").touch()
+    assert is_run_folder(tmp_path)
+
+
+def test_finite_numbers() -> None:
+    assert [finite_number(value) for value in (1, 0.5, "NaN", float("inf"), True, 10**400, "x", None)] == [
+        *(1, 0.5),
+        *[None] * 6,
+    ]
+
+
+def test_depth() -> None:
+    value: object = 1
+    for _ in range(MAX_DEPTH):
+        value = [value]
+    assert not is_deeper(value, MAX_DEPTH) and is_deeper([value], MAX_DEPTH)
