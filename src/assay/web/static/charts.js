@@ -22,7 +22,7 @@
 import { element, formatNumber, formatShare, svg } from "./dom.js";
 
 const SERIES_COLORS = 8;
-const MARGIN = { top: 8, right: 12, bottom: 22, left: 46 };
+const MARGIN = { top: 8, right: 12, bottom: 22, left: 50 };
 
 export function seriesColor(index) {
   return `var(--series-${(index % SERIES_COLORS) + 1})`;
@@ -155,8 +155,8 @@ function extent(values) {
 
 function yRange(state, series) {
   const values = series.flatMap((one) => [...one.y, ...(one.low ?? []), ...(one.high ?? [])]);
+  if (state.share) return [0, Math.min(1, Math.max(...values.filter(Number.isFinite), 0.05) * 1.04)];
   let [low, high] = extent(values);
-  if (state.share) return [0, Math.min(1, Math.max(high, 0.05) * 1.04)];
   const tolerance = 1e-3 * Math.max(Math.abs(low), Math.abs(high)); // rounding errors of a constant
   if (high - low < tolerance) [low, high] = [low - 50 * tolerance, high + 50 * tolerance];
   const room = 0.06 * (high - low);

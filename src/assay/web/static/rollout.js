@@ -1,0 +1,157 @@
+// One rollout with its tokens, and the answers of one group side by side.
+
+import { get, runPath } from "./api.js";
+import { element, formatNumber, plural, visibleText } from "./dom.js";
+import { link, setParameters } from "./route.js";
+import { signed } from "./rollouts.js";
+import { loadRun, runCrumbs, runHead } from "./run.js";
+import { tokenView } from "./tokens.js";
+import { changePill, empty, panel, statusPill, textBlock } from "./widgets.js";
+
+export async function rollout({ parts: [, run, , source, step, index], parameters, signal }) {
+  const [detail, answer] = await Promise.all([loadRun(run, signal), get(runPath(run, "rollouts", source, step, index), {}, signal)]);
+  const at = (other) => (other === null || other === undefined ? null : link(["run", run, "rollout", source, step, other], parameters));
+  const context = { run, source, step, parameters };
+  const split = element("div", { class: "split" }, element("div", { class: "stack" }, promptPanel(answer), textPanel(answer, parameters)), sidePanel(answer, context));
+  return {
+    title: `Rollout ${step}/${index} of ${detail.name}`,
+    crumbs: runCrumbs(detail, { text: "Rollouts", href: link(["run", run, "rollouts"], { source: source === "train" ? "" : source, step: source === "train" ? step : "" }) }, { text: `step ${Number(step)}, ${index}` }),
+    parts: [runHead(detail, "rollouts"), rolloutHead(answer, context, index, at), split],
+    previous: at(answer.previous),
+    next: at(answer.next),
+  };
+}
+
+function rolloutHead(answer, { run, source, step }, index, at) {
+  const place = source === "train" ? `Step ${Number(step)}, rollout ${index}` : `${source}, answer ${index}`;
+  const group = source === "train" ? element("a", { href: link(["run", run, "group", step, answer.group]), text: "Compare the group" }) : null;
+  return element(
+    "div",
+    { class: "head" },
+    element("h2", { text: place }),
+    statusPill(answer.status ?? answer.verdict?.status),
+    changePill(answer.changed),
+    group,
+    element("div", { class: "push controls tight" }, step_link("\u2190 Previous", at(answer.previous), "k"), step_link("Next \u2192", at(answer.next), "j")),
+  );
+}
+
+function step_link(text, href, key) {
+  return element("a", { class: "button", href, "aria-disabled": href ? null : "true", title: `key ${key}`, text });
+}
+
+function promptPanel({ messages }) {
+  return panel("Prompt", element("div", { class: "body" }, (messages ?? []).map(message)));
+}
+
+export function message({ role, content, tool_calls: calls, name }) {
+  const text = typeof content === "string" ? content : content === null || content === undefined ? "" : JSON.stringify(content, null, 1);
+  return element(
+    "div",
+    { class: `message ${role === "assistant" ? "action" : "context"}` },
+    element("div", { class: "role", text: visibleText([role, name].filter(Boolean).join(" \u00b7 ")) }),
+    text ? textBlock(text) : null,
+    (calls ?? []).map((call) => textBlock(`tool call: ${JSON.stringify(call.function ?? call, null, 1)}`)),
+  );
+}
+
+function textPanel(answer, parameters) {
+  const { tokens, tokens_problem: problem, turns } = answer;
+  const note = problem ? element("span", { class: "muted", text: visibleText(problem) }) : null;
+  if (!tokens) return panel("Answer", element("div", { class: "body" }, note, episode(answer)));
+  const view = tokenView(tokens, {
+    coloring: parameters.color,
+    turns,
+    onColoring: (key) => setParameters({ ...parameters, color: key }),
+  });
+  const section = panel(turns?.length > 2 ? "Episode, token by token" : "Answer, token by token", view, note);
+  return turns?.length > 2 ? element("div", { class: "stack" }, section, panel("Episode as text", element("div", { class: "body" }, episode(answer)))) : section;
+}
+
+// The turns as text: what the environment said, and what the policy sampled.
+function episode({ turns, text }) {
+  if (!turns?.length) return textBlock(text);
+  let actions = 0;
+  return turns.map((turn) => {
+    const sampled = turn.role === "action";
+    actions += sampled;
+    const title = sampled ? `Turn ${actions}, sampled` : actions ? "Observation" : "Prompt";
+    const facts = [turn.tokens === undefined ? "" : plural(turn.tokens, "token"), turn.reward ? `reward ${formatNumber(turn.reward)}` : "", turn.masked ? "not trained" : ""];
+    return element(
+      "div",
+      { class: `message ${sampled ? "action" : "context"}` },
+      element("div", { class: "role", text: [title, ...facts.filter(Boolean)].join(" \u00b7 ") }),
+      textBlock(turn.text ?? ""),
+    );
+  });
+}
+
+function sidePanel(answer, { run, source }) {
+  const { verdict } = answer;
+  const rows = [
+    ["reward", formatNumber(answer.reward, 6)],
+    ["advantage", answer.advantage === undefined ? null : signed(answer.advantage)],
+    ["length", plural(answer.length, "token")],
+    ["finish", answer.finish],
+    ["truncated", answer.truncated ? "yes" : "no"],
+    ["expected answer", answer.answer === null || answer.answer === undefined ? null : visibleText(String(answer.answer))],
+    ["parsed answer", verdict?.parsed === null || verdict?.parsed === undefined ? null : visibleText(String(verdict.parsed))],
+    ...Object.entries(verdict?.parts ?? {}).map(([name, value]) => [`part: ${visibleText(name)}`, formatNumber(value)]),
+    ["group, sample", `${answer.group}, ${answer.sample}`],
+    ["policy version", answer.version === null || answer.version === undefined ? null : String(answer.version)],
+    ["in the loss", answer.masked === undefined ? null : answer.masked ? "no" : "yes"],
+    ["prompt", element("a", { href: link(["run", run, "rollouts"], { prompt: answer.prompt_id, source: source === "train" ? "" : source }), text: visibleText(answer.prompt_id) })],
+  ];
+  const list = rows.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => [element("dt", { text: name }), element("dd", {}, value)]);
+  const body = element("div", { class: "body" }, element("dl", {}, list), verdict?.detail ? folded("Detail of the judge", verdict.detail, true) : null, answer.solution ? folded("Solution", answer.solution) : null, fieldsOf(answer));
+  const section = panel("Verdict", body);
+  section.classList.add("side");
+  return section;
+}
+
+function fieldsOf({ fields }) {
+  return fields && Object.keys(fields).length ? folded("Fields of the prompt", JSON.stringify(fields, null, 1)) : null;
+}
+
+function folded(title, text, open = false) {
+  return element("details", { open }, element("summary", { text: title }), textBlock(text, "text clipped"));
+}
+
+export async function group({ parts: [, run, , step, number], signal }) {
+  const [detail, answer] = await Promise.all([loadRun(run, signal), get(runPath(run, "groups", step, number), {}, signal)]);
+  const at = (other) => (other === null || other === undefined ? null : link(["run", run, "group", step, other]));
+  const { prompt, rollouts } = answer;
+  const correct = rollouts.filter((one) => statusOf(one) === "ok").length;
+  const head = element(
+    "div",
+    { class: "head" },
+    element("h2", { text: `Step ${Number(step)}, group ${number}` }),
+    element("span", { class: "muted", text: `${correct} of ${plural(rollouts.length, "answer")} correct` }),
+    element("a", { href: link(["run", run, "rollouts"], { prompt: prompt.id }), text: visibleText(prompt.id ?? "") }),
+    element("div", { class: "push controls tight" }, step_link("\u2190 Previous", at(answer.previous), "k"), step_link("Next \u2192", at(answer.next), "j")),
+  );
+  const cards = element("div", { class: "cards" }, rollouts.map((one) => card(one, link(["run", run, "rollout", "train", step, one.index]))));
+  const question = element("div", { class: "body" }, (prompt.messages ?? []).map(message), prompt.answer ? element("p", { class: "expected" }, element("span", { class: "muted", text: "expected answer " }), element("code", { text: visibleText(String(prompt.answer)) })) : null);
+  return {
+    title: `Group ${step}/${number} of ${detail.name}`,
+    crumbs: runCrumbs(detail, { text: "Rollouts", href: link(["run", run, "rollouts"], { step }) }, { text: `step ${Number(step)}, group ${number}` }),
+    parts: [runHead(detail, "rollouts"), head, panel("Prompt", question), rollouts.length ? cards : empty("This group has no answers")],
+    previous: at(answer.previous),
+    next: at(answer.next),
+  };
+}
+
+function statusOf(one) {
+  return one.status ?? one.verdict?.status;
+}
+
+function card(one, href) {
+  const tone = statusOf(one) === "ok" ? "good" : "bad";
+  return element(
+    "article",
+    { class: `card ${tone}` },
+    element("header", {}, statusPill(statusOf(one)), element("span", {}, "reward ", formatNumber(one.reward, 3)), element("span", { class: "muted" }, "advantage ", signed(one.advantage)), element("a", { class: "push row-link", href, text: `Sample ${one.sample}` })),
+    textBlock(one.text),
+    element("footer", {}, plural(one.length, "token"), one.verdict?.parsed ? element("span", { text: `parsed ${visibleText(one.verdict.parsed)}` }) : null, one.truncated ? element("span", { text: "truncated" }) : null, one.verdict?.detail ? element("span", { text: visibleText(one.verdict.detail) }) : null),
+  );
+}

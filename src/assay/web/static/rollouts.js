@@ -1,0 +1,189 @@
+// Rollouts of a run, with search and filters.
+
+import { get, runPath } from "./api.js";
+import { element, formatNumber, visibleText } from "./dom.js";
+import { link, setParameters } from "./route.js";
+import { loadRun, runCrumbs, runHead } from "./run.js";
+import { changePill, empty, pager, problemList, rowLink, searchField, select, statusPill, table } from "./widgets.js";
+
+const LIMIT = 50;
+const SORTS = [
+  ["", "step"],
+  ["reward", "reward"],
+  ["length", "length"],
+  ["advantage", "advantage"],
+];
+const CHANGES = [
+  ["", "any"],
+  ["gained", "gained"],
+  ["lost", "lost"],
+  ["any", "gained or lost"],
+];
+
+export async function rollouts({ parts: [, run], parameters, signal }) {
+  const detail = await loadRun(run, signal);
+  const view = { run, detail, parameters: { ...parameters }, list: element("div", { class: "stack" }), chips: element("div", { class: "chips", role: "group", "aria-label": "Status" }) };
+  await loadRollouts(view, signal);
+  const box = element("div", {});
+  const draw = () => box.replaceChildren(filters(view, draw));
+  draw();
+  return {
+    title: `Rollouts of ${detail.name}`,
+    crumbs: runCrumbs(detail, { text: "Rollouts" }),
+    parts: [runHead(detail, "rollouts"), problemList(detail.problems), box, view.list],
+    live: () => detail.state === "running" || indexing(view),
+    refresh: () => refresh(view),
+  };
+}
+
+function indexing({ detail }) {
+  return detail.indexed && detail.indexed.done < detail.indexed.total;
+}
+
+async function refresh(view) {
+  view.detail = await loadRun(view.run);
+  await loadRollouts(view);
+}
+
+function filters(view, draw) {
+  const { parameters } = view;
+  const set = (name) => (value) => change(view, { [name]: value }, true);
+  const search = searchField("Search the text of answers", parameters.search, (text) => change(view, { search: text }));
+  const clear = element("button", { type: "button", class: "plain", text: "Clear filters", onclick: () => change(view, emptied(parameters), true).then(draw) });
+  return element(
+    "form",
+    { class: "panel filters", role: "search", onsubmit: (event) => event.preventDefault() },
+    search,
+    select("Answers of", sources(view), parameters.source, set("source"), { name: "source" }),
+    isTraining(parameters) ? numberField("Step", "step", view) : null,
+    select("Verdict", CHANGES, parameters.changed, set("changed"), { name: "changed", title: "compared with the previous time the prompt was answered" }),
+    rangeField("Reward", "reward", view, "any"),
+    rangeField("Length", "length", view, "1"),
+    element("label", { class: "field" }, element("input", { type: "checkbox", name: "truncated", checked: parameters.truncated === "1", onchange: (event) => set("truncated")(event.target.checked ? "1" : "") }), element("span", { text: "truncated" })),
+    select("Sort by", SORTS, parameters.sort, (value) => change(view, { sort: value, order: value ? "desc" : "" }, true), { name: "sort" }),
+    view.chips,
+    parameters.prompt ? promptChip(view, draw) : null,
+    clear,
+  );
+}
+
+function isTraining({ source }) {
+  return !source || source === "train";
+}
+
+function emptied(parameters) {
+  return Object.fromEntries(Object.keys(parameters).map((name) => [name, ""]));
+}
+
+function sources({ detail }) {
+  const evals = detail.evals.map(({ name, label, split, step }) => [name, `${label} (${[split, `step ${step}`].filter(Boolean).join(", ")})`]);
+  return [["", "training"], ...evals];
+}
+
+function numberField(title, name, view) {
+  const steps = view.detail.train_steps;
+  const attributes = { type: "number", name, min: steps[0] ?? 0, max: steps.at(-1) ?? 0, placeholder: "all", value: view.parameters[name] ?? "" };
+  const input = element("input", { ...attributes, onchange: (event) => change(view, { [name]: event.target.value }, true) });
+  return element("label", { class: "field" }, element("span", { text: title }), input);
+}
+
+function rangeField(title, name, view, step) {
+  const input = (end) =>
+    element("input", {
+      ...{ type: "number", name: `${end}_${name}`, step, placeholder: end, "aria-label": `${title}, ${end === "min" ? "minimum" : "maximum"}` },
+      value: view.parameters[`${end}_${name}`] ?? "",
+      onchange: (event) => change(view, { [`${end}_${name}`]: event.target.value }, true),
+    });
+  return element("div", { class: "field" }, element("span", { text: title }), element("span", { class: "range" }, input("min"), "\u2013", input("max")));
+}
+
+function promptChip(view, draw) {
+  const text = `prompt ${visibleText(view.parameters.prompt)} \u00d7`;
+  return element("button", { type: "button", class: "chip", "aria-pressed": "true", text, title: "Show all prompts", onclick: () => change(view, { prompt: "" }, true).then(draw) });
+}
+
+function drawChips(view, statuses) {
+  const chosen = new Set((view.parameters.status ?? "").split(",").filter(Boolean));
+  const names = [...new Set([...Object.keys(statuses ?? {}), ...chosen])];
+  view.chips.replaceChildren(
+    ...names.map((status) =>
+      element(
+        "button",
+        { type: "button", class: "chip", "data-status": status, "aria-pressed": String(chosen.has(status)), onclick: () => toggleStatus(view, chosen, status) },
+        visibleText(status.replaceAll("_", " ")),
+        element("span", { class: "muted", text: formatNumber(statuses[status] ?? 0) }),
+      ),
+    ),
+  );
+}
+
+function toggleStatus(view, chosen, status) {
+  if (!chosen.delete(status)) chosen.add(status);
+  change(view, { status: [...chosen].join(",") }, true);
+}
+
+function change(view, changes, push = false) {
+  Object.assign(view.parameters, { offset: "" }, changes);
+  setParameters(view.parameters, { push });
+  return loadRollouts(view);
+}
+
+async function loadRollouts(view, signal) {
+  const { parameters, run } = view;
+  const offset = Number(parameters.offset) || 0;
+  const ticket = (view.ticket = {});
+  const answer = await get(runPath(run, "rollouts"), { ...parameters, offset, limit: LIMIT }, signal);
+  if (view.ticket !== ticket) return; // a later request was made in the meantime
+  const text = JSON.stringify([answer, view.detail.indexed]);
+  if (text === view.shown) return;
+  view.shown = text;
+  drawChips(view, answer.statuses);
+  const focused = document.activeElement?.closest("tr")?.dataset.href;
+  view.list.replaceChildren(...[indexNote(view), ...rows(view, answer, offset)].filter(Boolean));
+  if (focused) view.list.querySelector(`tr[data-href="${CSS.escape(focused)}"] a`)?.focus();
+}
+
+function indexNote(view) {
+  if (!indexing(view)) return null;
+  const { done, total } = view.detail.indexed;
+  return element("p", { class: "muted", role: "status", text: `Reading the rollout files: ${done} of ${total} are searchable.` });
+}
+
+function rows(view, answer, offset) {
+  if (!answer.rows.length) return [nothing(view)];
+  const href = ({ source, step, index }) => link(["run", view.run, "rollout", source, step, index]);
+  const onOffset = (target) => change(view, { offset: target || "" }, true).then(() => scrollTo(0, 0));
+  const page = pager({ total: answer.total, offset, limit: LIMIT, noun: "rollout", onOffset });
+  return [table(columns(view), answer.rows, { href, caption: "Rollouts" }), page];
+}
+
+function nothing({ parameters, detail }) {
+  if (Object.entries(parameters).some(([name, value]) => value && !["offset", "sort", "order"].includes(name))) {
+    return empty("No rollout matches", "Change the search or clear the filters.");
+  }
+  const text = detail.state === "running" ? "They appear when the first step is complete." : "This run has no saved rollouts, or they were pruned (log.keep_rollouts).";
+  return empty("No rollouts", text);
+}
+
+function columns(view) {
+  const training = isTraining(view.parameters);
+  const group = (row) => element("a", { href: link(["run", view.run, "group", row.step, row.group]), title: "All answers to this prompt in this step", text: formatNumber(row.group) });
+  return [
+    { title: "Step", label: "Step", class: "number", cell: (row) => formatNumber(row.step) },
+    training ? { title: "Group", label: "Group", class: "number", cell: group } : null,
+    { title: "Status", label: "Status", class: "nowrap", cell: (row) => statusPill(row.status) },
+    { title: "Answer", class: "preview", cell: (row, href) => rowLink(row.preview || "(empty)", href) },
+    { title: "Reward", label: "Reward", class: "number", cell: (row) => formatNumber(row.reward, 3) },
+    training ? { title: "Advantage", label: "Advantage", class: "number", cell: (row) => signed(row.advantage) } : null,
+    { title: "Length", label: "Length", class: "number", cell: (row) => formatNumber(row.length) },
+    { title: "Turns", label: "Turns", class: "number", cell: (row) => formatNumber(row.turns) },
+    { title: "Finish", label: "Finish", cell: (row) => row.finish ?? "" },
+    { title: "Verdict", label: "Verdict", class: "nowrap", cell: (row) => changePill(row.changed) ?? "" },
+  ].filter(Boolean);
+}
+
+export function signed(value) {
+  const text = formatNumber(value, 3);
+  if (value > 0) return element("span", { class: "good", text: `+${text}` });
+  return value < 0 ? element("span", { class: "bad", text }) : text;
+}

@@ -1,0 +1,184 @@
+// Parts that several views use.
+
+import { element, formatDuration, formatNumber, formatShare, plural, visibleText } from "./dom.js";
+import { link } from "./route.js";
+
+const STATE_TONES = { running: "note running", finished: "good", failed: "bad", damaged: "bad", stopped: "warn", interrupted: "warn" };
+const STATUS_TONES = { ok: "good", wrong: "bad", no_answer: "warn", unparsable: "warn", timeout: "warn", error: "warn" };
+
+export function pill(text, tone = "") {
+  return element("span", { class: `pill ${tone}`.trim(), text });
+}
+
+export function statePill(state) {
+  return pill(state ?? "unknown", STATE_TONES[state] ?? "");
+}
+
+export function statusPill(status) {
+  return pill((status ?? "not judged").replaceAll("_", " "), STATUS_TONES[status] ?? "");
+}
+
+export function changePill(changed) {
+  if (!changed) return null;
+  return pill(changed === "gained" ? "\u2191 gained" : "\u2193 lost", changed === "gained" ? "good" : "bad");
+}
+
+export function empty(title, ...explanation) {
+  return element("div", { class: "panel empty" }, element("strong", { text: title }), ...explanation);
+}
+
+export function errorPanel(error) {
+  return element("div", { class: "panel empty", role: "alert" }, element("strong", { text: "This cannot be shown" }), error.message);
+}
+
+// What could not be read of a run folder.
+export function problemList(problems) {
+  if (!problems?.length) return null;
+  const items = problems.map((problem) => element("li", { text: visibleText(problem) }));
+  const summary = element("summary", { text: `${plural(problems.length, "problem")} with the files of this run` });
+  return element("details", { class: "problems", open: problems.length < 4 }, summary, element("ul", {}, items));
+}
+
+export function findingList(findings) {
+  const items = findings.map(({ severity = "warning", evidence, remedy, name }) =>
+    element(
+      "li",
+      { class: `finding ${severity}`, "data-name": name },
+      element("span", { class: "severity", text: severity[0].toUpperCase() + severity.slice(1) }),
+      element("p", { class: "evidence", text: visibleText(evidence) }),
+      element("p", { class: "remedy", text: visibleText(remedy) }),
+    ),
+  );
+  return element("ul", { class: "findings", "aria-label": "Findings of assay doctor" }, items);
+}
+
+// `items`: [name, value, small print]; values are texts or elements, and items without a value are left out.
+export function factList(items) {
+  const shown = items.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return element(
+    "dl",
+    { class: "facts" },
+    shown.map(([name, value, small]) =>
+      element("div", {}, element("dt", { text: name }), element("dd", {}, value, small ? element("small", {}, small) : null)),
+    ),
+  );
+}
+
+export function panel(title, body, ...header) {
+  const head = element("header", {}, element("h2", { text: title }), ...header);
+  return element("section", { class: "panel" }, head, body);
+}
+
+export function textBlock(text, className = "text") {
+  return element("pre", { class: className, dir: "auto", text: visibleText(text ?? "") });
+}
+
+// A table whose rows are links. columns: [{title, cell(row), key (to sort by), class, label}]. `href(row)` of a row is
+// the address of its first link. With `sort` {key, order, onSort}, headings with a key sort the rows.
+export function table(columns, rows, { href, sort, caption, cards = true } = {}) {
+  const head = element("tr", {}, columns.map((column) => heading(column, sort)));
+  const body = element("tbody", {}, rows.map((row) => tableRow(columns, row, href?.(row))));
+  body.addEventListener("click", openRow);
+  const parts = [element("caption", { class: "visually-hidden", text: caption }), element("thead", {}, head), body];
+  return element("div", { class: `table-frame${cards ? " as-cards" : ""}` }, element("table", {}, parts));
+}
+
+function heading(column, sort) {
+  const active = sort && column.key && sort.key === column.key;
+  const order = active ? (sort.order === "asc" ? "ascending" : "descending") : null;
+  const content =
+    sort && column.key
+      ? element("button", { type: "button", onclick: () => sort.onSort(column.key), text: column.title })
+      : column.title;
+  return element("th", { scope: "col", class: column.class, "aria-sort": order }, content);
+}
+
+export function tableRow(columns, row, href) {
+  const cells = columns.map((column) =>
+    element("td", { class: column.class, "data-label": column.label ?? null }, column.cell(row, href)),
+  );
+  return element("tr", { "data-href": href }, cells);
+}
+
+function openRow(event) {
+  if (event.target.closest("a, button, input, label") || String(getSelection())) return;
+  const href = event.target.closest("tr")?.dataset.href;
+  if (href) location.hash = href;
+}
+
+export function rowLink(text, href) {
+  return element("a", { class: "row-link", href, dir: "auto", text: visibleText(text) });
+}
+
+export function pager({ total, offset, limit, noun, onOffset }) {
+  const last = Math.min(offset + limit, total);
+  const count = total ? `${formatNumber(offset + 1)} to ${formatNumber(last)} of ${plural(total, noun)}` : `No ${noun}s`;
+  const button = (text, target, disabled, key) =>
+    element("button", { type: "button", disabled, "data-key": key, onclick: () => onOffset(target), text });
+  return element(
+    "nav",
+    { class: "pager", "aria-label": "Pages" },
+    element("span", { class: "count", text: count }),
+    button("\u2190 Previous", Math.max(0, offset - limit), offset === 0, "previous-page"),
+    button("Next \u2192", offset + limit, last >= total, "next-page"),
+  );
+}
+
+export function segmented(label, choices, chosen, onChoice) {
+  const buttons = Object.entries(choices).map(([key, text]) =>
+    element("button", { type: "button", "aria-pressed": String(key === chosen), text, onclick: choose, "data-choice": key }),
+  );
+  function choose(event) {
+    for (const button of buttons) button.setAttribute("aria-pressed", String(button === event.currentTarget));
+    onChoice(event.currentTarget.dataset.choice);
+  }
+  return element("div", { class: "segmented", role: "group", "aria-label": label }, buttons);
+}
+
+export function select(label, choices, chosen, onChoice, attributes = {}) {
+  const options = choices.map(([value, text]) => element("option", { value, selected: String(value) === String(chosen ?? ""), text }));
+  const control = element("select", { ...attributes, onchange: (event) => onChoice(event.target.value) }, options);
+  return element("label", { class: "field" }, element("span", { text: label }), control);
+}
+
+// A search field that calls `onSearch` when typing pauses.
+export function searchField(placeholder, value, onSearch) {
+  let timer;
+  const type = (event) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => onSearch(event.target.value), 250);
+  };
+  const attributes = { type: "search", class: "search", placeholder, "aria-label": placeholder, "data-search": true };
+  return element("input", { ...attributes, value: value ?? "", autocomplete: "off", spellcheck: "false", oninput: type });
+}
+
+export function accuracyText(result) {
+  if (!result || result.accuracy === undefined || result.accuracy === null) return null;
+  return formatShare(result.accuracy);
+}
+
+export function intervalText(result) {
+  if (!result?.ci95) return "";
+  return `${(100 * result.ci95[0]).toFixed(1)}\u2013${(100 * result.ci95[1]).toFixed(1)}`;
+}
+
+export function pValueText(value) {
+  if (value === null || value === undefined) return null;
+  return value < 1e-4 ? "< 0.0001" : formatNumber(value, 2);
+}
+
+export function timeText(iso) {
+  const time = iso ? new Date(iso) : null;
+  if (!time || Number.isNaN(time.valueOf())) return "";
+  return time.toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
+}
+
+export function stepsText({ steps, steps_planned: planned }) {
+  return planned ? `${formatNumber(steps)} / ${formatNumber(planned)}` : formatNumber(steps);
+}
+
+export function modelName(model) {
+  return String(model ?? "").split("/").filter(Boolean).slice(-2).join("/");
+}
+
+export { formatDuration, link };
