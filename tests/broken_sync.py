@@ -34,10 +34,11 @@ def choose_weight(policy: PolicyModel, kind: str) -> str:
 class BrokenWeights:
     """A weight source with a defect. `update(source)` sets the source of the next weights."""
 
-    def __init__(self, policy: PolicyModel, kind: str, name: str = "") -> None:
+    def __init__(self, policy: PolicyModel, kind: str, name: str = "", first: dict[str, Tensor] | None = None) -> None:
+        """`first`: a copy of the weights before the defect begins, if there is one already."""
         assert kind in KINDS, kind
         self.policy, self.kind, self.name = policy, kind, name or choose_weight(policy, kind)
-        self.first = self.copy(policy)  # weights before training
+        self.first = first or self.copy(policy)
         self.given = self.first  # of the version before
         self.source: WeightSource = policy
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import tomllib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ import torch
 from broken_sync import KINDS, BrokenWeights, break_sync, break_with
 from processes import start
 from safetensors.torch import load_file
+from serve_parts import byte_tokenizer
 from small_run import SmallRuns
-from train_parts import make_groups, tiny_decoder
+from sync_parts import LR, Learning
+from train_parts import tiny_decoder
 
-from assay.algos import make_algorithm
-from assay.config import EngineConfig
-from assay.engine import Engine, WeightSource, make_engine
+from assay.config import EngineConfig, ServerConfig
+from assay.engine import WeightSource, make_engine
 from assay.engine.native.engine import NativeEngine
+from assay.engine.server import AssayEngine
 from assay.mesh import Mesh, init_mesh, local_tensor
 from assay.models import HFModel, Lora, PolicyModel
 from assay.models.base import digests, fingerprint
@@ -43,9 +45,6 @@ from assay.train.sync import (
     verify_method,
 )
 from assay.types import UserError
-
-DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.toml"
-LR = float(tomllib.loads(DEMO.read_text())["optim"]["lr"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,46 +92,6 @@ def test_sync_raises_if_the_engine_serves_other_weights(kind: type[NativeEngine]
         sync_weights(policy, engine, version=1)
 
 
-class Learning:
-    """A policy that is trained, and an engine that serves it."""
-
-    def __init__(
-        self,
-        policy: PolicyModel,
-        method: sync.Method = "probe",
-        dtype: torch.dtype = torch.float32,
-        lr: float = LR,
-        mesh: Mesh | None = None,
-        length: int = 16,
-        engine: Engine | None = None,
-    ) -> None:
-        self.mesh, self.lr, self.step = mesh or Mesh(), lr, 0
-        self.policy, self.algo = policy, make_algorithm("grpo")
-        group = self.mesh.tp_group
-        self.engine = engine or make_engine("auto", policy, device="cpu", dtype=dtype, max_batch=8, group=group)
-        sequences = [ids[:length] for ids in probe_sequences([], 23, 33, seed=0)]
-        self.updater = Updater(policy, make_adamw(policy, lr), mesh=self.mesh)
-        self.weight_sync = WeightSync(self.updater, self.engine, method, sequences=sequences)
-        self.weight_sync.verify(0)
-
-    def update(self) -> dict[str, float]:
-        """One training step and a weight sync."""
-        groups = make_groups(tiny_decoder(), groups=2, seed=self.step)
-        self.algo.credit(groups)
-        self.updater.update(groups, self.algo, self.lr)
-        self.step += 1
-        return self.weight_sync.sync(self.step)
-
-    def steps_to_error(self, limit: int = 20) -> tuple[int, str]:
-        """Number of steps until the sync error, and its text."""
-        for _ in range(limit):
-            try:
-                self.update()
-            except SyncError as error:
-                return self.step, str(error)
-        raise AssertionError(f"not detected in {limit} steps")
-
-
 def policy_for(backend: str, kind: str) -> PolicyModel:
     """A decoder for the native engine; another architecture for the hf engine."""
     policy = tiny_neox() if backend == "hf" else tiny_decoder(0, torch.float32)
@@ -173,6 +132,47 @@ def test_the_probe_detects_every_broken_sync_in_float32(backend: str, kind: str)
     steps, text = learning.steps_to_error()
     assert steps <= 2, text  # the first step of "unmerged" changes one of two factors, and the other one is 0
     assert "differ from those of the trainer" in text and "of probe sequence" in text and "\n" not in text
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[AssayEngine]:
+    """The engine assay with two servers, in processes of their own."""
+    settings = {"settings": ServerConfig(servers=2), "save_tokenizer": byte_tokenizer().save}
+    options: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "max_batch": 8}
+    engine = make_engine("assay", tiny_decoder(0, torch.float32), settings, **options)
+    assert isinstance(engine, AssayEngine)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["fingerprint", "probe"])
+def test_broken_syncs_of_servers_are_detected(served: AssayEngine, method: sync.Method, kind: str) -> None:
+    policy = policy_for("native", kind)
+    served.update_weights(policy, 0)
+    learning = Learning(policy, method, engine=served)
+    broken = break_sync(served, policy, kind)
+    try:
+        steps, text = learning.steps_to_error()
+    finally:
+        del served.update_weights  # type: ignore[attr-defined]
+    assert steps <= (2 if kind == "unmerged" and method == "probe" else 1), text
+    if method == "fingerprint" and kind in ("skipped", "rows", "transposed"):
+        assert f": 1 weight of {len(broken.first)}: {broken.name} (fing" in text
+
+
+def test_the_probe_names_the_one_server_with_stale_weights(served: AssayEngine) -> None:
+    policy = tiny_decoder(0, torch.float32)
+    served.update_weights(policy, 0)
+    learning = Learning(policy, engine=served)
+    both = served.servers
+    served.servers = both[:1]
+    try:
+        learning.update()  # of the first server alone
+    finally:
+        served.servers = both
+    with pytest.raises(SyncError, match=f"trainer: {served.servers[1].url}: "):
+        learning.weight_sync.verify(learning.step)
 
 
 @pytest.mark.parametrize("kind", ["skipped", "transposed", "late", "frozen"])

@@ -178,7 +178,7 @@ class RemoteEngine(ABC):
     def _end_update(self) -> None:  # noqa: B027
         pass
 
-    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         raise UserError(f"{self.kind} servers do not report log-probabilities of given tokens (capability score)")
 
     def _fingerprint(self) -> str | None:
@@ -316,7 +316,14 @@ class RemoteEngine(ABC):
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         check_scored(sequences, temperature, self.info.max_length, self.vocab_size)
-        return self.ranks.from_leader(lambda: self._score(sequences, temperature))
+        return self.ranks.from_leader(lambda: self._score(self._least_busy(), sequences, temperature))
+
+    def score_each(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+        """`score` of each server, by URL."""
+        check_scored(sequences, 1.0, self.info.max_length, self.vocab_size)
+        return self.ranks.from_leader(
+            lambda: {server.url: self._score(server, sequences, 1.0) for server in self.servers}
+        )
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -373,7 +380,7 @@ class RemoteEngine(ABC):
 
     def _start(self, running: RunningRequest) -> None:
         """Assign a request to the server with the fewest unfinished samples, and start its tasks."""
-        server = min(self.servers, key=lambda one: one.running)
+        server = self._least_busy()
         samples = sorted(running.samples)
         for group in [[one] for one in samples] if self.splits_samples else [samples]:
             part = SampleBatch(running.job, group, server)
@@ -438,6 +445,9 @@ class RemoteEngine(ABC):
         cancel_unneeded(running)
 
     # -- the rest
+
+    def _least_busy(self) -> Server:
+        return min(self.servers, key=lambda one: one.running)
 
     def _step(self, wait: bool) -> list[Event]:
         if self.asleep and self.running:

@@ -195,7 +195,7 @@ class AssayEngine(RemoteEngine):
         queued, self.queued = [running for running in self.queued if running.samples], []
         ids: dict[str, list[int]] = {}  # of requests by server
         for running in queued:
-            server = min(self.servers, key=lambda one: one.running)
+            server = self._least_busy()
             ids.setdefault(server.url, []).append(running.job.id)
             super()._start(running)
         for batch in ids.values():
@@ -293,8 +293,7 @@ class AssayEngine(RemoteEngine):
             body = {"transport": "folder", "path": str(folder), "version": version}
             self.call_all("POST", "/engine/weights", body)
 
-    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        server = min(self.servers, key=lambda one: one.running)
+    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         body = {"sequences": [pack(one, IDS) for one in sequences], "temperature": temperature}
         answer = self.call(server, "POST", "/engine/score", body)
         try:

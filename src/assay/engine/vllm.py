@@ -29,7 +29,7 @@ from assay.config import VLLMConfig
 from assay.engine.base import Capabilities, EngineOptions, WeightSource
 from assay.engine.outputs import StopStrings
 from assay.engine.remote import Ranks, RemoteEngine, Server, ServerError, ServerUnreachable, shortened
-from assay.engine.sequence import Job, check_scored
+from assay.engine.sequence import Job
 from assay.engine.transport import FolderTransport, IpcTransport, NcclTransport, ipc_handle
 from assay.engine.vllm_servers import LaunchedServers, SaveTokenizer
 from assay.engine.vllm_worker import EXTENSION
@@ -299,19 +299,9 @@ class VLLMEngine(RemoteEngine):
         ids, logprobs, reason = self._choice(response)
         return [self._end(job, ids, logprobs, [(version, len(ids))], FINISH.get(reason), version)]
 
-    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         if temperature != 1.0:
             raise UserError("vLLM scores given tokens at temperature 1 only")
-        return self._score_on(self.servers[0], sequences)
-
-    def score_each(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
-        """`score` of each server at temperature 1, by URL."""
-        check_scored(sequences, 1.0, self.info.max_length, self.vocab_size)
-        return self.ranks.from_leader(
-            lambda: {server.url: self._score_on(server, sequences) for server in self.servers}
-        )
-
-    def _score_on(self, server: Server, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         name = self.models[server.url].name
 
         async def score(sequence: Sequence[int]) -> list[float]:
