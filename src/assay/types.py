@@ -218,9 +218,10 @@ class Rollout:
     masked: bool = False  # excluded from the loss by a filter (e.g. truncated answers)
     cut_off: bool = False  # ended by a limit of the environment (steps, tokens, time, context)
     bootstrap_ids: list[int] | None = field(default=None, compare=False)  # state after truncation; not saved
-    # Log-probabilities per trained token, as a list or array, if they were computed: by the trainer in the first
-    # update that used the rollout, and by the reference model.
+    # Values per trained token, as a list or array, if they were computed: log-probabilities and entropies (in nats) by
+    # the trainer in the first update that used the rollout, and log-probabilities by the reference model.
     trainer_logprobs: Collection[float] | None = field(default=None, compare=False)
+    entropies: Collection[float] | None = field(default=None, compare=False)
     ref_logprobs: Collection[float] | None = field(default=None, compare=False)
 
     @property

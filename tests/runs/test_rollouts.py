@@ -175,17 +175,21 @@ def test_arrays_are_flat_and_separated_by_offsets(tmp_path: Path) -> None:
     assert arrays["advantages"].tolist() == [0.75, -0.25]
 
 
-def test_trainer_and_reference_logprobs_are_stored_if_they_were_computed(tmp_path: Path) -> None:
+def test_trainer_and_reference_scores_are_stored_if_they_were_computed(tmp_path: Path) -> None:
     group = _group()
     first, second = group.rollouts
     second.turns[0].masked = True
     first.trainer_logprobs, second.ref_logprobs = np.array([-0.5, -0.1, -1.0], np.float32), [-2.0]
+    first.entropies = np.array([0.25, 0.0, 1.5], np.float32)
     write_rollouts(tmp_path, 3, [group])
     arrays, nan = read_arrays(tmp_path, 3), math.nan
     trainer = np.array([nan, nan, nan, -0.5, -0.1, nan, -1.0, *[nan] * 7], np.float32)
     np.testing.assert_array_equal(arrays["trainer_logprobs"], trainer, strict=True)
     np.testing.assert_array_equal(arrays["ref_logprobs"], np.array([*[nan] * 13, -2.0], np.float32), strict=True)
+    entropies = np.array([nan, nan, nan, 0.25, 0.0, nan, 1.5, *[nan] * 7], np.float32)
+    np.testing.assert_array_equal(arrays["entropies"], entropies, strict=True)
     one, two = read_rollouts(tmp_path, 3)[0].rollouts
+    assert one.entropies == [0.25, 0.0, 1.5] and two.entropies is None
     assert one.trainer_logprobs == trainer[[3, 4, 6]].tolist() and one.ref_logprobs is None
     assert two.trainer_logprobs is None and two.ref_logprobs == [-2.0]
 

@@ -20,6 +20,7 @@ from assay.train.learner.optim import make_adamw, make_optimizer
 from assay.train.learner.pack import rows_of
 from assay.train.learner.parallel import parallelise
 from assay.train.learner.update import Updater
+from assay.types import Group
 
 STEPS = 5
 # The vocabulary of 23 divides by neither 2 nor 4. Together they have every kind of weight the decoder knows.
@@ -43,7 +44,9 @@ class Case:
 
 
 def train(case: Case, mesh: Mesh) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics and weights of five updates on replayed rollouts, with reference, entropy bonus, decay and clipping."""
+    """Metrics, with the scores of each token, and weights of five updates on replayed rollouts, with reference, entropy
+    bonus, decay and clipping.
+    """
     dtype = torch.float64 if case.double else torch.float32
     spec = SPECS[case.family]
     policy = parallelise(tiny_decoder(0, dtype, spec), mesh, case.mode)
@@ -63,8 +66,19 @@ def train(case: Case, mesh: Mesh) -> tuple[list[dict[str, float]], dict[str, tor
     for step in range(STEPS):
         groups = make_groups(tiny_decoder(), seed=step)
         algo.credit(groups)
-        found.append(updater.update(groups, algo, lr))
+        found.append(updater.update(groups, algo, lr) | token_scores(groups))
     return found, {name: weight.detach().clone() for name, weight in policy.weights()}
+
+
+def token_scores(groups: Sequence[Group]) -> dict[str, float]:
+    """Log-probabilities and entropies that the update has stored in the rollouts, one entry per token."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scores = {}
+    for name in ("trainer_logprobs", "entropies", "ref_logprobs"):
+        values = [float(value) for rollout in rollouts for value in getattr(rollout, name)]
+        assert len(values) == sum(rollout.trained for rollout in rollouts)
+        scores |= {f"{name}/{number}": value for number, value in enumerate(values)}
+    return scores
 
 
 def train_cases(mesh: Mesh, folder: Path, cases: Sequence[Case]) -> None:

@@ -31,17 +31,19 @@ def rank(prompts, completions, **kwargs):
 """
 
 
-def expected_logprobs(model_folder: Path, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Log-probabilities of all tokens by transformers, aligned with `token_ids`; NaN for tokens outside of the mask."""
+def expected_scores(model_folder: Path, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities and entropies of all tokens by transformers; NaN where the mask is 0."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    expected = np.full(len(arrays["token_ids"]), np.nan, np.float32)
+    expected, entropies = np.full((2, len(arrays["token_ids"])), np.nan, np.float32)
     for start, end in zip(arrays["offsets"], arrays["offsets"][1:], strict=False):
         ids = torch.from_numpy(arrays["token_ids"][start:end]).long()
         with torch.no_grad():
             logprobs = (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         expected[start + 1 : end] = logprobs.gather(1, ids[1:, None]).squeeze(1)
-    expected[arrays["loss_mask"] == 0] = np.nan
-    return expected
+        entropies[start + 1 : end] = torch.distributions.Categorical(logits=logprobs).entropy()
+    for values in (expected, entropies):
+        values[arrays["loss_mask"] == 0] = np.nan
+    return expected, entropies
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def expected_logprobs(model_folder: Path, arrays: dict[str, np.ndarray]) -> np.n
     ],
 )
 @pytest.mark.usefixtures("no_curves")
-def test_rollout_files_hold_logprobs_of_the_weights_before_the_step(
+def test_rollout_files_hold_logprobs_and_entropies_of_the_weights_before_the_step(
     tmp_path: Path, changes: list[object], reference: bool
 ) -> None:
     small = SmallRuns(tmp_path)
@@ -61,21 +63,27 @@ def test_rollout_files_hold_logprobs_of_the_weights_before_the_step(
     assert small.train(*every_step, *changes) == 0
     for step in (1, 2):
         arrays = read_arrays(small.runs / "small", step)
-        expected = expected_logprobs(small.checkpoint(step - 1) / "model", arrays)
+        expected, entropies = expected_scores(small.checkpoint(step - 1) / "model", arrays)
         trained = ~np.isnan(arrays["trainer_logprobs"])
         in_mask = arrays["loss_mask"] == 1
         with_gradient = in_mask & (arrays["advantages"] != 0).repeat(np.diff(arrays["offsets"]))
         assert with_gradient.any() and trained[with_gradient].all() and not trained[~in_mask].any()
         np.testing.assert_allclose(arrays["trainer_logprobs"][trained], expected[trained], atol=2e-5)
+        np.testing.assert_array_equal(np.isnan(arrays["entropies"]), ~trained)
+        # With two updates, those of the second one are of weights that the first one has changed.
+        first = slice(arrays["offsets"][3]) if "--algo.updates" in changes else slice(None)
+        np.testing.assert_allclose(arrays["entropies"][first], np.where(trained, entropies, np.nan)[first], atol=2e-5)
         assert ("ref_logprobs" in arrays) == reference
         if reference:
             known = ~np.isnan(arrays["ref_logprobs"])
-            expected = expected_logprobs(small.checkpoint(0) / "model", arrays)
+            expected, _ = expected_scores(small.checkpoint(0) / "model", arrays)
             np.testing.assert_allclose(arrays["ref_logprobs"][known], expected[known], atol=2e-5)
             assert (known >= trained).all()
         rollouts = [rollout for group in read_rollouts(small.runs / "small", step) for rollout in group.rollouts]
         stored = [value for r in rollouts if r.trainer_logprobs is not None for value in r.trainer_logprobs]
         assert stored == arrays["trainer_logprobs"][trained].tolist()
+        stored = [value for r in rollouts if r.entropies is not None for value in r.entropies]
+        assert stored == arrays["entropies"][trained].tolist()
 
 
 @pytest.mark.parametrize("top_k", [0, 3])

@@ -7,6 +7,7 @@ that gives the reason.
 
 Every line, and every .npz file, carries the version of this schema; files without one have version 1. Version 2 added
 `trainer_logprobs` and `ref_logprobs`, and leaves `kept_mass` and `entropy` out if the engine does not report them.
+`entropies` was added later without a new version, because readers can ignore it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ Kind = Literal["train", "eval", "skipped"]
 SCHEMA = 2  # version of the files that are written here, and the newest one that can be read
 _FOLDERS = {"train": "rollouts", "eval": "evals", "skipped": "skipped"}
 _VERDICT = tuple(field.name for field in fields(Verdict))
-COMPUTED = ("trainer_logprobs", "ref_logprobs")  # arrays of a step that has computed them; NaN for other tokens
+COMPUTED = (
+    "trainer_logprobs",
+    "entropies",
+    "ref_logprobs",
+)  # arrays of a step that has computed them; NaN for other tokens
 _STEP_NAME = re.compile(r"step-(\d+)(?:-.+)?\.(?:jsonl?|npz)")
 
 
@@ -274,6 +279,7 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
         masked=line["masked"],
         cut_off=line.get("cut_off", False),
         trainer_logprobs=_unless_missing(trained.get("trainer_logprobs")),
+        entropies=_unless_missing(trained.get("entropies")),
         ref_logprobs=_unless_missing(trained.get("ref_logprobs")),
     )
 

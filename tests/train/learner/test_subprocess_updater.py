@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from mesh_parts import token_scores
 from small_run import SmallRuns, gpt2_folder, inject
 from train_parts import make_groups, tiny_decoder, weights_of
 
@@ -233,15 +234,17 @@ def test_updates_in_another_process_equal_those_without_a_worker(recwarn: pytest
 
 
 def check_updates(recwarn: pytest.WarningsRecorder) -> None:
-    """Weights, optimizer state, metrics, faults and warnings are the same."""
+    """Weights, optimizer state, metrics, scores of tokens, faults and warnings are the same."""
     algo = make_algorithm("grpo", kl_coef=0.5, entropy_coef=0.01, updates=2)
     here, apart = updaters(reference=tiny_decoder(seed=9).requires_grad_(False), token_budget=40)
     for lr, faults in ((1e-2, 0), (3e-3, 1)):
-        groups = credited(algo)
+        batches = [credited(algo), credited(algo)]
         if faults:
-            groups[1].rollouts[0].advantage = float("nan")  # the first of two steps is skipped
+            for groups in batches:
+                groups[1].rollouts[0].advantage = float("nan")  # the first of two steps is skipped
         before = weights_of(apart.policy)
-        found = [one.update(groups, algo, lr) for one in (here, apart)]
+        found = [one.update(groups, algo, lr) for one, groups in zip((here, apart), batches, strict=True)]
+        assert token_scores(batches[0]) == token_scores(batches[1])
         assert repr(found[0]) == repr(found[1]) and found[0]["optim/non_finite"] == faults
         assert weights_of(here.policy).equal(weights_of(apart.policy)) and not weights_of(apart.policy).equal(before)
         left, right = (optimizer_tensors(one.policy.named_parameters(), one.optimizer) for one in (here, apart))

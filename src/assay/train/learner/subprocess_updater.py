@@ -32,7 +32,7 @@ from assay.process.spawn import RemoteWorker, WorkerDied, exit_reason, serve
 from assay.train.faults import Fault
 from assay.train.learner.optim import optimizer_tensors
 from assay.train.learner.pack import Row, out_of_memory
-from assay.train.learner.update import LogprobRecord, RowLogprobs, Scorer, Updater
+from assay.train.learner.update import RowScores, Scorer, ScoreRecord, Updater
 from assay.types import UserError
 
 ALIGNMENT = 64  # bytes, as in torch's allocator
@@ -155,12 +155,12 @@ class SubprocessUpdater(Updater):
                 self.worker = None
 
     def step(
-        self, rows: Sequence[Row], algo: Algorithm, lr: float, record: LogprobRecord | None = None
+        self, rows: Sequence[Row], algo: Algorithm, lr: float, record: ScoreRecord | None = None
     ) -> tuple[Sums, float, bool]:
         self._start(algo, algo.needs.ref_logprobs_in_loss)
-        result, self.faults, self.token_budget, logprobs = self._call("step", rows, lr, record is not None)
+        result, self.faults, self.token_budget, scores = self._call("step", rows, lr, record is not None)
         if record is not None:
-            record.put(rows, logprobs)
+            record.put(rows, scores)
         return result
 
     def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:
@@ -266,7 +266,7 @@ def pickled_with_names(content: Any, names: dict[int, tuple[Any, ...]]) -> bytes
     return buffer.getvalue()
 
 
-Result = tuple[tuple[Sums, float, bool], Sequence[Fault], int, Sequence[RowLogprobs]]
+Result = tuple[tuple[Sums, float, bool], Sequence[Fault], int, Sequence[RowScores]]
 
 
 def main() -> None:
@@ -300,11 +300,11 @@ class UpdateWorker:
             ) from error
 
     def step(self, rows: Sequence[Row], lr: float, records: bool) -> Result:
-        """`records`: return the log-probabilities of the rows."""
-        record = LogprobRecord() if records else None
+        """`records`: return the log-probabilities and entropies of the rows."""
+        record = ScoreRecord() if records else None
         sums, norm, skipped = self.updater.step(rows, self.algo, lr, record)
-        logprobs = record.by_row(rows, self.updater.mesh) if record else []
-        return (on_cpu(sums), norm, skipped), self.updater.faults, self.updater.token_budget, logprobs
+        scores = record.by_row(rows, self.updater.mesh) if record else []
+        return (on_cpu(sums), norm, skipped), self.updater.faults, self.updater.token_budget, scores
 
     def scores(self, rows: Sequence[Row], by: Scorer) -> list[list[float]]:
         return self.updater.scores(rows, self.algo, by)

@@ -47,33 +47,31 @@ def mini_batches(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
     return [groups[start:end] for start, end in pairwise(bounds)]
 
 
-RowLogprobs = tuple[np.ndarray, np.ndarray | None]  # of the trainer and the reference, per trained token of a row
+RowScores = dict[str, np.ndarray]  # values per trained token of a row, by the name of their field of a rollout
 
 
 @dataclass
-class LogprobRecord:
-    """Log-probabilities that an optimizer step computes. They stay on the device until the step is done, so that
-    recording them does not synchronize with a GPU.
+class ScoreRecord:
+    """Log-probabilities and entropies that an optimizer step computes. They stay on the device until the step is done,
+    so that recording them does not synchronize with a GPU.
     """
 
-    parts: list[tuple[Sequence[Row], Tensor, Tensor | None]] = field(default_factory=list)
+    parts: list[tuple[Sequence[Row], dict[str, Tensor]]] = field(default_factory=list)
 
-    def put(self, rows: Sequence[Row], values: Sequence[RowLogprobs]) -> None:
+    def put(self, rows: Sequence[Row], values: Sequence[RowScores]) -> None:
         """Store the result of `by_row` in another process."""
-        tensors = [(torch.from_numpy(own), None if ref is None else torch.from_numpy(ref)) for own, ref in values]
-        self.parts = [([row], *pair) for row, pair in zip(rows, tensors, strict=True)]
+        tensors = [{name: torch.from_numpy(array) for name, array in scores.items()} for scores in values]
+        self.parts = [([row], own) for row, own in zip(rows, tensors, strict=True)]
 
-    def by_row(self, rows: Sequence[Row], mesh: Mesh) -> list[RowLogprobs]:
+    def by_row(self, rows: Sequence[Row], mesh: Mesh) -> list[RowScores]:
         """The values of each row, gathered from all ranks."""
         index = {id(row): position for position, row in enumerate(rows)}
-        own: dict[int, RowLogprobs] = {}
-        for part, trainer_logprobs, ref_logprobs in self.parts:
-            trainer = trainer_logprobs.cpu().numpy()
-            ref = None if ref_logprobs is None else ref_logprobs.cpu().numpy()
+        own: dict[int, RowScores] = {}
+        for part, tensors in self.parts:
+            arrays = {name: values.cpu().numpy() for name, values in tensors.items()}
             ends = accumulate(row.count for row in part)
             for row, end in zip(part, ends, strict=True):
-                start = end - row.count
-                own[index.get(id(row), -1)] = (trainer[start:end], None if ref is None else ref[start:end])
+                own[index.get(id(row), -1)] = {name: values[end - row.count : end] for name, values in arrays.items()}
         every = {position: values for share in mesh.all_gather_objects(own) for position, values in share.items()}
         return [every[position] for position in range(len(rows))]
 
@@ -99,12 +97,12 @@ class Updater:
     def update(self, groups: Sequence[Group], algo: Algorithm, lr: float, passes: int = 1) -> dict[str, float]:
         """Iterate `passes` times over the groups, with one optimizer step per mini-batch.
 
-        Sets the log-probabilities of trainer and reference that the first pass computes.
+        Sets the log-probabilities of trainer and reference, and the entropies, that the first pass computes.
         """
         self.faults = []
         batches = [weighted_rollouts(part, algo) for part in mini_batches(groups, algo.update_count(len(groups)))]
         parts = [[Row.of(rollout, weight, algo.inputs) for rollout, weight in batch] for batch in batches]
-        records = [LogprobRecord() for _ in parts]
+        records = [ScoreRecord() for _ in parts]
         with self.working(algo.needs.ref_logprobs_in_loss):
             if algo.needs.trainer_logprobs and len(parts) * passes > 1:
                 parts = [self.recompute_logprobs(rows, algo) for rows in parts]
@@ -116,10 +114,9 @@ class Updater:
                 if rows
             ]
         for batch, rows, record in zip(batches, parts, records, strict=True):
-            for (rollout, _), values in zip(batch, record.by_row(rows, self.mesh), strict=True):
-                rollout.trainer_logprobs = values[0]
-                if values[1] is not None:
-                    rollout.ref_logprobs = values[1]
+            for (rollout, _), scores in zip(batch, record.by_row(rows, self.mesh), strict=True):
+                for name, values in scores.items():
+                    setattr(rollout, name, values)
         if not steps:
             return {"optim/lr": lr, "optim/skipped": 1.0, "optim/non_finite": 0.0}
         sums, norms, skipped = zip(*steps, strict=True)
@@ -153,11 +150,11 @@ class Updater:
         return [next(scores) if row.count else [] for row in rows]
 
     def step(
-        self, rows: Sequence[Row], algo: Algorithm, lr: float, record: LogprobRecord | None = None
+        self, rows: Sequence[Row], algo: Algorithm, lr: float, record: ScoreRecord | None = None
     ) -> tuple[Sums, float, bool]:
         """One optimizer step. The split into micro-batches and over ranks affects memory and time, not the result.
 
-        `record`: is filled with the log-probabilities of the rows.
+        `record`: is filled with the log-probabilities and entropies of the rows.
         """
         sums = retry_on_oom(self, self.policy, rows, lambda: self._accumulate(rows, algo, record))
         if self.mesh.dp_size > 1:
@@ -177,9 +174,9 @@ class Updater:
             self.critic.step(finite)
         return sums, norm, not (finite and norm)
 
-    def _accumulate(self, rows: Sequence[Row], algo: Algorithm, record: LogprobRecord | None = None) -> Sums:
+    def _accumulate(self, rows: Sequence[Row], algo: Algorithm, record: ScoreRecord | None = None) -> Sums:
         self._zero_grad()
-        record = record or LogprobRecord()
+        record = record or ScoreRecord()
         record.parts.clear()
         shares = partition_rows(
             rows, self.mesh.dp_size, self.mesh.dp_rank, self.token_budget, self.policy.supports_prefix_sharing
@@ -201,11 +198,12 @@ class Updater:
         if self.progress is not None:
             self.progress("training", total, total, "tokens")
 
-    def _backward(self, rows: Sequence[Row], part: MicroBatch, algo: Algorithm, record: LogprobRecord) -> Sums:
+    def _backward(self, rows: Sequence[Row], part: MicroBatch, algo: Algorithm, record: ScoreRecord) -> Sums:
         needs = algo.needs
         ref_logprobs = self._ref_logprobs(part) if needs.ref_logprobs_in_loss else None
         sums: list[Sums] = []
         trainer_logprobs: list[Tensor] = []
+        entropies: list[Tensor] = []
         values: list[Tensor] = []
 
         def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -213,6 +211,7 @@ class Updater:
             inputs = {name: values[at] for name, values in part.inputs.items()}
             own = inputs.get(TRAINER_LOGPROBS, logprobs.detach())  # equal, if this is the only step on the batch
             trainer_logprobs.append(own)
+            entropies.append(entropy.detach())
             out = algo.loss(
                 LossBatch(
                     logprobs=logprobs,
@@ -247,7 +246,8 @@ class Updater:
                 also=value_loss if self.critic and RETURNS.name in part.inputs else None,
             )
         total.backward()
-        record.parts.append((rows, torch.cat(trainer_logprobs), ref_logprobs))
+        scores = {TRAINER_LOGPROBS: torch.cat(trainer_logprobs), "entropies": torch.cat(entropies)}
+        record.parts.append((rows, scores if ref_logprobs is None else {**scores, "ref_logprobs": ref_logprobs}))
         total_sums: Sums = sum(sums)  # type: ignore[assignment]
         return total_sums.and_loss("loss/value", values[0]) if values else total_sums
 
