@@ -56,7 +56,8 @@ async function show() {
 }
 
 function failed(error, signal) {
-  if (signal.aborted || !isConnected()) return current ? null : { title: "assay", crumbs: [], parts: [empty("Waiting for the server")] };
+  if (signal.aborted || !isConnected())
+    return current ? null : { title: "assay", crumbs: [], parts: [empty("Waiting for the server")] };
   return { title: "Error", crumbs: [], parts: [errorPanel(error)] };
 }
 

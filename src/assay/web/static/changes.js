@@ -5,7 +5,20 @@ import { element, formatNumber, plural, visibleText } from "./dom.js";
 import { link, setParameters } from "./route.js";
 import { message } from "./rollout.js";
 import { loadRun, runCrumbs, runHead } from "./run.js";
-import { changePill, empty, factList, pager, pill, problemList, pValueText, searchField, segmented, select, statusPill, textBlock } from "./widgets.js";
+import {
+  changePill,
+  empty,
+  factList,
+  pager,
+  pill,
+  problemList,
+  pValueText,
+  searchField,
+  segmented,
+  select,
+  statusPill,
+  textBlock,
+} from "./widgets.js";
 
 const LIMIT = 20;
 const SHOWN = { changed: "All changes", gained: "Gained", lost: "Lost", all: "All questions" };
@@ -16,13 +29,25 @@ export async function changes({ parts: [, run], parameters, signal }) {
   const crumbs = runCrumbs(detail, { text: "Before and after" });
   const names = detail.evals.map((one) => one.name);
   if (names.length < 2) {
-    const text = "A comparison needs two evaluations of the same questions, as before and after training (eval.before).";
+    const text =
+      "A comparison needs two evaluations of the same questions, as before and after training (eval.before).";
     return { title: "Before and after", crumbs, parts: [...head, empty("Nothing to compare yet", text)] };
   }
   const [a, b] = defaultPair(detail.evals);
-  const view = pairView({ a: parameters.a ?? a, b: parameters.b ?? b, ...parameters }, (request, abort) => get(runPath(run, "compare"), request, abort), () => [run, run]);
+  const view = pairView(
+    { a: parameters.a ?? a, b: parameters.b ?? b, ...parameters },
+    (request, abort) => get(runPath(run, "compare"), request, abort),
+    () => [run, run],
+  );
   await view.load(signal);
-  const choice = (title, key) => select(title, detail.evals.map((one) => [one.name, evalTitle(one)]), view.parameters[key], (value) => view.change({ [key]: value }), { name: key });
+  const choice = (title, key) =>
+    select(
+      title,
+      detail.evals.map((one) => [one.name, evalTitle(one)]),
+      view.parameters[key],
+      (value) => view.change({ [key]: value }),
+      { name: key },
+    );
   const controls = element("div", { class: "panel filters" }, choice("From", "a"), choice("To", "b"), view.controls);
   return { title: `Before and after of ${detail.name}`, crumbs, parts: [...head, controls, view.element] };
 }
@@ -41,7 +66,11 @@ function defaultPair(evals) {
 
 // The list of changed questions: `fetchPair(parameters, signal)` asks the server, `runsOf()` gives the runs of a and b.
 export function pairView(parameters, fetchPair, runsOf) {
-  const view = { parameters, element: element("div", { class: "stack" }), controls: element("div", { class: "controls" }) };
+  const view = {
+    parameters,
+    element: element("div", { class: "stack" }),
+    controls: element("div", { class: "controls" }),
+  };
   view.load = async (signal) => {
     const offset = Number(view.parameters.offset) || 0;
     const ticket = (view.ticket = {});
@@ -51,10 +80,17 @@ export function pairView(parameters, fetchPair, runsOf) {
   view.change = async (changes, push = true) => {
     Object.assign(view.parameters, { offset: "" }, changes);
     setParameters(view.parameters, { push });
-    await view.load().catch((error) => view.element.replaceChildren(empty("These evaluations cannot be compared", error.message)));
+    await view
+      .load()
+      .catch((error) => view.element.replaceChildren(empty("These evaluations cannot be compared", error.message)));
   };
-  const show = segmented("Questions", SHOWN, parameters.show || "changed", (choice) => view.change({ show: choice === "changed" ? "" : choice }));
-  view.controls.append(show, searchField("Search questions", parameters.search, (text) => view.change({ search: text }, false)));
+  const show = segmented("Questions", SHOWN, parameters.show || "changed", (choice) =>
+    view.change({ show: choice === "changed" ? "" : choice }),
+  );
+  view.controls.append(
+    show,
+    searchField("Search questions", parameters.search, (text) => view.change({ search: text }, false)),
+  );
   return view;
 }
 
@@ -65,26 +101,61 @@ function pairParts(view, answer, offset, runs) {
     ["Lost", element("span", { class: "bad", text: formatNumber(counts.lost) }), "correct before, wrong after"],
     ["Correct in both", formatNumber(counts.same_correct)],
     ["Wrong in both", formatNumber(counts.same_wrong)],
-    ["Paired test, p", pValueText(p) ?? "not available", p === null ? "" : p < 0.05 ? "significant at 5 %" : "not significant at 5 %"],
+    [
+      "Paired test, p",
+      pValueText(p) ?? "not available",
+      p === null ? "" : p < 0.05 ? "significant at 5 %" : "not significant at 5 %",
+    ],
     unpaired ? ["Not in both", formatNumber(unpaired)] : ["", null],
   ]);
   if (!rows.length) return [facts, empty("No such question", view.parameters.search ? "Change the search." : "")];
   const onOffset = (target) => view.change({ offset: target || "" }).then(() => scrollTo(0, 0));
-  const list = element("div", { class: "pairs" }, rows.map((row) => pairCard(row, answer, runs)));
+  const list = element(
+    "div",
+    { class: "pairs" },
+    rows.map((row) => pairCard(row, answer, runs)),
+  );
   return [facts, list, pager({ total, offset, limit: LIMIT, noun: "question", onOffset })];
 }
 
 function pairCard(row, { a, b }, [runA, runB]) {
   const question = element("div", { class: "question" }, (row.messages ?? []).map(message));
-  const changed = row.change === "gained" || row.change === "lost" ? changePill(row.change) : pill(row.change === "same_correct" ? "correct in both" : "wrong in both");
-  const expected = row.answer === null || row.answer === undefined ? null : element("span", {}, element("span", { class: "muted", text: "expected " }), element("code", { text: visibleText(String(row.answer)) }));
+  const changed =
+    row.change === "gained" || row.change === "lost"
+      ? changePill(row.change)
+      : pill(row.change === "same_correct" ? "correct in both" : "wrong in both");
+  const expected =
+    row.answer === null || row.answer === undefined
+      ? null
+      : element(
+          "span",
+          {},
+          element("span", { class: "muted", text: "expected " }),
+          element("code", { text: visibleText(String(row.answer)) }),
+        );
   const sides = [answerSide(row.a, a, runA), answerSide(row.b, b, runB)];
-  return element("article", { class: "panel pair", "data-prompt": row.prompt_id }, element("header", {}, question, element("div", { class: "controls tight" }, changed, expected)), element("div", { class: "answers" }, sides));
+  return element(
+    "article",
+    { class: "panel pair", "data-prompt": row.prompt_id },
+    element("header", {}, question, element("div", { class: "controls tight" }, changed, expected)),
+    element("div", { class: "answers" }, sides),
+  );
 }
 
 function answerSide(answer, evaluation, run) {
   if (!answer) return element("div", { class: "answer muted", text: "no answer" });
   const href = link(["run", run, "rollout", evaluation.name, evaluation.step, answer.index]);
   const title = evaluation.label ?? evaluation.name;
-  return element("div", { class: "answer" }, element("h3", {}, element("a", { class: "row-link", href, text: title }), statusPill(answer.status), element("span", { text: plural(answer.length, "token") })), textBlock(answer.text, "text clipped"));
+  return element(
+    "div",
+    { class: "answer" },
+    element(
+      "h3",
+      {},
+      element("a", { class: "row-link", href, text: title }),
+      statusPill(answer.status),
+      element("span", { class: "plain-weight", text: plural(answer.length, "token") }),
+    ),
+    textBlock(answer.text, "text clipped"),
+  );
 }

@@ -170,7 +170,13 @@ function axes(frame, state) {
     const y = Math.round(frame.y(tick)) + 0.5;
     group.append(
       svg("line", { class: "grid", x1: frame.left, x2: frame.right, y1: y, y2: y }),
-      svg("text", { class: "tick", x: frame.left - 8, y: y + 3.5, "text-anchor": "end", text: tickLabel(tick, state.share) }),
+      svg("text", {
+        class: "tick",
+        x: frame.left - 8,
+        y: y + 3.5,
+        "text-anchor": "end",
+        text: tickLabel(tick, state.share),
+      }),
     );
   }
   const { seconds, label } = frame.unit;
@@ -179,10 +185,14 @@ function axes(frame, state) {
   for (const tick of niceTicks(first / seconds, last / seconds, count)) {
     const x = frame.x(tick * seconds);
     if ((!state.time && !Number.isInteger(tick)) || x < frame.left + 8) continue; // the name of the axis is there
-    group.append(svg("text", { class: "tick", x, y: frame.bottom + 15, "text-anchor": "middle", text: tickLabel(tick) }));
+    group.append(
+      svg("text", { class: "tick", x, y: frame.bottom + 15, "text-anchor": "middle", text: tickLabel(tick) }),
+    );
   }
   const name = state.time ? label : (state.xLabel ?? "");
-  group.append(svg("text", { class: "axis-name", x: frame.left - 8, y: frame.bottom + 15, "text-anchor": "end", text: name }));
+  group.append(
+    svg("text", { class: "axis-name", x: frame.left - 8, y: frame.bottom + 15, "text-anchor": "end", text: name }),
+  );
   return group;
 }
 
@@ -306,9 +316,14 @@ function showCrosshair(chart, x) {
   const at = frame.x(x);
   group.append(svg("line", { x1: at, x2: at, y1: frame.top, y2: frame.bottom }));
   for (const value of values) {
-    group.append(svg("circle", { cx: frame.x(value.x), cy: frame.y(value.shown), r: 3.5, style: { fill: value.one.color } }));
+    group.append(
+      svg("circle", { cx: frame.x(value.x), cy: frame.y(value.shown), r: 3.5, style: { fill: value.one.color } }),
+    );
   }
-  readout.replaceChildren(element("div", { class: "readout-x", text: xText(state, frame, x) }), ...values.map((v) => row(state, v)));
+  readout.replaceChildren(
+    element("div", { class: "readout-x", text: xText(state, frame, x) }),
+    ...values.map((v) => row(state, v)),
+  );
   const room = plot.parentElement.clientWidth - readout.offsetWidth;
   readout.style.left = `${Math.max(0, Math.min(at > room - 14 ? at - readout.offsetWidth - 12 : at + 12, room))}px`;
 }
@@ -337,26 +352,50 @@ function row(state, { one, index, y, shown }) {
 
 export function legend(series) {
   const items = series.map((one) =>
-    element("li", {}, element("i", { class: "swatch", style: { background: one.color } }), element("span", { text: one.label })),
+    element(
+      "li",
+      {},
+      element("i", { class: "swatch", style: { background: one.color } }),
+      element("span", { text: one.label }),
+    ),
   );
   return element("ul", { class: "legend" }, items);
 }
 
 export function sparkline(values, { width = 96, height = 24, label = "" } = {}) {
-  const root = svg("svg", { class: "sparkline", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
-  const there = pairs(values.map((_, index) => index), values);
+  const root = svg("svg", {
+    class: "sparkline",
+    width,
+    height,
+    viewBox: `0 0 ${width} ${height}`,
+    role: "img",
+    "aria-label": label,
+  });
+  const there = pairs(
+    values.map((_, index) => index),
+    values,
+  );
   if (!there.length) return root;
   const [low, high] = extent(values);
   const x = (index) => 2 + (index / Math.max(values.length - 1, 1)) * (width - 6);
   const y = (value) => height - 3 - ((value - low) / (high - low || 1)) * (height - 6);
-  const path = there.map(([index, value], place) => `${place ? "L" : "M"}${x(index).toFixed(1)},${y(value).toFixed(1)}`).join("");
+  const path = there
+    .map(([index, value], place) => `${place ? "L" : "M"}${x(index).toFixed(1)},${y(value).toFixed(1)}`)
+    .join("");
   const [lastIndex, lastValueOf] = there.at(-1);
   root.append(svg("path", { d: path }), svg("circle", { cx: x(lastIndex), cy: y(lastValueOf), r: 2 }));
   return root;
 }
 
 export function heatStrip(cells, { width = 160, height = 14, label = "" } = {}) {
-  const root = svg("svg", { class: "heat", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
+  const root = svg("svg", {
+    class: "heat",
+    width,
+    height,
+    viewBox: `0 0 ${width} ${height}`,
+    role: "img",
+    "aria-label": label,
+  });
   const size = Math.min(width / Math.max(cells.length, 1), 14);
   cells.forEach(({ share, label: title }, index) => {
     const color = share === null ? "var(--line)" : heatColor(share);
@@ -377,7 +416,14 @@ export function intervalPlot(rows, { width = 360, share = true } = {}) {
   const x = (value) => left + ((value - low) / (high - low || 1)) * (width - left - right);
   const height = rows.length * line + 20;
   const text = rows.map((one) => `${one.label} ${shownValue(one.value, share)}`).join(", ");
-  const root = svg("svg", { class: "interval-plot", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": text });
+  const root = svg("svg", {
+    class: "interval-plot",
+    viewBox: `0 0 ${width} ${height}`,
+    width,
+    height,
+    role: "img",
+    "aria-label": text,
+  });
   for (const tick of niceTicks(low, high, 4)) {
     root.append(
       svg("line", { class: "grid", x1: x(tick), x2: x(tick), y1: 4, y2: rows.length * line }),
@@ -401,10 +447,17 @@ function intervalRow(one, x, y, width, share) {
     group.append(svg("line", { class: "interval-bar", x1: x(one.low), x2: x(one.high), y1: y, y2: y }));
   }
   group.append(svg("circle", { class: "dot", cx: x(one.value), cy: y, r: 4.5 }));
-  const bounds = one.low === undefined || one.low === null ? "" : ` (${boundText(one.low, share)}\u2013${boundText(one.high, share)})`;
+  const bounds =
+    one.low === undefined || one.low === null
+      ? ""
+      : ` (${boundText(one.low, share)}\u2013${boundText(one.high, share)})`;
   group.append(
-    svg("text", { class: "interval-value", x: width, y: y + 4, "text-anchor": "end" },
-      svg("tspan", { class: "strong", text: share ? formatShare(one.value) : formatNumber(one.value) }), svg("tspan", { text: bounds })),
+    svg(
+      "text",
+      { class: "interval-value", x: width, y: y + 4, "text-anchor": "end" },
+      svg("tspan", { class: "strong", text: share ? formatShare(one.value) : formatNumber(one.value) }),
+      svg("tspan", { text: bounds }),
+    ),
   );
   return group;
 }

@@ -14,14 +14,25 @@ const NOT_COMPARED = ["name", "runs_dir"];
 export async function compare({ parameters, signal }) {
   const ids = (parameters.runs ?? "").split(",").filter(Boolean);
   const crumbs = [{ text: "Compare" }];
-  if (ids.length < 2) return { title: "Compare", crumbs, parts: [empty("Choose two or more runs", element("a", { href: "#/", text: "Check them in the list of runs." }))] };
+  if (ids.length < 2)
+    return {
+      title: "Compare",
+      crumbs,
+      parts: [empty("Choose two or more runs", element("a", { href: "#/", text: "Check them in the list of runs." }))],
+    };
   const details = await Promise.all(ids.map((id) => loadRun(id, signal)));
   const curves = new Curves(details.map(({ id, name }) => ({ id, name })));
   if (parameters.smoothing !== undefined) curves.options.smoothing = Number(parameters.smoothing) || 0;
   curves.options.byTime = parameters.x === "time";
   await curves.load(signal);
   const view = { parameters: { ...parameters }, details, curves };
-  const parts = [head(details), resultTable(details, curves), curvePart(view), differences(details), await pairedPart(view, signal)];
+  const parts = [
+    head(details),
+    resultTable(details, curves),
+    curvePart(view),
+    differences(details),
+    await pairedPart(view, signal),
+  ];
   return {
     title: `Compare ${details.map((one) => one.name).join(", ")}`,
     crumbs,
@@ -37,7 +48,17 @@ function head(details) {
 
 function resultTable(details, { runs }) {
   const columns = [
-    { title: "Run", class: "wide", cell: (run, href) => element("span", { class: "controls tight" }, element("i", { class: "swatch", style: { background: runs.find((one) => one.id === run.id).color } }), rowLink(run.name, href)) },
+    {
+      title: "Run",
+      class: "wide",
+      cell: (run, href) =>
+        element(
+          "span",
+          { class: "controls tight" },
+          element("i", { class: "swatch", style: { background: runs.find((one) => one.id === run.id).color } }),
+          rowLink(run.name, href),
+        ),
+    },
     { title: "State", label: "State", cell: (run) => statePill(run.state) },
     { title: "Steps", label: "Steps", class: "number", cell: stepsText },
     { title: "Reward", label: "Reward", class: "number", cell: (run) => formatNumber(run.reward, 4) },
@@ -56,11 +77,17 @@ function resultText(result) {
 function differences(details) {
   const settings = details.map((one) => new Map(flatten(one.config ?? {})));
   const keys = [...new Set(settings.flatMap((one) => [...one.keys()]))].filter((key) => !NOT_COMPARED.includes(key));
-  const rows = keys.map((key) => [key, ...settings.map((one) => one.get(key))]).filter(([, ...values]) => new Set(values).size > 1);
-  if (!rows.length) return panel("Settings that differ", element("div", { class: "body muted", text: "The settings are equal." }));
+  const rows = keys
+    .map((key) => [key, ...settings.map((one) => one.get(key))])
+    .filter(([, ...values]) => new Set(values).size > 1);
+  if (!rows.length)
+    return panel("Settings that differ", element("div", { class: "body muted", text: "The settings are equal." }));
   const columns = [
     { title: "Setting", cell: ([key]) => element("code", { text: visibleText(key) }) },
-    ...details.map((run, index) => ({ title: run.name, cell: (row) => element("code", { text: visibleText(row[index + 1] ?? "") || "\u2013" }) })),
+    ...details.map((run, index) => ({
+      title: run.name,
+      cell: (row) => element("code", { text: visibleText(row[index + 1] ?? "") || "\u2013" }),
+    })),
   ];
   const frame = table(columns, rows, { caption: "Settings that differ", cards: false });
   frame.classList.add("settings-table");
@@ -72,8 +99,23 @@ function curvePart(view) {
   const panels = curves.panels();
   if (!panels.length) return empty("No curves yet");
   const remember = (changes) => setParameters(Object.assign(view.parameters, changes));
-  const header = element("div", { class: "head" }, element("h2", { text: "Curves" }), runLegend(curves), element("div", { class: "push" }, curveControls(curves, remember)));
-  return element("div", { class: "stack" }, header, element("div", { class: "charts" }, panels.map((one) => curves.addChart(one))));
+  const header = element(
+    "div",
+    { class: "head" },
+    element("h2", { text: "Curves" }),
+    runLegend(curves),
+    element("div", { class: "push" }, curveControls(curves, remember)),
+  );
+  return element(
+    "div",
+    { class: "stack" },
+    header,
+    element(
+      "div",
+      { class: "charts" },
+      panels.map((one) => curves.addChart(one)),
+    ),
+  );
 }
 
 // Names with colors; a run that is not checked is not drawn.
@@ -85,22 +127,43 @@ function runLegend(curves) {
       curves.redraw();
     };
     const box = element("input", { type: "checkbox", checked: true, onchange: toggle });
-    return element("li", {}, element("label", {}, box, element("i", { class: "swatch", style: { background: run.color } }), run.name));
+    return element(
+      "li",
+      {},
+      element("label", {}, box, element("i", { class: "swatch", style: { background: run.color } }), run.name),
+    );
   });
   return element("ul", { class: "legend" }, items);
 }
 
 async function pairedPart(view, signal) {
-  const choices = view.details.flatMap((run) => run.evals.map((one) => [`${run.id}|${one.name}`, `${run.name}: ${evalTitle(one)}`, run, one]));
+  const choices = view.details.flatMap((run) =>
+    run.evals.map((one) => [`${run.id}|${one.name}`, `${run.name}: ${evalTitle(one)}`, run, one]),
+  );
   const finals = view.details.map((run) => lastEval(run)).filter(Boolean);
-  if (finals.length < 2) return panel("Paired test", element("div", { class: "body muted", text: "A paired test needs a final evaluation of two runs." }));
+  if (finals.length < 2)
+    return panel(
+      "Paired test",
+      element("div", { class: "body muted", text: "A paired test needs a final evaluation of two runs." }),
+    );
   const { parameters } = view;
   const initial = { ...parameters, a: parameters.a ?? finals[0], b: parameters.b ?? finals[1] };
-  const pair = pairView(initial, fetchPair, () => [pair.parameters.a, pair.parameters.b].map((one) => one.split("|")[0]));
-  await pair.load(signal).catch((error) => pair.element.replaceChildren(empty("These evaluations cannot be compared", error.message)));
-  const choice = (title, key) => select(title, choices, pair.parameters[key], (value) => pair.change({ [key]: value }), { name: key });
+  const pair = pairView(initial, fetchPair, () =>
+    [pair.parameters.a, pair.parameters.b].map((one) => one.split("|")[0]),
+  );
+  await pair
+    .load(signal)
+    .catch((error) => pair.element.replaceChildren(empty("These evaluations cannot be compared", error.message)));
+  const choice = (title, key) =>
+    select(title, choices, pair.parameters[key], (value) => pair.change({ [key]: value }), { name: key });
   const controls = element("div", { class: "panel filters" }, choice("From", "a"), choice("To", "b"), pair.controls);
-  return element("div", { class: "stack" }, element("h2", { text: "Paired test of the same questions" }), controls, pair.element);
+  return element(
+    "div",
+    { class: "stack" },
+    element("h2", { text: "Paired test of the same questions" }),
+    controls,
+    pair.element,
+  );
 }
 
 function lastEval(run) {

@@ -37,7 +37,11 @@ export class Curves {
     if (first.unchanged) return false;
     const others = await Promise.all(["time/wall", "sft/step"].map((x) => get(path, { x }, signal)));
     this.answers.set(run.id, { step: first, "time/wall": others[0], "sft/step": others[1] });
-    await this.fetchMetrics(run, [...this.charts.values()].filter((one) => one.extra).map((one) => one.panel.metric), signal);
+    await this.fetchMetrics(
+      run,
+      [...this.charts.values()].filter((one) => one.extra).map((one) => one.panel.metric),
+      signal,
+    );
     return true;
   }
 
@@ -63,7 +67,9 @@ export class Curves {
   }
 
   hasStepPanel(metric) {
-    return this.runs.some((run) => this.answers.get(run.id)?.step.panels.some((one) => one.metric === metric && one.x === "step"));
+    return this.runs.some((run) =>
+      this.answers.get(run.id)?.step.panels.some((one) => one.metric === metric && one.x === "step"),
+    );
   }
 
   xOf(panel) {
@@ -83,7 +89,14 @@ export class Curves {
     const x = this.xOf(panel);
     const smoothing = panel.metric === ACCURACY || panel.metric === "optim/lr" ? 0 : this.options.smoothing;
     const title = panel.metric === ACCURACY ? "Evaluation accuracy (95 % interval)" : panel.title;
-    return { title, share: panel.share, series: this.series(panel), smoothing, time: x === "time/wall", xLabel: X_NAMES[x] };
+    return {
+      title,
+      share: panel.share,
+      series: this.series(panel),
+      smoothing,
+      time: x === "time/wall",
+      xLabel: X_NAMES[x],
+    };
   }
 
   addChart(panel, extra = false) {
@@ -152,10 +165,23 @@ export function curveControls(curves, onChange) {
     curves.redraw({ smoothing: value });
     onChange({ smoothing: value });
   };
-  const slider = element("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smoothing, oninput: slide, name: "smoothing" });
+  const slider = element("input", {
+    type: "range",
+    min: 0,
+    max: 0.98,
+    step: 0.02,
+    value: smoothing,
+    oninput: slide,
+    name: "smoothing",
+  });
   const axis = segmented("x axis", { step: "Steps", time: "Time" }, byTime ? "time" : "step", (choice) => {
     curves.redraw({ byTime: choice === "time" });
     onChange({ x: choice });
   });
-  return element("div", { class: "controls" }, element("label", { class: "field" }, element("span", { text: "Smoothing" }), slider, output), axis);
+  return element(
+    "div",
+    { class: "controls" },
+    element("label", { class: "field" }, element("span", { text: "Smoothing" }), slider, output),
+    axis,
+  );
 }

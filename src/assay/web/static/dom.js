@@ -8,8 +8,8 @@
 //   plural(count, noun, nouns)              "1 step", "2 steps", "1,000 steps"
 //   visibleText(text)                       text with control and bidirectional characters made visible
 //
-// `assay report` inlines this file, charts.js and tokens.js: imports are one line each, and exports are `export function`
-// or `export const` at the beginning of a line.
+// `assay report` inlines this file, charts.js and tokens.js: imports are one line each, and exports are
+// `export function` or `export const` at the beginning of a line.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -46,11 +46,16 @@ export function formatNumber(value, digits = 4) {
 }
 
 function exponential(value, digits) {
-  return value.toExponential(digits - 1).replace(/\.?0+e/, "e").replace("e+", "e");
+  return value
+    .toExponential(digits - 1)
+    .replace(/\.?0+e/, "e")
+    .replace("e+", "e");
 }
 
 function grouped(integer) {
-  return String(integer).replace(/\B(?=(\d{3})+$)/g, ",").replace("-", MINUS);
+  return String(integer)
+    .replace(/\B(?=(\d{3})+$)/g, ",")
+    .replace("-", MINUS);
 }
 
 export function formatShare(value, decimals = 1) {

@@ -16,7 +16,14 @@ const HELP = [
 ];
 
 export function helpDialog() {
-  const rows = HELP.map(([keys, text]) => [element("dt", {}, keys.map((key) => [element("kbd", { text: key }), " "])), element("dd", { text })]);
+  const rows = HELP.map(([keys, text]) => [
+    element(
+      "dt",
+      {},
+      keys.map((key) => [element("kbd", { text: key }), " "]),
+    ),
+    element("dd", { text }),
+  ]);
   const dialog = element("dialog", { "aria-label": "Keyboard shortcuts" });
   const close = element("button", { type: "button", class: "plain", text: "Close", onclick: () => dialog.close() });
   dialog.append(element("header", {}, element("h2", { text: "Keyboard shortcuts" }), close), element("dl", {}, rows));
@@ -28,7 +35,14 @@ export function helpDialog() {
 // `page`: {view() the current view, up() the address one level up, toggleTheme(), help()}.
 export function listenToKeys(page) {
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || document.querySelector("dialog[open]")) return;
+    if (
+      event.ctrlKey ||
+      event.metaKey ||
+      event.altKey ||
+      event.defaultPrevented ||
+      document.querySelector("dialog[open]")
+    )
+      return;
     const field = event.target.closest("input:not([type=checkbox], [type=range]), select, textarea");
     const handled = field ? event.key === "Escape" && leave(field) : handle(event, page);
     if (handled) event.preventDefault();

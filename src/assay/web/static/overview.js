@@ -4,7 +4,21 @@ import { get, runPath } from "./api.js";
 import { sparkline } from "./charts.js";
 import { element, formatDuration, formatNumber, plural, visibleText } from "./dom.js";
 import { link, setParameters } from "./route.js";
-import { accuracyText, empty, intervalText, modelName, pValueText, pill, problemList, rowLink, searchField, statePill, stepsText, table, timeText } from "./widgets.js";
+import {
+  accuracyText,
+  empty,
+  intervalText,
+  modelName,
+  pValueText,
+  pill,
+  problemList,
+  rowLink,
+  searchField,
+  statePill,
+  stepsText,
+  table,
+  timeText,
+} from "./widgets.js";
 
 export async function overview({ parameters, signal }) {
   const view = { runs: [], checked: new Set(), search: parameters.search ?? "", order: newestFirst, curves: new Map() };
@@ -17,8 +31,14 @@ export async function overview({ parameters, signal }) {
     setParameters({ search: text });
     drawRuns(view);
   });
-  view.head = element("div", { class: "head" }, element("h1", { text: "Runs" }), view.count = element("span", { class: "muted" }), view.actions);
-  view.actions.append(search, view.compare = compareLink());
+  view.head = element(
+    "div",
+    { class: "head" },
+    element("h1", { text: "Runs" }),
+    (view.count = element("span", { class: "muted" })),
+    view.actions,
+  );
+  view.actions.append(search, (view.compare = compareLink()));
   view.runs = runs;
   drawRuns(view);
   return {
@@ -69,7 +89,10 @@ function drawRuns(view) {
   view.checked = new Set([...view.checked].filter((id) => ids.has(id)));
   updateCompare(view);
   const shown = view.runs.filter((run) => matches(run, view.search)).sort(view.order);
-  view.count.textContent = shown.length === view.runs.length ? plural(shown.length, "run") : `${shown.length} of ${plural(view.runs.length, "run")}`;
+  view.count.textContent =
+    shown.length === view.runs.length
+      ? plural(shown.length, "run")
+      : `${shown.length} of ${plural(view.runs.length, "run")}`;
   view.body.replaceChildren(...[problemList(view.problems), runTable(view, shown)].filter(Boolean));
 }
 
@@ -86,7 +109,11 @@ function runTable(view, runs) {
 
 function columns(view) {
   return [
-    { title: element("span", { class: "visually-hidden", text: "Compare" }), class: "check", cell: (run) => checkbox(view, run) },
+    {
+      title: element("span", { class: "visually-hidden", text: "Compare" }),
+      class: "check",
+      cell: (run) => checkbox(view, run),
+    },
     { title: "Run", class: "wide", cell: nameCell },
     { title: "State", label: "State", cell: (run) => statePill(run.state) },
     { title: "Task and model", class: "wide task", cell: taskCell },
@@ -102,13 +129,25 @@ function columns(view) {
 
 function nameCell(run, href) {
   const broken = run.problems?.length ? pill(plural(run.problems.length, "problem"), "warn") : null;
-  const small = run.error ? element("div", { class: "bad small ellipsis", text: visibleText(run.error), title: run.error }) : null;
-  return element("div", {}, element("div", { class: "controls tight" }, rowLink(run.name, href), broken), small ?? element("div", { class: "muted small", text: timeText(run.started) }));
+  const small = run.error
+    ? element("div", { class: "bad small ellipsis", text: visibleText(run.error), title: run.error })
+    : null;
+  return element(
+    "div",
+    {},
+    element("div", { class: "controls tight" }, rowLink(run.name, href), broken),
+    small ?? element("div", { class: "muted small", text: timeText(run.started) }),
+  );
 }
 
 function taskCell(run) {
   const task = element("div", { class: "ellipsis", title: run.task, text: visibleText(run.task ?? "") });
-  return element("div", {}, task, element("div", { class: "muted small ellipsis", title: run.model, text: visibleText(modelName(run.model)) }));
+  return element(
+    "div",
+    {},
+    task,
+    element("div", { class: "muted small ellipsis", title: run.model, text: visibleText(modelName(run.model)) }),
+  );
 }
 
 function checkbox(view, run) {
@@ -117,13 +156,23 @@ function checkbox(view, run) {
     else view.checked.delete(run.id);
     updateCompare(view);
   };
-  return element("input", { type: "checkbox", checked: view.checked.has(run.id), "aria-label": `Compare ${run.name}`, onchange: toggle });
+  return element("input", {
+    type: "checkbox",
+    checked: view.checked.has(run.id),
+    "aria-label": `Compare ${run.name}`,
+    onchange: toggle,
+  });
 }
 
 function accuracyCell(result) {
   const text = accuracyText(result);
   if (!text) return "";
-  return element("div", { class: "nowrap" }, element("div", { text }), element("div", { class: "muted small", text: intervalText(result) }));
+  return element(
+    "div",
+    { class: "nowrap" },
+    element("div", { text }),
+    element("div", { class: "muted small", text: intervalText(result) }),
+  );
 }
 
 // Sparklines: loaded when their row comes into view, and again when the run has made another step.
@@ -132,13 +181,24 @@ function rewardCell(view, run) {
   const value = run.reward === null || run.reward === undefined ? "" : formatNumber(run.reward, 3);
   const known = view.curves.get(run.id);
   const attributes = { class: "spark-cell", "data-run": run.id, "data-steps": run.steps };
-  return element("div", attributes, known ? sparkline(known.values, { label: `reward of ${run.name}` }) : null, element("span", { text: value }));
+  return element(
+    "div",
+    attributes,
+    known ? sparkline(known.values, { label: `reward of ${run.name}` }) : null,
+    element("span", { text: value }),
+  );
 }
 
 const observers = new WeakMap();
 
 function observe(view, cell) {
-  if (!observers.has(view)) observers.set(view, new IntersectionObserver((entries) => entries.forEach((entry) => entry.isIntersecting && loadCurve(view, entry.target))));
+  if (!observers.has(view))
+    observers.set(
+      view,
+      new IntersectionObserver((entries) =>
+        entries.forEach((entry) => entry.isIntersecting && loadCurve(view, entry.target)),
+      ),
+    );
   observers.get(view).observe(cell);
 }
 

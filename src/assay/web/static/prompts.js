@@ -12,7 +12,12 @@ const FIRST_ORDER = { id: "asc", pass_rate: "asc", change: "desc", seen: "desc" 
 
 export async function prompts({ parts: [, run], parameters, signal }) {
   const detail = await loadRun(run, signal);
-  const view = { run, detail, parameters: { ...parameters }, list: element("div", { class: "stack", "aria-live": "off" }) };
+  const view = {
+    run,
+    detail,
+    parameters: { ...parameters },
+    list: element("div", { class: "stack", "aria-live": "off" }),
+  };
   await loadPrompts(view, signal);
   return {
     title: `Prompts of ${detail.name}`,
@@ -24,11 +29,25 @@ export async function prompts({ parts: [, run], parameters, signal }) {
 }
 
 function promptFilters(view) {
-  const search = searchField("Search prompts", view.parameters.search, (text) => change(view, { search: text, offset: "" }));
-  const source = segmented("Answers of", { train: "Training", eval: "Evaluations" }, view.parameters.source ?? "train", (choice) =>
-    change(view, { source: choice === "train" ? "" : choice, offset: "" }, true),
+  const search = searchField("Search prompts", view.parameters.search, (text) =>
+    change(view, { search: text, offset: "" }),
   );
-  const legend = element("span", { class: "controls tight muted" }, "none correct", heatStrip([0, 0.25, 0.5, 0.75, 1].map((share) => ({ share })), { width: 70 }), "all correct");
+  const source = segmented(
+    "Answers of",
+    { train: "Training", eval: "Evaluations" },
+    view.parameters.source ?? "train",
+    (choice) => change(view, { source: choice === "train" ? "" : choice, offset: "" }, true),
+  );
+  const legend = element(
+    "span",
+    { class: "controls tight muted" },
+    "none correct",
+    heatStrip(
+      [0, 0.25, 0.5, 0.75, 1].map((share) => ({ share })),
+      { width: 70 },
+    ),
+    "all correct",
+  );
   return element("div", { class: "panel filters" }, search, source, legend);
 }
 
@@ -55,13 +74,15 @@ async function loadPrompts(view, signal) {
   const onOffset = (target) => change(view, { offset: target || "" }, true).then(() => scrollTo(0, 0));
   const page = pager({ total: answer.total, offset, limit: LIMIT, noun: "prompt", onOffset });
   const sort = { key: request.sort, order: request.order, onSort: (key) => sortBy(view, key) };
-  const href = (row) => link(["run", run, "rollouts"], { prompt: row.prompt_id, source: parameters.source === "eval" ? "eval" : "" });
+  const href = (row) =>
+    link(["run", run, "rollouts"], { prompt: row.prompt_id, source: parameters.source === "eval" ? "eval" : "" });
   view.list.replaceChildren(table(columns(), answer.rows, { href, sort, caption: "Prompts" }), page);
 }
 
 function nothing({ parameters, detail }) {
   if (parameters.search) return empty("No prompt matches the search");
-  const text = detail.state === "running" ? "They appear when the first step is complete." : "This run has no saved rollouts.";
+  const text =
+    detail.state === "running" ? "They appear when the first step is complete." : "This run has no saved rollouts.";
   return empty("No prompts", text);
 }
 
@@ -75,9 +96,19 @@ function sortBy(view, key) {
 function columns() {
   return [
     { title: "Prompt", key: "id", class: "preview", cell: (row, href) => rowLink(row.preview || row.prompt_id, href) },
-    { title: "Id", label: "Id", cell: (row) => element("span", { class: "muted nowrap", text: visibleText(row.prompt_id) }) },
+    {
+      title: "Id",
+      label: "Id",
+      cell: (row) => element("span", { class: "muted nowrap", text: visibleText(row.prompt_id) }),
+    },
     { title: "Seen", key: "seen", label: "Seen", class: "number", cell: (row) => formatNumber(row.seen) },
-    { title: "Pass rate", key: "pass_rate", label: "Pass rate", class: "number", cell: (row) => formatShare(row.pass_rate, 0) },
+    {
+      title: "Pass rate",
+      key: "pass_rate",
+      label: "Pass rate",
+      class: "number",
+      cell: (row) => formatShare(row.pass_rate, 0),
+    },
     { title: "Change", key: "change", label: "Change", class: "number", cell: changeCell },
     { title: "Over time", class: "wide", cell: strip },
   ];
@@ -91,6 +122,9 @@ function changeCell({ first_rate: first, last_rate: last, rates }) {
 }
 
 function strip({ rates }) {
-  const cells = rates.map(([step, correct, count]) => ({ share: count ? correct / count : null, label: `step ${step}: ${correct} of ${count} correct` }));
+  const cells = rates.map(([step, correct, count]) => ({
+    share: count ? correct / count : null,
+    label: `step ${step}: ${correct} of ${count} correct`,
+  }));
   return heatStrip(cells, { label: cells.map((cell) => cell.label).join(", ") });
 }

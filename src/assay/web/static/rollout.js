@@ -9,13 +9,32 @@ import { tokenView } from "./tokens.js";
 import { changePill, empty, panel, statusPill, textBlock } from "./widgets.js";
 
 export async function rollout({ parts: [, run, , source, step, index], parameters, signal }) {
-  const [detail, answer] = await Promise.all([loadRun(run, signal), get(runPath(run, "rollouts", source, step, index), {}, signal)]);
-  const at = (other) => (other === null || other === undefined ? null : link(["run", run, "rollout", source, step, other], parameters));
+  const [detail, answer] = await Promise.all([
+    loadRun(run, signal),
+    get(runPath(run, "rollouts", source, step, index), {}, signal),
+  ]);
+  const at = (other) =>
+    other === null || other === undefined ? null : link(["run", run, "rollout", source, step, other], parameters);
   const context = { run, source, step, parameters };
-  const split = element("div", { class: "split" }, element("div", { class: "stack" }, promptPanel(answer), textPanel(answer, parameters)), sidePanel(answer, context));
+  const split = element(
+    "div",
+    { class: "split" },
+    element("div", { class: "stack" }, promptPanel(answer), textPanel(answer, parameters)),
+    sidePanel(answer, context),
+  );
   return {
     title: `Rollout ${step}/${index} of ${detail.name}`,
-    crumbs: runCrumbs(detail, { text: "Rollouts", href: link(["run", run, "rollouts"], { source: source === "train" ? "" : source, step: source === "train" ? step : "" }) }, { text: `step ${Number(step)}, ${index}` }),
+    crumbs: runCrumbs(
+      detail,
+      {
+        text: "Rollouts",
+        href: link(["run", run, "rollouts"], {
+          source: source === "train" ? "" : source,
+          step: source === "train" ? step : "",
+        }),
+      },
+      { text: `step ${Number(step)}, ${index}` },
+    ),
     parts: [runHead(detail, "rollouts"), rolloutHead(answer, context, index, at), split],
     previous: at(answer.previous),
     next: at(answer.next),
@@ -24,7 +43,10 @@ export async function rollout({ parts: [, run, , source, step, index], parameter
 
 function rolloutHead(answer, { run, source, step }, index, at) {
   const place = source === "train" ? `Step ${Number(step)}, rollout ${index}` : `${source}, answer ${index}`;
-  const group = source === "train" ? element("a", { href: link(["run", run, "group", step, answer.group]), text: "Compare the group" }) : null;
+  const group =
+    source === "train"
+      ? element("a", { href: link(["run", run, "group", step, answer.group]), text: "Compare the group" })
+      : null;
   return element(
     "div",
     { class: "head" },
@@ -32,11 +54,16 @@ function rolloutHead(answer, { run, source, step }, index, at) {
     statusPill(answer.status ?? answer.verdict?.status),
     changePill(answer.changed),
     group,
-    element("div", { class: "push controls tight" }, step_link("\u2190 Previous", at(answer.previous), "k"), step_link("Next \u2192", at(answer.next), "j")),
+    element(
+      "div",
+      { class: "push controls tight" },
+      stepLink("\u2190 Previous", at(answer.previous), "k"),
+      stepLink("Next \u2192", at(answer.next), "j"),
+    ),
   );
 }
 
-function step_link(text, href, key) {
+function stepLink(text, href, key) {
   return element("a", { class: "button", href, "aria-disabled": href ? null : "true", title: `key ${key}`, text });
 }
 
@@ -45,7 +72,12 @@ function promptPanel({ messages }) {
 }
 
 export function message({ role, content, tool_calls: calls, name }) {
-  const text = typeof content === "string" ? content : content === null || content === undefined ? "" : JSON.stringify(content, null, 1);
+  const text =
+    typeof content === "string"
+      ? content
+      : content === null || content === undefined
+        ? ""
+        : JSON.stringify(content, null, 1);
   return element(
     "div",
     { class: `message ${role === "assistant" ? "action" : "context"}` },
@@ -65,7 +97,14 @@ function textPanel(answer, parameters) {
     onColoring: (key) => setParameters({ ...parameters, color: key }),
   });
   const section = panel(turns?.length > 2 ? "Episode, token by token" : "Answer, token by token", view, note);
-  return turns?.length > 2 ? element("div", { class: "stack" }, section, panel("Episode as text", element("div", { class: "body" }, episode(answer)))) : section;
+  return turns?.length > 2
+    ? element(
+        "div",
+        { class: "stack" },
+        section,
+        panel("Episode as text", element("div", { class: "body" }, episode(answer))),
+      )
+    : section;
 }
 
 // The turns as text: what the environment said, and what the policy sampled.
@@ -76,7 +115,11 @@ function episode({ turns, text }) {
     const sampled = turn.role === "action";
     actions += sampled;
     const title = sampled ? `Turn ${actions}, sampled` : actions ? "Observation" : "Prompt";
-    const facts = [turn.tokens === undefined ? "" : plural(turn.tokens, "token"), turn.reward ? `reward ${formatNumber(turn.reward)}` : "", turn.masked ? "not trained" : ""];
+    const facts = [
+      turn.tokens === undefined ? "" : plural(turn.tokens, "token"),
+      turn.reward ? `reward ${formatNumber(turn.reward)}` : "",
+      turn.masked ? "not trained" : "",
+    ];
     return element(
       "div",
       { class: `message ${sampled ? "action" : "context"}` },
@@ -94,16 +137,37 @@ function sidePanel(answer, { run, source }) {
     ["length", plural(answer.length, "token")],
     ["finish", answer.finish],
     ["truncated", answer.truncated ? "yes" : "no"],
-    ["expected answer", answer.answer === null || answer.answer === undefined ? null : visibleText(String(answer.answer))],
-    ["parsed answer", verdict?.parsed === null || verdict?.parsed === undefined ? null : visibleText(String(verdict.parsed))],
+    [
+      "expected answer",
+      answer.answer === null || answer.answer === undefined ? null : visibleText(String(answer.answer)),
+    ],
+    [
+      "parsed answer",
+      verdict?.parsed === null || verdict?.parsed === undefined ? null : visibleText(String(verdict.parsed)),
+    ],
     ...Object.entries(verdict?.parts ?? {}).map(([name, value]) => [`part: ${visibleText(name)}`, formatNumber(value)]),
     ["group, sample", `${answer.group}, ${answer.sample}`],
     ["policy version", answer.version === null || answer.version === undefined ? null : String(answer.version)],
     ["in the loss", answer.masked === undefined ? null : answer.masked ? "no" : "yes"],
-    ["prompt", element("a", { href: link(["run", run, "rollouts"], { prompt: answer.prompt_id, source: source === "train" ? "" : source }), text: visibleText(answer.prompt_id) })],
+    [
+      "prompt",
+      element("a", {
+        href: link(["run", run, "rollouts"], { prompt: answer.prompt_id, source: source === "train" ? "" : source }),
+        text: visibleText(answer.prompt_id),
+      }),
+    ],
   ];
-  const list = rows.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => [element("dt", { text: name }), element("dd", {}, value)]);
-  const body = element("div", { class: "body" }, element("dl", {}, list), verdict?.detail ? folded("Detail of the judge", verdict.detail, true) : null, answer.solution ? folded("Solution", answer.solution) : null, fieldsOf(answer));
+  const list = rows
+    .filter(([, value]) => value !== null && value !== undefined)
+    .map(([name, value]) => [element("dt", { text: name }), element("dd", {}, value)]);
+  const body = element(
+    "div",
+    { class: "body" },
+    element("dl", {}, list),
+    verdict?.detail ? folded("Detail of the judge", verdict.detail, true) : null,
+    answer.solution ? folded("Solution", answer.solution) : null,
+    fieldsOf(answer),
+  );
   const section = panel("Verdict", body);
   section.classList.add("side");
   return section;
@@ -118,7 +182,10 @@ function folded(title, text, open = false) {
 }
 
 export async function group({ parts: [, run, , step, number], signal }) {
-  const [detail, answer] = await Promise.all([loadRun(run, signal), get(runPath(run, "groups", step, number), {}, signal)]);
+  const [detail, answer] = await Promise.all([
+    loadRun(run, signal),
+    get(runPath(run, "groups", step, number), {}, signal),
+  ]);
   const at = (other) => (other === null || other === undefined ? null : link(["run", run, "group", step, other]));
   const { prompt, rollouts } = answer;
   const correct = rollouts.filter((one) => statusOf(one) === "ok").length;
@@ -128,14 +195,44 @@ export async function group({ parts: [, run, , step, number], signal }) {
     element("h2", { text: `Step ${Number(step)}, group ${number}` }),
     element("span", { class: "muted", text: `${correct} of ${plural(rollouts.length, "answer")} correct` }),
     element("a", { href: link(["run", run, "rollouts"], { prompt: prompt.id }), text: visibleText(prompt.id ?? "") }),
-    element("div", { class: "push controls tight" }, step_link("\u2190 Previous", at(answer.previous), "k"), step_link("Next \u2192", at(answer.next), "j")),
+    element(
+      "div",
+      { class: "push controls tight" },
+      stepLink("\u2190 Previous", at(answer.previous), "k"),
+      stepLink("Next \u2192", at(answer.next), "j"),
+    ),
   );
-  const cards = element("div", { class: "cards" }, rollouts.map((one) => card(one, link(["run", run, "rollout", "train", step, one.index]))));
-  const question = element("div", { class: "body" }, (prompt.messages ?? []).map(message), prompt.answer ? element("p", { class: "expected" }, element("span", { class: "muted", text: "expected answer " }), element("code", { text: visibleText(String(prompt.answer)) })) : null);
+  const cards = element(
+    "div",
+    { class: "cards" },
+    rollouts.map((one) => card(one, link(["run", run, "rollout", "train", step, one.index]))),
+  );
+  const question = element(
+    "div",
+    { class: "body" },
+    (prompt.messages ?? []).map(message),
+    prompt.answer
+      ? element(
+          "p",
+          { class: "expected" },
+          element("span", { class: "muted", text: "expected answer " }),
+          element("code", { text: visibleText(String(prompt.answer)) }),
+        )
+      : null,
+  );
   return {
     title: `Group ${step}/${number} of ${detail.name}`,
-    crumbs: runCrumbs(detail, { text: "Rollouts", href: link(["run", run, "rollouts"], { step }) }, { text: `step ${Number(step)}, group ${number}` }),
-    parts: [runHead(detail, "rollouts"), head, panel("Prompt", question), rollouts.length ? cards : empty("This group has no answers")],
+    crumbs: runCrumbs(
+      detail,
+      { text: "Rollouts", href: link(["run", run, "rollouts"], { step }) },
+      { text: `step ${Number(step)}, group ${number}` },
+    ),
+    parts: [
+      runHead(detail, "rollouts"),
+      head,
+      panel("Prompt", question),
+      rollouts.length ? cards : empty("This group has no answers"),
+    ],
     previous: at(answer.previous),
     next: at(answer.next),
   };
@@ -146,12 +243,30 @@ function statusOf(one) {
 }
 
 function card(one, href) {
-  const tone = statusOf(one) === "ok" ? "good" : "bad";
+  const status = statusOf(one);
+  const facts = [
+    `reward ${formatNumber(one.reward, 3)}`,
+    plural(one.length, "token"),
+    one.verdict?.parsed ? `parsed ${visibleText(one.verdict.parsed)}` : "",
+    one.truncated ? "truncated" : "",
+    visibleText(one.verdict?.detail ?? ""),
+  ];
   return element(
     "article",
-    { class: `card ${tone}` },
-    element("header", {}, statusPill(statusOf(one)), element("span", {}, "reward ", formatNumber(one.reward, 3)), element("span", { class: "muted" }, "advantage ", signed(one.advantage)), element("a", { class: "push row-link", href, text: `Sample ${one.sample}` })),
+    { class: `card ${status === "ok" ? "good" : "bad"}` },
+    element(
+      "header",
+      {},
+      element("a", { class: "row-link", href, text: `Sample ${one.sample}` }),
+      statusPill(status),
+      changePill(one.changed),
+      element("span", { class: "push muted" }, "advantage ", signed(one.advantage)),
+    ),
     textBlock(one.text),
-    element("footer", {}, plural(one.length, "token"), one.verdict?.parsed ? element("span", { text: `parsed ${visibleText(one.verdict.parsed)}` }) : null, one.truncated ? element("span", { text: "truncated" }) : null, one.verdict?.detail ? element("span", { text: visibleText(one.verdict.detail) }) : null),
+    element(
+      "footer",
+      {},
+      facts.filter(Boolean).map((text) => element("span", { text })),
+    ),
   );
 }

@@ -22,7 +22,13 @@ const CHANGES = [
 
 export async function rollouts({ parts: [, run], parameters, signal }) {
   const detail = await loadRun(run, signal);
-  const view = { run, detail, parameters: { ...parameters }, list: element("div", { class: "stack" }), chips: element("div", { class: "chips", role: "group", "aria-label": "Status" }) };
+  const view = {
+    run,
+    detail,
+    parameters: { ...parameters },
+    list: element("div", { class: "stack" }),
+    chips: element("div", { class: "chips", role: "group", "aria-label": "Status" }),
+  };
   await loadRollouts(view, signal);
   const box = element("div", {});
   const draw = () => box.replaceChildren(filters(view, draw));
@@ -49,18 +55,42 @@ function filters(view, draw) {
   const { parameters } = view;
   const set = (name) => (value) => change(view, { [name]: value }, true);
   const search = searchField("Search the text of answers", parameters.search, (text) => change(view, { search: text }));
-  const clear = element("button", { type: "button", class: "plain", text: "Clear filters", onclick: () => change(view, emptied(parameters), true).then(draw) });
+  const clear = element("button", {
+    type: "button",
+    class: "plain",
+    text: "Clear filters",
+    onclick: () => change(view, emptied(parameters), true).then(draw),
+  });
   return element(
     "form",
     { class: "panel filters", role: "search", onsubmit: (event) => event.preventDefault() },
     search,
     select("Answers of", sources(view), parameters.source, set("source"), { name: "source" }),
     isTraining(parameters) ? numberField("Step", "step", view) : null,
-    select("Verdict", CHANGES, parameters.changed, set("changed"), { name: "changed", title: "compared with the previous time the prompt was answered" }),
+    select("Verdict", CHANGES, parameters.changed, set("changed"), {
+      name: "changed",
+      title: "compared with the previous time the prompt was answered",
+    }),
     rangeField("Reward", "reward", view, "any"),
     rangeField("Length", "length", view, "1"),
-    element("label", { class: "field" }, element("input", { type: "checkbox", name: "truncated", checked: parameters.truncated === "1", onchange: (event) => set("truncated")(event.target.checked ? "1" : "") }), element("span", { text: "truncated" })),
-    select("Sort by", SORTS, parameters.sort, (value) => change(view, { sort: value, order: value ? "desc" : "" }, true), { name: "sort" }),
+    element(
+      "label",
+      { class: "field" },
+      element("input", {
+        type: "checkbox",
+        name: "truncated",
+        checked: parameters.truncated === "1",
+        onchange: (event) => set("truncated")(event.target.checked ? "1" : ""),
+      }),
+      element("span", { text: "truncated" }),
+    ),
+    select(
+      "Sort by",
+      SORTS,
+      parameters.sort,
+      (value) => change(view, { sort: value, order: value ? "desc" : "" }, true),
+      { name: "sort" },
+    ),
     view.chips,
     parameters.prompt ? promptChip(view, draw) : null,
     clear,
@@ -76,30 +106,61 @@ function emptied(parameters) {
 }
 
 function sources({ detail }) {
-  const evals = detail.evals.map(({ name, label, split, step }) => [name, `${label} (${[split, `step ${step}`].filter(Boolean).join(", ")})`]);
+  const evals = detail.evals.map(({ name, label, split, step }) => [
+    name,
+    `${label} (${[split, `step ${step}`].filter(Boolean).join(", ")})`,
+  ]);
   return [["", "training"], ...evals];
 }
 
 function numberField(title, name, view) {
   const steps = view.detail.train_steps;
-  const attributes = { type: "number", name, min: steps[0] ?? 0, max: steps.at(-1) ?? 0, placeholder: "all", value: view.parameters[name] ?? "" };
-  const input = element("input", { ...attributes, onchange: (event) => change(view, { [name]: event.target.value }, true) });
+  const attributes = {
+    type: "number",
+    name,
+    min: steps[0] ?? 0,
+    max: steps.at(-1) ?? 0,
+    placeholder: "all",
+    value: view.parameters[name] ?? "",
+  };
+  const input = element("input", {
+    ...attributes,
+    onchange: (event) => change(view, { [name]: event.target.value }, true),
+  });
   return element("label", { class: "field" }, element("span", { text: title }), input);
 }
 
 function rangeField(title, name, view, step) {
   const input = (end) =>
     element("input", {
-      ...{ type: "number", name: `${end}_${name}`, step, placeholder: end, "aria-label": `${title}, ${end === "min" ? "minimum" : "maximum"}` },
+      ...{
+        type: "number",
+        name: `${end}_${name}`,
+        step,
+        placeholder: end,
+        "aria-label": `${title}, ${end === "min" ? "minimum" : "maximum"}`,
+      },
       value: view.parameters[`${end}_${name}`] ?? "",
       onchange: (event) => change(view, { [`${end}_${name}`]: event.target.value }, true),
     });
-  return element("div", { class: "field" }, element("span", { text: title }), element("span", { class: "range" }, input("min"), "\u2013", input("max")));
+  return element(
+    "div",
+    { class: "field" },
+    element("span", { text: title }),
+    element("span", { class: "range" }, input("min"), "\u2013", input("max")),
+  );
 }
 
 function promptChip(view, draw) {
   const text = `prompt ${visibleText(view.parameters.prompt)} \u00d7`;
-  return element("button", { type: "button", class: "chip", "aria-pressed": "true", text, title: "Show all prompts", onclick: () => change(view, { prompt: "" }, true).then(draw) });
+  return element("button", {
+    type: "button",
+    class: "chip",
+    "aria-pressed": "true",
+    text,
+    title: "Show all prompts",
+    onclick: () => change(view, { prompt: "" }, true).then(draw),
+  });
 }
 
 function drawChips(view, statuses) {
@@ -109,7 +170,13 @@ function drawChips(view, statuses) {
     ...names.map((status) =>
       element(
         "button",
-        { type: "button", class: "chip", "data-status": status, "aria-pressed": String(chosen.has(status)), onclick: () => toggleStatus(view, chosen, status) },
+        {
+          type: "button",
+          class: "chip",
+          "data-status": status,
+          "aria-pressed": String(chosen.has(status)),
+          onclick: () => toggleStatus(view, chosen, status),
+        },
         visibleText(status.replaceAll("_", " ")),
         element("span", { class: "muted", text: formatNumber(statuses[status] ?? 0) }),
       ),
@@ -146,7 +213,11 @@ async function loadRollouts(view, signal) {
 function indexNote(view) {
   if (!indexing(view)) return null;
   const { done, total } = view.detail.indexed;
-  return element("p", { class: "muted", role: "status", text: `Reading the rollout files: ${done} of ${total} are searchable.` });
+  return element("p", {
+    class: "muted",
+    role: "status",
+    text: `Reading the rollout files: ${done} of ${total} are searchable.`,
+  });
 }
 
 function rows(view, answer, offset) {
@@ -161,13 +232,21 @@ function nothing({ parameters, detail }) {
   if (Object.entries(parameters).some(([name, value]) => value && !["offset", "sort", "order"].includes(name))) {
     return empty("No rollout matches", "Change the search or clear the filters.");
   }
-  const text = detail.state === "running" ? "They appear when the first step is complete." : "This run has no saved rollouts, or they were pruned (log.keep_rollouts).";
+  const text =
+    detail.state === "running"
+      ? "They appear when the first step is complete."
+      : "This run has no saved rollouts, or they were pruned (log.keep_rollouts).";
   return empty("No rollouts", text);
 }
 
 function columns(view) {
   const training = isTraining(view.parameters);
-  const group = (row) => element("a", { href: link(["run", view.run, "group", row.step, row.group]), title: "All answers to this prompt in this step", text: formatNumber(row.group) });
+  const group = (row) =>
+    element("a", {
+      href: link(["run", view.run, "group", row.step, row.group]),
+      title: "All answers to this prompt in this step",
+      text: formatNumber(row.group),
+    });
   return [
     { title: "Step", label: "Step", class: "number", cell: (row) => formatNumber(row.step) },
     training ? { title: "Group", label: "Group", class: "number", cell: group } : null,

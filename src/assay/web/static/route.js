@@ -4,7 +4,10 @@ import { queryOf } from "./api.js";
 
 export function parseRoute(fragment) {
   const [path, query = ""] = fragment.replace(/^#\/?/, "").split(/\?(.*)/s);
-  return { parts: path.split("/").filter(Boolean).map(decoded), parameters: Object.fromEntries(new URLSearchParams(query)) };
+  return {
+    parts: path.split("/").filter(Boolean).map(decoded),
+    parameters: Object.fromEntries(new URLSearchParams(query)),
+  };
 }
 
 function decoded(part) {

@@ -5,7 +5,19 @@ import { intervalPlot } from "./charts.js";
 import { Curves, curveControls } from "./curves.js";
 import { element, formatDuration, formatNumber, formatShare, plural, visibleText } from "./dom.js";
 import { link, setParameters } from "./route.js";
-import { empty, factList, findingList, modelName, pValueText, panel, problemList, searchField, statePill, stepsText, timeText } from "./widgets.js";
+import {
+  empty,
+  factList,
+  findingList,
+  modelName,
+  pValueText,
+  panel,
+  problemList,
+  searchField,
+  statePill,
+  stepsText,
+  timeText,
+} from "./widgets.js";
 
 export const TABS = [
   ["", "Summary"],
@@ -21,10 +33,23 @@ export function loadRun(run, signal) {
 
 export function runHead(detail, active) {
   const links = TABS.map(([part, title]) =>
-    element("a", { href: link(["run", detail.id, part].filter(Boolean)), "aria-current": part === active ? "page" : null, text: title }),
+    element("a", {
+      href: link(["run", detail.id, part].filter(Boolean)),
+      "aria-current": part === active ? "page" : null,
+      text: title,
+    }),
   );
-  const facts = [detail.task, modelName(detail.model), detail.algorithm].filter(Boolean).map(visibleText).join(" \u00b7 ");
-  const head = element("div", { class: "head" }, element("h1", { text: detail.name }), statePill(detail.state), element("span", { class: "muted", text: facts }));
+  const facts = [detail.task, modelName(detail.model), detail.algorithm]
+    .filter(Boolean)
+    .map(visibleText)
+    .join(" \u00b7 ");
+  const head = element(
+    "div",
+    { class: "head" },
+    element("h1", { text: detail.name }),
+    statePill(detail.state),
+    element("span", { class: "muted", text: facts }),
+  );
   return element("div", {}, head, element("nav", { class: "tabs", "aria-label": "Views of the run" }, links));
 }
 
@@ -38,7 +63,14 @@ export async function runSummary({ parts: [, run], parameters, signal }) {
   if (parameters.smoothing !== undefined) curves.options.smoothing = Number(parameters.smoothing) || 0;
   curves.options.byTime = parameters.x === "time";
   await curves.load(signal);
-  const view = { run, detail, curves, parameters: { ...parameters }, top: element("div", { class: "stack" }), body: element("div", { class: "stack" }) };
+  const view = {
+    run,
+    detail,
+    curves,
+    parameters: { ...parameters },
+    top: element("div", { class: "stack" }),
+    body: element("div", { class: "stack" }),
+  };
   drawTop(view);
   drawCurves(view);
   return {
@@ -62,31 +94,57 @@ async function refreshSummary(view) {
 
 function drawTop(view) {
   const { detail } = view;
-  const parts = [runHead(detail, ""), failure(detail), problemList(detail.problems), findings(detail), facts(detail), results(detail)];
+  const parts = [
+    runHead(detail, ""),
+    failure(detail),
+    problemList(detail.problems),
+    findings(detail),
+    facts(detail),
+    results(detail),
+  ];
   view.top.replaceChildren(...parts.filter(Boolean));
 }
 
 function failure({ error }) {
   if (!error) return null;
   const text = element("p", { class: "evidence", text: visibleText(error) });
-  return element("div", { class: "finding error", role: "alert" }, element("span", { class: "severity", text: "Failed" }), text);
+  return element(
+    "div",
+    { class: "finding error", role: "alert" },
+    element("span", { class: "severity", text: "Failed" }),
+    text,
+  );
 }
 
 function findings({ findings, state, steps }) {
   if (findings.length) return findingList(findings);
   if (!steps || state === "failed") return null;
-  return element("p", { class: "healthy", text: state === "running" ? "The doctor has found no problems so far." : "The doctor found no problems." });
+  return element("p", {
+    class: "healthy",
+    text: state === "running" ? "The doctor has found no problems so far." : "The doctor found no problems.",
+  });
 }
 
 function facts(detail) {
   const { summary, steps, steps_planned: planned } = detail;
   const done = planned ? Math.min(1, steps / planned) : null;
-  const bar = done !== null && detail.state === "running" ? element("div", { class: "bar" }, element("i", { style: { width: `${100 * done}%` } })) : null;
+  const bar =
+    done !== null && detail.state === "running"
+      ? element("div", { class: "bar" }, element("i", { style: { width: `${100 * done}%` } }))
+      : null;
   return factList([
     ["Steps", stepsText(detail), bar],
     ["Reward, last step", formatNumber(detail.reward, 4)],
-    ["Time", formatDuration(detail.wall_s), summary?.train_s ? `${formatDuration(summary.train_s)} in training steps` : ""],
-    ["Answers sampled", summary?.answers ? formatNumber(summary.answers) : null, summary?.tokens ? plural(summary.tokens, "token") : ""],
+    [
+      "Time",
+      formatDuration(detail.wall_s),
+      summary?.train_s ? `${formatDuration(summary.train_s)} in training steps` : "",
+    ],
+    [
+      "Answers sampled",
+      summary?.answers ? formatNumber(summary.answers) : null,
+      summary?.tokens ? plural(summary.tokens, "token") : "",
+    ],
     ["Task", visibleText(detail.task ?? "")],
     ["Model", element("span", { title: detail.model, text: visibleText(modelName(detail.model)) })],
     ["Algorithm", visibleText(detail.algorithm ?? "")],
@@ -97,11 +155,23 @@ function facts(detail) {
 
 function results({ id, before, after, paired, summary }) {
   if (!before || before.accuracy === undefined) return null;
-  const rows = [resultRow("Before", before, "var(--muted)"), after ? resultRow("After", after, "var(--accent)") : null].filter(Boolean);
+  const rows = [
+    resultRow("Before", before, "var(--muted)"),
+    after ? resultRow("After", after, "var(--accent)") : null,
+  ].filter(Boolean);
   const plot = intervalPlot(rows, { width: Math.min(520, document.documentElement.clientWidth - 62) });
   const split = summary?.split ? `on ${plural(before.n ?? 0, "question")} of the ${summary.split} split` : "";
-  const more = paired ? element("a", { class: "push", href: link(["run", id, "changes"]), text: "Questions gained and lost \u2192" }) : null;
-  const body = element("div", { class: "body controls" }, plot, paired ? changeText(before, after, paired) : element("p", { class: "muted", text: "The evaluation after training has not been made yet." }));
+  const more = paired
+    ? element("a", { class: "push", href: link(["run", id, "changes"]), text: "Questions gained and lost \u2192" })
+    : null;
+  const body = element(
+    "div",
+    { class: "body controls" },
+    plot,
+    paired
+      ? changeText(before, after, paired)
+      : element("p", { class: "muted", text: "The evaluation after training has not been made yet." }),
+  );
   return panel("Accuracy before and after", body, element("span", { class: "muted", text: split }), more);
 }
 
@@ -111,7 +181,10 @@ function changeText(before, after, paired) {
   return element(
     "p",
     { class: "result-text" },
-    element("b", { class: gain >= 0 ? "good" : "bad", text: `${sign}${formatShare(gain).replace("\u00a0%", "")} points` }),
+    element("b", {
+      class: gain >= 0 ? "good" : "bad",
+      text: `${sign}${formatShare(gain).replace("\u00a0%", "")} points`,
+    }),
     ` \u00b7 ${plural(paired.gained, "question")} gained, ${formatNumber(paired.lost)} lost`,
     element("br"),
     element("span", { class: "muted", text: `paired test: p ${pText(paired.p_value)}` }),
@@ -133,25 +206,49 @@ function drawCurves(view) {
   view.panels = panels.length;
   curves.charts.clear();
   if (!panels.length) {
-    const text = view.detail.state === "running" ? "They appear here as soon as the first step is logged." : "This run has logged no metrics.";
+    const text =
+      view.detail.state === "running"
+        ? "They appear here as soon as the first step is logged."
+        : "This run has logged no metrics.";
     view.body.replaceChildren(empty("No curves yet", text));
     return;
   }
   const remember = (changes) => setParameters(Object.assign(view.parameters, changes));
-  const head = element("div", { class: "head" }, element("h2", { text: "Curves" }), element("div", { class: "push" }, curveControls(curves, remember)));
-  const grid = element("div", { class: "charts" }, panels.map((one) => curves.addChart(one)));
+  const head = element(
+    "div",
+    { class: "head" },
+    element("h2", { text: "Curves" }),
+    element("div", { class: "push" }, curveControls(curves, remember)),
+  );
+  const grid = element(
+    "div",
+    { class: "charts" },
+    panels.map((one) => curves.addChart(one)),
+  );
   view.body.replaceChildren(head, grid, allMetrics(view, new Set(panels.map((one) => one.metric))));
 }
 
 // All other metrics, by the first part of their name, loaded when a group is opened.
 function allMetrics(view, shown) {
-  const groups = Map.groupBy(view.detail.metrics.filter((name) => !shown.has(name)), (name) => name.split("/")[0]);
-  const list = element("div", { class: "body" }, [...groups].map(([prefix, names]) => metricGroup(view, prefix, names)));
+  const groups = Map.groupBy(
+    view.detail.metrics.filter((name) => !shown.has(name)),
+    (name) => name.split("/")[0],
+  );
+  const list = element(
+    "div",
+    { class: "body" },
+    [...groups].map(([prefix, names]) => metricGroup(view, prefix, names)),
+  );
   const search = searchField("Search metrics", "", (text) => {
     for (const group of list.children) group.hidden = !group.dataset.names.includes(text.toLowerCase());
   });
   search.removeAttribute("data-search"); // the key / goes to the search of the page
-  return panel("All metrics", list, element("span", { class: "muted", text: plural(view.detail.metrics.length, "metric") }), element("div", { class: "push" }, search));
+  return panel(
+    "All metrics",
+    list,
+    element("span", { class: "muted", text: plural(view.detail.metrics.length, "metric") }),
+    element("div", { class: "push" }, search),
+  );
 }
 
 function metricGroup(view, prefix, names) {
@@ -160,6 +257,16 @@ function metricGroup(view, prefix, names) {
     if (!event.target.open || grid.childElementCount) return;
     grid.append(...(await view.curves.addMetrics(names)));
   };
-  const summary = element("summary", {}, prefix, element("span", { class: "muted", text: names.map((name) => name.slice(prefix.length + 1)).join(", ") }));
-  return element("details", { class: "metric-group", "data-names": names.join(" ").toLowerCase(), ontoggle: open }, summary, grid);
+  const summary = element(
+    "summary",
+    {},
+    prefix,
+    element("span", { class: "muted", text: names.map((name) => name.slice(prefix.length + 1)).join(", ") }),
+  );
+  return element(
+    "details",
+    { class: "metric-group", "data-names": names.join(" ").toLowerCase(), ontoggle: open },
+    summary,
+    grid,
+  );
 }

@@ -11,7 +11,9 @@ export async function settings({ parts: [, run], signal }) {
   const parts = [
     command ? commandPanel(command, environment.folder) : null,
     configPanel(detail.config),
-    Object.keys(environment).length ? panel("Environment", keyTable(flatten(without(environment, "command", "folder")))) : null,
+    Object.keys(environment).length
+      ? panel("Environment", keyTable(flatten(without(environment, "command", "folder"))))
+      : null,
   ];
   return {
     title: `Config of ${detail.name}`,
@@ -31,10 +33,27 @@ function quoted(part) {
 function commandPanel(command, folder) {
   const copied = element("span", { class: "muted", role: "status" });
   const copy = async () => {
-    await navigator.clipboard.writeText(command).then(() => (copied.textContent = "copied"), () => (copied.textContent = "copying is not allowed here"));
+    await navigator.clipboard.writeText(command).then(
+      () => (copied.textContent = "copied"),
+      () => (copied.textContent = "copying is not allowed here"),
+    );
   };
-  const body = element("div", { class: "body" }, element("pre", { class: "text command", text: visibleText(command) }), folder ? element("p", { class: "muted", text: `in ${visibleText(folder)}` }) : null);
-  return panel("Command", body, element("div", { class: "push controls tight" }, copied, element("button", { type: "button", text: "Copy", onclick: copy })));
+  const body = element(
+    "div",
+    { class: "body" },
+    element("pre", { class: "text command", text: visibleText(command) }),
+    folder ? element("p", { class: "muted", text: `in ${visibleText(folder)}` }) : null,
+  );
+  return panel(
+    "Command",
+    body,
+    element(
+      "div",
+      { class: "push controls tight" },
+      copied,
+      element("button", { type: "button", text: "Copy", onclick: copy }),
+    ),
+  );
 }
 
 function configPanel(config) {
@@ -51,7 +70,9 @@ function configPanel(config) {
 // Nested settings as [key, text] with dots in the key.
 export function flatten(object, prefix = "") {
   return Object.entries(object).flatMap(([key, value]) =>
-    value !== null && typeof value === "object" && !Array.isArray(value) && Object.keys(value).length ? flatten(value, `${prefix}${key}.`) : [[prefix + key, settingText(value)]],
+    value !== null && typeof value === "object" && !Array.isArray(value) && Object.keys(value).length
+      ? flatten(value, `${prefix}${key}.`)
+      : [[prefix + key, settingText(value)]],
   );
 }
 

@@ -16,36 +16,63 @@ import { element, formatNumber, visibleText } from "./dom.js";
 const BLOCK = 400; // tokens per block; a block ends at a line break if there is one
 const MAX_BLOCK = 1200;
 
-// `of` gives a token's number, or null; `size` its strength before scaling; `signed`: below and above 0 differ in color.
+// `of` gives a token's number or null; `size` its strength before scaling; `signed`: colors differ below and above 0.
 export const COLORINGS = [
   {
-    key: "engine", label: "engine log-probability", unit: "nats", limit: [1, 6],
-    of: (t, i) => sampledValue(t, t.engine_logprobs, i), size: (value) => -value,
+    key: "engine",
+    label: "engine log-probability",
+    unit: "nats",
+    limit: [1, 6],
+    of: (t, i) => sampledValue(t, t.engine_logprobs, i),
+    size: (value) => -value,
     help: "log-probability of the sampled token under the engine's distribution; stronger color: less likely",
   },
   {
-    key: "trainer", label: "trainer log-probability", unit: "nats", limit: [1, 6],
-    of: (t, i) => t.trainer_logprobs?.[i] ?? null, size: (value) => -value,
+    key: "trainer",
+    label: "trainer log-probability",
+    unit: "nats",
+    limit: [1, 6],
+    of: (t, i) => t.trainer_logprobs?.[i] ?? null,
+    size: (value) => -value,
     help: "log-probability of the same token in the trainer's forward pass; stronger color: less likely",
   },
   {
-    key: "ratio", label: "trainer / engine ratio", unit: "", limit: [0.02, 2], signed: true, logarithmic: true,
-    of: ratioOf, size: (value) => Math.log(value),
+    key: "ratio",
+    label: "trainer / engine ratio",
+    unit: "",
+    limit: [0.02, 2],
+    signed: true,
+    logarithmic: true,
+    of: ratioOf,
+    size: (value) => Math.log(value),
     help: "probability in the trainer divided by probability in the engine; 1 if both compute the same",
   },
   {
-    key: "advantage", label: "advantage", unit: "", limit: [0.1, Infinity], signed: true,
-    of: (t, i) => (t.mask?.[i] === 0 ? null : (t.advantages?.[i] ?? null)), size: (value) => value,
+    key: "advantage",
+    label: "advantage",
+    unit: "",
+    limit: [0.1, Infinity],
+    signed: true,
+    of: (t, i) => (t.mask?.[i] === 0 ? null : (t.advantages?.[i] ?? null)),
+    size: (value) => value,
     help: "above 0: the update makes the token more likely; below 0: less likely",
   },
   {
-    key: "entropy", label: "entropy", unit: "nats", limit: [0.5, Infinity],
-    of: (t, i) => t.entropies?.[i] ?? null, size: (value) => value,
+    key: "entropy",
+    label: "entropy",
+    unit: "nats",
+    limit: [0.5, Infinity],
+    of: (t, i) => t.entropies?.[i] ?? null,
+    size: (value) => value,
     help: "entropy of the trainer's distribution at this token; stronger color: more uncertain",
   },
   {
-    key: "mask", label: "loss mask", unit: "", limit: [1, 1],
-    of: (t, i) => t.mask?.[i] ?? null, size: (value) => value,
+    key: "mask",
+    label: "loss mask",
+    unit: "",
+    limit: [1, 1],
+    of: (t, i) => t.mask?.[i] ?? null,
+    size: (value) => value,
     help: "colored tokens are trained",
   },
 ];
@@ -55,13 +82,19 @@ function sampledValue(tokens, values, index) {
 }
 
 function ratioOf(tokens, index) {
-  const [trainer, engine] = [tokens.trainer_logprobs?.[index] ?? null, sampledValue(tokens, tokens.engine_logprobs, index)];
+  const [trainer, engine] = [
+    tokens.trainer_logprobs?.[index] ?? null,
+    sampledValue(tokens, tokens.engine_logprobs, index),
+  ];
   return trainer === null || engine === null ? null : Math.exp(trainer - engine);
 }
 
 export function tokenColorings(tokens) {
   const count = tokens.ids.length;
-  return COLORINGS.map((coloring) => ({ ...coloring, values: Array.from({ length: count }, (_, i) => coloring.of(tokens, i)) }))
+  return COLORINGS.map((coloring) => ({
+    ...coloring,
+    values: Array.from({ length: count }, (_, i) => coloring.of(tokens, i)),
+  }))
     .filter(({ values }) => values.some((value) => value !== null))
     .map((coloring) => ({ ...coloring, top: topOf(coloring) }));
 }
@@ -75,7 +108,9 @@ function topOf({ values, size, limit: [least, most] }) {
 
 export function exactNumber(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "\u2013";
-  return String(Number(value.toPrecision(9))).replace("-", "\u2212").replace("e\u2212", "e-");
+  return String(Number(value.toPrecision(9)))
+    .replace("-", "\u2212")
+    .replace("e\u2212", "e-");
 }
 
 export function tokenFacts(tokens, index) {
@@ -129,7 +164,9 @@ export function tokenView(tokens, options = {}) {
 }
 
 function colorChooser(colorings, chosen, onChoice) {
-  const options = colorings.map(({ key, label }) => element("option", { value: key, selected: key === chosen, text: label }));
+  const options = colorings.map(({ key, label }) =>
+    element("option", { value: key, selected: key === chosen, text: label }),
+  );
   const select = element("select", { onchange: (event) => onChoice(event.target.value), name: "coloring" }, options);
   return element("label", { class: "field" }, element("span", { text: "Color by" }), select);
 }
@@ -139,7 +176,9 @@ function scaleParts({ top, signed, logarithmic, unit, size, help, key }) {
   const round = (value) => formatNumber(value, 3);
   const ends = logarithmic
     ? [round(Math.exp(-top)), round(Math.exp(top))]
-    : signed ? [round(-top), round(top)] : ["0", round(size(top) < 0 ? -top : top)];
+    : signed
+      ? [round(-top), round(top)]
+      : ["0", round(size(top) < 0 ? -top : top)];
   return [
     element("span", { class: "scale-end", text: ends[0] }),
     element("i", { class: signed ? "gradient signed" : "gradient", "aria-hidden": "true" }),
@@ -176,7 +215,9 @@ function appendSegments(view, segments, root) {
   const blocks = segments.flatMap((segment) => {
     const body = element("div", { class: "segment-text" });
     const title = element("div", { class: "segment-title", text: segment.title });
-    view.text.append(element("section", { class: `segment ${segment.role}`, "aria-label": segment.title }, title, body));
+    view.text.append(
+      element("section", { class: `segment ${segment.role}`, "aria-label": segment.title }, title, body),
+    );
     return blocksOf(view.tokens, segment).map((range) => ({ body, range }));
   });
   const appendNext = (deadline) => {
@@ -231,7 +272,10 @@ function paint({ coloring, tokens }, span, index) {
   const strength = value === null ? 0 : Math.max(-1, Math.min(1, coloring.size(value) / coloring.top));
   const off = tokens.sampled?.[index] && tokens.mask?.[index] === 0;
   span.className = (strength < 0 && coloring.signed ? "token negative" : "token") + (off ? " untrained" : "");
-  span.style.setProperty("--strength", `${(90 * Math.abs(coloring?.signed ? strength : Math.max(strength, 0))).toFixed(1)}%`);
+  span.style.setProperty(
+    "--strength",
+    `${(90 * Math.abs(coloring?.signed ? strength : Math.max(strength, 0))).toFixed(1)}%`,
+  );
 }
 
 // Hovering and focus
@@ -239,7 +283,9 @@ function paint({ coloring, tokens }, span, index) {
 function listenToTokens(view) {
   const { text } = view;
   const indexOf = (event) => event.target.dataset?.index;
-  text.addEventListener("pointerover", (event) => (indexOf(event) === undefined ? hideTip(view) : showTip(view, Number(indexOf(event)))));
+  text.addEventListener("pointerover", (event) =>
+    indexOf(event) === undefined ? hideTip(view) : showTip(view, Number(indexOf(event))),
+  );
   text.addEventListener("pointerleave", () => hideTip(view));
   text.addEventListener("focusin", (event) => indexOf(event) !== undefined && showTip(view, Number(indexOf(event))));
   text.addEventListener("focusout", () => hideTip(view));
@@ -275,7 +321,11 @@ function inLine(view, direction) {
     if (Math.abs(box.top - here.top) < 3) continue;
     line ??= box.top;
     if (Math.abs(box.top - line) >= 3) break;
-    if (best === view.current || Math.abs(box.left - here.left) < Math.abs(view.spans[best].getBoundingClientRect().left - here.left)) best = index;
+    if (
+      best === view.current ||
+      Math.abs(box.left - here.left) < Math.abs(view.spans[best].getBoundingClientRect().left - here.left)
+    )
+      best = index;
   }
   return best;
 }
@@ -289,7 +339,10 @@ function focusToken(view, index) {
 
 function showTip(view, index) {
   const { tip, tokens, spans, text } = view;
-  const rows = tokenFacts(tokens, index).map(([name, value]) => [element("dt", { text: name }), element("dd", { text: value })]);
+  const rows = tokenFacts(tokens, index).map(([name, value]) => [
+    element("dt", { text: name }),
+    element("dd", { text: value }),
+  ]);
   const shown = tokens.text ? visibleText(JSON.stringify(tokens.text[index])) : `id ${tokens.ids[index]}`;
   tip.replaceChildren(element("div", { class: "token-name", text: shown }), element("dl", {}, rows));
   tip.hidden = false;

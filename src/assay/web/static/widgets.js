@@ -3,8 +3,22 @@
 import { element, formatDuration, formatNumber, formatShare, plural, visibleText } from "./dom.js";
 import { link } from "./route.js";
 
-const STATE_TONES = { running: "note running", finished: "good", failed: "bad", damaged: "bad", stopped: "warn", interrupted: "warn" };
-const STATUS_TONES = { ok: "good", wrong: "bad", no_answer: "warn", unparsable: "warn", timeout: "warn", error: "warn" };
+const STATE_TONES = {
+  running: "note running",
+  finished: "good",
+  failed: "bad",
+  damaged: "bad",
+  stopped: "warn",
+  interrupted: "warn",
+};
+const STATUS_TONES = {
+  ok: "good",
+  wrong: "bad",
+  no_answer: "warn",
+  unparsable: "warn",
+  timeout: "warn",
+  error: "warn",
+};
 
 export function pill(text, tone = "") {
   return element("span", { class: `pill ${tone}`.trim(), text });
@@ -28,7 +42,12 @@ export function empty(title, ...explanation) {
 }
 
 export function errorPanel(error) {
-  return element("div", { class: "panel empty", role: "alert" }, element("strong", { text: "This cannot be shown" }), error.message);
+  return element(
+    "div",
+    { class: "panel empty", role: "alert" },
+    element("strong", { text: "This cannot be shown" }),
+    error.message,
+  );
 }
 
 // What could not be read of a run folder.
@@ -59,7 +78,12 @@ export function factList(items) {
     "dl",
     { class: "facts" },
     shown.map(([name, value, small]) =>
-      element("div", {}, element("dt", { text: name }), element("dd", {}, value, small ? element("small", {}, small) : null)),
+      element(
+        "div",
+        {},
+        element("dt", { text: name }),
+        element("dd", {}, value, small ? element("small", {}, small) : null),
+      ),
     ),
   );
 }
@@ -76,8 +100,16 @@ export function textBlock(text, className = "text") {
 // A table whose rows are links. columns: [{title, cell(row), key (to sort by), class, label}]. `href(row)` of a row is
 // the address of its first link. With `sort` {key, order, onSort}, headings with a key sort the rows.
 export function table(columns, rows, { href, sort, caption, cards = true } = {}) {
-  const head = element("tr", {}, columns.map((column) => heading(column, sort)));
-  const body = element("tbody", {}, rows.map((row) => tableRow(columns, row, href?.(row))));
+  const head = element(
+    "tr",
+    {},
+    columns.map((column) => heading(column, sort)),
+  );
+  const body = element(
+    "tbody",
+    {},
+    rows.map((row) => tableRow(columns, row, href?.(row))),
+  );
   body.addEventListener("click", openRow);
   const parts = [element("caption", { class: "visually-hidden", text: caption }), element("thead", {}, head), body];
   return element("div", { class: `table-frame${cards ? " as-cards" : ""}` }, element("table", {}, parts));
@@ -112,7 +144,9 @@ export function rowLink(text, href) {
 
 export function pager({ total, offset, limit, noun, onOffset }) {
   const last = Math.min(offset + limit, total);
-  const count = total ? `${formatNumber(offset + 1)} to ${formatNumber(last)} of ${plural(total, noun)}` : `No ${noun}s`;
+  const count = total
+    ? `${formatNumber(offset + 1)} to ${formatNumber(last)} of ${plural(total, noun)}`
+    : `No ${noun}s`;
   const button = (text, target, disabled, key) =>
     element("button", { type: "button", disabled, "data-key": key, onclick: () => onOffset(target), text });
   return element(
@@ -126,7 +160,13 @@ export function pager({ total, offset, limit, noun, onOffset }) {
 
 export function segmented(label, choices, chosen, onChoice) {
   const buttons = Object.entries(choices).map(([key, text]) =>
-    element("button", { type: "button", "aria-pressed": String(key === chosen), text, onclick: choose, "data-choice": key }),
+    element("button", {
+      type: "button",
+      "aria-pressed": String(key === chosen),
+      text,
+      onclick: choose,
+      "data-choice": key,
+    }),
   );
   function choose(event) {
     for (const button of buttons) button.setAttribute("aria-pressed", String(button === event.currentTarget));
@@ -136,7 +176,9 @@ export function segmented(label, choices, chosen, onChoice) {
 }
 
 export function select(label, choices, chosen, onChoice, attributes = {}) {
-  const options = choices.map(([value, text]) => element("option", { value, selected: String(value) === String(chosen ?? ""), text }));
+  const options = choices.map(([value, text]) =>
+    element("option", { value, selected: String(value) === String(chosen ?? ""), text }),
+  );
   const control = element("select", { ...attributes, onchange: (event) => onChoice(event.target.value) }, options);
   return element("label", { class: "field" }, element("span", { text: label }), control);
 }
@@ -149,7 +191,13 @@ export function searchField(placeholder, value, onSearch) {
     timer = setTimeout(() => onSearch(event.target.value), 250);
   };
   const attributes = { type: "search", class: "search", placeholder, "aria-label": placeholder, "data-search": true };
-  return element("input", { ...attributes, value: value ?? "", autocomplete: "off", spellcheck: "false", oninput: type });
+  return element("input", {
+    ...attributes,
+    value: value ?? "",
+    autocomplete: "off",
+    spellcheck: "false",
+    oninput: type,
+  });
 }
 
 export function accuracyText(result) {
@@ -178,7 +226,11 @@ export function stepsText({ steps, steps_planned: planned }) {
 }
 
 export function modelName(model) {
-  return String(model ?? "").split("/").filter(Boolean).slice(-2).join("/");
+  return String(model ?? "")
+    .split("/")
+    .filter(Boolean)
+    .slice(-2)
+    .join("/");
 }
 
 export { formatDuration, link };
