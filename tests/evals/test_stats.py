@@ -14,6 +14,7 @@ from scipy import stats as scipy_stats
 from assay.evals.stats import (
     Paired,
     bootstrap,
+    difference_interval,
     majority_at_k,
     majority_correct,
     mcnemar,
@@ -174,3 +175,52 @@ def test_paired_test_computes_tiny_p_values_exactly() -> None:
     before, after = rng.binomial(8, 0.3, size=1319) / 8, rng.binomial(8, 0.6, size=1319) / 8
     found = paired_test(before, after, seed=0)
     assert 0 < found.p_value < 1e-50
+
+
+def successes(count: int, n: int) -> list[bool]:
+    return [True] * count + [False] * (n - count)
+
+
+def test_interval_of_a_difference_of_other_questions_has_the_published_values() -> None:
+    """Newcombe 1998, Statistics in Medicine 17, 873-890, table II, method 10."""
+    low, high = difference_interval(successes(48, 80), successes(56, 70), paired=False)
+    assert (round(low, 4), round(high, 4)) == (0.0524, 0.3339)
+    low, high = difference_interval(successes(3, 10), successes(9, 10), paired=False)
+    assert (round(low, 4), round(high, 4)) == (0.1705, 0.8090)
+
+
+@pytest.mark.parametrize("chances", [(0.25, 0.25, 0.25, 0.25), (0.6, 0.05, 0.15, 0.2), (0.05, 0.02, 0.03, 0.9)])
+def test_interval_of_a_paired_difference_covers_the_true_one(chances: tuple[float, ...]) -> None:
+    """Exact coverage: the sum of the probabilities of all tables of 16 questions whose interval has the true value."""
+    n, truth, covered = 16, chances[2] - chances[1], 0.0
+    tables = scipy_stats.multinomial(n, chances)
+    for table in itertools.product(range(n + 1), repeat=4):
+        if sum(table) == n:
+            both, lost, gained, none = table
+            before = [True] * (both + lost) + [False] * (gained + none)
+            after = [True] * both + [False] * lost + [True] * gained + [False] * none
+            low, high = difference_interval(before, after)
+            covered += float(tables.pmf(table)) * (low <= truth <= high)
+    assert 0.935 < covered < 0.9999
+
+
+def test_interval_of_a_paired_difference_has_a_width_without_changes_and_is_antisymmetric() -> None:
+    low, high = difference_interval(successes(30, 100), successes(30, 100))
+    assert -0.1 < low < 0 < high < 0.1 and low == pytest.approx(-high)
+    one, other = [True, True, False, False, True, False], [True, False, True, True, True, True]
+    low, high = difference_interval(one, other)
+    assert difference_interval(other, one) == pytest.approx((-high, -low))
+
+
+def test_interval_of_a_difference_of_means_is_a_bootstrap() -> None:
+    rng = np.random.default_rng(3)
+    before = rng.integers(0, 5, 400) / 4
+    after = np.clip(before + rng.integers(0, 2, 400) / 4, 0, 1)
+    gap = after - before
+    low, high = difference_interval(before, after)
+    half = 1.96 * gap.std() / math.sqrt(len(gap))
+    assert (low, high) == pytest.approx((gap.mean() - half, gap.mean() + half), abs=2e-3)
+    low, high = difference_interval(before, after[:300], paired=False)
+    half = 1.96 * math.sqrt(before.var() / 400 + after[:300].var() / 300)
+    middle = after[:300].mean() - before.mean()
+    assert (low, high) == pytest.approx((middle - half, middle + half), abs=4e-3)
