@@ -47,19 +47,19 @@ def compare_evaluations(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str,
     """Compare the lines of two evaluation files. Neither may be empty."""
     first, second = accuracies(a), accuracies(b)
     common = [key for key in first if key in second]
-    counts = {"questions": len(common), "only_a": len(first) - len(common), "only_b": len(second) - len(common)}
     was, now = (np.array([one[key] for key in common or one]) for one in (first, second))
-    interval = difference_interval(was, now, paired=bool(common))
-    means = {"accuracy_a": float(was.mean()), "accuracy_b": float(now.mean())}
     p_value = None
     if common:
         binary = np.isin(np.concatenate([was, now]), (0.0, 1.0)).all()
         p_value = (mcnemar(was, now) if binary else paired_test(was, now, seed=0)).p_value
     return EvalComparison(
-        **counts,
-        **means,
-        difference=means["accuracy_b"] - means["accuracy_a"],
-        ci95=interval,
+        questions=len(common),
+        only_a=len(first) - len(common),
+        only_b=len(second) - len(common),
+        accuracy_a=float(was.mean()),
+        accuracy_b=float(now.mean()),
+        difference=float(now.mean()) - float(was.mean()),
+        ci95=difference_interval(was, now, paired=bool(common)),
         p_value=p_value,
         gained=[key[0] for key, x, y in zip(common, was, now, strict=False) if y > x + 1e-9],
         lost=[key[0] for key, x, y in zip(common, was, now, strict=False) if y < x - 1e-9],

@@ -170,7 +170,7 @@ def _correlation(was: NDArray, now: NDArray) -> float:
     n = was.size
     both, none = int((was * now).sum()), int(((1 - was) * (1 - now)).sum())
     first, second = int((was * (1 - now)).sum()), int(((1 - was) * now).sum())
-    product = both * none - first * second
+    product = float(both * none - first * second)
     product = max(product - n / 2, 0.0) if product > 0 else product
     sides = (both + first) * (second + none) * (both + second) * (first + none)
     return product / math.sqrt(sides) if sides else 0.0

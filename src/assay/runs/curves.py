@@ -6,26 +6,27 @@ The plotting packages are imported only if they are used.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import tomllib
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from assay.runs.console import FINAL_LABELS, finite
+from assay.runs.console import FINAL_LABELS, finite, one_line
 from assay.runs.directory import Run, read_metrics
 from assay.runs.files import atomic_write, read_json
 from assay.types import UserError, missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ACCURACY = "eval/accuracy"
 _INK, _MUTED, _GRID = "#22303c", "#6b7885", "#e6eaee"
 _LINE, _ACCENT = "#2f6db5", "#d9622b"
+_COLORS = ("#2f6db5", "#d9622b", "#2e8b57", "#8a5cb8", "#b8860b", "#c2407a", "#4a9fb5", "#6b7885")  # of several runs
 Points = Callable[[str, str], tuple[Collection[float], Collection[float]]]  # of a metric (first) along another one
 _LEGEND: dict[str, Any] = {"fontsize": 8, "labelcolor": _MUTED, "edgecolor": "none", "framealpha": 0.85}
 
@@ -69,32 +70,93 @@ COLUMNS = 3
 def draw_curves(run_path: Path) -> Path | None:
     """Plot every known metric that was logged. None if there is nothing to plot."""
     rows = read_metrics(run_path)
-    panels = shown_panels(lambda metric, x: _points(_along(rows, x), metric))
+    panels = shown_panels(_points_of(rows))
+    figure = _new_figure(len(panels), _title(run_path))
+    if figure is None:
+        return None
+    splits, explained = _splits(run_path), False
+    for axes, panel in zip(_grid(figure, len(panels)), panels, strict=True):
+        smoothed = _draw_panel(axes, panel, _along(rows, panel.x), splits)
+        if smoothed and not explained:
+            axes.legend(**_LEGEND)
+            explained = True
+    return _save(figure, run_path / "curves.png")
+
+
+def draw_comparison(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> Path | None:
+    """Plot the metrics of several runs in the same panels. `runs`: lines of metrics.jsonl by the name of the run.
+
+    None if there is nothing to plot, or no matplotlib.
+    """
+    shown = {panel for rows in runs.values() for panel in shown_panels(_points_of(rows))}
+    panels = [panel for panel in PANELS if panel in shown]
+    figure = _new_figure(len(panels), "")
+    if figure is None:
+        return None
+    for axes, panel in zip(_grid(figure, len(panels)), panels, strict=True):
+        drawn = {name: _along(rows, panel.x) for name, rows in runs.items()}
+        for index, rows in enumerate(drawn.values()):
+            _draw_one_of_several(axes, panel, rows, _COLORS[index % len(_COLORS)])
+        _finish_panel(axes, panel, [row for rows in drawn.values() for row in rows])
+    labels = [one_line(name, 60).replace("$", r"\$") for name in runs]
+    lines = [
+        figure.axes[0].plot([], [], color=_COLORS[index % len(_COLORS)], linewidth=3)[0] for index in range(len(runs))
+    ]
+    figure.legend(lines, labels, loc="outside upper left", ncols=4, fontsize=10, frameon=False, labelcolor=_INK)
+    return _save(figure, path)
+
+
+def _draw_one_of_several(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]], color: str) -> None:
+    """One run in a panel: a line, and for accuracies their intervals and those before and after training."""
+    steps, values = _points(rows, panel.metric)
+    if panel.metric == ACCURACY:
+        axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=4)
+        if bounds := _bounds(rows, "eval"):
+            lows, highs = zip(*bounds.values(), strict=True)
+            axes.fill_between(list(bounds), lows, highs, color=color, alpha=0.12, linewidth=0)
+        for name in FINAL_LABELS:
+            for step, bound in _bounds(rows, name).items():
+                axes.plot([step, step], bound, color=color, linewidth=1.3)
+            face = "white" if name == "start" else color
+            axes.plot(*_points(rows, f"{name}/accuracy"), "D", color=color, markersize=5, markerfacecolor=face)
+        return
+    if panel.smooth and _reach(values):
+        axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
+        values = _smooth(values)
+    axes.plot(steps, values, color=color, linewidth=1.7, marker="o" if len(steps) < 3 else "", markersize=4)
+
+
+def _new_figure(panels: int, title: str) -> Figure | None:
+    """An empty figure; None without panels or without matplotlib."""
     if not panels:
         return None
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        warnings.warn("matplotlib is not installed: no curves.png", stacklevel=2)
+        warnings.warn("matplotlib is not installed: no curves", stacklevel=3)
         return None
-    lines = _lines(len(panels))
+    lines = _lines(panels)
     size = (4.4 * max(lines), 2.9 * len(lines) + 0.7)
     figure = Figure(figsize=size, dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)  # type: ignore[union-attr, call-arg]
-    figure.suptitle(_title(run_path), x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    return figure
+
+
+def _grid(figure: Figure, panels: int) -> Iterator[Axes]:
+    """Axes of the panels, line by line; every line fills the width."""
+    lines = _lines(panels)
     grid = figure.add_gridspec(len(lines), math.lcm(*lines))
-    splits, remaining, explained = _splits(run_path), iter(panels), False
     for line, count in enumerate(lines):
         width = grid.ncols // count
-        for index, panel in enumerate(itertools.islice(remaining, count)):
-            axes = figure.add_subplot(grid[line, index * width : (index + 1) * width])
-            smoothed = _draw_panel(axes, panel, _along(rows, panel.x), splits)
-            if smoothed and not explained:
-                axes.legend(**_LEGEND)
-                explained = True
-    path = run_path / "curves.png"
+        for index in range(count):
+            yield figure.add_subplot(grid[line, index * width : (index + 1) * width])
+
+
+def _save(figure: Figure, path: Path) -> Path:
     with atomic_write(path) as file:
         figure.savefig(file, format="png")
     return path
@@ -165,6 +227,12 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]], spl
         axes.plot(steps, _smooth(values), color=_LINE, linewidth=1.9, label="moving average (5 % of the steps)")
     else:
         axes.plot(steps, values, color=_LINE, linewidth=1.9)
+    _finish_panel(axes, panel, rows)
+    return smoothed
+
+
+def _finish_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Title, axes and grid. `rows`: all that are plotted."""
     axes.set_title(panel.title, loc="left", fontsize=9.5, color=_INK)
     axes.set_xlabel(X_LABELS[panel.x], fontsize=8, color=_MUTED)
     axes.tick_params(labelsize=8, colors=_MUTED, length=0)
@@ -174,7 +242,6 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]], spl
         spine.set_visible(side == "bottom")
         spine.set_color(_GRID)
     _set_scales(axes, panel, max((row["step"] for row in rows), default=0))
-    return smoothed
 
 
 def _set_scales(axes: Axes, panel: Panel, last: float) -> None:
@@ -229,6 +296,10 @@ def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[float]
     points = {row["step"]: value for row in rows if (value := finite(row, metric)) is not None}
     ordered = sorted(points.items())
     return [step for step, _ in ordered], [value for _, value in ordered]
+
+
+def _points_of(rows: Sequence[Mapping[str, Any]]) -> Points:
+    return lambda metric, x: _points(_along(rows, x), metric)
 
 
 def _reach(values: Sequence[float]) -> int:
