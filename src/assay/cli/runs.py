@@ -1,4 +1,4 @@
-"""`assay runs`: list runs, or compare their results and settings."""
+"""`assay runs`: list runs, show one, or compare several."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from assay.cli.runs_compare import compare, picture_path
 from assay.runs.console import Console, duration, fraction, percent
 from assay.runs.directory import Run, list_runs
 from assay.runs.facts import describe, lookup
@@ -15,14 +16,22 @@ from assay.runs.files import to_json
 from assay.runs.resolve import PREFIX, find_run, split_tag
 from assay.types import UserError
 
-HELP = "List runs, or compare the results and settings of some."
-_IGNORED_DIFFERENCES = ("name", "runs_dir")
+HELP = """List runs, show one, or compare several.
+
+  assay runs                 all runs
+  assay runs NAME            one run
+  assay runs compare A B     results, a paired test of the final answers, curves, and settings that differ
+assay runs A B compares too, but draws no picture."""
+COMPARE = "compare"
 _UNKNOWN = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="runs to compare, by name or path (default: list all)")
+    text = "runs by name or path (default: list all); compare A B [C...]: compare each with the first one"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=text)
     add_runs_dir(parser)
+    text = "compare: picture of the curves [compare-A-B.png beside the first run]"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", action="store_true", help="draw curves.png of the named runs again")
 
@@ -33,21 +42,31 @@ def add_runs_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.names:
-        runs = [Run.open(find_run(split_tag(name.removeprefix(PREFIX))[0], args.dir)) for name in args.names]
-    else:
-        runs = list_runs(args.dir)
+    if not args.names:
+        return list_all(args)
+    comparing = args.names[0] == COMPARE and (len(args.names) > 1 or not (args.dir / COMPARE).is_dir())
+    names = args.names[1:] if comparing else args.names
+    if len(names) < 2 and (comparing or args.output):
+        raise UserError("a comparison needs at least two runs: assay runs compare A B")
+    runs = [Run.open(find_run(split_tag(name.removeprefix(PREFIX))[0], args.dir)) for name in names]
     if args.plot:
-        return plot(runs if args.names else [])
-    facts = [describe_checked(run) if args.names else describe_or_mark_damaged(run) for run in runs]
-    differences = config_differences(facts) if args.names else {}
+        return plot(runs)
+    facts = [describe_checked(runs[0])] if len(runs) == 1 else [describe_or_mark_damaged(run) for run in runs]
+    if not args.json:
+        print_results(facts)
+    if len(runs) > 1 or args.json:
+        compare(runs, facts, args.json, args.output or (picture_path(runs) if comparing else None))
+    return 0
+
+
+def list_all(args: argparse.Namespace) -> int:
+    if args.plot or args.output:
+        raise UserError("--plot needs the name of a run, and -o the names of several: assay runs NAME --plot")
+    facts = [describe_or_mark_damaged(run) for run in list_runs(args.dir)]
     if args.json:
-        shown = {"runs": facts, "differences": differences} if args.names else facts
-        print(json.dumps(to_json(shown), indent=2))
-    elif not runs:
+        print(json.dumps(to_json(facts), indent=2))
+    elif not facts:
         print(f"No runs in {args.dir} yet: `assay train CONFIG` creates one.")
-    elif args.names:
-        print_comparison(facts, differences)
     else:
         headings = ["run", "state", "task", "model", "algorithm", "steps", "reward", "before", "after", "p", "time"]
         Console().table(f"Runs in {args.dir}", headings, [[cells(fact)[name] for name in headings] for fact in facts])
@@ -61,8 +80,6 @@ def plot(runs: Sequence[Run]) -> int:
     """Draw curves.png of the runs again, and print where it is."""
     from assay.runs.curves import draw_curves
 
-    if not runs:
-        raise UserError("--plot needs the name of a run: assay runs NAME --plot")
     for run in runs:
         path = draw_curves(run.path)
         if path is None:
@@ -142,34 +159,11 @@ def shortened(text: str, limit: int = 32) -> str:
     return text if len(text) <= limit else "..." + text[3 - limit :]
 
 
-def config_differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Dotted keys whose values differ between runs, with the value of each run (None: not set)."""
-    flat = [flattened(fact["config"]) for fact in facts]
-    keys = sorted({key for config in flat for key in config} - set(_IGNORED_DIFFERENCES))
-    values = {key: [config.get(key) for config in flat] for key in keys}
-    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
-
-
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
-
-
-def print_comparison(facts: Sequence[Mapping[str, Any]], differences: Mapping[str, Sequence[Any]]) -> None:
-    console = Console()
+def print_results(facts: Sequence[Mapping[str, Any]]) -> None:
+    """The facts of the runs, one column per run."""
     columns = [cells(fact) for fact in facts]
     headings = ["", *(column["run"] for column in columns)]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0] if name != "run"]
     if any(fact["error"] for fact in facts):
         rows.insert(1, ["error", *(fact["error"] or _UNKNOWN for fact in facts)])
-    console.table("Results", headings, rows)
-    if differences:
-        print()
-        shown = [
-            [key, *(_UNKNOWN if value is None else str(value) for value in row)] for key, row in differences.items()
-        ]
-        console.table("Settings that differ", headings, shown)
-    elif len(facts) > 1:
-        print("\nThe settings are equal.")
+    Console().table("Results", headings, rows)
