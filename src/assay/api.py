@@ -128,7 +128,7 @@ class Trainer(ABC):
             self.train()
             summary = self.training.finish()
             for cause in summary.get("diagnosis", ()):
-                self.training.recorder.console.warn(f"no gain: {cause['evidence']}; what to change: {cause['remedy']}")
+                self.training.recorder.console.warn(f"{cause['evidence']}; what to change: {cause['remedy']}")
             return summary
 
     @property

@@ -83,8 +83,9 @@ class SmallRuns:
         return [json.loads(line) for line in lines]
 
     def timeless(self, name: str = "small") -> list[dict[str, Any]]:
-        """Metrics without times, which are equal for runs with the same seed."""
-        return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in self.metrics(name)]
+        """Metrics without times and memory, which are equal for runs with the same seed."""
+        changing = ("time/", "memory/")
+        return [{k: v for k, v in row.items() if not k.startswith(changing)} for row in self.metrics(name)]
 
     def checkpoint(self, step: int, name: str = "small") -> Path:
         return self.runs / name / "checkpoints" / f"step-{step:06d}"

@@ -25,6 +25,9 @@ class Masking(Env):
 def zero(completion, answer):
     return 0.0
 
+def half(completion, answer):
+    return 0.5
+
 def one(completion, answer):
     return 1.0
 
@@ -57,7 +60,8 @@ RUNS: dict[str, tuple[list[str], str]] = {  # by cause; options, and a key or wo
     ),
     "too_easy": (["--reward.function", "code.py:one"], "harder problems"),
     "no_answer": (["--reward.function", "code.py:unreadable", *map(str, LONG)], "reward.extract"),
-    "equal_rewards": (["--reward.function", "code.py:zero", *map(str, LONG)], "reward.function"),
+    "never_rewarded": (["--reward.function", "code.py:zero", *map(str, LONG)], "reward.function"),
+    "equal_rewards": (["--reward.function", "code.py:half", *map(str, LONG)], "reward.function"),
     "equal_in_groups": (["--reward.function", "code.py:by_question", *map(str, LONG)], "train.samples (now 6)"),
     "judge_fails": (["--reward.function", "code.py:broken_mostly"], "reward.timeout_s"),
     "zero_advantages": (["--algo.advantage", "code.py:no_advantage"], "algo.advantage"),
@@ -91,8 +95,11 @@ def test_a_run_that_cannot_learn_says_why_once_while_it_runs_and_again_at_its_en
     assert stored["name"] == cause and remedy in stored["remedy"]
     during, _, end = output.partition("paired p")
     assert during.count(stored["remedy"]) == 1 and "in all 4 steps" in during
-    assert f"no gain: {stored['evidence']}" in end and f"what to change: {stored['remedy']}" in end
-    assert "assay chat" not in output
+    assert (
+        f"{'problem' if cause == 'too_easy' else 'no gain'}: {stored['evidence']}" in end
+        and f"what to change: {stored['remedy']}" in end
+    )
+    assert ("assay chat" in output) == (cause == "too_easy")
     assert [found.name for found in diagnose_run(Run.open(small.runs / "small"))] == [cause]
 
 
@@ -114,7 +121,9 @@ def test_updates_without_effect_on_any_evaluated_answer_are_reported_at_the_end(
 def test_a_healthy_run_reports_no_cause(recipe: str, small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert small.train("--train.steps", 24, "--algo.recipe", recipe, "--eval.samples", 8, "--eval.temperature", 1) == 0
     output = capsys.readouterr().out
-    assert "diagnosis" not in small.summary() and "no gain" not in output and "assay chat" in output
+    found = {cause["name"] for cause in small.summary().get("diagnosis", ())}
+    assert found <= {"not_significant"}  # on five problems
+    assert "warning: " not in output and "assay chat" in output
     assert all(row["weights/changed"] for row in small.metrics() if "reward/mean" in row)
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 HELP = "Train a model by reinforcement learning, as described by a config file. Options override any of its settings."
 SETTINGS = TrainConfig
+HEADINGS = {"error": "no gain", "warning": "problem", "note": "note"}  # of causes, by severity
 # Messages of gloo and NCCL after another process has ended.
 LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|timed out|NCCL|remote process", re.I)
 
@@ -211,8 +212,9 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
             f"paired p = {paired['p_value']:.2g}; {summary['wall_s']:.0f} s in total"
         )
     console.note(f"saved in {path} (summary.json, curves.png, metrics.jsonl, ...)")
-    if causes := summary.get("diagnosis"):
-        show_causes(causes, console)
+    causes = summary.get("diagnosis", [])
+    show_causes(causes, console)
+    if any(cause["severity"] == "error" or cause["name"] == "no_change" for cause in causes):
         return
     name = run_argument(path)
     models = f"run:{name}@0 run:{name}@last" if summary["steps"] else f"run:{name}@last"
@@ -232,8 +234,10 @@ def accuracy_cells(report: Mapping[str, Any]) -> list[str]:
     return [percent(report["accuracy"]), f"{100 * low:.1f} to {100 * high:.1f} %", str(report["n"])]
 
 
-def show_causes(causes: Sequence[Mapping[str, str]], console: Console) -> None:
-    """Print why the run has not learned, and what to change, instead of commands for a trained model."""
+def show_causes(causes: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print what has kept the run from learning or harmed it, and what to change."""
     for cause in causes:
-        console.note(f"no gain: {cause['evidence']}")
+        console.note(f"{HEADINGS[cause['severity']]}: {cause['evidence']}")
+        for text in cause["examples"]:
+            console.note(f"  e.g. {text}")
         console.note(f"what to change: {cause['remedy']}")

@@ -114,11 +114,16 @@ CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 def cgroup_memory(root: Path = Path("/")) -> list[int]:
     """Bytes that each cgroup of this process with a memory limit has left. `root`: of the file system."""
+    return [left for left, _ in cgroup_limits(root)]
+
+
+def cgroup_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """Bytes left and the limit of each cgroup of this process with a memory limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    left: list[int] = []
+    limits: list[tuple[int, int]] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -129,12 +134,12 @@ def cgroup_memory(root: Path = Path("/")) -> list[int]:
             *accumulate((part for part in path.split("/") if part not in ("", "..")), "{}/{}".format, initial="")
         ]
         for mount, parent in product(mounts, parents):
-            left += cgroup_left(root / "sys/fs/cgroup" / mount / parent.lstrip("/"), *names)
-    return left
+            limits += cgroup_left(root / "sys/fs/cgroup" / mount / parent.lstrip("/"), *names)
+    return limits
 
 
-def cgroup_left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[int]:
-    """The bytes that are left in one cgroup; empty if it does not exist or has no limit."""
+def cgroup_left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[tuple[int, int]]:
+    """The bytes that are left in one cgroup, and its limit; empty if it does not exist or has no limit."""
     try:
         most, used = ((folder / name).read_text().strip() for name in (limit, usage))
         if not most.isdecimal():  # "max"
@@ -142,7 +147,33 @@ def cgroup_left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
         return []
-    return [max(int(most) - int(used) + int(stat.get(reclaimable, 0)), 0)]
+    return [(max(int(most) - int(used) + int(stat.get(reclaimable, 0)), 0), int(most))]
+
+
+def gpu_memory_use(device: torch.device) -> float | None:
+    """Fraction of the GPU's memory that is in use at the peak of this process, with other processes; None without one.
+
+    Memory that the allocator has reserved but not given out counts as free.
+    """
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return (max(others, 0) + torch.cuda.max_memory_allocated(device)) / total
+
+
+def host_memory_use(root: Path = Path("/")) -> float | None:
+    """Fraction of main memory in use, of the machine or of this process's container if that is fuller; None if unknown.
+
+    File cache that can be dropped counts as free.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = {line.partition(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
+    pairs = [(sizes["MemAvailable"] * 1024, sizes["MemTotal"] * 1024)] if "MemAvailable" in sizes else []
+    return max((1 - left / limit for left, limit in (*pairs, *cgroup_limits(root)) if limit), default=None)
 
 
 def uses_triton(device: torch.device) -> bool:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from assay.algos import Algorithm
 from assay.config import TrainConfig
 from assay.engine.base import Capabilities
 from assay.mesh import Mesh
+from assay.models.device import gpu_memory_use, host_memory_use
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
 from assay.runs.curves import Tracker, make_trackers
 from assay.runs.diagnose import Diagnosis, diagnose, remember
+from assay.runs.diagnose.folder import diagnose_folder, with_examples
+from assay.runs.diagnose.speed import record_speed
 from assay.runs.directory import read_metrics
 from assay.train import faults
 from assay.train.progress import RunState
@@ -42,7 +46,7 @@ class Recorder:
     step_started: float = field(default_factory=time.perf_counter)
     curves_due: float = field(default_factory=lambda: time.perf_counter() + CURVES_PAUSE_S)  # at the next evaluation
     history: list[Mapping[str, Any]] = field(default_factory=list)  # metrics of the steps that `diagnose` needs
-    reported: set[str] = field(default_factory=set)  # names of causes that were shown in this session
+    reported: set[str] = field(default_factory=set)  # names of causes that were shown, also by earlier sessions
 
     @property
     def path(self) -> Path:
@@ -72,17 +76,28 @@ class Recorder:
         """Show each cause once, as soon as there is enough evidence."""
         if not self.history and step > 1:  # resumed; the file already contains this step
             for row in read_metrics(self.path):
+                if row["step"] == step:  # causes of the steps before were shown by the session before
+                    self.reported = {cause.name for cause in diagnose(self.history, self.settings)}
                 remember(self.history, row)
         else:
             remember(self.history, {"step": step, **metrics})
-        for cause in diagnose(self.history, self.cfg.model_dump()):
+        for cause in diagnose(self.history, self.settings):
             if cause.name not in self.reported:
                 self.reported.add(cause.name)
                 self.console.warn(str(cause))
+                for text in with_examples(cause, self.path).examples:
+                    self.console.note(f"  e.g. {text}")
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings as the rules of diagnosis read them."""
+        return self.cfg.model_dump()
 
     def diagnose(self, summary: Mapping[str, Any]) -> list[Diagnosis]:
-        """Why the finished run has not learned; empty if it has."""
-        return diagnose(read_metrics(self.path), self.cfg.model_dump(), summary)
+        """What has kept the finished run from learning or harmed it. The overlap of splits was checked at the start."""
+        causes = diagnose_folder(self.path, self.settings, summary, leakage=False)
+        record_speed(self.path, read_metrics(self.path), self.settings)
+        return causes
 
     def log_warm_start(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.mesh.is_main:
@@ -162,6 +177,7 @@ def rollout_metrics(sampled: SampledGroups, algo: Algorithm, engine: Capabilitie
         **({"reward/greedy": sum(greedy) / len(greedy)} if greedy else {}),
         **({"turns/masked": masked / len(completions)} if masked else {}),
         **{f"time/{part}": seconds for part, seconds in sampled.seconds.items()},
+        **({"time/tokens_per_s": sum(lengths) / generate_s} if (generate_s := sampled.seconds.get("generate")) else {}),
     }
 
 
@@ -185,3 +201,9 @@ def task_metrics(answers: Sequence[Rollout]) -> dict[str, float]:
         metrics[f"task/{label}/reward"] = sum(rollout.reward for rollout in own) / len(own)
         metrics[f"task/{label}/correct"] = sum(r.verdict is not None and r.verdict.correct for r in own) / len(own)
     return metrics
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Fractions of the memory in use: of the GPU, at the peak of this process so far; of main memory, now."""
+    used = {"memory/gpu": gpu_memory_use(device), "memory/host": host_memory_use()}
+    return {name: fraction for name, fraction in used.items() if fraction is not None}

@@ -23,7 +23,7 @@ from assay.train.components import reference_is_dynamic
 from assay.train.evaluation import RunEvaluator
 from assay.train.learner.learner import Learner, WarmStart
 from assay.train.progress import RunState, Schedule, Stopped, Stopping
-from assay.train.recorder import CURVES_PAUSE_S, Recorder, rollout_metrics
+from assay.train.recorder import CURVES_PAUSE_S, Recorder, memory_metrics, rollout_metrics
 from assay.train.reference import freeze_reference
 from assay.train.sources import GroupSource, Replay, SampledGroups
 from assay.train.sync import WeightSync
@@ -124,7 +124,7 @@ class TrainingRun:
         """End a step that sampled `sampled` and trained on `batch`: write files; evaluate and save when due."""
         groups, step = sampled.all_groups, self.state.step
         metrics = {**metrics, **rollout_metrics(sampled, self.learner.algo, self.collector.engine.info.capabilities)}
-        metrics |= self.learner.algo.end_step(step, groups, metrics)
+        metrics |= self.learner.algo.end_step(step, groups, metrics) | memory_metrics(self.mesh.device)
         self.recorder.write_rollouts(step, groups)
         self.recorder.dump_faults(self.state, batch, self.learner.updater.faults)
         self._end_step(metrics)

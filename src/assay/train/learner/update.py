@@ -123,6 +123,7 @@ class Updater:
         return metrics(sum(sums), updates=len(steps)) | {
             "optim/lr": lr,
             "optim/grad_norm": sum(norms) / len(norms),
+            "optim/updates": float(len(steps)),
             "optim/skipped": float(sum(skipped)),
             "optim/non_finite": float(len(self.faults)),
         }

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from assay.runs import Run
-from assay.runs.diagnose import FIRST, LAST, LONG, diagnose, diagnose_run, remember
+from assay.runs.diagnose import diagnose, diagnose_run, remember
+from assay.runs.diagnose.history import FIRST, LAST, LONG
 
 CONFIG: dict[str, Any] = {
     "sampling": {"max_new_tokens": 64, "temperature": 0.1},
@@ -44,7 +45,8 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {  # metrics of every step, and 
     "judge_fails": ({"status/error": 0.2, "status/timeout": 0.4}, "reward.timeout_s (now 5.0)"),
     "truncated": ({**WRONG, "length/truncated": 0.97}, "sampling.max_new_tokens (now 64)"),
     "no_answer": ({**WRONG, "status/wrong": 0.05, "status/no_answer": 0.95}, "reward.extract (now boxed)"),
-    "equal_rewards": (WRONG, "task.args"),
+    "never_rewarded": (WRONG, "task.args"),
+    "equal_rewards": ({**WRONG, "reward/mean": 0.25}, "task.args"),
     "too_easy": (SOLVED, "harder problems"),
     "equal_in_groups": ({**NO_SIGNAL, "sampling/entropy": 0.001}, "sampling.temperature (now 0.1)"),
     "zero_advantages": ({**UNCHANGED, "advantage/zero": 1.0}, "algo.advantage"),
@@ -69,6 +71,10 @@ def summary(before: float, after: float, gained: int, lost: int, p_value: float 
     }
 
 
+def errors(*arguments: Any) -> list[str]:
+    return [cause.name for cause in diagnose(*arguments) if cause.severity == "error"]
+
+
 def names(*arguments: Any) -> list[str]:
     return [cause.name for cause in diagnose(*arguments)]
 
@@ -87,20 +93,26 @@ def test_few_steps_or_few_answers_are_no_evidence_during_a_run(name: str) -> Non
     changes, _ = CAUSES[name]
     assert not diagnose(steps(3, changes), CONFIG)
     assert not diagnose(steps(8, changes, answers=4), CONFIG)
-    assert not diagnose([*steps(4, {}), *steps(LONG - 1, changes, first=5)], CONFIG)
-    assert not diagnose([*steps(8, changes), *steps(1, {}, first=9)], CONFIG)
+    assert not errors([*steps(4, {}), *steps(LONG - 1, changes, first=5)], CONFIG)
+    assert not errors([*steps(8, changes), *steps(1, {}, first=9)], CONFIG)
+
+
+# If the reward falls at the same time, and answers become unreadable or identical, the learning rate is the cause.
+LATE = {"no_answer": "learning_rate_high", "equal_in_groups": "learning_rate_high"}
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSES if name != "too_easy"])
 def test_cause_that_begins_late_is_reported_after_many_steps(name: str) -> None:
     changes, _ = CAUSES[name]
-    (cause,) = diagnose([*steps(9, {}), *steps(LONG, {"reward/mean": 0.1, **changes}, first=10)], CONFIG)
-    assert cause.name == name and f"in the last {LONG} steps" in cause.evidence
+    late = {"reward/mean": 0.3, **changes} if name not in LATE else {**changes, "reward/mean": 0.1}
+    (cause,) = diagnose([*steps(9, {}), *steps(LONG, late, first=10)], CONFIG)
+    assert cause.name == LATE.get(name, name)
+    assert name in LATE or f"in the last {LONG} steps" in cause.evidence
 
 
 def test_most_frequent_status_and_reward_are_shown() -> None:
     (cause,) = diagnose(steps(4, {**WRONG, "status/wrong": 0.3, "status/unparsable": 0.7}), CONFIG)
-    assert "reward 0 " in cause.evidence and "unparsable, 70 %" in cause.evidence
+    assert "no answer got a reward above 0" in cause.evidence and "unparsable, 70 %" in cause.evidence
 
 
 def test_an_environment_that_masks_all_actions_is_named_before_the_advantages() -> None:
@@ -138,12 +150,12 @@ def test_healthy_runs_have_no_cause_in_any_step_nor_at_the_end(name: str) -> Non
         remember(kept, row)
         assert not diagnose(kept, CONFIG)
     assert not diagnose(rows, CONFIG, summary(0.2, 0.6, 20, 0, 1e-5))
-    assert not diagnose(rows, CONFIG, summary(0.2, 0.22, 5, 4, 0.9))
+    assert names(rows, CONFIG, summary(0.2, 0.22, 5, 4, 0.9)) == ["not_significant"]  # only a note
 
 
 def test_runs_of_earlier_versions_are_diagnosed_by_their_gradient() -> None:
     old = {"weights/changed": None, "reward/range": None, "advantage/zero": None, "optim/grad_norm": None}
-    assert names(steps(5, {**WRONG, **old}), CONFIG) == ["equal_rewards"]
+    assert names(steps(5, {**WRONG, **old}), CONFIG) == ["never_rewarded"]
 
 
 def test_significant_gain_overrules_all_causes() -> None:
@@ -167,7 +179,7 @@ def test_a_long_history_keeps_what_the_rules_need() -> None:
     for row in [*steps(100, {}), {"step": 100, "eval/accuracy": 0.5}, *steps(100, WRONG, first=101)]:
         remember(kept, row)
     assert len(kept) == FIRST + LAST and kept[0]["step"] == 1 and kept[-1]["step"] == 200
-    assert names(kept, CONFIG) == ["equal_rewards"]
+    assert names(kept, CONFIG) == ["never_rewarded"]
 
 
 def test_a_run_folder_is_diagnosed_with_its_settings(tmp_path: Path) -> None:

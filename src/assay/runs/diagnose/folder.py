@@ -1,0 +1,178 @@
+"""Diagnosis of a run folder: metrics, settings and summary, and what the rollout and evaluation files show.
+
+Damaged or missing files are left out: what can be read is diagnosed.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from assay.runs.diagnose.causes import Diagnosis, percent, ranked, setting
+from assay.runs.diagnose.rules import diagnose
+from assay.runs.diagnose.speed import slower_than_best
+from assay.runs.directory import Run
+from assay.runs.files import from_json, read_json
+from assay.runs.rollouts import rollout_path, rollout_steps
+from assay.types import Status
+
+SHOWN = 3  # examples of a cause
+EXAMPLE_CHARS = 160  # of the end of an answer, where the final answer is
+MAX_FILES = 200  # rollout files whose prompts are compared with evaluations, spread over the run
+JUDGED = (Status.NO_ANSWER, Status.UNPARSABLE, Status.WRONG)
+# Causes that answers illustrate, and the statuses of these answers. None: answers that were cut off.
+ILLUSTRATED: dict[str, tuple[Status, ...] | None] = {
+    "judge_fails": (Status.ERROR, Status.TIMEOUT),
+    "no_answer": (Status.NO_ANSWER, Status.UNPARSABLE),
+    "never_rewarded": JUDGED,
+    "equal_rewards": JUDGED,
+    "truncated": None,
+}
+
+
+def diagnose_run(run: Run) -> list[Diagnosis]:
+    """Diagnose a run folder, finished or not."""
+    return diagnose_folder(run.path, read_config(run.path), read_json(run.path / "summary.json") or None)
+
+
+def diagnose_folder(
+    path: Path, config: Mapping[str, Any], summary: Mapping[str, Any] | None, leakage: bool = True
+) -> list[Diagnosis]:
+    """Diagnose the files of a run. `leakage`: also compare prompts of training and evaluations."""
+    rows = read_rows(path)
+    found = [*diagnose(rows, config, summary), slower_than_best(path, rows, config)]
+    if leakage:
+        found.append(shared_prompts(path, config))
+    return [with_examples(cause, path) for cause in ranked(cause for cause in found if cause is not None)]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings of a run; empty if they cannot be read."""
+    try:
+        return tomllib.loads((path / "config.toml").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that can be read."""
+    rows = [{key: from_json(value) for key, value in row.items()} for row in json_objects(path / "metrics.jsonl")]
+    return [row for row in rows if isinstance(row.get("step"), int)]
+
+
+def json_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file that are JSON objects."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError:
+        return
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+# Examples
+
+
+def with_examples(cause: Diagnosis, path: Path) -> Diagnosis:
+    """The cause with three answers of the last step that show it, and the most frequent reason of their verdicts."""
+    if cause.name not in ILLUSTRATED or cause.examples:
+        return cause
+    steps = rollout_steps(path)
+    lines = [*json_objects(rollout_path(path, steps[-1]))] if steps else []
+    statuses = ILLUSTRATED[cause.name]
+    if statuses is None:
+        lines = [line for line in lines if line.get("truncated")]
+        return replace(cause, examples=tuple(map(example, spread(lines))))
+    kinds = Counter(kind for line in lines if (kind := failure(line))[0] in statuses)
+    if not kinds:
+        return cause
+    (kind, count), *_ = kinds.most_common(1)
+    detail = f" ({shortened(kind[1])})" if kind[1] else ""
+    shown = spread([line for line in lines if failure(line) == kind])
+    evidence = f"{cause.evidence}; in step {steps[-1]}, {percent(count / len(lines))} of the verdicts are {kind[0]}"
+    return replace(cause, evidence=evidence + detail, examples=tuple(map(example, shown)))
+
+
+def failure(line: Mapping[str, Any]) -> tuple[str, str]:
+    """Status and detail of a verdict."""
+    status, detail = (setting(line, f"verdict.{name}") for name in ("status", "detail"))
+    return str(status or ""), str(detail or "")
+
+
+def spread(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Answers to different prompts, as far as there are any."""
+    by_prompt = {str(line.get("prompt_id")): line for line in reversed(lines)}
+    others = [line for line in lines if line not in by_prompt.values()]
+    return [*reversed(by_prompt.values()), *others][:SHOWN]
+
+
+def example(line: Mapping[str, Any]) -> str:
+    """One line: the prompt, the end of the answer, what was extracted from it, and the expected answer."""
+    parsed = setting(line, "verdict.parsed")
+    expected = f", expected {shortened(str(line['answer']))}" if line.get("answer") else ""
+    found = "" if parsed is None else f", extracted {shortened(str(parsed))}"
+    text = str(line.get("text", "")).strip()
+    end = text if len(text) <= EXAMPLE_CHARS else f"... {text[-EXAMPLE_CHARS:]}"
+    return f"{line.get('prompt_id')}: {json.dumps(end, ensure_ascii=False)}{found}{expected}"
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    one_line = " ".join(text.split())
+    return one_line if len(one_line) <= limit else f"{one_line[:limit]}..."
+
+
+# Leakage
+
+
+def shared_prompts(path: Path, config: Mapping[str, Any]) -> Diagnosis | None:
+    """Problems that the run was trained on and evaluated on, by their text.
+
+    Episodes of environments may begin with the same text, and are not compared.
+    """
+    if setting(config, "env.name"):
+        return None
+    trained: dict[str, str] = {}
+    steps = rollout_steps(path)
+    for step in steps[:: max(len(steps) // MAX_FILES, 1)]:
+        for line in json_objects(rollout_path(path, step)):
+            if line.get("sample") in (0, None):
+                trained.setdefault(prompt_text(line), str(line.get("prompt_id")))
+    for label in ("before", "eval"):
+        for file in sorted((path / "evals").glob(f"step-*-{label}-*.jsonl"))[:1] if trained else ():
+            split = file.stem.rpartition("-")[2]
+            if split not in ("train", "all"):
+                ids = {prompt_text(line): str(line.get("prompt_id")) for line in json_objects(file)}
+                if shared := [(own, trained[text]) for text, own in ids.items() if text in trained]:
+                    return explain_leakage(split, len(shared), len(ids), shared[0])
+    return None
+
+
+def prompt_text(line: Mapping[str, Any]) -> str:
+    """The text of the user's messages, without differences in case and white space."""
+    messages = line.get("messages")
+    parts = [part for part in messages if isinstance(part, Mapping)] if isinstance(messages, list) else []
+    words = (str(part.get("content")).casefold().split() for part in parts if part.get("role") == "user")
+    return " ".join(chain.from_iterable(words))
+
+
+def explain_leakage(split: str, shared: int, count: int, example: Sequence[str]) -> Diagnosis:
+    """`example`: ids of the same problem in the evaluation and in the train split."""
+    return Diagnosis(
+        "leakage",
+        f"{shared} of the {count} {split} problems are also in the train split (e.g. {' and '.join(example)}), so the "
+        "accuracy on them is too high",
+        "remove them from the train split: give task.path a folder with train.jsonl and test.jsonl that share no "
+        "problem, or choose other task.args",
+        "error" if shared == count else "warning",
+    )

@@ -1,0 +1,44 @@
+"""All rules on the metrics and the summary of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from assay.runs.diagnose import learning, results, stability
+from assay.runs.diagnose.causes import Diagnosis, ranked
+from assay.runs.diagnose.history import History, Row
+
+Rule = Callable[[History], Diagnosis | None]
+# Rules that do not apply to a run whose accuracy has increased significantly.
+LEARNING: tuple[Rule, ...] = (
+    learning.cannot_learn,
+    learning.judge_often_fails,
+    stability.stale_or_mismatched,
+    stability.learning_rate_high,
+    stability.entropy_collapse,
+    stability.length_collapse,
+    stability.length_explosion,
+    stability.kl_blow_up,
+    stability.always_clipped,
+    stability.truncated,
+    stability.few_useful_groups,
+)
+MACHINE: tuple[Rule, ...] = (results.memory_full, results.slower_than_before)
+
+
+def diagnose(
+    rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[str, Any] | None = None
+) -> list[Diagnosis]:
+    """Causes that keep the run from learning or harm it, most important first; empty if nothing is wrong.
+
+    A cause that is only a consequence of another one in the list is left out. `rows`: lines of metrics.jsonl; of a long
+    run, the first and the last steps are enough. `summary`: of a finished run, for which any number of steps is
+    evidence. If its accuracy has increased significantly, only causes that concern the machine remain.
+    """
+    run = History([row for row in rows if "reward/mean" in row], config, finished=summary is not None)
+    gained = summary is not None and results.has_gained(summary)
+    found = [rule(run) for rule in (*(() if gained else LEARNING), *MACHINE)]
+    if summary is not None and not gained:
+        found += [results.unchanged_accuracy(summary, config), results.not_significant(summary, config)]
+    return ranked(cause for cause in found if cause is not None)
