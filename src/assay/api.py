@@ -126,9 +126,10 @@ class Trainer(ABC):
         with self.training.active():
             self.training.begin()
             self.train()
-            summary = self.training.finish()
+            summary, console = self.training.finish(), self.training.recorder.console
             for cause in summary.get("diagnosis", ()):
-                self.training.recorder.console.warn(f"{cause['evidence']}; what to change: {cause['remedy']}")
+                show = console.note if cause["severity"] == "note" else console.warn
+                show(f"{cause['evidence']}; what to change: {cause['remedy']}")
             return summary
 
     @property

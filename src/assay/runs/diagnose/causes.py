@@ -95,7 +95,7 @@ def ranked(causes: Iterable[Diagnosis]) -> list[Diagnosis]:
 
 def as_facts(causes: Sequence[Diagnosis]) -> dict[str, list[dict[str, Any]]]:
     """The entry of summary.json; none if there are no causes."""
-    return {"diagnosis": [asdict(cause) for cause in causes]} if causes else {}
+    return {"diagnosis": [asdict(cause) | {"examples": [*cause.examples]} for cause in causes]} if causes else {}
 
 
 def setting(config: Mapping[str, Any], key: str) -> Any:

@@ -110,7 +110,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class History:
+class RunHistory:
     """The training steps of a run; of a long one, the first and the last."""
 
     steps: Sequence[Row]

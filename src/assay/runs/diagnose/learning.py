@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from assay.runs.console import finite
 from assay.runs.diagnose.causes import Diagnosis, Severity, percent, setting
-from assay.runs.diagnose.history import LONG, MIN_ANSWERS, MIN_STEPS, History, Row, Window
+from assay.runs.diagnose.history import LONG, MIN_ANSWERS, MIN_STEPS, Row, RunHistory, Window
 from assay.types import Status
 
 NEARLY_ALL = 0.9  # of the answers have the same problem: it is the cause, and not one of several
@@ -183,7 +183,7 @@ RULES: list[tuple[Callable[[Row], bool], Callable[[Window], Diagnosis | None]]] 
 ]
 
 
-def cannot_learn(run: History) -> Diagnosis | None:
+def cannot_learn(run: RunHistory) -> Diagnosis | None:
     """The first of the rules above that applies."""
     for symptom, explain in RULES:
         if (window := run.window(symptom)) and (cause := explain(window)):
@@ -191,7 +191,7 @@ def cannot_learn(run: History) -> Diagnosis | None:
     return None
 
 
-def judge_often_fails(run: History) -> Diagnosis | None:
+def judge_often_fails(run: RunHistory) -> Diagnosis | None:
     """Fewer failures than those of `judge_fails`, but enough to train on wrong rewards."""
     window = Window(run.steps[-LONG:], run.first, run.config)
     enough = len(window.rows) >= LONG or (len(window.rows) >= MIN_STEPS and window.answers >= MIN_ANSWERS)

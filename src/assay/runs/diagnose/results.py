@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from assay.runs.diagnose.causes import Diagnosis, now, percent, setting
-from assay.runs.diagnose.history import FIRST, LONG, MIN_STEPS, History, Row, Window, mean_of, trailing, values
+from assay.runs.diagnose.history import FIRST, LONG, MIN_STEPS, Row, RunHistory, Window, mean_of, trailing, values
 
 MIN_PROBLEMS = 20  # of an evaluation, for verdicts that all stay the same to count
 SIGNIFICANT = 0.05
@@ -83,7 +83,7 @@ def problems_needed(count: int, gained: int, lost: int, difference: float) -> in
     return math.ceil(needed / unit) * unit
 
 
-def memory_full(run: History) -> Diagnosis | None:
+def memory_full(run: RunHistory) -> Diagnosis | None:
     for name, what, keys in (
         ("memory/gpu", "GPU memory", ("train.token_budget", "engine.memory", "train.recompute")),
         ("memory/host", "main memory", ("train.token_budget", "engine.memory", "reward.workers")),
@@ -109,7 +109,7 @@ def throughput(rows: list[Row]) -> float | None:
     return median(speeds)
 
 
-def slower_than_before(run: History) -> Diagnosis | None:
+def slower_than_before(run: RunHistory) -> Diagnosis | None:
     """Generation has become much slower than in the first steps of the same run."""
     if len(run.steps) < FIRST + LONG:
         return None

@@ -7,9 +7,9 @@ from typing import Any
 
 from assay.runs.diagnose import learning, results, stability
 from assay.runs.diagnose.causes import Diagnosis, ranked
-from assay.runs.diagnose.history import History, Row
+from assay.runs.diagnose.history import Row, RunHistory
 
-Rule = Callable[[History], Diagnosis | None]
+Rule = Callable[[RunHistory], Diagnosis | None]
 # Rules that do not apply to a run whose accuracy has increased significantly.
 LEARNING: tuple[Rule, ...] = (
     learning.cannot_learn,
@@ -36,7 +36,7 @@ def diagnose(
     run, the first and the last steps are enough. `summary`: of a finished run, for which any number of steps is
     evidence. If its accuracy has increased significantly, only causes that concern the machine remain.
     """
-    run = History([row for row in rows if "reward/mean" in row], config, finished=summary is not None)
+    run = RunHistory([row for row in rows if "reward/mean" in row], config, finished=summary is not None)
     gained = summary is not None and results.has_gained(summary)
     found = [rule(run) for rule in (*(() if gained else LEARNING), *MACHINE)]
     if summary is not None and not gained:

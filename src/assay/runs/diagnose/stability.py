@@ -10,7 +10,7 @@ from statistics import fmean, median
 
 from assay.runs.console import finite
 from assay.runs.diagnose.causes import Diagnosis, percent, setting
-from assay.runs.diagnose.history import FIRST, History, Row, Window, change, mean_of, values
+from assay.runs.diagnose.history import FIRST, Row, RunHistory, Window, change, mean_of, values
 from assay.runs.diagnose.learning import COLLAPSED, LOW_ENTROPY, NEARLY_ALL
 
 SHORT = 8  # steps after which a symptom counts that no healthy run has
@@ -28,7 +28,7 @@ CERTAIN = 4.0  # standard errors
 EXPLODED = 5.0  # factor of the gradient norm, or of the entropy
 
 
-def stale_or_mismatched(run: History) -> Diagnosis | None:
+def stale_or_mismatched(run: RunHistory) -> Diagnosis | None:
     """Engine and trainer give the sampled tokens different probabilities, although they should have equal weights."""
     window = run.window(partial(is_mismatched, recomputes=recomputes_logprobs(run)), late=SHORT)
     if window is None:
@@ -53,7 +53,7 @@ def stale_or_mismatched(run: History) -> Diagnosis | None:
     )
 
 
-def recomputes_logprobs(run: History) -> bool:
+def recomputes_logprobs(run: RunHistory) -> bool:
     """Whether mismatch/* compares engine and trainer before the first update."""
     keys = ("algo.recompute_logprobs", "algo.correction")
     return any(setting(run.config, key) for key in keys) or setting(run.config, "algo.recipe") == "gspo"
@@ -64,7 +64,7 @@ def is_mismatched(row: Row, recomputes: bool) -> bool:
     return on_policy and not finite(row, "replay/share") and (finite(row, "mismatch/kl") or 0.0) >= MISMATCH
 
 
-def learning_rate_high(run: History) -> Diagnosis | None:
+def learning_rate_high(run: RunHistory) -> Diagnosis | None:
     """The reward has fallen, and the update or the policy shows that the optimization is unstable."""
     if len(run.steps) < FIRST + SHORT:
         return None
@@ -114,7 +114,7 @@ def instabilities(window: Window) -> list[str]:
     return signs
 
 
-def entropy_collapse(run: History) -> Diagnosis | None:
+def entropy_collapse(run: RunHistory) -> Diagnosis | None:
     start = mean_of(run.first, "sampling/entropy")
 
     def collapsed(row: Row) -> bool:
@@ -133,7 +133,7 @@ def entropy_collapse(run: History) -> Diagnosis | None:
     )
 
 
-def length_collapse(run: History) -> Diagnosis | None:
+def length_collapse(run: RunHistory) -> Diagnosis | None:
     start = mean_of(run.first, "length/mean")
     window = run.trend(lambda row: (finite(row, "length/mean") or start) <= SHORTER * start)
     if window is None or start < MIN_LENGTH:
@@ -149,7 +149,7 @@ def length_collapse(run: History) -> Diagnosis | None:
     )
 
 
-def length_explosion(run: History) -> Diagnosis | None:
+def length_explosion(run: RunHistory) -> Diagnosis | None:
     start, cut_off = mean_of(run.first, "length/mean"), mean_of(run.first, "length/truncated")
 
     def exploded(row: Row) -> bool:
@@ -170,7 +170,7 @@ def length_explosion(run: History) -> Diagnosis | None:
     )
 
 
-def kl_blow_up(run: History) -> Diagnosis | None:
+def kl_blow_up(run: RunHistory) -> Diagnosis | None:
     window = run.trend(run.at_least("policy/kl", KL_LIMIT), SHORT)
     if window is None:
         return None
@@ -183,7 +183,7 @@ def kl_blow_up(run: History) -> Diagnosis | None:
     )
 
 
-def always_clipped(run: History) -> Diagnosis | None:
+def always_clipped(run: RunHistory) -> Diagnosis | None:
     whole = setting(run.config, "algo.ratio") == "sequence" or setting(run.config, "algo.recipe") == "gspo"
     window = run.trend(run.at_least("policy/clip_fraction", CLIPPED_SEQUENCES if whole else CLIPPED))
     if window is None:
@@ -198,7 +198,7 @@ def always_clipped(run: History) -> Diagnosis | None:
     )
 
 
-def truncated(run: History) -> Diagnosis | None:
+def truncated(run: RunHistory) -> Diagnosis | None:
     """Half of the answers are cut off before they give a final answer."""
 
     def cut_off(row: Row) -> bool:
@@ -218,7 +218,7 @@ def truncated(run: History) -> Diagnosis | None:
     )
 
 
-def few_useful_groups(run: History) -> Diagnosis | None:
+def few_useful_groups(run: RunHistory) -> Diagnosis | None:
     def useless(row: Row) -> bool:
         names = ("groups/zero_variance", "advantage/zero")
         return min(finite(row, name) or 0.0 for name in names) >= USELESS

@@ -1,0 +1,60 @@
+"""Rules on results, memory and throughput."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from metric_rows import CONFIG, names, steps, summary
+
+from assay.evals.stats import mcnemar
+from assay.runs.diagnose import diagnose
+from assay.runs.diagnose.history import FIRST, LONG
+from assay.runs.diagnose.results import problems_needed
+
+
+def test_a_difference_that_may_be_chance_is_a_note_with_the_number_of_problems_needed() -> None:
+    (cause,) = diagnose(steps(9, {}), CONFIG, summary(0.5, 0.6, 9, 4, 0.27))
+    assert cause.name == "not_significant" and cause.severity == "note"
+    assert "+10.0 points on 50 problems (9 gained, 4 lost)" in cause.evidence and "about 210 problems" in cause.remedy
+    assert not diagnose(steps(9, {}), CONFIG, summary(0.5, 0.7, 10, 0, 0.002))
+    assert not diagnose(steps(9, {}), CONFIG, summary(0.5, 0.5, 4, 4, 1.0))  # no difference to confirm
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(0.12, 0.04), (0.2, 0.15)])
+def test_with_the_needed_number_of_problems_most_tests_are_significant(gained: float, lost: float) -> None:
+    """A simulation as reference: the power is 80 %."""
+    needed = problems_needed(100, round(100 * gained), round(100 * lost), gained - lost)
+    rng = np.random.default_rng(0)
+    draws = rng.choice(3, size=(400, needed), p=[gained, lost, 1 - gained - lost])
+    found = [mcnemar(draw == 1, draw == 0).p_value < 0.05 for draw in draws]
+    assert 0.72 < np.mean(found) < 0.88
+
+
+def test_needed_problems_follow_the_normal_approximation_and_exceed_those_measured() -> None:
+    z = NormalDist()
+    exact = ((z.inv_cdf(0.975) * math.sqrt(0.2) + z.inv_cdf(0.8) * math.sqrt(0.2 - 0.1**2)) / 0.1) ** 2
+    assert exact <= problems_needed(50, 8, 2, 0.1) * 1.01 and problems_needed(50, 8, 2, 0.1) <= exact * 1.1
+    assert problems_needed(9, 1, 0, 1.0) > 9
+
+
+@pytest.mark.parametrize(("metric", "key"), [("memory/gpu", "train.recompute"), ("memory/host", "reward.workers")])
+def test_memory_that_is_nearly_full_is_reported_whatever_the_result(metric: str, key: str) -> None:
+    full = steps(4, {metric: 0.96})
+    for arguments in ((full, CONFIG), (full, CONFIG, summary(0.2, 0.6, 20, 0, 1e-5))):
+        (cause,) = diagnose(*arguments)
+        assert cause.name == "memory_full" and "96 %" in cause.evidence and key in cause.remedy
+    assert not diagnose(steps(4, {metric: 0.94}), CONFIG) and not diagnose(full[:3], CONFIG)
+
+
+def test_generation_that_becomes_much_slower_is_reported() -> None:
+    fast, slow = ({"time/tokens_per_s": speed, "time/generate": 2.0} for speed in (1000.0, 240.0))
+    rows = [*steps(FIRST, fast), *steps(LONG, slow, first=FIRST + 1)]
+    (cause,) = diagnose(rows, CONFIG)
+    assert cause.name == "slow" and "240 tokens per second" in cause.evidence and "1,000" in cause.evidence
+    assert not diagnose([row | {"time/generate": 0.5} for row in rows], CONFIG)  # too short to measure
+    twice = steps(LONG, {**slow, "time/tokens_per_s": 260.0}, first=FIRST + 1)
+    assert not diagnose([*steps(FIRST, fast), *twice], CONFIG)
+    assert names(steps(9, {}), CONFIG) == []
