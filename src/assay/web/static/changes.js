@@ -3,7 +3,7 @@
 import { get, runPath } from "./api.js";
 import { element, formatNumber, plural, visibleText } from "./dom.js";
 import { link, setParameters } from "./route.js";
-import { message } from "./rollout.js";
+import { messageList } from "./rollout.js";
 import { loadRun, runCrumbs, runHead } from "./run.js";
 import {
   changePill,
@@ -119,7 +119,7 @@ function pairParts(view, answer, offset, runs) {
 }
 
 function pairCard(row, { a, b }, [runA, runB]) {
-  const question = element("div", { class: "question" }, (row.messages ?? []).map(message));
+  const question = element("div", { class: "question" }, messageList(row.messages));
   const changed =
     row.change === "gained" || row.change === "lost"
       ? changePill(row.change)

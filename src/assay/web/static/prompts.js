@@ -99,7 +99,8 @@ function columns() {
     {
       title: "Id",
       label: "Id",
-      cell: (row) => element("span", { class: "muted nowrap", text: visibleText(row.prompt_id) }),
+      cell: (row) =>
+        element("span", { class: "muted prompt-id", title: row.prompt_id, text: visibleText(row.prompt_id) }),
     },
     { title: "Seen", key: "seen", label: "Seen", class: "number", cell: (row) => formatNumber(row.seen) },
     {

@@ -9,17 +9,17 @@ import { tokenView } from "./tokens.js";
 import { changePill, empty, panel, statusPill, textBlock } from "./widgets.js";
 
 export async function rollout({ parts: [, run, , source, step, index], parameters, signal }) {
-  const [detail, answer] = await Promise.all([
-    loadRun(run, signal),
-    get(runPath(run, "rollouts", source, step, index), {}, signal),
-  ]);
+  const load = () => get(runPath(run, "rollouts", source, step, index), {}, signal);
+  const [detail, answer] = await Promise.all([loadRun(run, signal), load()]);
+  const text = element("div", {}, textPanel(answer, parameters));
+  if (answer.tokens_pending) showTokensLater(text, load, parameters, signal);
   const at = (other) =>
     other === null || other === undefined ? null : link(["run", run, "rollout", source, step, other], parameters);
   const context = { run, source, step, parameters };
   const split = element(
     "div",
     { class: "split" },
-    element("div", { class: "stack" }, promptPanel(answer), textPanel(answer, parameters)),
+    element("div", { class: "stack" }, promptPanel(answer), text),
     sidePanel(answer, context),
   );
   return {
@@ -68,10 +68,16 @@ function stepLink(text, href, key) {
 }
 
 function promptPanel({ messages }) {
-  return panel("Prompt", element("div", { class: "body" }, (messages ?? []).map(message)));
+  return panel("Prompt", element("div", { class: "body" }, messageList(messages)));
 }
 
-export function message({ role, content, tool_calls: calls, name }) {
+// Messages of a chat; anything else, from a file of another origin, as JSON.
+export function messageList(messages) {
+  const list = Array.isArray(messages) ? messages : messages ? [messages] : [];
+  return list.map((one) => message(one !== null && typeof one === "object" ? one : { role: "", content: one }));
+}
+
+function message({ role, content, tool_calls: calls, name }) {
   const text =
     typeof content === "string"
       ? content
@@ -83,8 +89,21 @@ export function message({ role, content, tool_calls: calls, name }) {
     { class: `message ${role === "assistant" ? "action" : "context"}` },
     element("div", { class: "role", text: visibleText([role, name].filter(Boolean).join(" \u00b7 ")) }),
     text ? textBlock(text) : null,
-    (calls ?? []).map((call) => textBlock(`tool call: ${JSON.stringify(call.function ?? call, null, 1)}`)),
+    (Array.isArray(calls) ? calls : []).map((call) =>
+      textBlock(`tool call: ${JSON.stringify(call.function ?? call, null, 1)}`),
+    ),
   );
+}
+
+// The server is still loading the tokenizer.
+async function showTokensLater(place, load, parameters, signal) {
+  while (!signal.aborted) {
+    await new Promise((resolve) => setTimeout(resolve, 300));
+    const answer = await load().catch(() => null);
+    if (!answer || answer.tokens_pending) continue;
+    if (!signal.aborted) place.replaceChildren(textPanel(answer, parameters));
+    return;
+  }
 }
 
 function textPanel(answer, parameters) {
@@ -181,12 +200,13 @@ function folded(title, text, open = false) {
   return element("details", { open }, element("summary", { text: title }), textBlock(text, "text clipped"));
 }
 
-export async function group({ parts: [, run, , step, number], signal }) {
+export async function group({ parts: [, run, , step, number], parameters, signal }) {
   const [detail, answer] = await Promise.all([
     loadRun(run, signal),
-    get(runPath(run, "groups", step, number), {}, signal),
+    get(runPath(run, "groups", step, number), { source: parameters.source }, signal),
   ]);
-  const at = (other) => (other === null || other === undefined ? null : link(["run", run, "group", step, other]));
+  const at = (other) =>
+    other === null || other === undefined ? null : link(["run", run, "group", step, other], parameters);
   const { prompt, rollouts } = answer;
   const correct = rollouts.filter((one) => statusOf(one) === "ok").length;
   const head = element(
@@ -205,12 +225,12 @@ export async function group({ parts: [, run, , step, number], signal }) {
   const cards = element(
     "div",
     { class: "cards" },
-    rollouts.map((one) => card(one, link(["run", run, "rollout", "train", step, one.index]))),
+    rollouts.map((one) => card(one, link(["run", run, "rollout", one.source, step, one.index]))),
   );
   const question = element(
     "div",
     { class: "body" },
-    (prompt.messages ?? []).map(message),
+    messageList(prompt.messages),
     prompt.answer
       ? element(
           "p",

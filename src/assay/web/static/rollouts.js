@@ -37,7 +37,7 @@ export async function rollouts({ parts: [, run], parameters, signal }) {
     title: `Rollouts of ${detail.name}`,
     crumbs: runCrumbs(detail, { text: "Rollouts" }),
     parts: [runHead(detail, "rollouts"), problemList(detail.problems), box, view.list],
-    live: () => detail.state === "running" || indexing(view),
+    live: () => view.detail.state === "running" || indexing(view),
     refresh: () => refresh(view),
   };
 }
@@ -201,12 +201,13 @@ async function loadRollouts(view, signal) {
   const ticket = (view.ticket = {});
   const answer = await get(runPath(run, "rollouts"), { ...parameters, offset, limit: LIMIT }, signal);
   if (view.ticket !== ticket) return; // a later request was made in the meantime
+  if (isSearching(answer)) setTimeout(() => view.ticket === ticket && loadRollouts(view).catch(() => {}), 100);
   const text = JSON.stringify([answer, view.detail.indexed]);
   if (text === view.shown) return;
   view.shown = text;
   drawChips(view, answer.statuses);
   const focused = document.activeElement?.closest("tr")?.dataset.href;
-  view.list.replaceChildren(...[indexNote(view), ...rows(view, answer, offset)].filter(Boolean));
+  view.list.replaceChildren(...[indexNote(view), searchNote(answer), ...rows(view, answer, offset)].filter(Boolean));
   if (focused) view.list.querySelector(`tr[data-href="${CSS.escape(focused)}"] a`)?.focus();
 }
 
@@ -218,6 +219,17 @@ function indexNote(view) {
     role: "status",
     text: `Reading the rollout files: ${done} of ${total} are searchable.`,
   });
+}
+
+// A search reads some files per request; the next request continues it.
+function isSearching({ searched }) {
+  return Boolean(searched) && searched.done < searched.total;
+}
+
+function searchNote(answer) {
+  if (!isSearching(answer)) return null;
+  const { done, total } = answer.searched;
+  return element("p", { class: "muted", role: "status", text: `Searching: ${done} of ${total} files so far.` });
 }
 
 function rows(view, answer, offset) {

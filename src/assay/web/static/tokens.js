@@ -7,6 +7,7 @@
 //
 // tokens: {text: [...] or null, ids, mask, sampled, engine_logprobs, sampling_logprobs, trainer_logprobs, ref_logprobs,
 //          entropies, advantages}, arrays of the same length or null; without texts, ids are shown.
+//          bytes: {index: "E2 82"} of tokens that are not whole characters.
 // options: coloring (a key of COLORINGS), onColoring(key), turns ([{role, ...}], for the titles of segments).
 // Tokens are appended in blocks while the browser is idle, so that 100,000 of them do not block the page.
 // Arrow keys move between tokens, with shift ten at a time; Home and End go to the first and the last token.
@@ -128,6 +129,7 @@ export function tokenFacts(tokens, index) {
   return [
     ["index", `${formatNumber(index)} of ${formatNumber(tokens.ids.length)}`],
     ["id", String(tokens.ids[index])],
+    ...(tokens.bytes?.[index] ? [["bytes", tokens.bytes[index]]] : []),
     ...numbers.filter(([, value]) => value !== null).map(([name, value]) => [name, exactNumber(value)]),
     ["loss mask", maskText(tokens, index)],
   ];
@@ -262,9 +264,10 @@ function tokenBlock(view, [start, end]) {
 }
 
 // A line break is shown by a sign before it, so that its token can be seen and hovered.
-function tokenText({ text, ids }, index) {
+function tokenText({ text, ids, bytes }, index) {
   if (!text) return `${ids[index]} `;
-  return text[index] === "" ? "\u2205" : visibleText(text[index]).replaceAll("\n", "\u21b5\n");
+  if (text[index] === "") return bytes?.[index] ? `\u27e8${bytes[index]}\u27e9` : "\u2205";
+  return visibleText(text[index]).replaceAll("\n", "\u21b5\n");
 }
 
 function paint({ coloring, tokens }, span, index) {
