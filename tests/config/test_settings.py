@@ -100,6 +100,7 @@ def test_short_forms_work_in_files_and_on_the_command_line(tmp_path: Path) -> No
         ("--optim.lr --seed 3", ("--optim.lr needs a value",)),
         ("--seed.more 1", ("'seed'",)),
         ("optim.lr", ("unexpected argument 'optim.lr'",)),
+        ("--actor.lr 1", ("'actor.lr'", "did you mean 'optim.lr' or 'critic.lr' or 'sft.lr'?")),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(words: str, parts: tuple[str, ...]) -> None:

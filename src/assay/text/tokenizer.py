@@ -139,7 +139,7 @@ def load_tokenizer(source: str, trust_remote_code: bool = False) -> Tokenizer:
     if path.is_dir():
         return Tokenizer(_from_pretrained(str(path), trust_remote_code), _end_ids_of_folder(path))
     if source.startswith(("/", ".", "~")) or source.count("/") > 1 or not source.strip():
-        raise UserError(f'cannot load a tokenizer: no such folder: "{source}"')
+        raise UserError(f'no such folder: "{source}": give a Hugging Face folder, a hub id or a .gguf file')
     return Tokenizer(_from_pretrained(source, trust_remote_code), _end_ids_of_hub(source))
 
 
@@ -319,7 +319,10 @@ def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
     except BaseException as error:  # damaged metadata causes any exception, including Rust panics
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        raise UserError(f'cannot build the tokenizer of "{path}": {_first_line(error)}') from error
+        raise UserError(
+            f'cannot build the tokenizer of "{path}" ({_first_line(error)}): the file may be incomplete; fetch it again, '
+            "or set model.tokenizer to a Hugging Face folder"
+        ) from error
     template = metadata.get("tokenizer.chat_template")
     if not hf.chat_template and isinstance(template, str):
         hf.chat_template = template
