@@ -320,8 +320,8 @@ def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise UserError(
-            f'cannot build the tokenizer of "{path}" ({_first_line(error)}): the file may be incomplete; fetch it again, '
-            "or set model.tokenizer to a Hugging Face folder"
+            f'cannot build the tokenizer of "{path}" ({_first_line(error)}): the file may be incomplete; '
+            "fetch it again, or set model.tokenizer to a Hugging Face folder"
         ) from error
     template = metadata.get("tokenizer.chat_template")
     if not hf.chat_template and isinstance(template, str):
