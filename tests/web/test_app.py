@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+import web_parts
 from starlette.testclient import TestClient
 
-from assay.runs import Run
+from assay.runs import Run, write_rollouts
+from assay.types import Group
 from assay.web.app import HEADERS, host_name, make_app
-from assay.web.data import Library
+from assay.web.library import Library
 
 CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
 TOKEN = "the-token-of-this-test"
@@ -155,3 +158,91 @@ def test_bad_parameters(client: TestClient, query: str) -> None:
 
 def test_host_names() -> None:
     assert [host_name(text) for text in ("A.b:1", "[::1]:80", "a:b", "a/b", "")] == ["a.b", "::1", None, None, None]
+
+
+# Rollouts over HTTP
+
+BEFORE, AFTER = "step-000000-before-test", "step-000003-after-test"
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> TestClient:
+    """A run with rollouts, all of which are indexed."""
+    client = client_of(web_parts.standard_run(tmp_path / "full"))
+    while client.get("/api/runs/one").json()["indexed"] != {"done": 5, "total": 5}:
+        pass
+    while client.get("/api/runs/one/rollouts").json()["total"] != 12:
+        pass
+    return client
+
+
+def test_lists_over_http(full: TestClient) -> None:
+    query = "search=SECOND&status=ok,wrong&from=2&to=2&sort=reward&order=desc&limit=1&min_reward=0&max_length=99"
+    answer = full.get(f"/api/runs/one/rollouts?{query}").json()
+    assert (answer["total"], answer["rows"][0]["preview"], len(answer["rows"])) == (2, "Second Try 0", 1)
+    assert full.get("/api/runs/one/rollouts?step=2&changed=gained&truncated=0&prompt=p1").json()["total"] == 1
+    assert full.get(f"/api/runs/one/rollouts?source={AFTER}").json()["total"] == 2
+    rows = full.get("/api/runs/one/prompts?sort=pass_rate&order=desc&search=p").json()["rows"]
+    assert [row["prompt_id"] for row in rows] == ["p2", "p1"]
+    assert full.get("/api/runs/one/prompts?source=eval").json()["total"] == 2
+
+
+def test_single_rollouts_and_groups_over_http(full: TestClient) -> None:
+    assert full.get("/api/runs/one/rollouts/train/2/1").json()["text"] == "Second Try 1"
+    assert full.get(f"/api/runs/one/rollouts/{AFTER}/3/0").json()["changed"] == "lost"
+    assert len(full.get("/api/runs/one/groups/1/1").json()["rollouts"]) == 3
+    assert full.get(f"/api/runs/one/groups/3/1?source={AFTER}").json()["prompt"]["id"] == "q1"
+
+
+def test_comparisons_over_http(full: TestClient) -> None:
+    one = full.get(f"/api/runs/one/compare?a={BEFORE}&b={AFTER}").json()
+    two = full.get(f"/api/compare?run_a=one&a={BEFORE}&run_b=one&b={AFTER}&show=changed").json()
+    assert one == two and one["counts"] == {"gained": 1, "lost": 1, "same_correct": 0, "same_wrong": 0}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("rollouts?sort=other", "rollouts?order=up", "rollouts?limit=501", "rollouts?offset=-1", "rollouts?step=x"),
+        *("rollouts?min_reward=nan", "rollouts?max_length=x", "rollouts?truncated=yes", "rollouts?changed=1"),
+        *("rollouts?search=%00", "prompts?sort=step", "prompts?source=other", "compare?a=x", "compare?a=x&b=y&show=z"),
+    ],
+)
+def test_bad_parameters_of_lists(client: TestClient, path: str) -> None:
+    response = client.get(f"/api/runs/one/{path}")
+    assert response.status_code == 400 and response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("rollouts?source=nope", "rollouts/train/1/99", "rollouts/train/99/0", "rollouts/train/x/0", "groups/1/9"),
+        *("rollouts/train/-1/0", "rollouts/..%2f..%2fetc/1/0", "rollouts/%2e%2e/1/0", "rollouts/%00/1/0"),
+        *("rollouts/..%5c..%5cetc/1/0", "groups/1/0?source=..%2f..%2fsecret", "compare?a=..%2f..%2fx&b=nope"),
+        *("rollouts/train/1/0/", "nothing", "rollouts/train"),
+    ],
+)
+def test_things_that_do_not_exist(full: TestClient, path: str) -> None:
+    response = full.get(f"/api/runs/one/{path}")
+    assert response.status_code == 404 and response.json()["error"]
+
+
+def test_hostile_rollouts_are_plain_json(tmp_path: Path) -> None:
+    path = web_parts.make_run(tmp_path / "runs")
+    prompt = web_parts.prompt_of("<b>", web_parts.HOSTILE[0])
+    texts = web_parts.HOSTILE
+    write_rollouts(path, 1, [Group(prompt, [web_parts.answer(prompt, n, text) for n, text in enumerate(texts)])])
+    client = client_of(path)
+    for number, text in enumerate(texts):
+        response = client.get(f"/api/runs/one/rollouts/train/1/{number}")
+        assert response.headers["content-type"] == "application/json" and response.json()["text"] == text
+        assert response.content.isascii()
+
+
+def test_a_run_whose_name_needs_encoding(tmp_path: Path) -> None:
+    path = web_parts.standard_run(tmp_path / "runs")
+    path.rename(path.with_name("50% <b> ä?#&"))
+    client = client_of(tmp_path / "runs")
+    (run,) = client.get("/api/runs").json()["runs"]
+    assert run["id"] == "50% <b> ä?#&"
+    assert client.get(f"/api/runs/{quote(run['id'], safe='')}").json()["id"] == run["id"]

@@ -6,58 +6,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_run import SmallRuns
+from web_parts import CONFIG, HOSTILE, answer, group_of, make_run, prompt_of, standard_run
 
-from assay.runs import Run
-from assay.web.data import Library, ViewError, curve, plain, shortened, unique
-
-CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
-
-
-def make_run(runs: Path, name: str, steps: int = 3) -> Path:
-    with Run.create(runs, name, CONFIG) as run:
-        for step in range(1, steps + 1):
-            run.log(step, {"reward/mean": step / 4, "time/wall": 10.0 * step, "turns/mean": 1.0})
-        run.log(steps, {"eval/accuracy": 0.5, "eval/low": 0.4, "eval/high": 0.6})
-        return run.path
-
-
-def test_runs_of_several_folders_have_different_ids(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        make_run(tmp_path / folder, "demo")
-    library = Library([tmp_path / "a", tmp_path / "b" / "demo", tmp_path / "b"])
-    assert [(run["id"], run["name"]) for run in library.runs()["runs"]] == [("demo", "demo"), ("demo~2", "demo")]
-    assert library.view("demo~2").folder.path == tmp_path / "b" / "demo"
-    new = make_run(tmp_path / "a", "new")  # appears without a restart, and does not change other ids
-    assert [view.id for view in library.views()] == ["demo", "new", "demo~2"]
-    (new / "config.toml").unlink()
-    (new / "metrics.jsonl").unlink()
-    (new / "environment.json").unlink()
-    with pytest.raises(ViewError, match="deleted"):
-        library.view("new")
-    assert [view.id for view in library.views()] == ["demo", "demo~2"]
-    with pytest.raises(ViewError, match="no run 'other'"):
-        library.view("other")
-
-
-def test_links_out_of_a_runs_folder_are_refused(tmp_path: Path) -> None:
-    outside = make_run(tmp_path / "elsewhere", "outside")
-    make_run(tmp_path / "runs", "inside")
-    (tmp_path / "runs" / "link").symlink_to(outside)
-    library = Library([tmp_path / "runs"])
-    listed = library.runs()
-    assert [run["id"] for run in listed["runs"]] == ["inside"]
-    assert str(outside) in listed["problems"][0]
-    # A folder that the user gives may be a link.
-    assert [view.id for view in Library([tmp_path / "runs" / "link"]).views()] == ["outside"]
+from assay.runs import Run, rollouts, write_rollouts
+from assay.text import char_tokenizer, load_tokenizer
+from assay.types import Completion, Finish, Group, Rollout, Turn
+from assay.web.data import RunView, ViewError, curve, plain, shortened
+from assay.web.table import RolloutFilter
 
 
 def test_metrics_with_panels_and_intervals(tmp_path: Path) -> None:
-    view = Library([make_run(tmp_path, "one")]).views()[0]
-    answer = view.metrics()
-    assert answer["series"]["reward/mean"] == {"x": [1, 2, 3], "y": [0.25, 0.5, 0.75]}
-    assert answer["intervals"] == {"eval/accuracy": {"x": [3], "low": [0.4], "high": [0.6]}}
-    assert [panel["metric"] for panel in answer["panels"]] == ["reward/mean", "eval/accuracy"]
-    assert view.metrics(since=answer["cursor"]) == {"cursor": answer["cursor"], "unchanged": True}
+    path = make_run(tmp_path, steps=3)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "eval/accuracy": 0.5, "eval/low": 0.4, "eval/high": 0.6}\n')
+    view = RunView("one", path)
+    curves = view.metrics()
+    assert curves["series"]["reward/mean"] == {"x": [1, 2, 3], "y": [0.25, 0.5, 0.75]}
+    assert curves["intervals"] == {"eval/accuracy": {"x": [3], "low": [0.4], "high": [0.6]}}
+    assert [panel["metric"] for panel in curves["panels"]] == ["reward/mean", "eval/accuracy"]
+    assert view.metrics(since=curves["cursor"]) == {"cursor": curves["cursor"], "unchanged": True}
     assert view.metrics(["turns/mean", "missing"], x="time/wall")["series"] == {
         "turns/mean": {"x": [10, 20, 30], "y": [1, 1, 1]}
     }
@@ -83,7 +51,7 @@ def test_findings_are_those_of_the_doctor(tmp_path: Path) -> None:
             row = {"reward/mean": 0.0, "reward/range": 0.0, "reward/std": 0.0, "groups/zero_variance": 1.0}
             run.log(step, {**row, "advantage/zero": 1.0, "sampling/answers": 64.0 * step, "status/wrong": 1.0})
         run.write_summary({"steps": 8})
-    view = Library([tmp_path]).views()[0]
+    view = RunView("one", tmp_path / "one")
     view.detail()
     if view._diagnosing is not None:
         view._diagnosing.result()
@@ -96,6 +64,218 @@ def test_numbers_that_are_not_finite_are_null() -> None:
     assert plain(given) == {"a": [None, 1.5, 2.5], "3": [[1, 2], None], "s": "x"}
 
 
-def test_names_and_problems() -> None:
-    assert unique("a", {"a", "a~2"}) == "a~3"
+def test_many_problems_are_counted() -> None:
     assert shortened([str(n) for n in range(22)])[-1] == "and 2 more problems"
+
+
+# Rollouts
+
+
+@pytest.fixture
+def view(tmp_path: Path) -> RunView:
+    return RunView("one", standard_run(tmp_path))
+
+
+def test_the_detail_of_a_run(view: RunView) -> None:
+    detail = view.detail()
+    assert detail["train_steps"] == [1, 2, 3] and detail["indexed"] == {"done": 5, "total": 5}
+    assert detail["evals"] == [
+        {"name": "step-000000-before-test", "step": 0, "label": "before", "split": "test", "count": 2, "correct": 1},
+        {"name": "step-000003-after-test", "step": 3, "label": "after", "split": "test", "count": 2, "correct": 1},
+    ]
+    assert detail["config"]["seed"] == 3 and detail["environment"]["command"] and detail["problems"] == []
+    assert detail["metrics"] == ["reward/mean", "time/wall", "turns/mean"]
+
+
+def test_pages_of_rollouts(view: RunView) -> None:
+    page = view.rollouts(limit=2, offset=6)
+    assert (page["total"], page["statuses"]) == (12, {"ok": 7, "wrong": 4, "no_answer": 1})
+    assert [(row["step"], row["index"], row["preview"]) for row in page["rows"]] == [
+        (2, 0, "Second Try 0"),
+        (2, 1, "Second Try 1"),
+    ]
+    row = page["rows"][0]
+    assert (row["prompt_id"], row["prompt_preview"], row["group"], row["sample"]) == ("p1", "what is p1?", 0, 0)
+    assert (row["status"], row["reward"], row["advantage"], row["length"]) == ("ok", 1.0, 0.5, 13)
+    assert (row["finish"], row["truncated"], row["version"], row["turns"]) == ("stop", False, 3, 1)
+    assert row["changed"] == "gained" and row["source"] == "train"
+    assert view.rollouts(offset=1000)["rows"] == []
+    searched = view.rollouts(RolloutFilter(search="second TRY"))
+    assert searched["total"] == 2 and searched["searched"] == {"done": 5, "total": 5}
+
+
+def test_one_rollout_with_its_tokens(view: RunView) -> None:
+    view.tokens(60.0)
+    rollout = view.rollout("train", 2, 1)
+    assert (rollout["text"], rollout["status"], rollout["prompt_id"]) == ("Second Try 1", "wrong", "p1")
+    assert (rollout["previous"], rollout["next"]) == (0, None)
+    tokens = rollout["tokens"]
+    assert tokens["text"] is None and "no tokenizer" in rollout["tokens_problem"]
+    assert sum(tokens["sampled"]) == sum(tokens["mask"]) == rollout["length"] == 13
+    context = len(tokens["ids"]) - 13
+    assert tokens["engine_logprobs"][:context] == [None] * context
+    assert tokens["engine_logprobs"][context + 1] == -0.25
+    assert tokens["trainer_logprobs"][context + 1] == pytest.approx(-0.26)
+    assert tokens["advantages"][-1] == 0.5 and tokens["ref_logprobs"] is None
+    assert rollout["turns"][0] == {"role": "context", "text": None, "tokens": context}
+    assert rollout["turns"][1]["text"] == "Second Try 1"
+
+
+def test_texts_of_tokens(view: RunView) -> None:
+    char_tokenizer().save(view.folder.root / "tokenizer")
+    view.tokens(60.0)
+    rollout = view.rollout("train", 2, 1)
+    assert "".join(rollout["tokens"]["text"]) == "what is p1?Second Try 1<eos>" and rollout["tokens_problem"] is None
+    assert [turn["text"] for turn in rollout["turns"]] == ["what is p1?", "Second Try 1"]
+
+
+def test_an_episode_with_several_turns(tmp_path: Path) -> None:
+    path, prompt = make_run(tmp_path), prompt_of("p", "go")
+    char_tokenizer().save(path / "tokenizer")
+    encode = char_tokenizer().encode
+    turns = []
+    for context, action, masked in (("go", "call(3)", True), ("result: 4", "four", False)):
+        ids = encode(action)
+        completion = Completion(ids, [-1.0] * len(ids), [-1.0] * len(ids), Finish.STOP, 1)
+        turns.append(Turn(encode(context), completion, action, 0.25, masked))
+    write_rollouts(path, 1, [Group(prompt, [Rollout(prompt, 0, turns, None, float("nan"), float("inf"))])])
+    view = RunView("one", path)
+    view.tokens(60.0)
+    rollout = view.rollout("train", 1, 0)
+    assert [(turn["role"], turn["text"]) for turn in rollout["turns"]] == [
+        ("context", "go"),
+        ("action", "call(3)"),
+        ("context", "result: 4"),
+        ("action", "four"),
+    ]
+    assert rollout["reward"] is None and rollout["advantage"] is None and rollout["status"] is None
+    assert sum(rollout["tokens"]["sampled"]) == 11 and sum(rollout["tokens"]["mask"]) == 4
+    assert view.rollouts()["rows"][0]["turns"] == 2 and view.rollouts()["statuses"] == {"none": 1}
+
+
+def test_evaluations_have_no_tokens(view: RunView) -> None:
+    rollout = view.rollout("step-000003-after-test", 3, 1)
+    assert rollout["tokens"] is None and rollout["tokens_problem"] == "evaluations are saved without tokens"
+    assert (rollout["text"], rollout["changed"], rollout["previous"]) == ("after 0", "gained", 0)
+    assert rollout["turns"] == [{"role": "action", "text": "after 0", "tokens": 8, "finish": "stop"}]
+
+
+def test_a_group(view: RunView) -> None:
+    group = view.group("train", 1, 1)
+    assert group["prompt"] == {
+        "id": "p2",
+        "messages": [{"role": "user", "content": "what is p2?"}],
+        "answer": "42",
+        "solution": "so 42",
+        "fields": {"level": 1},
+        "task": None,
+    }
+    assert [(r["index"], r["sample"], r["text"], r["status"]) for r in group["rollouts"]] == [
+        (3, 0, "answer 0", "ok"),
+        (4, 1, "answer 1", "ok"),
+        (5, 2, "answer 2", "no_answer"),
+    ]
+    assert (group["previous"], group["next"]) == (0, None)
+    assert view.group("step-000000-before-test", 0, 1)["rollouts"][0]["text"] == "before 0"
+
+
+@pytest.mark.parametrize(
+    ("source", "step", "index"),
+    [
+        *(("train", 1, 6), ("train", 9, 0), ("train", 1, 2**40), ("nope", 1, 0), ("step-000003-after-test", 2, 0)),
+        *(("step-000003-after-test", 3, 9), ("../rollouts/step-000001", 1, 0), ("a/b", 0, 0), ("\0", 0, 0), ("", 0, 0)),
+        *(("x" * 5000, 0, 0), ("train", 10**12, 0)),
+    ],
+)
+def test_rollouts_that_do_not_exist(view: RunView, source: str, step: int, index: int) -> None:
+    with pytest.raises(ViewError) as caught:
+        view.rollout(source, step, index)
+    assert caught.value.status == 404
+
+
+def test_new_and_deleted_rollouts(view: RunView) -> None:
+    assert view.rollouts()["total"] == 12
+    write_rollouts(view.folder.root, 4, [group_of("p9", ["ok"])])
+    assert view.rollouts()["total"] == 13
+    rollouts.prune(view.folder.root, keep=1)
+    assert view.rollouts()["total"] == 1 and view.prompts()["total"] == 1
+    with pytest.raises(ViewError, match="there is no rollouts/step-000001"):
+        view.rollout("train", 1, 0)
+
+
+def test_a_rollout_can_be_shown_before_it_is_indexed(tmp_path: Path) -> None:
+    view = RunView("one", standard_run(tmp_path), lambda view: None)  # nothing is indexed
+    assert view.rollouts()["total"] == 0
+    assert view.rollout("train", 2, 1)["text"] == "Second Try 1"
+    assert view.group("train", 1, 0)["prompt"]["id"] == "p1"
+
+
+def test_damaged_files_are_shown_as_far_as_possible(view: RunView) -> None:
+    root = view.folder.root
+    (root / "config.toml").write_text("= broken")
+    (root / "rollouts" / "step-000001.npz").unlink()
+    (root / "rollouts" / "step-000002.npz").write_bytes(b"garbage")
+    third = root / "rollouts" / "step-000003.jsonl"
+    third.write_text("\n".join(third.read_text().splitlines()[:-1]) + '\n{"half')
+    detail = view.detail()
+    parts = ("config.toml cannot", "001.npz is missing", "002.npz cannot be read", "003.jsonl, line 4: is incomplete")
+    for part in parts:
+        assert sum(part in problem for problem in detail["problems"]) == 1, part
+    assert view.rollouts()["total"] == 11
+    for step, problem in ((1, "is missing"), (2, "cannot be read")):
+        rollout = view.rollout("train", step, 0)
+        assert rollout["tokens"] is None and problem in rollout["tokens_problem"] and rollout["text"]
+    view.tokens(60.0)
+    assert view.rollout("train", 3, 1)["tokens"] is not None
+    with pytest.raises(ViewError, match="its line cannot be read"):
+        view.rollout("train", 3, 3)
+
+
+def test_arrays_of_another_step_are_not_shown(view: RunView) -> None:
+    folder = view.folder.root / "rollouts"
+    (folder / "step-000001.npz").write_bytes((folder / "step-000002.npz").read_bytes())
+    assert any("they do not match" in problem for problem in view.detail()["problems"])
+    rollout = view.rollout("train", 1, 0)
+    assert rollout["tokens"] is None and "they do not match" in rollout["tokens_problem"]
+
+
+def test_hostile_texts_are_returned_unchanged(tmp_path: Path) -> None:
+    path = make_run(tmp_path)
+    prompt = prompt_of(HOSTILE[0], HOSTILE[1])
+    write_rollouts(path, 1, [Group(prompt, [answer(prompt, n, text) for n, text in enumerate(HOSTILE)])])
+    view = RunView("one", path)
+    assert [view.rollout("train", 1, n)["text"] for n in range(len(HOSTILE))] == list(HOSTILE)
+    assert view.rollouts()["total"] == len(HOSTILE)
+    assert view.rollouts(RolloutFilter(prompt=HOSTILE[0]))["total"] == len(HOSTILE)
+    assert view.prompts()["rows"][0]["preview"] == HOSTILE[1]
+
+
+def test_a_real_run(tmp_path: Path) -> None:
+    runs = SmallRuns(tmp_path)
+    assert runs.train("--eval.every", "1", "--sampling.temperature", "1.0") == 0
+    path = runs.runs / "small"
+    view = RunView("small", path)
+    detail = view.detail()
+    assert detail["problems"] == [] and detail["state"] == "finished" and detail["train_steps"] == [1, 2]
+    assert [(e["label"], e["step"], e["count"]) for e in detail["evals"]] == [
+        *(("before", 0, 5), ("eval", 1, 4), ("eval", 2, 4), ("after", 2, 5))
+    ]
+    page = view.rollouts()
+    groups = rollouts.read_rollouts(path, 1) + rollouts.read_rollouts(path, 2)
+    assert page["total"] == len(page["rows"]) == 18
+    assert [row["reward"] for row in page["rows"]] == [r.reward for group in groups for r in group.rollouts]
+    view.tokens(60.0)
+    tokenizer = load_tokenizer(str(path / "checkpoints" / "step-000000" / "model"))
+    for step in (1, 2):
+        flat = [r for group in rollouts.read_rollouts(path, step) for r in group.rollouts]
+        for index, rollout in enumerate(flat):
+            shown = view.rollout("train", step, index)
+            tokens = shown["tokens"]
+            assert shown["tokens_problem"] is None and tokens["ids"] == rollout.token_ids
+            assert shown["text"] == rollout.text
+            assert "".join(tokens["text"]) == tokenizer.decode(rollout.token_ids, skip_special=False)
+            sampled = [value for value in tokens["engine_logprobs"] if value is not None]
+            assert sampled == pytest.approx([x for turn in rollout.turns for x in turn.completion.engine_logprobs])
+            assert [value for value in tokens["trainer_logprobs"] or [] if value is not None] == pytest.approx(
+                list(rollout.trainer_logprobs or [])
+            )

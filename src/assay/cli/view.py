@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         from assay.web.app import bind, make_app, make_server
     except ImportError:
         raise missing_extra("assay view", "view") from None
-    from assay.web.data import Library
+    from assay.web.library import Library
 
     library = Library(folders(args.runs, args.dir))
     count = len(library.views())

@@ -31,7 +31,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from assay.types import UserError, describe_error
-from assay.web.data import Library, ViewError, plain
+from assay.web.compare import SHOWN
+from assay.web.data import RunView, ViewError, plain
+from assay.web.index import TRAIN
+from assay.web.library import Library
+from assay.web.table import PROMPT_SORTS, SORTS, RolloutFilter
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {
@@ -54,6 +58,7 @@ HEADERS = {
 }
 NO_TOKEN = "This page needs the token: open the URL that `assay view` has printed."
 FOREIGN = "This request comes from another site: paste the URL that `assay view` has printed into the address bar."
+MAX_LIMIT = 500  # rows of one answer
 MAX_PARAMETER = 2000  # characters
 
 
@@ -185,6 +190,15 @@ class Query:
             raise ViewError(f"{name} must be from 0 to {limit}", 400)
         return value
 
+    def page(self) -> tuple[int, int]:
+        """Offset and limit."""
+        return self.count("offset", 0, 2**53), self.count("limit", 50, MAX_LIMIT)
+
+    def required(self, name: str) -> str:
+        if not self.text(name):
+            raise ViewError(f"{name} is missing", 400)
+        return self.text(name)
+
     def number(self, name: str) -> float | None:
         value = self.text(name)
         try:
@@ -196,23 +210,89 @@ class Query:
         return number
 
 
-def make_app(library: Library, token: str, hosts: frozenset[str] = frozenset()) -> ASGIApp:
-    def run_metrics(request: Request) -> Any:
-        query = Query(request)
-        view = library.view(request.path_params["run"])
-        points = query.count("points", 1000, 2**31)
-        return view.metrics(query.names("names"), query.text("x", "step"), points, query.integer("since"))
+class Endpoints:
+    """The requests of the page, by path."""
 
-    routes = {
-        "/api/runs": lambda request: library.runs(),
-        "/api/runs/{run}": lambda request: library.view(request.path_params["run"]).detail(),
-        "/api/runs/{run}/metrics": run_metrics,
-    }
+    def __init__(self, library: Library) -> None:
+        self.library = library
+
+    def routes(self) -> dict[str, Callable[[Request], Any]]:
+        return {
+            "/api/runs": lambda request: self.library.runs(),
+            "/api/compare": self.compare,
+            "/api/runs/{run}": lambda request: self.view(request).detail(),
+            "/api/runs/{run}/metrics": self.metrics,
+            "/api/runs/{run}/prompts": self.prompts,
+            "/api/runs/{run}/rollouts": self.rollouts,
+            "/api/runs/{run}/rollouts/{source}/{step:int}/{index:int}": self.rollout,
+            "/api/runs/{run}/groups/{step:int}/{group:int}": self.group,
+            "/api/runs/{run}/compare": self.compare,
+        }
+
+    def view(self, request: Request) -> RunView:
+        return self.library.view(request.path_params["run"])
+
+    def metrics(self, request: Request) -> Any:
+        query = Query(request)
+        points = query.count("points", 1000, 2**31)
+        names, x = query.names("names"), query.text("x", "step")
+        return self.view(request).metrics(names, x, points, query.integer("since"))
+
+    def prompts(self, request: Request) -> Any:
+        query = Query(request)
+        sort = query.choice("sort", PROMPT_SORTS)
+        return self.view(request).prompts(
+            query.choice("source", ("train", "eval")) == "eval",
+            query.text("search"),
+            sort,
+            query.choice("order", ("asc", "desc")) == "desc",
+            *query.page(),
+        )
+
+    def rollouts(self, request: Request) -> Any:
+        query = Query(request)
+        step = query.integer("step")
+        wanted = RolloutFilter(
+            source=query.text("source", TRAIN),
+            first_step=query.integer("from") if step is None else step,
+            last_step=query.integer("to") if step is None else step,
+            search=query.text("search"),
+            prompt=query.text("prompt") or None,
+            statuses=tuple(query.names("status")),
+            min_reward=query.number("min_reward"),
+            max_reward=query.number("max_reward"),
+            min_length=query.number("min_length"),
+            max_length=query.number("max_length"),
+            truncated={"": None, "0": False, "1": True}[query.choice("truncated", ("", "0", "1"))],
+            changed=query.choice("changed", ("", "gained", "lost", "any")),
+        )
+        sort = query.choice("sort", SORTS)
+        descending = query.choice("order", ("asc", "desc")) == "desc"
+        return self.view(request).rollouts(wanted, sort, descending, *query.page())
+
+    def rollout(self, request: Request) -> Any:
+        return self.view(request).rollout(*(request.path_params[name] for name in ("source", "step", "index")))
+
+    def group(self, request: Request) -> Any:
+        source = Query(request).text("source", TRAIN)
+        return self.view(request).group(source, *(request.path_params[name] for name in ("step", "group")))
+
+    def compare(self, request: Request) -> Any:
+        query = Query(request)
+        run = request.path_params.get("run")
+        names = [(run or query.required(f"run_{side}"), query.required(side)) for side in ("a", "b")]
+        show = query.choice("show", tuple(SHOWN))
+        offset, limit = query.page()
+        return self.library.compare(*names, show=show, search=query.text("search"), offset=offset, limit=limit)
+
+
+def make_app(library: Library, token: str, hosts: frozenset[str] = frozenset()) -> ASGIApp:
+    endpoints = Endpoints(library).routes().items()
     app = Starlette(
         routes=[
             Route("/", lambda request: static_file("index.html"), methods=["GET"]),
             Route("/static/{name}", lambda request: static_file(request.path_params["name"]), methods=["GET"]),
-            *(Route(path, answering(endpoint), methods=["GET"]) for path, endpoint in routes.items()),
+            *(Route(path, answering(endpoint), methods=["GET"]) for path, endpoint in endpoints),
             Route("/{rest:path}", lambda request: refused(request, "There is no such page.", 404), methods=["GET"]),
         ]
     )

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,23 @@ from assay.runs.curves import X_LABELS, shown_panels
 from assay.runs.diagnose import diagnose_run
 from assay.runs.directory import Run
 from assay.types import describe_error
-from assay.web.folder import RunFolder, is_run_folder
+from assay.web.folder import MAX_DEPTH, RunFolder, is_deeper, stamp_of
+from assay.web.index import (
+    ARRAY_ERRORS,
+    FOLDERS,
+    STATUSES,
+    TRAIN,
+    IndexedFile,
+    Place,
+    RunIndex,
+    open_arrays,
+    parsed_line,
+    place_of,
+    read_file,
+)
+from assay.web.lines import cleaned, context_spans, problem_of_arrays, token_columns, turns_of
+from assay.web.table import CHANGES, OK, RolloutFilter, RolloutTable, TextSearch
+from assay.web.tokens import RunTokenizer, load_tokens
 
 FACTS = (
     *("name", "path", "state", "error", "started", "task", "model", "algorithm", "seed", "steps", "steps_planned"),
@@ -31,6 +50,19 @@ MAX_PROBLEMS = 20  # that are listed; the others are counted
 FINDINGS_WAIT_S = 0.05  # for findings that are not known yet
 FINDINGS_PAUSE_S = 10.0  # between two diagnoses of a run in progress
 MAX_POINTS = 20_000
+INDEX_WAIT_S = 0.08  # for the index of a small run
+TABLE_PAUSE_S = 1.0  # between two tables while a run is indexed
+TOKENIZER_WAIT_S = 0.08
+KEPT_ARRAYS = 4  # training steps
+ANSWER_FIELDS = (
+    *("sample", "text", "verdict", "reward", "advantage", "masked", "length", "finish", "truncated", "version"),
+    "cut_off",
+)
+LOADING = "the tokenizer is being loaded"
+
+
+_EVERYTHING = RolloutFilter()
+_threads = ThreadPoolExecutor(2, thread_name_prefix="assay-view")
 
 
 class ViewError(Exception):
@@ -42,15 +74,62 @@ class ViewError(Exception):
 
 
 class RunView:
-    """One run, and what was read and computed for it."""
+    """One run, and what was read and computed for it. Safe to use from several threads."""
 
-    def __init__(self, identifier: str, path: Path) -> None:
+    def __init__(self, identifier: str, path: Path, request_index: Callable[[RunView], None] | None = None) -> None:
+        """`request_index`: asks for `update_index` to be called in another thread; without it, it is called here."""
         self.id = identifier
         self.folder = RunFolder(path)
+        self.table = RolloutTable()
+        self._request_index = request_index
+        self._lock = threading.Lock()
+        self._ready = threading.Event()  # set when the table has all rollouts
+        self._waited = False
+        self._table_files: Any = None  # those of the table
+        self._table_built = 0.0
+        self._arrays: OrderedDict[str, tuple[Any, dict[str, np.ndarray]]] = OrderedDict()
+        self._tokens: Future[tuple[RunTokenizer | None, str | None]] | None = None
         self._findings: list[dict[str, Any]] = []
         self._findings_problem: str | None = None
         self._diagnosed: tuple[Any, float] = (None, 0.0)  # state of the files, and when
         self._diagnosing: Future[None] | None = None
+
+    @cached_property
+    def index(self) -> RunIndex:
+        return RunIndex(self.folder)
+
+    @cached_property
+    def search(self) -> TextSearch:
+        return TextSearch(self.index.store.texts)
+
+    # The index
+
+    def update_index(self, seconds: float = 0.5) -> bool:
+        """Read new rollout files for some seconds. Returns whether there are more. For one thread."""
+        more = self.index.update(seconds)
+        files = self.index.files
+        is_due = not more or time.monotonic() - self._table_built > TABLE_PAUSE_S
+        if files is not self._table_files and is_due:
+            table = RolloutTable(list(files.values()))
+            table.prepare()
+            self.table, self._table_files, self._table_built = table, files, time.monotonic()
+        if not more:
+            self._ready.set()
+        return more
+
+    def current_table(self) -> RolloutTable:
+        """The rollouts that are indexed so far. Waits a moment for those of a small run."""
+        if self._request_index is None:
+            while self.update_index():
+                pass
+        else:
+            self._request_index(self)
+            if not self._waited:
+                self._ready.wait(INDEX_WAIT_S)
+                self._waited = True
+        return self.table
+
+    # Facts and metrics
 
     def facts(self) -> dict[str, Any]:
         """One entry of the list of runs."""
@@ -59,25 +138,39 @@ class RunView:
         return {"id": self.id, **{key: facts.get(key) for key in FACTS}, "problems": shortened(problems)}
 
     def detail(self) -> dict[str, Any]:
-        facts = self.facts()
-        config, _ = self.folder.config()
-        environment, _ = self.folder.document("environment.json")
-        summary, _ = self.folder.document("summary.json")
+        self.tokens(0.0)  # begins to load the tokenizer, which is needed soon
+        table = self.current_table()
+        facts, problems = self.folder.facts()
         findings, finding_problem = self.findings(facts["state"] == "running")
-        problems = [*facts.pop("problems"), *([finding_problem] if finding_problem else [])]
+        problems = [*problems, *(problem for problem in (finding_problem, self.index.problem) if problem)]
+        problems += [problem for file in table.files for problem in file.problems]
+        places = [place for name in self.index.names if (place := place_of(name)) is not None]
+        names = sorted(places, key=lambda place: place.order)
+        facts["name"] = facts.pop("run")
         return {
-            **facts,
-            "config": config,
-            "environment": environment,
-            "summary": summary,
+            "id": self.id,
+            **{key: facts.get(key) for key in FACTS},
+            "config": facts["config"],
+            "environment": self.folder.document("environment.json")[0],
+            "summary": self.folder.document("summary.json")[0],
             "findings": findings,
-            "train_steps": [],
-            "evals": [],
+            "train_steps": [place.step for place in names if place.source == TRAIN],
+            "evals": [self._listed_evaluation(place) for place in names if place.source != TRAIN],
             "metrics": sorted(set(self.folder.metrics.columns) - {"step"}),
-            "indexed": {"done": 0, "total": 0},
+            "indexed": self.index.progress,
             "problems": shortened(problems),
             "cursor": self.folder.metrics.size,
         }
+
+    def _listed_evaluation(self, place: Place) -> dict[str, Any]:
+        if place.source in self.table.sources:
+            return self.evaluation_facts(self.table.files[self.table.sources[place.source]])
+        return {**_names(place), "count": None, "correct": None}  # not indexed yet
+
+    def evaluation_facts(self, file: IndexedFile) -> dict[str, Any]:
+        statuses = file.rows["status"]
+        correct = int((statuses == OK).sum())
+        return {**_names(file.place), "count": len(statuses), "correct": correct}
 
     def findings(self, running: bool) -> tuple[list[dict[str, Any]], str | None]:
         """The doctor's findings, computed in another thread: those known so far, if it takes long."""
@@ -141,6 +234,213 @@ class RunView:
         both = sorted(low.keys() & high.keys())
         return {"x": both, "low": [low[at] for at in both], "high": [high[at] for at in both]} if both else None
 
+    # Rollouts
+
+    def rollouts(
+        self,
+        wanted: RolloutFilter = _EVERYTHING,
+        sort: str = "step",
+        descending: bool = False,
+        offset: int = 0,
+        limit: int = 50,
+    ) -> dict[str, Any]:
+        """One page of a list of rollouts, and the number of all by status."""
+        table = self.current_table()
+        if wanted.source != TRAIN and wanted.source not in table.sources:
+            self._check_source(wanted.source)
+            return {"total": 0, "rows": [], "statuses": {}, "searched": None}
+        found, searched = None, None
+        if wanted.search:
+            found, searched = self.search.find(table, wanted.search)
+        numbers, statuses = table.select(wanted, found)
+        page = table.ordered(numbers, sort, descending)[offset : offset + limit].tolist()
+        previews = self.index.store.previews([table.preview_place(number) for number in page])
+        rows = [table.row(number, preview) for number, preview in zip(page, previews, strict=True)]
+        return {"total": len(numbers), "rows": rows, "statuses": statuses, "searched": searched}
+
+    def _check_source(self, source: str) -> None:
+        """Raise if there is no such evaluation; it may only be not indexed yet."""
+        if not any(place and place.source == source for place in map(place_of, self.index.names)):
+            raise ViewError(f"there is no evaluation {source!r}")
+
+    def prompts(
+        self,
+        evaluations: bool = False,
+        search: str = "",
+        sort: str = "id",
+        descending: bool = False,
+        offset: int = 0,
+        limit: int = 50,
+    ) -> dict[str, Any]:
+        """Prompts with their pass rates over time."""
+        return self.current_table().prompts(evaluations, search, sort, descending, offset, limit)
+
+    def rollout(self, source: str, step: int, index: int) -> dict[str, Any]:
+        """One rollout with its tokens."""
+        file = self._file(source, step)
+        line = self.line(file, index)
+        position = int(np.searchsorted(file.rows["index"], index))
+        others = file.rows["index"]
+        tokens, tokens_problem, context_texts = self._token_table(file, index, line)
+        return {
+            **line,
+            **self._position(file, position),
+            "turns": turns_of(line, context_texts),
+            "tokens": tokens,
+            "tokens_problem": tokens_problem,
+            "tokens_pending": tokens_problem == LOADING,
+            "previous": int(others[position - 1]) if position > 0 else None,
+            "next": int(others[position + 1]) if position + 1 < len(others) else None,
+            "problems": file.problems,
+        }
+
+    def group(self, source: str, step: int, group: int) -> dict[str, Any]:
+        """All answers to one prompt of a step."""
+        file = self._file(source, step)
+        positions = np.flatnonzero(file.rows["group"] == group).tolist()
+        if not positions:
+            raise ViewError(f"step {step} has no group {group}")
+        lines = [self.line(file, int(file.rows["index"][position])) for position in positions]
+        rollouts = [
+            {
+                **{name: line.get(name) for name in ANSWER_FIELDS},
+                **self._position(file, at),
+                "turns": turns_of(line, None),
+            }
+            for at, line in zip(positions, lines, strict=True)
+        ]
+        groups = np.unique(file.rows["group"]).tolist()
+        at = groups.index(group)
+        shown = ("messages", "answer", "solution", "fields", "task")
+        return {
+            "source": source,
+            "step": step,
+            "group": group,
+            "prompt": {"id": lines[0].get("prompt_id"), **{name: lines[0].get(name) for name in shown}},
+            "rollouts": rollouts,
+            "previous": groups[at - 1] if at > 0 else None,
+            "next": groups[at + 1] if at + 1 < len(groups) else None,
+            "problems": file.problems,
+        }
+
+    def _position(self, file: IndexedFile, position: int) -> dict[str, Any]:
+        """Where a rollout is, and facts that are not in its line."""
+        row, table = file.rows[position], self.table
+        number = table.file_number.get(file.id)
+        changed = None if number is None else CHANGES.get(int(table.changed[table.first[number] + position]))
+        return {
+            "source": file.place.source,
+            "step": file.place.step,
+            "index": int(row["index"]),
+            "status": STATUSES[row["status"]] or None,
+            "changed": changed,
+        }
+
+    def evaluation(self, name: str) -> IndexedFile:
+        """The file of an evaluation."""
+        table = self.current_table()
+        if name in table.sources:
+            return table.files[table.sources[name]]
+        return self._read_now(f"{FOLDERS['eval']}/{name}.jsonl")
+
+    def _file(self, source: str, step: int) -> IndexedFile:
+        if source != TRAIN:
+            file = self.evaluation(source)
+            if file.place.step != step:
+                raise ViewError(f"{source} is an evaluation of step {file.place.step}, not {step}")
+            return file
+        name = f"{FOLDERS[TRAIN]}/step-{step:06d}.jsonl"
+        known = {file.name: file for file in self.current_table().files}
+        return known[name] if name in known else self._read_now(name)
+
+    def _read_now(self, name: str) -> IndexedFile:
+        """A file that is not indexed yet."""
+        stamp = stamp_of(self.folder.root / name)
+        if place_of(name) is None or stamp is None:
+            raise ViewError(f"there is no {name.removesuffix('.jsonl')}")
+        content = read_file(self.folder, name)
+        return IndexedFile(-1, name, repr(stamp), content.rows, content.prompts, content.problems)
+
+    def line(self, file: IndexedFile, index: int) -> dict[str, Any]:
+        """One line of a rollout file. Numbers that are not finite are None."""
+        position = int(np.searchsorted(file.rows["index"], index))
+        if position >= len(file.rows) or file.rows["index"][position] != index:
+            raise ViewError(f"{file.name} has no rollout {index}, or its line cannot be read")
+        row = file.rows[position]
+        with self.folder.open(file.name) as opened:
+            opened.seek(int(row["start"]))
+            value = parsed_line(opened.read(int(row["size"])))
+        if value is None or is_deeper(value, MAX_DEPTH):
+            raise ViewError(f"line {index + 1} of {file.name} cannot be read, or has changed: load the page again")
+        return cleaned(value)
+
+    def lines(self, file: IndexedFile) -> list[dict[str, Any]]:
+        """All readable lines of a file, with their `index`."""
+        with self.folder.open(file.name) as opened:
+            content = opened.read()
+        parts = zip(*(file.rows[name].tolist() for name in ("index", "start", "size")), strict=True)
+        read = [(index, parsed_line(content[start : start + size])) for index, start, size in parts]
+        return [{**value, "index": index} for index, value in read if value is not None]
+
+    # Tokens
+
+    def tokens(self, wait_s: float = TOKENIZER_WAIT_S) -> tuple[RunTokenizer | None, str | None]:
+        """The run's tokenizer, or why there is none. It is loaded in another thread."""
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = _threads.submit(load_tokens, self.folder)
+        try:
+            tokens, problem = self._tokens.result(wait_s)
+        except NotYet:
+            return None, LOADING
+        if tokens is None:
+            self._tokens = None  # a checkpoint may be saved later
+        return tokens, problem
+
+    def _token_table(
+        self, file: IndexedFile, index: int, line: Mapping[str, Any]
+    ) -> tuple[dict[str, Any] | None, str | None, list[str] | None]:
+        """Arrays of the tokens, what is missing, and the texts of the context of each turn."""
+        if file.place.source != TRAIN:
+            return None, "evaluations are saved without tokens", None
+        try:
+            arrays = self._step_arrays(file)
+            table = token_columns(arrays, index, line)
+        except (*ARRAY_ERRORS, zipfile.BadZipFile) as error:
+            return None, problem_of_arrays(file, error), None
+        texts, problem = self.tokens()
+        table |= {"text": None, "bytes": {}}
+        contexts = None
+        if texts is not None:
+            try:
+                table["text"], table["bytes"] = texts.pieces(table["ids"])
+                contexts = [texts.decode(table["ids"][start:end]) for start, end in context_spans(line)]
+            except Exception as error:  # ids of another vocabulary make the library raise any exception
+                problem = f"the tokenizer of the run does not fit these tokens ({describe_error(error, 100)})"
+        return table, problem, contexts
+
+    def _step_arrays(self, file: IndexedFile) -> dict[str, np.ndarray]:
+        """The arrays of a training step. The latest are kept."""
+        stamp = stamp_of((self.folder.root / file.name).with_suffix(".npz"))
+        with self._lock:
+            known = self._arrays.get(file.name)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        with open_arrays(self.folder, file.name) as opened:
+            arrays = {name: opened[name] for name in opened.files}
+        lines = int(file.rows["index"][-1]) + 1 if len(file.rows) else 0
+        if len(arrays["offsets"]) <= lines:
+            raise ValueError("the files do not match")
+        with self._lock:
+            self._arrays[file.name] = stamp, arrays
+            while len(self._arrays) > KEPT_ARRAYS:
+                self._arrays.popitem(last=False)
+        return arrays
+
+
+def _names(place: Place) -> dict[str, Any]:
+    return {"name": place.source, "step": place.step, "label": place.label, "split": place.split}
+
 
 def curve(xs: np.ndarray, ys: np.ndarray, limit: int) -> dict[str, list[float]]:
     """At most `limit` points: of each bin the minimum and the maximum, so that no peak is lost."""
@@ -157,71 +457,6 @@ def shortened(problems: Sequence[str]) -> list[str]:
     """The first problems, and the number of the others."""
     more = len(problems) - MAX_PROBLEMS
     return [*problems[:MAX_PROBLEMS], *([f"and {more} more problems"] if more > 0 else [])]
-
-
-_threads = ThreadPoolExecutor(2, thread_name_prefix="assay-view")
-
-
-class Library:
-    """The runs that are shown: run folders, and the runs in runs folders, also those that are added later."""
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self.paths = [path.absolute() for path in paths]
-        self._lock = threading.Lock()
-        self._views: dict[Path, RunView] = {}  # by resolved path
-        self._refused: dict[str, str] = {}
-
-    def views(self) -> list[RunView]:
-        """All runs, in the order of the given folders; in a folder the oldest first."""
-        with self._lock:
-            found = list(dict.fromkeys(path for root in self.paths for path in self._runs_of(root)))
-            self._views = {path: view for path, view in self._views.items() if path in found}
-            taken = {view.id for view in self._views.values()}
-            for path in found:
-                if path not in self._views:
-                    identifier = unique(path.name, taken)
-                    taken.add(identifier)
-                    self._views[path] = RunView(identifier, path)
-            return [self._views[path] for path in found]
-
-    def _runs_of(self, root: Path) -> list[Path]:
-        """Resolved paths. Links in a runs folder must not lead out of it; a given folder may be a link itself."""
-        if is_run_folder(root):
-            return [root.resolve()]
-        inside = root.resolve()
-        with suppress(OSError):
-            folders = [path.resolve() for path in inside.iterdir() if is_run_folder(path)]
-            outside = [path for path in folders if not path.is_relative_to(inside)]
-            self._refused |= {str(path): f"{path} is linked from {root}: give its path to see it" for path in outside}
-            return sorted((path for path in folders if path.is_relative_to(inside)), key=_age)
-        return []
-
-    def view(self, identifier: str) -> RunView:
-        """A run by its id."""
-        known = {view.id: view for view in self._views.values()}
-        if identifier not in known:
-            known = {view.id: view for view in self.views()}
-        if identifier not in known:
-            raise ViewError(f"there is no run {identifier!r}")
-        if not is_run_folder(known[identifier].folder.root):
-            raise ViewError(f"the folder of run {identifier!r} was deleted")
-        return known[identifier]
-
-    def runs(self) -> dict[str, Any]:
-        runs = [view.facts() for view in self.views()]
-        return {"runs": runs, "problems": shortened(list(self._refused.values()))}
-
-
-def unique(name: str, taken: set[str]) -> str:
-    """The name, with a number if another run has it."""
-    names = (name if number == 1 else f"{name}~{number}" for number in range(1, len(taken) + 2))
-    return next(candidate for candidate in names if candidate not in taken)
-
-
-def _age(path: Path) -> tuple[float, str]:
-    with suppress(OSError):
-        return (path / "config.toml").stat().st_mtime, path.name
-    return 0.0, path.name
 
 
 def plain(value: Any) -> Any:

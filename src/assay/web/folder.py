@@ -27,7 +27,7 @@ MAX_FILE = 64 * 2**20  # bytes of a file that is read as a whole
 MAX_LINE = 16 * 2**20  # bytes of a line of metrics
 MAX_DEPTH = 100  # of nested lists and dictionaries
 LARGEST = 2**53  # integers beyond it have no exact float, neither here nor in JavaScript
-Stamp = tuple[int, int, int]  # size, time of the last change, inode: they change with the content
+Stamp = tuple[int, int, int, int]  # size, times of the last changes of content and file, inode
 
 
 class Refused(OSError):
@@ -41,12 +41,16 @@ def is_run_folder(path: Path) -> bool:
         return False
 
 
+def as_stamp(found: os.stat_result) -> Stamp:
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
 def stamp_of(path: Path) -> Stamp | None:
     try:
         found = path.stat()
     except (OSError, ValueError):
         return None
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    return as_stamp(found)
 
 
 def finite_number(value: Any) -> float | None:
@@ -105,6 +109,15 @@ class RunFolder:
         if len(content) > MAX_FILE:
             raise Refused(f"{name} has more than {MAX_FILE >> 20} MiB")
         return content
+
+    def names(self, folder: str) -> list[str]:
+        """Sorted names in a folder of the run; none if it is missing, or a link that leads out of the run."""
+        path = (self.root / folder).resolve()
+        try:
+            found = os.listdir(path) if path.is_relative_to(self.root) else []
+        except OSError:
+            return []
+        return sorted(name for name in found if name.isprintable())
 
     def _parsed(self, name: str, parse: Callable[[str], Any]) -> tuple[dict[str, Any], str | None]:
         """The dictionary in a file, and why it cannot be read. A missing file is empty."""
@@ -232,11 +245,10 @@ class MetricsFile:
     def _update(self) -> None:
         try:
             with self._folder.open("metrics.jsonl") as file:
-                found = os.fstat(file.fileno())
-                stamp = found.st_size, found.st_mtime_ns, found.st_ino
+                stamp = as_stamp(os.fstat(file.fileno()))
                 if stamp == self.stamp:
                     return
-                if self.stamp is None or stamp[2] != self.stamp[2] or not self._continues(file):
+                if self.stamp is None or stamp[-1] != self.stamp[-1] or not self._continues(file):
                     self._clear()
                 file.seek(self.size)
                 self._read_lines(file)

@@ -1,0 +1,149 @@
+"""Two evaluations question by question: which were gained, which were lost, and a paired test."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from assay.evals.pairs import Key, accuracies
+from assay.evals.stats import mcnemar, paired_test
+from assay.web.data import RunView, ViewError
+from assay.web.index import IndexedFile, fold
+
+CHANGES = ("gained", "lost", "same_correct", "same_wrong")
+SHOWN = {"changed": CHANGES[:2], "gained": CHANGES[:1], "lost": CHANGES[1:2], "all": CHANGES}
+KEPT = 16  # comparisons
+
+
+class Questions:
+    """The questions of an evaluation: share of correct answers, and the lines of the answers."""
+
+    def __init__(self, view: RunView, file: IndexedFile) -> None:
+        lines = [line for line in view.lines(file) if is_usable(line)]
+        groups: dict[int, list[int]] = {}
+        for line in lines:
+            groups.setdefault(line["group"], []).append(line["index"])
+        self.shares = accuracies(lines)
+        self.lines = dict(zip(self.shares, groups.values(), strict=True))  # both in the order of the file
+        self.texts = {key: fold(f"{key[0]}\0{key[1]}") for key in self.shares}
+
+
+def is_usable(line: Mapping[str, Any]) -> bool:
+    """Whether the line has what a comparison needs."""
+    messages = line.get("messages")
+    return (
+        isinstance(line.get("group"), int)
+        and isinstance(line.get("verdict"), dict)
+        and isinstance(messages, list)
+        and all(isinstance(message, dict) and "content" in message for message in messages)
+        and "prompt_id" in line
+        and "answer" in line
+    )
+
+
+class Pairing:
+    """The common questions of two evaluations, in the order of the first."""
+
+    def __init__(self, a: Questions, b: Questions) -> None:
+        self.a, self.b = a, b
+        self.keys = [key for key in a.shares if key in b.shares]
+        self.unpaired = len(a.shares) + len(b.shares) - 2 * len(self.keys)
+        self.changes = {key: change_of(a.shares[key], b.shares[key]) for key in self.keys}
+        was, now = (np.array([one.shares[key] for key in self.keys]) for one in (a, b))
+        self.p_value: float | None = None
+        if self.keys:
+            is_binary = np.isin(np.concatenate([was, now]), (0.0, 1.0)).all()
+            self.p_value = (mcnemar(was, now) if is_binary else paired_test(was, now, seed=0)).p_value
+
+
+def change_of(before: float, after: float) -> str:
+    if abs(after - before) > 1e-9:
+        return "gained" if after > before else "lost"
+    return "same_correct" if after >= 0.5 else "same_wrong"
+
+
+class Pairs:
+    """Comparisons that were computed, by the state of both files."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Any, Pairing] = OrderedDict()
+
+    def get(self, a: tuple[RunView, IndexedFile], b: tuple[RunView, IndexedFile]) -> Pairing:
+        key = tuple((view.folder.root, file.name, file.stamp) for view, file in (a, b))
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = Pairing(Questions(*a), Questions(*b))
+                while len(self._known) > KEPT:
+                    self._known.popitem(last=False)
+            return self._known[key]
+
+
+def compare(
+    pairs: Pairs,
+    a: tuple[RunView, str],
+    b: tuple[RunView, str],
+    show: str = "changed",
+    search: str = "",
+    offset: int = 0,
+    limit: int = 50,
+) -> dict[str, Any]:
+    """Compare two evaluations, of one run or of two."""
+    files = [(view, view.evaluation(name)) for view, name in (a, b)]
+    pairing = pairs.get(files[0], files[1])
+    if not pairing.keys:
+        raise ViewError("the two evaluations have no question in common", 400)
+    folded = fold(search)
+    chosen = [
+        key
+        for change in SHOWN[show]
+        for key in pairing.keys
+        if pairing.changes[key] == change and folded in pairing.a.texts[key]
+    ]
+    counts = dict.fromkeys(CHANGES, 0)
+    for change in pairing.changes.values():
+        counts[change] += 1
+    return {
+        "a": {"run": a[0].id, **files[0][0].evaluation_facts(files[0][1])},
+        "b": {"run": b[0].id, **files[1][0].evaluation_facts(files[1][1])},
+        "counts": counts,
+        "p_value": pairing.p_value,
+        "unpaired": pairing.unpaired,
+        "total": len(chosen),
+        "rows": [_row(pairing, key, files) for key in chosen[offset : offset + limit]],
+    }
+
+
+def _row(pairing: Pairing, key: Key, files: list[tuple[RunView, IndexedFile]]) -> dict[str, Any]:
+    sides = []
+    for (view, file), questions in zip(files, (pairing.a, pairing.b), strict=True):
+        indices = questions.lines[key]
+        line = view.line(file, indices[0])
+        verdict = line.get("verdict")
+        sides.append(
+            {
+                **{name: line.get(name) for name in ("text", "reward", "length", "messages", "answer")},
+                "index": indices[0],
+                "step": file.place.step,
+                "source": file.place.source,
+                "status": verdict.get("status") if isinstance(verdict, dict) else None,
+                "parsed": verdict.get("parsed") if isinstance(verdict, dict) else None,
+                "samples": len(indices),
+                "share": questions.shares[key],
+            }
+        )
+    messages, answer = sides[0].pop("messages"), sides[0].pop("answer")
+    for name in ("messages", "answer"):
+        sides[1].pop(name)
+    return {
+        "prompt_id": key[0],
+        "change": pairing.changes[key],
+        "messages": messages,
+        "answer": answer,
+        "a": sides[0],
+        "b": sides[1],
+    }

@@ -1,0 +1,318 @@
+"""All indexed rollouts of a run as arrays: filters, order, search, and pass rates of prompts over time.
+
+A `RolloutTable` does not change; a new one replaces it when the index has changed.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from assay.web.index import END, FINISHES, ROW, STATUSES, TRAIN, IndexedFile, fold
+
+OK = STATUSES.index("ok")
+GAINED, LOST = 1, -1
+CHANGES = {GAINED: "gained", LOST: "lost"}
+SORTS = ("step", "reward", "length", "advantage")
+PROMPT_SORTS = ("id", "pass_rate", "change", "seen")
+SEARCH_S = 0.08  # for one search; the next request with the same text continues it
+CACHED_SEARCHES = 16
+CACHED_TEXT = 512 * 2**20  # bytes of texts that are kept in memory
+QUESTION = 200  # characters that are shown in lists
+
+
+@dataclass(frozen=True)
+class RolloutFilter:
+    """Which rollouts are listed. None and empty values do not restrict."""
+
+    source: str = TRAIN
+    first_step: int | None = None
+    last_step: int | None = None
+    search: str = ""
+    prompt: str | None = None
+    statuses: tuple[str, ...] = ()
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_length: float | None = None
+    max_length: float | None = None
+    truncated: bool | None = None
+    changed: str = ""  # gained, lost or any
+
+
+class RolloutTable:
+    def __init__(self, files: Sequence[IndexedFile] = ()) -> None:
+        self.files = sorted(files, key=lambda file: file.place.order)
+        counts = [len(file.rows) for file in self.files]
+        self.first = np.cumsum([0, *counts])  # of each file, and the number of all rows
+        self.rows = np.concatenate([file.rows for file in self.files]) if self.files else np.empty(0, ROW)
+        self.file = np.repeat(np.arange(len(self.files)), counts)  # of each row
+        self.step = np.repeat(np.array([file.place.step for file in self.files], np.int64), counts)
+        self.file_number = {file.id: number for number, file in enumerate(self.files)}
+        self.sources = {file.place.source: number for number, file in enumerate(self.files) if file.place.label}
+        self._number_prompts(counts)
+        self._compare_with_previous(counts)
+
+    def _number_prompts(self, counts: Sequence[int]) -> None:
+        """Number the prompts of all files; those with the same id are the same."""
+        numbers: dict[str, int] = {}
+        self.questions: list[str] = []
+        parts = []
+        for file in self.files:
+            own = np.empty(max(len(file.prompts), 1), np.int64)
+            for place, (identifier, question) in enumerate(file.prompts):
+                number = numbers.setdefault(identifier, len(numbers))
+                if number == len(self.questions):
+                    self.questions.append(question)
+                own[place] = number
+            parts.append(own[file.rows["prompt"]])
+        self.prompt_numbers = numbers
+        self.prompt_ids = list(numbers)
+        self.prompt = np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _compare_with_previous(self, counts: Sequence[int]) -> None:
+        """Group answers by prompt and time, and compare each with the majority at the previous time.
+
+        Training is one series; evaluations of the same split are another one.
+        """
+        splits = sorted({file.place.split for file in self.files if file.place.source != TRAIN})
+        series = [0 if file.place.source == TRAIN else 1 + splits.index(file.place.split) for file in self.files]
+        times = np.arange(len(self.files))  # files are in the order of time
+        rows_series = np.repeat(np.array(series, np.int64), counts)
+        rows_time = np.repeat(times, counts)
+        self.correct = self.rows["status"] == OK
+        order = np.lexsort((rows_time, self.prompt, rows_series))
+        keys = [part[order] for part in (rows_series, self.prompt, rows_time)]
+        differs = [np.concatenate([[True], part[1:] != part[:-1]])[: len(part)] for part in keys]
+        begins = differs[0] | differs[1] | differs[2]
+        group = np.cumsum(begins) - 1
+        count = np.bincount(group) if len(group) else np.zeros(0, int)
+        correct = np.bincount(group, self.correct[order]).astype(int) if len(group) else np.zeros(0, int)
+        self.rate_series, self.rate_prompt, self.rate_time = (part[begins] for part in keys)
+        self.rate_count, self.rate_correct = count, correct
+        share = correct / np.maximum(count, 1)
+        continues = ~(differs[0] | differs[1])[begins]  # the previous group is an earlier time of the same prompt
+        previous = np.where(continues, np.concatenate([[np.nan], share[:-1]])[: len(share)], np.nan)
+        before = previous[group]
+        changed = np.zeros(len(order), np.int8)
+        changed[order] = np.where(
+            self.correct[order] & (before < 0.5), GAINED, np.where(~self.correct[order] & (before > 0.5), LOST, 0)
+        )
+        self.changed = changed
+
+    @cached_property
+    def prompt_rank(self) -> np.ndarray:
+        """Position of each prompt in the order of ids, where numbers count as numbers."""
+        keys = [
+            [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d{1,15})", identifier)]
+            for identifier in self.prompt_ids
+        ]
+        rank = np.empty(len(keys), np.int64)
+        rank[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
+        return rank
+
+    # Lists of rollouts
+
+    def file_rows(self, source: str) -> slice:
+        """The rows of training, or of one evaluation."""
+        if source == TRAIN:
+            training = [number for number, file in enumerate(self.files) if file.place.source == TRAIN]
+            return slice(0, int(self.first[len(training)]))
+        number = self.sources[source]
+        return slice(int(self.first[number]), int(self.first[number + 1]))
+
+    def select(self, wanted: RolloutFilter, found: np.ndarray | None) -> tuple[np.ndarray, dict[str, int]]:
+        """Numbers of the rows that pass the filter, and counts by status of those that pass all else.
+
+        `found`: whether each row has the searched text.
+        """
+        part = self.file_rows(wanted.source)
+        rows, step = self.rows[part], self.step[part]
+        keep = np.ones(len(rows), bool)
+        bounds = [("reward", wanted.min_reward, wanted.max_reward), ("length", wanted.min_length, wanted.max_length)]
+        for name, low, high in bounds:
+            keep &= rows[name] >= low if low is not None else True
+            keep &= rows[name] <= high if high is not None else True
+        keep &= step >= wanted.first_step if wanted.first_step is not None else True
+        keep &= step <= wanted.last_step if wanted.last_step is not None else True
+        if wanted.truncated is not None:
+            keep &= rows["truncated"] == wanted.truncated
+        if wanted.prompt is not None:
+            keep &= self.prompt[part] == self.prompt_numbers.get(wanted.prompt, -1)
+        if wanted.changed:
+            codes = [code for code, name in CHANGES.items() if wanted.changed in (name, "any")]
+            keep &= np.isin(self.changed[part], codes)
+        if found is not None:
+            keep &= found[part]
+        counts = np.bincount(rows["status"][keep], minlength=len(STATUSES))
+        statuses = {STATUSES[code] or "none": int(number) for code, number in enumerate(counts) if number}
+        if wanted.statuses:
+            codes = [code for code, name in enumerate(STATUSES) if (name or "none") in wanted.statuses]
+            keep &= np.isin(rows["status"], codes)
+        return np.flatnonzero(keep) + part.start, statuses
+
+    def ordered(self, numbers: np.ndarray, sort: str, descending: bool) -> np.ndarray:
+        """The row numbers in the wanted order; rows without a value come last, equal ones by step."""
+        if sort == "step":
+            if not descending:
+                return numbers
+            # The newest step first, and the answers of a step in their own order.
+            return numbers[np.argsort(-self.step[numbers], kind="stable")]
+        values = self.rows[sort][numbers].astype(float)
+        return numbers[np.argsort(-values if descending else values, kind="stable")]
+
+    def row(self, number: int, preview: str) -> dict[str, Any]:
+        row, file = self.rows[number], self.files[self.file[number]]
+        prompt = int(self.prompt[number])
+        return {
+            "source": file.place.source,
+            "step": file.place.step,
+            "index": int(row["index"]),
+            "group": int(row["group"]),
+            "sample": int(row["sample"]),
+            "prompt_id": self.prompt_ids[prompt],
+            "prompt_preview": self.questions[prompt][:QUESTION],
+            "preview": preview,
+            "status": STATUSES[row["status"]] or None,
+            "reward": float(row["reward"]),
+            "advantage": float(row["advantage"]),
+            "length": int(row["length"]),
+            "truncated": bool(row["truncated"]),
+            "finish": FINISHES[row["finish"]] or None,
+            "version": int(row["version"]),
+            "turns": int(row["turns"]),
+            "changed": CHANGES.get(int(self.changed[number])),
+        }
+
+    def preview_place(self, number: int) -> tuple[int, int, int]:
+        """File, first byte and end of a row's preview."""
+        file = self.file[number]
+        is_first = number == self.first[file]
+        start = 0 if is_first else int(self.rows["preview_end"][number - 1])
+        return self.files[file].id, start, int(self.rows["preview_end"][number])
+
+    # Prompts
+
+    def prompts(
+        self, evaluations: bool, search: str, sort: str, descending: bool, offset: int, limit: int
+    ) -> dict[str, Any]:
+        """Pass rates of prompts over time, in training or in evaluations."""
+        chosen = np.flatnonzero((self.rate_series > 0) == evaluations)
+        prompt, count = self.rate_prompt[chosen], self.rate_count[chosen]
+        correct = self.rate_correct[chosen]
+        order = np.argsort(prompt, kind="stable")
+        chosen, prompt, count, correct = chosen[order], prompt[order], count[order], correct[order]
+        if not len(chosen):
+            return {"total": 0, "rows": []}
+        numbers, first = np.unique(prompt, return_index=True)
+        ends = np.append(first[1:], len(prompt)).astype(int)
+        seen = np.add.reduceat(count, first)
+        passed = np.add.reduceat(correct, first) / np.maximum(seen, 1)
+        share = correct / np.maximum(count, 1)
+        change = share[ends - 1] - share[first]
+        keep = np.arange(len(numbers))
+        if search:
+            folded = fold(search)
+            found = self.matching_prompts(folded)
+            keep = np.flatnonzero(np.isin(numbers, found))
+        keys = {"id": self.prompt_rank[numbers], "pass_rate": passed, "change": change, "seen": seen}[sort][keep]
+        keep = keep[np.lexsort((self.prompt_rank[numbers[keep]], -keys if descending else keys))]
+        rows = [
+            {
+                "prompt_id": self.prompt_ids[numbers[at]],
+                "preview": self.questions[numbers[at]][:QUESTION],
+                "seen": int(seen[at]),
+                "pass_rate": float(passed[at]),
+                "first_rate": float(share[first[at]]),
+                "last_rate": float(share[ends[at] - 1]),
+                "rates": [
+                    [self.files[self.rate_time[chosen[k]]].place.step, int(correct[k]), int(count[k])]
+                    for k in range(first[at], ends[at])
+                ],
+            }
+            for at in keep[offset : offset + limit].tolist()
+        ]
+        return {"total": len(keep), "rows": rows}
+
+    @cached_property
+    def _folded_prompts(self) -> list[bytes]:
+        pairs = zip(self.prompt_ids, self.questions, strict=True)
+        return [fold(identifier) + END + fold(question) for identifier, question in pairs]
+
+    def matching_prompts(self, folded: bytes) -> np.ndarray:
+        """Numbers of the prompts with this text in their id or question."""
+        return np.array([n for n, text in enumerate(self._folded_prompts) if folded in text], np.int64)
+
+    def prepare(self) -> None:
+        """Compute what the first request would have to wait for."""
+        assert self.prompt_rank is not None and self._folded_prompts is not None
+
+
+class TextSearch:
+    """Searches the texts of answers, for a limited time per request. Results are kept, and continued later."""
+
+    def __init__(self, texts: Callable[[int], bytes]) -> None:
+        """`texts(id)`: the texts of a file."""
+        self._read = texts
+        self._lock = threading.Lock()
+        self._cached: OrderedDict[int, tuple[bytes, list[int]]] = OrderedDict()
+        self._cached_bytes = 0
+        self._searches: OrderedDict[bytes, dict[int, np.ndarray]] = OrderedDict()
+
+    def find(self, table: RolloutTable, text: str, seconds: float = SEARCH_S) -> tuple[np.ndarray, dict[str, int]]:
+        """Whether each row has the text, in its answer or question; and how many files were searched so far."""
+        folded = fold(text)
+        deadline = time.monotonic() + seconds
+        found = np.isin(table.prompt, table.matching_prompts(folded))
+        with self._lock:
+            results = self._searches.setdefault(folded, {})
+            self._searches.move_to_end(folded)
+            while len(self._searches) > CACHED_SEARCHES:
+                self._searches.popitem(last=False)
+        done = fresh = 0
+        for number in reversed(range(len(table.files))):  # the newest steps first
+            file = table.files[number]
+            hits = results.get(file.id)
+            if hits is None:
+                if fresh and time.monotonic() > deadline:
+                    continue
+                fresh += 1
+                hits = results[file.id] = self._search(file, folded)
+            done += 1
+            found[table.first[number] + hits] = True
+        return found, {"done": done, "total": len(table.files)}
+
+    def _search(self, file: IndexedFile, folded: bytes) -> np.ndarray:
+        """Rows of a file that have the text."""
+        texts, ends = self._texts(file)
+        hits = []
+        at = texts.find(folded)
+        while at >= 0:
+            row = bisect_right(ends, at)
+            hits.append(row)
+            at = texts.find(folded, ends[row])
+        return np.array(hits, np.int64)
+
+    def _texts(self, file: IndexedFile) -> tuple[bytes, list[int]]:
+        with self._lock:
+            if file.id in self._cached:
+                self._cached.move_to_end(file.id)
+                return self._cached[file.id]
+        texts, ends = self._read(file.id), file.rows["text_end"].tolist()
+        if not ends or len(texts) != ends[-1]:
+            return b"", ends  # deleted in the meantime
+        with self._lock:
+            if file.id not in self._cached:
+                self._cached[file.id] = texts, ends
+                self._cached_bytes += len(texts)
+            while self._cached_bytes > CACHED_TEXT and len(self._cached) > 1:
+                self._cached_bytes -= len(self._cached.popitem(last=False)[1][0])
+        return texts, ends

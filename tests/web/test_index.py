@@ -1,0 +1,300 @@
+"""The index of rollouts: incremental, equal to the files, rebuilt when damaged, and tolerant of damaged files."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from web_parts import HOSTILE, answer, group_of, make_run, prompt_of, standard_run
+
+from assay.runs import rollouts, write_rollouts
+from assay.types import Group, Status
+from assay.web import index as index_module
+from assay.web.folder import RunFolder
+from assay.web.index import (
+    ROW,
+    STATUSES,
+    RunIndex,
+    Store,
+    arrays_problem,
+    cache_folder,
+    delete_unused,
+    fold,
+    place_of,
+    read_file,
+)
+
+
+def updated(path: Path) -> RunIndex:
+    index = RunIndex(RunFolder(path))
+    while index.update():
+        pass
+    return index
+
+
+def indexed(index: RunIndex) -> dict[str, list[str]]:
+    """Verdicts by file."""
+    files = sorted(index.files.values(), key=lambda file: file.name)
+    return {file.name: [STATUSES[code] for code in file.rows["status"]] for file in files}
+
+
+STANDARD = {
+    "evals/step-000000-before-test.jsonl": ["ok", "wrong"],
+    "evals/step-000003-after-test.jsonl": ["wrong", "ok"],
+    "rollouts/step-000001.jsonl": ["wrong", "wrong", "ok", "ok", "ok", "no_answer"],
+    "rollouts/step-000002.jsonl": ["ok", "wrong"],
+    "rollouts/step-000003.jsonl": ["ok", "ok", "wrong", "ok"],
+}
+
+
+def test_all_rollouts_are_indexed(tmp_path: Path) -> None:
+    path = standard_run(tmp_path)
+    index = updated(path)
+    assert indexed(index) == STANDARD
+    assert index.progress == {"done": 5, "total": 5} and index.complete.is_set()
+    (second,) = (file for file in index.files.values() if file.name == "rollouts/step-000002.jsonl")
+    assert second.rows["sample"].tolist() == [0, 1] and second.prompts == [("p1", "what is p1?")]
+    lines = (path / second.name).read_bytes().splitlines(keepends=True)
+    assert second.rows["start"].tolist() == [0, len(lines[0])]
+    assert second.rows["length"].tolist() == [json.loads(line)["length"] for line in lines]
+    assert index.store.texts(second.id) == fold("Second Try 0\n") + b"\0" + fold("Second Try 1\n") + b"\0"
+    assert index.store.previews([(second.id, 0, 12), (second.id, 12, 24), (99, 0, 1)]) == [
+        *("Second Try 0", "Second Try 1", "")
+    ]
+
+
+def test_only_new_and_changed_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = standard_run(tmp_path)
+    updated(path)
+    read: list[str] = []
+    original = index_module.read_file
+    monkeypatch.setattr(index_module, "read_file", lambda folder, name: read.append(name) or original(folder, name))
+    index = updated(path)
+    assert read == [] and indexed(index) == STANDARD
+    write_rollouts(path, 4, [group_of("p3", ["error"])])
+    write_rollouts(path, 2, [group_of("p1", ["timeout"])])
+    assert not index.update()
+    assert read == ["rollouts/step-000002.jsonl", "rollouts/step-000004.jsonl"]
+    changed = {"rollouts/step-000002.jsonl": ["timeout"], "rollouts/step-000004.jsonl": ["error"]}
+    assert indexed(index) == STANDARD | changed
+
+
+def test_deleted_rollouts_disappear(tmp_path: Path) -> None:
+    path = standard_run(tmp_path)
+    index = updated(path)
+    rollouts.prune(path, keep=1)
+    index.update()
+    assert [name for name in indexed(index) if name.startswith("rollouts")] == ["rollouts/step-000003.jsonl"]
+    rollouts.truncate_after(path, 0)
+    index.update()
+    assert list(indexed(index)) == ["evals/step-000000-before-test.jsonl"]
+    with sqlite3.connect(index.store.path) as connection:
+        assert connection.execute("SELECT count(*) FROM texts").fetchone() == (1,)
+
+
+def test_a_limited_update_continues_where_it_stopped(tmp_path: Path) -> None:
+    index = RunIndex(RunFolder(standard_run(tmp_path)))
+    progress = []
+    while index.update(seconds=0.0):  # one file at a time
+        progress.append(index.progress["done"])
+    assert progress == [1, 2, 3, 4] and indexed(index) == STANDARD
+
+
+@pytest.mark.parametrize("damage", ["garbage", "truncated", "other version", "no table", "bad blob", "bad prompts"])
+def test_a_damaged_index_is_rebuilt(tmp_path: Path, damage: str) -> None:
+    path = standard_run(tmp_path)
+    database = updated(path).store.path
+    if damage == "garbage":
+        database.write_bytes(b"no database" * 1000)
+    elif damage == "truncated":
+        database.write_bytes(database.read_bytes()[:5000])
+    else:
+        statement = {
+            "other version": "PRAGMA user_version = 99",
+            "no table": "DROP TABLE files",
+            "bad blob": "UPDATE files SET rows = x'010203'",
+            "bad prompts": "UPDATE files SET prompts = '[]'",
+        }[damage]
+        with sqlite3.connect(database) as connection:
+            connection.execute(statement)
+    index = updated(path)
+    assert indexed(index) == STANDARD and index.problem is None
+
+
+def test_a_locked_index_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = standard_run(tmp_path)
+    index = updated(path)
+    monkeypatch.setattr(Store, "_open", lambda self: sqlite3.connect(self.path, timeout=0.01, isolation_level=None))
+    with sqlite3.connect(index.store.path, isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        write_rollouts(path, 4, [group_of("p3", ["error"])])
+        assert not index.update() and "locked" in (index.problem or "")
+        other.execute("ROLLBACK")
+    assert not index.update() and index.problem is None
+    assert "rollouts/step-000004.jsonl" in indexed(index)
+
+
+def test_two_processes_may_index_the_same_run(tmp_path: Path) -> None:
+    path = make_run(tmp_path)
+    for step in range(1, 31):
+        write_rollouts(path, step, [group_of("p", ["ok", "wrong"])])
+    results: list[dict[str, list[str]]] = []
+    threads = [threading.Thread(target=lambda: results.append(indexed(updated(path)))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3 and all(len(result) == 30 for result in results)
+
+
+def test_without_a_writable_cache_folder_a_temporary_one_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    index = updated(standard_run(tmp_path / "runs"))
+    assert indexed(index) == STANDARD and not index.store.path.is_relative_to(tmp_path)
+
+
+def test_the_cache_folder_is_private_and_forgets_old_indexes(cache: Path) -> None:
+    folder = cache_folder()
+    assert folder == cache / "assay" / "view" and folder.stat().st_mode & 0o077 == 0
+    for name, days in (("old", 90), ("new", 1)):
+        for suffix in (".sqlite", ".sqlite-wal"):
+            file = folder / f"{name}{suffix}"
+            file.touch()
+            os.utime(file, (file.stat().st_mtime - days * 86400,) * 2)
+    delete_unused(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["new.sqlite", "new.sqlite-wal"]
+
+
+def test_hostile_texts_are_stored_as_they_are(tmp_path: Path) -> None:
+    path = make_run(tmp_path)
+    prompt = prompt_of(HOSTILE[4], HOSTILE[0])
+    write_rollouts(path, 1, [Group(prompt, [answer(prompt, n, text) for n, text in enumerate(HOSTILE)])])
+    (file,) = updated(path).files.values()
+    assert len(file.rows) == len(HOSTILE) and file.problems == []
+    texts = updated(path).store.texts(file.id).split(b"\0")
+    assert texts[0] == b"<script>alert(1)</script>\n" and texts[3] == b"nul   and \x1b[31m escape\n"
+    assert texts[4] == b"lone ? surrogate\n"
+    assert texts[8].decode() == "日本語 äöü ss i̇ fi 👩‍👩‍👧\n"
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def test_damaged_lines_do_not_hide_the_others(tmp_path: Path) -> None:
+    path = standard_run(tmp_path)
+    file = path / "rollouts" / "step-000001.jsonl"
+    lines = lines_of(file)
+    lines[1] = lines[1][:50]
+    lines[3] = "[1, 2]"
+    file.write_text("\n".join(lines)[:-40])  # the last line is half-written
+    content = read_file(RunFolder(path), "rollouts/step-000001.jsonl")
+    assert content.rows["index"].tolist() == [0, 2, 4]  # line numbers, which belong to the arrays
+    name = "rollouts/step-000001.jsonl"
+    assert content.problems == [
+        f"{name}, line 2: is not a rollout",
+        f"{name}, line 4: is not a rollout",
+        f"{name}, line 6: is incomplete",
+    ]
+
+
+def test_values_of_unexpected_types_do_not_raise(tmp_path: Path) -> None:
+    path = standard_run(tmp_path)
+    good = json.loads(lines_of(path / "rollouts" / "step-000002.jsonl")[0])
+    odd = [
+        {},
+        {**good, "verdict": None, "reward": "NaN", "group": "x", "version": 10**30, "turns": 7},
+        {**good, "verdict": {"status": ["ok"], "detail": 3}, "text": None, "messages": [1, {"role": "user"}]},
+        {**good, "prompt_id": {"a": 1}, "length": 1.5, "finish": {}, "truncated": "yes", "reward": True},
+    ]
+    (path / "rollouts" / "step-000002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd))
+    content = read_file(RunFolder(path), "rollouts/step-000002.jsonl")
+    assert len(content.rows) == 4 and not content.rows["status"][:3].any()
+    assert np.isnan(content.rows["reward"]).tolist() == [True, True, False, True] and content.rows["turns"].tolist()[
+        :2
+    ] == [1, 1]
+
+
+def test_files_of_a_newer_version_are_shown_with_a_warning(tmp_path: Path) -> None:
+    path = standard_run(tmp_path)
+    file = path / "rollouts" / "step-000002.jsonl"
+    file.write_text(file.read_text().replace('"schema": 2', '"schema": 9'))
+    content = read_file(RunFolder(path), "rollouts/step-000002.jsonl")
+    assert len(content.rows) == 2 and "schema version 9, newer than" in content.problems[0]
+
+
+def test_arrays_that_cannot_be_shown(tmp_path: Path) -> None:
+    path = standard_run(tmp_path)
+    name, file = "rollouts/step-000001.jsonl", path / "rollouts" / "step-000001.npz"
+    folder = RunFolder(path)
+    assert arrays_problem(folder, name, 6) is None
+    assert (
+        arrays_problem(folder, name, 5) == f"{name} has 5 lines, and {name[:-6]}.npz has 6 answers: they do not match"
+    )
+    content = file.read_bytes()
+    for damaged in (content[:300], b"", b"PK" + b"\0" * 100, content[:100] + b"\xff" * 200 + content[300:]):
+        file.write_bytes(damaged)
+        assert f"{name[:-6]}.npz cannot be read" in (arrays_problem(folder, name, 6) or "")
+    np.savez(file, other=np.zeros(3))
+    assert "cannot be read (KeyError" in (arrays_problem(folder, name, 6) or "")
+    file.unlink()
+    assert "is missing" in (arrays_problem(folder, name, 6) or "")
+    file.symlink_to(tmp_path / "outside.npz")
+    np.savez(tmp_path / "outside.npz", offsets=np.zeros(7))
+    assert "leads out of the run folder" in (arrays_problem(folder, name, 6) or "")
+
+
+def test_huge_arrays_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = standard_run(tmp_path)
+    monkeypatch.setattr(index_module, "MAX_ARRAYS", 100)
+    assert "more than" in (arrays_problem(RunFolder(path), "rollouts/step-000001.jsonl", 6) or "")
+
+
+def test_links_and_foreign_files_are_not_indexed(tmp_path: Path) -> None:
+    path = standard_run(tmp_path)
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text('{"text": "SECRET", "prompt_id": "SECRET"}\n')
+    (path / "rollouts" / "step-000009.jsonl").symlink_to(secret)
+    (path / "rollouts" / "step-7.jsonl").write_text("{}\n")
+    (path / "rollouts" / "notes.txt").write_text("x")
+    os.mkfifo(path / "evals" / "step-000004-eval-test.jsonl")
+    (path / "evals" / os.fsdecode(b"step-000001-\xff.jsonl")).write_text("{}\n")
+    index = updated(path)
+    empty = {"rollouts/step-000009.jsonl": [], "evals/step-000004-eval-test.jsonl": []}
+    assert indexed(index) == STANDARD | empty
+    assert not any(b"secret" in index.store.texts(number) for number in index.files)
+
+
+def test_a_folder_that_leads_out_of_the_run_is_empty(tmp_path: Path) -> None:
+    other = standard_run(tmp_path / "other")
+    path = make_run(tmp_path / "runs")
+    (path / "rollouts").symlink_to(other / "rollouts")
+    assert indexed(updated(path)) == {}
+
+
+def test_names_of_files() -> None:
+    place = place_of("evals/step-000010-eval-my-split.jsonl")
+    assert place is not None
+    assert (place.source, place.step, place.label, place.split) == ("step-000010-eval-my-split", 10, "eval", "my-split")
+    step = place_of("rollouts/step-1234567.jsonl")
+    assert step is not None and (step.source, step.step) == ("train", 1234567)
+    for name in (
+        "rollouts/step-000001-x.jsonl",
+        "rollouts/step-0000001.jsonl",
+        "rollouts/x.jsonl",
+        "step-000001.jsonl",
+    ):
+        assert place_of(name) is None or place_of(name).source != "train"  # type: ignore[union-attr]
+
+
+def test_statuses_fit_their_type() -> None:
+    assert len(STATUSES) == len(Status) + 1 < 256 and ROW["status"] == np.uint8

@@ -1,0 +1,86 @@
+"""The runs that are shown, and the thread that indexes them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from web_parts import group_of, make_run, standard_run
+
+from assay.runs import write_rollouts
+from assay.web.data import RunView, ViewError
+from assay.web.library import Indexer, Library, unique
+
+
+def test_runs_of_several_folders_have_different_ids(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        make_run(tmp_path / folder, "demo", 2)
+    library = Library([tmp_path / "a", tmp_path / "b" / "demo", tmp_path / "b"])
+    assert [(run["id"], run["name"]) for run in library.runs()["runs"]] == [("demo", "demo"), ("demo~2", "demo")]
+    assert library.view("demo~2").folder.path == tmp_path / "b" / "demo"
+    new = make_run(tmp_path / "a", "new", 1)  # appears without a restart, and does not change other ids
+    assert [view.id for view in library.views()] == ["demo", "new", "demo~2"]
+    (new / "config.toml").unlink()
+    (new / "metrics.jsonl").unlink()
+    (new / "environment.json").unlink()
+    with pytest.raises(ViewError, match="deleted"):
+        library.view("new")
+    assert [view.id for view in library.views()] == ["demo", "demo~2"]
+    with pytest.raises(ViewError, match="no run 'other'"):
+        library.view("other")
+
+
+def test_links_out_of_a_runs_folder_are_refused(tmp_path: Path) -> None:
+    outside = make_run(tmp_path / "elsewhere", "outside")
+    make_run(tmp_path / "runs", "inside")
+    (tmp_path / "runs" / "link").symlink_to(outside)
+    library = Library([tmp_path / "runs"])
+    listed = library.runs()
+    assert [run["id"] for run in listed["runs"]] == ["inside"]
+    assert str(outside) in listed["problems"][0]
+    # A folder that the user gives may be a link.
+    assert [view.id for view in Library([tmp_path / "runs" / "link"]).views()] == ["outside"]
+
+
+def test_numbers_are_added_to_names_in_use() -> None:
+    assert unique("a", {"a", "a~2"}) == "a~3"
+
+
+def eventually(view: RunView, total: int) -> None:
+    deadline = time.monotonic() + 60
+    while view.rollouts()["total"] != total:
+        assert time.monotonic() < deadline, view.rollouts()["total"]
+        time.sleep(0.02)
+
+
+def test_runs_are_indexed_in_a_thread_while_they_grow(tmp_path: Path) -> None:
+    path = standard_run(tmp_path / "runs")
+    (view,) = Library([tmp_path / "runs"]).views()
+    eventually(view, 12)
+    write_rollouts(path, 4, [group_of("p9", ["ok"])])
+    eventually(view, 13)
+
+
+def test_a_run_that_cannot_be_indexed_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexer = Indexer()
+    broken = RunView("broken", standard_run(tmp_path / "a"), indexer.request)
+    intact = RunView("intact", standard_run(tmp_path / "b"), indexer.request)
+
+    def fail(seconds: float = 0.5) -> bool:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(broken, "update_index", fail)
+    assert broken.rollouts()["total"] == 0
+    eventually(intact, 12)
+    assert any("MemoryError" in problem for problem in broken.detail()["problems"])
+
+
+def test_evaluations_of_two_runs_are_compared(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        standard_run(tmp_path / name)
+    library = Library([tmp_path / "a", tmp_path / "b"])
+    answer = library.compare(("one", "step-000000-before-test"), ("one~2", "step-000003-after-test"))
+    assert (answer["a"]["run"], answer["b"]["run"]) == ("one", "one~2") and answer["counts"]["gained"] == 1
+    with pytest.raises(ViewError, match="no run 'x'"):
+        library.compare(("one", "step-000000-before-test"), ("x", "step-000003-after-test"))
