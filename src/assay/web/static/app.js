@@ -92,7 +92,7 @@ let timer;
 function schedule() {
   clearTimeout(timer);
   if (!current?.refresh) return;
-  timer = setTimeout(update, current.live?.() ? LIVE_MS : IDLE_MS);
+  timer = setTimeout(update, current.every?.() ?? (current.live?.() ? LIVE_MS : IDLE_MS));
 }
 
 async function update() {

@@ -71,7 +71,8 @@ function resultTable(details, { runs }) {
 
 function resultText(result) {
   const interval = intervalText(result);
-  return [accuracyText(result) ?? "", interval ? element("span", { class: "muted", text: ` (${interval})` }) : ""];
+  const bounds = interval ? element("span", { class: "muted", text: ` (${interval})` }) : null;
+  return element("span", { class: "nowrap" }, accuracyText(result) ?? "", bounds);
 }
 
 function differences(details) {

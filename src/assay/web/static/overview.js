@@ -116,7 +116,7 @@ function columns(view) {
     },
     { title: "Run", class: "wide", cell: nameCell },
     { title: "State", label: "State", cell: (run) => statePill(run.state) },
-    { title: "Task and model", class: "wide task", cell: taskCell },
+    { title: "Task and model", label: "Task", cell: taskCell },
     { title: "Algorithm", label: "Algorithm", cell: (run) => visibleText(run.algorithm ?? "") },
     { title: "Steps", label: "Steps", class: "number nowrap", cell: stepsText },
     { title: "Reward", label: "Reward", class: "wide", cell: (run) => rewardCell(view, run) },

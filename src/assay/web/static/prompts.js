@@ -4,8 +4,9 @@ import { get, runPath } from "./api.js";
 import { heatStrip } from "./charts.js";
 import { element, formatNumber, formatShare, visibleText } from "./dom.js";
 import { link, setParameters } from "./route.js";
+import { INDEXING_MS } from "./rollouts.js";
 import { loadRun, runCrumbs, runHead } from "./run.js";
-import { empty, pager, problemList, rowLink, searchField, segmented, table } from "./widgets.js";
+import { empty, indexNote, isIndexing, pager, problemList, rowLink, searchField, segmented, table } from "./widgets.js";
 
 const LIMIT = 50;
 const FIRST_ORDER = { id: "asc", pass_rate: "asc", change: "desc", seen: "desc" };
@@ -23,9 +24,15 @@ export async function prompts({ parts: [, run], parameters, signal }) {
     title: `Prompts of ${detail.name}`,
     crumbs: runCrumbs(detail, { text: "Prompts" }),
     parts: [runHead(detail, "prompts"), problemList(detail.problems), promptFilters(view), view.list],
-    live: () => detail.state === "running",
-    refresh: () => loadPrompts(view),
+    live: () => view.detail.state === "running" || isIndexing(view.detail),
+    every: () => (isIndexing(view.detail) ? INDEXING_MS : null),
+    refresh: () => refresh(view),
   };
+}
+
+async function refresh(view) {
+  view.detail = await loadRun(view.run);
+  await loadPrompts(view);
 }
 
 function promptFilters(view) {
@@ -64,11 +71,11 @@ async function loadPrompts(view, signal) {
   const ticket = (view.ticket = {});
   const answer = await get(runPath(run, "prompts"), request, signal);
   if (view.ticket !== ticket) return; // a later request was made in the meantime
-  const text = JSON.stringify(answer);
+  const text = JSON.stringify([answer, view.detail.indexed]);
   if (text === view.shown) return;
   view.shown = text;
   if (!answer.rows.length) {
-    view.list.replaceChildren(nothing(view));
+    view.list.replaceChildren(indexNote(view.detail) ?? nothing(view));
     return;
   }
   const onOffset = (target) => change(view, { offset: target || "" }, true).then(() => scrollTo(0, 0));
@@ -76,7 +83,8 @@ async function loadPrompts(view, signal) {
   const sort = { key: request.sort, order: request.order, onSort: (key) => sortBy(view, key) };
   const href = (row) =>
     link(["run", run, "rollouts"], { prompt: row.prompt_id, source: parameters.source === "eval" ? "eval" : "" });
-  view.list.replaceChildren(table(columns(), answer.rows, { href, sort, caption: "Prompts" }), page);
+  const frame = table(columns(), answer.rows, { href, sort, caption: "Prompts" });
+  view.list.replaceChildren(...[indexNote(view.detail), frame, page].filter(Boolean));
 }
 
 function nothing({ parameters, detail }) {

@@ -4,9 +4,22 @@ import { get, runPath } from "./api.js";
 import { element, formatNumber, visibleText } from "./dom.js";
 import { link, setParameters } from "./route.js";
 import { loadRun, runCrumbs, runHead } from "./run.js";
-import { changePill, empty, pager, problemList, rowLink, searchField, select, statusPill, table } from "./widgets.js";
+import {
+  changePill,
+  empty,
+  indexNote,
+  isIndexing,
+  pager,
+  problemList,
+  rowLink,
+  searchField,
+  select,
+  statusPill,
+  table,
+} from "./widgets.js";
 
 const LIMIT = 50;
+export const INDEXING_MS = 500; // between updates while the server reads the rollout files
 const SORTS = [
   ["", "step"],
   ["reward", "reward"],
@@ -37,13 +50,10 @@ export async function rollouts({ parts: [, run], parameters, signal }) {
     title: `Rollouts of ${detail.name}`,
     crumbs: runCrumbs(detail, { text: "Rollouts" }),
     parts: [runHead(detail, "rollouts"), problemList(detail.problems), box, view.list],
-    live: () => view.detail.state === "running" || indexing(view),
+    live: () => view.detail.state === "running" || isIndexing(view.detail),
+    every: () => (isIndexing(view.detail) ? INDEXING_MS : null),
     refresh: () => refresh(view),
   };
-}
-
-function indexing({ detail }) {
-  return detail.indexed && detail.indexed.done < detail.indexed.total;
 }
 
 async function refresh(view) {
@@ -207,18 +217,10 @@ async function loadRollouts(view, signal) {
   view.shown = text;
   drawChips(view, answer.statuses);
   const focused = document.activeElement?.closest("tr")?.dataset.href;
-  view.list.replaceChildren(...[indexNote(view), searchNote(answer), ...rows(view, answer, offset)].filter(Boolean));
+  view.list.replaceChildren(
+    ...[indexNote(view.detail), searchNote(answer), ...rows(view, answer, offset)].filter(Boolean),
+  );
   if (focused) view.list.querySelector(`tr[data-href="${CSS.escape(focused)}"] a`)?.focus();
-}
-
-function indexNote(view) {
-  if (!indexing(view)) return null;
-  const { done, total } = view.detail.indexed;
-  return element("p", {
-    class: "muted",
-    role: "status",
-    text: `Reading the rollout files: ${done} of ${total} are searchable.`,
-  });
 }
 
 // A search reads some files per request; the next request continues it.
@@ -233,7 +235,7 @@ function searchNote(answer) {
 }
 
 function rows(view, answer, offset) {
-  if (!answer.rows.length) return [nothing(view)];
+  if (!answer.rows.length) return isIndexing(view.detail) ? [] : [nothing(view)];
   const href = ({ source, step, index }) => link(["run", view.run, "rollout", source, step, index]);
   const onOffset = (target) => change(view, { offset: target || "" }, true).then(() => scrollTo(0, 0));
   const page = pager({ total: answer.total, offset, limit: LIMIT, noun: "rollout", onOffset });

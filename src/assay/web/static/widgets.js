@@ -58,17 +58,40 @@ export function problemList(problems) {
   return element("details", { class: "problems", open: problems.length < 4 }, summary, element("ul", {}, items));
 }
 
+export function isIndexing({ indexed }) {
+  return Boolean(indexed) && indexed.done < indexed.total;
+}
+
+// Lists are incomplete while the server reads the rollout files.
+export function indexNote(detail) {
+  if (!isIndexing(detail)) return null;
+  const { done, total } = detail.indexed;
+  const text = `Reading the rollout files: ${formatNumber(done)} of ${formatNumber(total)} so far.`;
+  return element("p", { class: "muted", role: "status", text });
+}
+
 export function findingList(findings) {
-  const items = findings.map(({ severity = "warning", evidence, remedy, name }) =>
+  const items = findings.map(({ severity = "warning", evidence, remedy, name, examples }) =>
     element(
       "li",
       { class: `finding ${severity}`, "data-name": name },
       element("span", { class: "severity", text: severity[0].toUpperCase() + severity.slice(1) }),
       element("p", { class: "evidence", text: visibleText(evidence) }),
       element("p", { class: "remedy", text: visibleText(remedy) }),
+      examples?.length ? exampleList(examples) : null,
     ),
   );
   return element("ul", { class: "findings", "aria-label": "Findings of assay doctor" }, items);
+}
+
+function exampleList(examples) {
+  const summary = element("summary", { class: "muted", text: plural(examples.length, "example") });
+  return element(
+    "details",
+    { class: "examples" },
+    summary,
+    examples.map((text) => textBlock(text)),
+  );
 }
 
 // `items`: [name, value, small print]; values are texts or elements, and items without a value are left out.
