@@ -82,6 +82,7 @@ COMMANDS = {
     "env": "check an environment, or play it interactively",
     "runs": "list and compare runs",
     "view": "show runs in the browser: curves, prompts, rollouts token by token",
+    "doctor": "find out why a run does not learn, or what is wrong with a config",
     "export": "write a checkpoint as a Hugging Face folder",
     "slurm": "train as a Slurm batch job that resumes by itself",
     "bench": "measure generation and training: tokens per second, seconds per step, memory",

@@ -24,6 +24,7 @@ from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
 from assay.runs.curves import check_trackers
+from assay.runs.diagnose.settings import diagnose_settings
 from assay.runs.directory import check_name
 from assay.runs.resolve import changes_since_checkpoint
 from assay.tasks import Task
@@ -185,6 +186,9 @@ def assemble(
     train = components.drop_long_prompts(train, renderer, cfg.train.max_prompt_tokens, console)
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
     components.set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
+    complete = cfg.model_dump() | {"algo": dict(algo.settings)}
+    for cause in diagnose_settings(complete, components.parameter_count(policy)):
+        console.warn(str(cause))
     if not cfg.train.token_budget:  # a resumed run has the one that it was started with
         tokens = components.choose_token_budget(policy, dtype, mesh, cfg.train.recompute)
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"token_budget": tokens})})

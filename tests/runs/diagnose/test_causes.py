@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+from assay.config import TrainConfig
+from assay.config.settings import keys
 from assay.runs.diagnose.causes import CAUSES, CONSEQUENCES, NO_GAIN, Diagnosis, as_facts, now, ranked
 
 
@@ -57,3 +61,47 @@ def test_settings_are_named_with_their_present_values() -> None:
     config = {"optim": {"lr": 1e-6, "warmup": 0}, "seed": 3}
     assert now(config, "optim.lr") == "optim.lr (now 1e-06)" and now(config, "optim.warmup") == "optim.warmup (now 0)"
     assert now(config, "seed") == "seed (now 3)" and now(config, "algo.kl_coef") == "algo.kl_coef"
+
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "doctor.md").read_text()
+ROWS = re.findall(r"^\| `(\w+)` \| ([a-z, ]+) \| (.+) \| (.+) \|$", PAGE.partition("## Causes")[2], re.MULTILINE)
+
+
+def test_the_documented_causes_are_those_of_the_program_in_the_same_order() -> None:
+    assert [(name, tuple(severities.split(", "))) for name, severities, _, _ in ROWS] == list(CAUSES.items())
+
+
+def test_the_documented_settings_exist() -> None:
+    known = {key for key, _ in keys(TrainConfig)}
+    named = {key for row in ROWS for key in re.findall(r"`([a-z]+\.[a-z_]+)`", row[3])}
+    assert len(named) > 20 and named <= known | {"threads", "device"}
+
+
+def test_the_documented_thresholds_are_those_of_the_program() -> None:
+    from assay.runs.diagnose import history, learning, results, stability
+    from assay.runs.diagnose.settings import REASONABLE
+
+    texts = {name: evidence for name, _, evidence, _ in ROWS}
+    for name, *limits in (
+        ("judge_fails", learning.FAILING, learning.OFTEN_FAILING),
+        ("truncated", learning.NEARLY_ALL, stability.CUT_OFF),
+        ("stale_weights", stability.MATCHED, stability.MISMATCH),
+        ("mismatch", stability.MISMATCH),
+        ("always_clipped", stability.CLIPPED, stability.CLIPPED_SEQUENCES),
+        ("few_useful_groups", stability.USELESS),
+        ("entropy_collapse", learning.LOW_ENTROPY),
+        ("memory_full", results.FULL),
+        ("not_significant", results.SIGNIFICANT),
+        ("no_change", results.MIN_PROBLEMS),
+        ("kl_blow_up", stability.SHORT),
+    ):
+        assert all(re.search(rf"(?<![\d.]){limit:g}(?!\d)", texts[name]) for limit in limits), name
+    assert f"need {history.MIN_STEPS} steps and {history.MIN_ANSWERS} answers" in PAGE
+    assert f"in the last {history.LONG} steps" in PAGE and f"since the first {history.FIRST} steps" in PAGE
+    for low, high in REASONABLE.values():
+        assert re.search(rf"{written(low)} to {written(high)}", PAGE)
+
+
+def written(value: float) -> str:
+    """1e-4 for 0.0001."""
+    return re.sub(r"e-0?", "e-", f"{value:.0e}")

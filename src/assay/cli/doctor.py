@@ -1,0 +1,119 @@
+"""`assay doctor`: what keeps a run from learning or harms it, or what is wrong with a config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from assay.config import TrainConfig
+from assay.config.settings import load_settings, parse_overrides
+from assay.runs import Run
+from assay.runs.diagnose import Diagnosis, diagnose_run
+from assay.runs.directory import read_metrics
+from assay.runs.files import to_json
+from assay.runs.resolve import PREFIX, find_run, split_tag
+from assay.types import UserError, plural
+
+HELP = """Find out why a run does not learn, or what is wrong with a config before a run. Nothing is trained or changed.
+
+  assay doctor my_run
+  assay doctor configs/demo.toml --optim.lr 1e-5
+
+The exit code is 1 if errors or warnings were found, and 0 if there is nothing, or only notes. Options override the
+settings of a config."""
+SETTINGS = TrainConfig
+UNLIMITED = 1_000_000  # in a pipe, each finding, example and remedy is one line
+LABELS = {"error": "ERROR", "warning": "WARNING", "note": "NOTE"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="RUN|CONFIG", help="name or folder of a run, or a TOML file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    overrides = parse_overrides(args.overrides)
+    path = Path(args.target).expanduser()
+    if is_config(path):
+        causes, what = check_config(path, overrides), f"config {path}"
+    else:
+        runs_dir = Path(str(overrides.pop("runs_dir", TrainConfig().runs_dir)))
+        if overrides:
+            raise UserError(f"--{next(iter(overrides))} changes a setting, which is for a config: {path} is a run")
+        folder = open_run(args.target, runs_dir)
+        causes, what = diagnose_run(Run(folder)), describe(folder)
+    if args.json:
+        print(json.dumps(to_json({"target": args.target, "findings": [asdict(cause) for cause in causes]}), indent=2))
+    else:
+        for line in report(what, causes):
+            print(line)
+    return int(any(cause.severity != "note" for cause in causes))
+
+
+def is_config(path: Path) -> bool:
+    with suppress(OSError):  # a name that is too long for a path
+        return path.is_file()
+    return False
+
+
+def check_config(path: Path, overrides: dict[str, Any]) -> list[Diagnosis]:
+    cfg = load_settings(TrainConfig, path, overrides)
+    from assay.train.preflight import diagnose_config
+
+    return diagnose_config(cfg)
+
+
+def open_run(target: str, runs_dir: Path) -> Path:
+    """The folder of a run: by name or path, `run:` in front or not, even if its config.toml is lost."""
+    name = split_tag(target.removeprefix(PREFIX))[0]
+    path = Path(target).expanduser()
+    if is_folder(path) and any((path / file).is_file() for file in ("metrics.jsonl", "summary.json", "status.json")):
+        return path
+    return find_run(name, runs_dir)
+
+
+def is_folder(path: Path) -> bool:
+    with suppress(OSError):
+        return path.is_dir()
+    return False
+
+
+def describe(folder: Path) -> str:
+    """The run, with its state and the number of its steps."""
+    run = Run(folder)
+    try:
+        steps = plural(max((row["step"] for row in read_metrics(folder)), default=0), "step")
+    except UserError as error:
+        steps = f"some metrics cannot be read: {error}"
+    return f"run {run.name} ({run.state}, {steps})"
+
+
+def report(what: str, causes: Sequence[Diagnosis]) -> Iterator[str]:
+    """Lines for a terminal or a pipe."""
+    if not causes:
+        yield f"{what}: no problems found"
+        return
+    counts = [(severity, sum(cause.severity == severity for cause in causes)) for severity in LABELS]
+    yield f"{what}: {', '.join(plural(count, severity) for severity, count in counts if count)}"
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
+    for cause in causes:
+        yield ""
+        yield f"{LABELS[cause.severity]}  {cause.name}"
+        yield from paragraph("found: ", cause.evidence, width)
+        for text in cause.examples:
+            yield from paragraph("e.g. ", text, width)
+        yield from paragraph("to do: ", cause.remedy, width)
+
+
+def paragraph(label: str, text: str, width: int) -> list[str]:
+    indent = " " * (2 + len(label))
+    wrapper = textwrap.TextWrapper(max(width, 40), f"  {label}", indent, break_on_hyphens=False)
+    return wrapper.wrap(text) or [f"  {label}".rstrip()]

@@ -1,0 +1,144 @@
+"""Diagnosis of settings before a run, without loading weights: settings, splits, judge, and a rough estimate of memory.
+
+Takes seconds. `assay train --dry-run` also loads the model and tries an update.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from assay.algos import Algorithm
+from assay.config import TrainConfig
+from assay.models.device import free_memory, pick_device, pick_dtype
+from assay.models.load import preset
+from assay.models.spec import ModelSpec, spec_from_hf
+from assay.runs.diagnose import Diagnosis
+from assay.runs.diagnose.causes import now, ranked
+from assay.runs.diagnose.folder import explain_leakage
+from assay.runs.diagnose.settings import diagnose_settings
+from assay.tasks import Task
+from assay.tasks.base import overlap
+from assay.train import checks, components
+from assay.train.build import evaluation_prompts
+from assay.types import UserError
+
+GIB = 2**30
+TYPICAL_VOCABULARY = 1_000  # of presets, whose vocabulary comes from the task
+TYPICAL_PROMPT = 256  # tokens; prompts are not tokenized here
+
+
+def diagnose_config(cfg: TrainConfig) -> list[Diagnosis]:
+    """Causes that the settings, the task and the size of the model show, most important first."""
+    found: list[Diagnosis] = []
+    algo = attempt(found, lambda: components.build_algorithm(cfg), "zero_loss" if cfg.train.samples == 1 else "refused")
+    spec = attempt(found, lambda: model_spec(cfg))
+    found += diagnose_settings(complete(cfg, algo), spec.parameters if spec else None)
+    if spec is not None and (cause := estimate_memory(cfg, spec, algo)):
+        found.append(cause)
+    task = attempt(found, lambda: components.build_problems(cfg.task, cfg.env))
+    if algo is not None:
+        found += [as_note("risky_setting", text) for text in checks.risky_settings(cfg, algo)]
+        found += [as_note("unused_setting", text) for text in checks.unused_settings(cfg, algo, task)]
+    if task is not None:
+        attempt(found, lambda: check_task(cfg, task, found))
+    return ranked(merged(found))
+
+
+def attempt(found: list[Diagnosis], make: Any, name: str = "refused") -> Any:
+    """The result of `make`. What a run would refuse becomes a cause, and the result is None."""
+    try:
+        return make()
+    except UserError as error:
+        what, _, remedy = str(error).rpartition(": ")
+        found.append(Diagnosis(name, what or remedy, remedy if what else "see the message"))
+        return None
+
+
+def as_note(name: str, text: str) -> Diagnosis:
+    """A warning of the checks before a run, whose last part is the remedy or the reason."""
+    what, separator, rest = text.partition(": ")
+    return Diagnosis(name, what, rest if separator else "no change is needed if this is intended", "note")
+
+
+def merged(causes: list[Diagnosis]) -> Iterator[Diagnosis]:
+    """Causes of the same name as one, since each name is reported once."""
+    by_name: dict[str, list[Diagnosis]] = {}
+    for cause in causes:
+        by_name.setdefault(cause.name, []).append(cause)
+    for first, *others in by_name.values():
+        if not others:
+            yield first
+            continue
+        more = "".join(f"; {one.evidence}" for one in others)
+        remedies = list(dict.fromkeys(one.remedy for one in (first, *others)))
+        yield Diagnosis(first.name, first.evidence + more, "; ".join(remedies), first.severity)
+
+
+def complete(cfg: TrainConfig, algo: Algorithm | None) -> dict[str, Any]:
+    """All settings, with those of the recipe."""
+    algorithm = {} if algo is None else {"algo": dict(algo.settings)}
+    return cfg.model_dump() | algorithm
+
+
+def check_task(cfg: TrainConfig, task: Task, found: list[Diagnosis]) -> None:
+    """Check the judge on one problem, and compare the train split with those of evaluations."""
+    train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
+    with components.build_judge_pool(cfg.reward, task) as judge:
+        attempt(found, lambda: checks.check_judge(judge, train[0]), "judge_fails")
+    for label, prompts in evaluation_prompts(cfg, task).items():
+        kind, _, split = label.partition(":")
+        if kind in ("before", "eval") and split != "train":
+            shared = overlap(train, prompts)
+            if shared.n_shared:
+                found.append(explain_leakage(split, shared.n_shared, shared.n_eval, shared.examples[0]))
+
+
+def model_spec(cfg: TrainConfig) -> ModelSpec | None:
+    """The shape of the model, without its weights; None if it is not known here, as of a model on the hub."""
+    source = components.model_source(cfg.model, cfg.runs_dir)
+    if source.startswith(components.PRESET):
+        length = cfg.model.max_length or components.PRESET_LENGTH
+        return preset(source.removeprefix(components.PRESET), TYPICAL_VOCABULARY, length)
+    try:
+        return spec_from_hf(json.loads((Path(source).expanduser() / "config.json").read_text()))
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -> Diagnosis | None:
+    """Compare what weights, optimizer, engine and references need with the free memory. Activations are not counted:
+    micro-batches adapt to the memory that is left.
+    """
+    device = pick_device(cfg.device)
+    free = free_memory(device)
+    if free is None:
+        return None
+    dtype = pick_dtype(cfg.dtype, device)
+    engine_bytes = torch.finfo(pick_dtype(cfg.engine.dtype, device)).bits // 8
+    count, per_weight = spec.parameters, 4.0 + (0.0 if cfg.lora.rank else 12.0)
+    needs = algo.needs if algo is not None else None
+    parts = {
+        "weights, gradients and optimizer": per_weight * count,
+        "the engine's weights": float(engine_bytes * count),
+        "reference": (2.0 if dtype == torch.bfloat16 else 4.0) * count * bool(needs and needs.reference),
+        "critic": 16.0 * count * bool(algo and algo.settings.critic and cfg.critic.trunk == "separate"),
+    }
+    length = min(TYPICAL_PROMPT + cfg.sampling.max_new_tokens, spec.max_length)
+    parts["KV cache of one answer"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * engine_bytes * length
+    total = sum(parts.values())
+    if total <= free:
+        return None
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size > 0.05 * total)
+    config = cfg.model_dump()
+    return Diagnosis(
+        "memory_full",
+        f"the run needs at least {total / GIB:.1f} GiB ({listed}), and {free / GIB:.1f} GiB are free on {device}",
+        f"use a smaller model, LoRA ({now(config, 'lora.rank')}), more devices (docs/scaling.md), or end other "
+        "processes that use the memory",
+        "warning",
+    )

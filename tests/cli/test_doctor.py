@@ -1,0 +1,110 @@
+"""`assay doctor`: output, exit codes, and folders that are damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assay.cli.main import main
+from assay.runs import Run
+
+FAILED = {
+    **{"reward/mean": 0.0, "reward/std": 0.0, "reward/range": 0.0, "reward/correct": 0.0, "status/no_answer": 1.0},
+    **{"groups/zero_variance": 1.0, "advantage/zero": 1.0, "weights/changed": 0.0, "length/truncated": 0.0},
+}
+LINE = {"sample": 0, "prompt_id": "p/1", "messages": [], "text": "12\x1b[2J", "answer": "12"}
+VERDICT = {"reward": 0.0, "status": "no_answer", "parsed": None, "parts": {}, "detail": "no box"}
+
+
+def make_run(folder: Path, metrics: dict[str, Any] | None = None, name: str = "one") -> Path:
+    with Run.create(folder / "runs", name, '[reward]\nextract = "boxed"\n') as run:
+        for step in range(1, 7):
+            run.log(step, {**(metrics or {}), "sampling/answers": 32 * step})
+        (run.path / "rollouts").mkdir()
+        line = json.dumps({**LINE, "verdict": VERDICT}) + "\n"
+        (run.path / "rollouts" / "step-000006.jsonl").write_text(line)
+    return run.path
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["one", "runs/one", "run:one", "run:one@last"])
+def test_a_run_is_found_by_name_and_by_path(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, FAILED)
+    assert main(["doctor", target]) == 1
+    first, _, heading, *lines = capsys.readouterr().out.splitlines()
+    assert first == "run one (stopped, 6 steps): 1 error" and heading == "ERROR  no_answer"
+    assert lines[0].startswith("  found: 100 % of the answers in all 6 steps") and "no box" in lines[0]
+    assert lines[1] == '  e.g. p/1: "12\\u001b[2J", expected 12'
+    assert lines[2].startswith("  to do: ") and "reward.extract (now boxed)" in lines[2] and len(lines) == 3
+
+
+def test_a_run_without_causes_has_exit_code_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path)
+    assert main(["doctor", "one"]) == 0
+    assert capsys.readouterr().out == "run one (stopped, 6 steps): no problems found\n"
+
+
+def test_notes_do_not_change_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_run(tmp_path)
+    results = {"before": {"accuracy": 0.5, "n": 50}, "after": {"accuracy": 0.6, "n": 50}, "steps": 6}
+    (path / "summary.json").write_text(json.dumps({**results, "paired": {"p_value": 0.3, "gained": 9, "lost": 4}}))
+    assert main(["doctor", "one", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    assert found["name"] == "not_significant" and found["severity"] == "note"
+
+
+def test_json_has_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, FAILED)
+    assert main(["doctor", "one", "--json"]) == 1
+    content = json.loads(capsys.readouterr().out)
+    assert content["target"] == "one" and [*content["findings"][0]] == [
+        *("name", "evidence", "remedy", "severity", "examples")
+    ]
+
+
+def test_a_damaged_run_is_diagnosed_as_far_as_it_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_run(tmp_path, FAILED)
+    (path / "config.toml").unlink()
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write("{damaged\n")
+    assert main(["doctor", str(path)]) == 1
+    output = capsys.readouterr().out
+    assert "some metrics cannot be read" in output and "ERROR  no_answer" in output
+
+
+def test_a_config_is_checked_with_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ['model = "preset:nano"', 'device = "cpu"', "[task]", 'name = "abacus"', "[optim]", "lr = 1e-3"]
+    (tmp_path / "small.toml").write_text("\n".join([*lines, "[eval]", "final_examples = 9"]))
+    assert main(["doctor", "small.toml"]) == 0
+    assert capsys.readouterr().out == "config small.toml: no problems found\n"
+    assert main(["doctor", "small.toml", "--optim.lr", "1e-15"]) == 1
+    assert "WARNING  learning_rate_low" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path)
+    assert main(["doctor", "two"]) == 2 and "unknown run 'two'" in capsys.readouterr().err
+    assert main(["doctor", "one", "--optim.lr", "1"]) == 2 and "is a run" in capsys.readouterr().err
+    assert main(["doctor", "x" * 5000]) == 2
+
+
+def test_a_terminal_gets_lines_that_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from assay.cli import doctor
+
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(doctor.sys.stdout, "isatty", lambda: True, raising=False)
+    cause = doctor.Diagnosis("slow", "many words " * 30, "do this", "warning")
+    lines = list(doctor.report("run one", [cause]))
+    assert max(map(len, lines)) <= 60 and "\n".join(lines).count("many words") > 20
