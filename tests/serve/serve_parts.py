@@ -136,10 +136,10 @@ def serving(
 
 
 @contextmanager
-def command(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`assay serve` in a process, and its URL."""
+def command(*words: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`assay serve` in a process, and its URL. `variables`: of its environment."""
     run = [sys.executable, "-m", "assay", "serve", *words, "--port", "0", "--device", "cpu"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TEST_KEY": "secret"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TEST_KEY": "secret"} | variables
     with subprocess.Popen(run, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from serve_parts import NAME, RunningServer, byte_tokenizer, save_folder, serving, tiny_model
+from serve_parts import NAME, RunningServer, byte_tokenizer, metric_of, save_folder, serving, tiny_model
 
 from assay.engine import Finished, Request, SamplingParams, TokenChunk, generate, make_engine
 from assay.engine.base import Failed
@@ -60,6 +60,14 @@ def test_completions_are_those_of_the_engine_bit_by_bit(updatable: RunningServer
     assert [finished[sample] for sample in range(3)] == expected
     chunks = [event for event in received if isinstance(event, TokenChunk) and event.sample == 1]
     assert [token for chunk in chunks for token in chunk.token_ids] == (expected[1].token_ids if stream else [])
+
+
+def test_tokens_of_the_trainer_are_counted(updatable: RunningServer) -> None:
+    names = ("assay_prompt_tokens_total", "assay_generated_tokens_total")
+    before = [metric_of(updatable.url, name) for name in names]
+    events(updatable, Request(PROMPT, SamplingParams(n=3, max_new_tokens=5, min_new_tokens=5), seed=0))
+    after = [metric_of(updatable.url, name) for name in names]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [len(PROMPT), 15]
 
 
 def test_scores_are_those_of_the_engine_bit_by_bit(updatable: RunningServer) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from serve_parts import command, metric_of
 from small_run import SmallRuns, gpt2_folder
 
 from assay.runs import checkpoints
@@ -97,6 +98,24 @@ def test_a_run_on_two_by_two_processes_equals_one_process(tmp_path: Path) -> Non
     same_truth(small, "small", "grid")
     assert said.count("accuracy before") == 1  # one rank speaks
     assert len(list((small.checkpoint(STEPS, "grid") / "optimizer").iterdir())) == count
+
+
+@pytest.mark.slow
+def test_two_by_two_processes_with_servers_equal_one_process_with_its_own_engine(tmp_path: Path) -> None:
+    """`assay serve` processes that rank 0 starts, and others that run already."""
+    small = SmallRuns(tmp_path)
+    count, layout = LAYOUTS["4 fsdp x tp"]
+    assert small.train(*WORDS) == 0
+    words = ("train", small.config, *WORDS, *layout, "--engine.name", "assay", "--name")
+    ended(small.launch(count, *words, "started", "--server.servers", 2))
+    same_truth(small, "small", "started")
+    model = str(small.checkpoint(0) / "model")
+    options = ("--allow-updates", "--engine.dtype", "float64")
+    with command(model, *options) as (_, first), command(model, *options) as (_, second):
+        ended(small.launch(count, *words, "running", "--server.urls", json.dumps([first, second])))
+        sampled = [metric_of(url, "assay_generated_tokens_total") for url in (first, second)]
+    same_truth(small, "small", "running")
+    assert min(sampled) > 0
 
 
 SMALL_MEMORY = """

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from assay.engine.base import Failed, Finished, Request
 from assay.engine.wire import FLOATS, IDS, WireError, event_to_json, pack, request_from_json, unpack
+from assay.serve import metrics as names
 from assay.serve.bridge import Disconnected
 from assay.serve.protocol import ApiError, Fields
 from assay.serve.service import Service, json_response, watch_connection
@@ -65,8 +66,9 @@ class EventStream(Response):
         self.service, self.request, self.batch = service, request, batch
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        left = max(self.request.params.n, 1)
+        left, metrics = max(self.request.params.n, 1), self.service.metrics
         with self.service.admitted(left):
+            metrics.add(names.PROMPT_TOKENS, len(self.request.prompt_ids))
             if self.batch is None or self.service.access.frontends:
                 submission = self.service.bridge.submit([self.request])
             else:
@@ -78,6 +80,8 @@ class EventStream(Response):
                 while left > 0:
                     events = await submission.events()
                     left -= sum(left if isinstance(event, Failed) else isinstance(event, Finished) for event in events)
+                    finished = [event.completion for event in events if isinstance(event, Finished)]
+                    metrics.add(names.SAMPLED_TOKENS, sum(len(one.token_ids) for one in finished))
                     body = "".join(f"{json.dumps(event_to_json(event))}\n" for event in events).encode()
                     await send({"type": "http.response.body", "body": body, "more_body": left > 0})
             except Disconnected:
