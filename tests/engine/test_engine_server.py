@@ -156,8 +156,8 @@ def test_started_servers_end_with_the_engine() -> None:
     engine = make_engine(
         "assay", tiny_model(), {"settings": ServerConfig(servers=2), "save_tokenizer": byte_tokenizer().save}, **OPTIONS
     )
-    assert isinstance(engine, AssayEngine) and engine.started is not None
-    programs, folder = list(engine.started.programs.values()), engine.started.folder
+    assert isinstance(engine, AssayEngine) and engine.launched is not None
+    programs, folder = list(engine.launched.programs.values()), engine.launched.folder
     assert len(programs) == 2 and engine.fingerprint() == fingerprint(tiny_model().weights(), torch.float32)
     assert generate(engine, REQUESTS) == generate(make_engine("native", tiny_model(), **OPTIONS), REQUESTS)
     os.kill(programs[0].pid, signal.SIGKILL)

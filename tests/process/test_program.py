@@ -52,6 +52,18 @@ def test_output_goes_to_the_log_and_the_end_is_reported(tmp_path: Path) -> None:
     program.close()
 
 
+def test_the_tail_is_the_cause_if_a_later_error_only_points_to_it(tmp_path: Path) -> None:
+    lines = (
+        "(Worker) ERROR RuntimeError: head_dim=16 is not supported",
+        "(Server) ERROR EngineDeadError: an issue. See stack trace (above) for the root cause.",
+        "INFO: POST /v1/completions 500 Internal Server Error",
+    )
+    program = run("".join(f"print({line!r});" for line in lines), tmp_path / "log")
+    until(lambda: program.ended is not None)
+    assert program.tail() == lines[0]
+    program.close()
+
+
 def test_the_tail_is_the_last_error(tmp_path: Path) -> None:
     program = run("print('a'); print('ValueError: bad'); print('bye')", tmp_path / "log")
     until(lambda: program.ended is not None)

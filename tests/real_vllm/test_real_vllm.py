@@ -10,13 +10,15 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from broken_sync import KINDS, break_sync
 from small_run import SmallRuns
+from sync_parts import LR, Learning
 
 from assay.engine.base import Request, SamplingParams, generate
 from assay.engine.check import check_engine
 from assay.engine.transport import IpcTransport
 from assay.engine.vllm import VLLMEngine
-from assay.models import Decoder, fingerprint
+from assay.models import Decoder, Lora, fingerprint
 from assay.runs.rollouts import read_rollouts
 from assay.text import Tokenizer
 from assay.types import UserError
@@ -83,6 +85,26 @@ def test_every_weight_is_replaced_by_an_update(engine: VLLMEngine, policy: Decod
         assert gap.mean() < 5 * MEAN_GAP, name
         if CUDA:
             assert engine.fingerprint() == fingerprint(policy.weights(), engine.info.dtype), name
+
+
+@pytest.mark.skipif(CUDA, reason="the probe needs float32 to detect all of them")
+@pytest.mark.parametrize("kind", ["none", *KINDS])
+def test_the_probe_detects_every_broken_sync(engine: VLLMEngine, policy: Decoder, kind: str) -> None:
+    """At the learning rate of the shipped configs for these models. On a CPU, vLLM has no fingerprints."""
+    if kind == "unmerged":
+        policy.add_lora(Lora(2, 4.0))
+    engine.update_weights(policy, 0)
+    learning = Learning(policy, engine=engine, lr=3e-5 if os.environ.get("ASSAY_SMOLLM2") else LR)
+    if kind == "none":
+        gaps = [learning.update() for _ in range(3)]
+        assert all(one["sync/probe_gap"] < 0.2 * one["sync/probe_limit"] for one in gaps)
+        return
+    break_sync(engine, policy, kind)
+    try:
+        steps, text = learning.steps_to_error(4)
+    finally:
+        del engine.update_weights  # type: ignore[attr-defined]
+    assert steps <= (2 if kind == "unmerged" else 1) and f"trainer: {engine.servers[0].url}: " in text
 
 
 @pytest.mark.gpu

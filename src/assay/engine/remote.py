@@ -16,22 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-import resource
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from operator import index
-from typing import Any, ClassVar, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from assay.engine.base import (
@@ -45,38 +42,17 @@ from assay.engine.base import (
     TokenChunk,
     WeightSource,
 )
-from assay.engine.native.tensor_parallel import NO_TIMEOUT, new_cpu_group
+from assay.engine.http import HttpServers, Server, ServerBusy, ServerUnreachable, allowed_connections
+from assay.engine.launch import LaunchedServers
+from assay.engine.ranks import Ranks
 from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
-from assay.mesh import waiting
+from assay.engine.transport import FolderTransport, IpcTransport, NcclTransport
 from assay.models.base import PolicyModel
-from assay.types import Completion, Finish, UserError, describe_error, missing_extra
+from assay.types import Completion, Finish, UserError
 
-T = TypeVar("T")
 POLL_S = 0.001  # `step(wait=False)` waits this long for an event, so that a caller that polls does not spin
-CONNECT_S = 10.0  # time limit of opening a connection
-KEEP_ALIVE_S = 2.0  # idle connections are closed after this; servers close theirs after 5 s or more
 ATTEMPTS = 4  # of a request whose connection is lost
 MAX_WAIT_S = 5.0  # between two attempts of a request that a busy server refused
-SPARE_FILES = 256  # file descriptors that are left for everything but connections
-
-
-class ServerError(UserError):
-    """A server could not be used. The line names it and says what to do."""
-
-
-class ServerUnreachable(ServerError):
-    """The connection was refused or lost."""
-
-
-class ServerBusy(ServerError):
-    """The server refused the request because it has too many."""
-
-
-@dataclass(eq=False)
-class Server:
-    url: str
-    client: Any  # httpx.AsyncClient
-    running: int = 0  # unfinished samples that this process has sent to it
 
 
 @dataclass(eq=False)
@@ -105,11 +81,9 @@ class RunningRequest:
     tasks: dict[int, asyncio.Task] = field(default_factory=dict)  # by sample
 
 
-class RemoteEngine(ABC):
+class RemoteEngine(HttpServers, ABC):
     """Implements `Engine` for servers. See the description of this module."""
 
-    kind: ClassVar[str]  # name of the server in messages, e.g. "vLLM"
-    section: ClassVar[str]  # section of its settings, e.g. "vllm"
     splits_samples: ClassVar[bool] = True  # one HTTP request per sample; False: one for all samples of a request
 
     def __init__(
@@ -122,16 +96,17 @@ class RemoteEngine(ABC):
         timeout_s: float = 0.0,
         api_key: str = "",
         ranks: Ranks | None = None,
+        launched: LaunchedServers | None = None,
     ) -> None:
-        """`timeout_s`: fail if a server does not answer a request within this time; 0: wait without a limit.
+        """`timeout_s`, `api_key`, `launched`: see `HttpServers`. `ranks`: those of the group, if they exist already.
 
-        `ranks`: those of `options.group` if they exist already. The served weights have version -1 until the first
-        `update_weights`.
+        The served weights have version -1 until the first `update_weights`.
         """
-        self.vocab_size, self.options, self.timeout_s = model.vocab_size, options, timeout_s
+        super().__init__(urls, timeout_s, api_key, launched)
+        self.vocab_size, self.options = model.vocab_size, options
         self.ranks = ranks or Ranks(options.group)
-        self.loop = LoopThread()
-        self.servers = [Server(url, self._new_client(url, api_key)) for url in map(check_url, urls)]
+        self.size = sum(weight.numel() for weight in model.parameters()) * options.dtype.itemsize
+        self.transport: FolderTransport | IpcTransport | NcclTransport | None = None
         max_length = min(model.max_length, options.max_length or model.max_length)
         self.info = EngineInfo(-1, max_length, options.max_batch, options.dtype, capabilities)
         self.next_id = count()
@@ -142,8 +117,11 @@ class RemoteEngine(ABC):
         self.asleep = False
         connections = min(options.max_batch * len(self.servers), allowed_connections())
         self.slots = self.loop.call(semaphore(connections))
+        if launched is not None:
+            weakref.finalize(self, launched.close)  # at the latest when the process ends
         try:
             self.ranks.on_leaders(self._check_servers)
+            self.ranks.on_main(self._prepare)
         except BaseException:
             self._close()
             raise
@@ -153,6 +131,9 @@ class RemoteEngine(ABC):
     @abstractmethod
     def _check_servers(self) -> None:
         """Raise a `UserError` unless all servers are reachable and serve this model, vocabulary and length."""
+
+    def _prepare(self) -> None:
+        """Called on the main rank after `_check_servers`: choose the transport of weights, for example."""
 
     @abstractmethod
     def _payload(self, job: Job, samples: Sequence[int]) -> tuple[str, dict[str, Any]]:
@@ -169,13 +150,13 @@ class RemoteEngine(ABC):
         If `self.asleep`, the servers sleep; they must be awake afterwards.
         """
 
-    def _begin_update(self) -> None:  # noqa: B027
+    def _begin_update(self) -> None:
         """Called on all ranks before an update. Engines with `inflight_updates` must not send requests until its end.
 
         `_end_update` follows, also if the update fails.
         """
 
-    def _end_update(self) -> None:  # noqa: B027
+    def _end_update(self) -> None:
         pass
 
     def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
@@ -184,73 +165,19 @@ class RemoteEngine(ABC):
     def _fingerprint(self) -> str | None:
         return None
 
-    def _sleep(self) -> None:  # noqa: B027
+    def _sleep(self) -> None:
         """Release memory of the servers."""
 
-    def _wake(self) -> None:  # noqa: B027
+    def _wake(self) -> None:
         """Allocate it again. May be called by several ranks, and while the servers are awake."""
 
-    def _reset_prefix_cache(self) -> None:  # noqa: B027
+    def _reset_prefix_cache(self) -> None:
         """Only for servers with a prefix cache."""
-
-    def _close_servers(self) -> None:  # noqa: B027
-        """Stop servers that this engine has started."""
-
-    def _why_unreachable(self, server: Server) -> str:
-        """What the line about an unreachable server says after the cause."""
-        return f"start a {self.kind} server there, or correct {self.section}.urls"
-
-    def _hint(self, server: Server) -> str:
-        """What a line about a failure within the server says at its end."""
-        return ""
 
     async def _generate(self, server: Server, job: Job, samples: Sequence[int]) -> list[Completion]:
         path, payload = self._payload(job, samples)
         version = self.info.version
         return self._parse(await self.post(server, path, payload), job, samples, version)
-
-    # -- for the backends
-
-    async def request(self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0) -> Any:
-        """Send a request; the JSON of the answer (None if it is empty). Raises a `ServerError`."""
-        import httpx
-
-        limit = timeout_s or self.timeout_s or None
-        timeout = httpx.Timeout(limit, connect=min(limit or CONNECT_S, CONNECT_S), pool=None)
-        try:
-            response = await server.client.request(method, path, json=payload, timeout=timeout)
-        except httpx.ConnectTimeout:
-            raise ServerUnreachable(self._unreachable(server, "no answer to connecting")) from None
-        except httpx.TimeoutException:
-            advice = f"look at its log, or raise {self.section}.timeout_s"
-            raise ServerError(f"{server.url}{path} did not answer within {limit:g} s: {advice}") from None
-        except httpx.TransportError as error:
-            raise ServerUnreachable(self._unreachable(server, describe_error(error))) from None
-        return self._content(server, path, response)
-
-    async def post(self, server: Server, path: str, payload: Any = None, timeout_s: float = 0) -> Any:
-        return await self.request(server, "POST", path, payload, timeout_s)
-
-    def call(self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0) -> Any:
-        """`request`, from another thread than that of the event loop."""
-        return self.loop.call(self.request(server, method, path, payload, timeout_s))
-
-    def call_all(self, method: str, path: str, payload: Any = None, timeout_s: float = 0) -> list[Any]:
-        """Send the same request to all servers at once. Waits for all answers, then raises the first error."""
-
-        async def together() -> list[Any]:
-            calls = (self.request(server, method, path, payload, timeout_s) for server in self.servers)
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-        answers = self.loop.call(together())
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
-
-    def garbage(self, what: str) -> ServerError:
-        """The error for an answer that has not the expected form."""
-        return ServerError(f"a {self.kind} server returned {what}: is another program or version running there?")
 
     def _completion(
         self,
@@ -311,7 +238,7 @@ class RemoteEngine(ABC):
                 self.arrived.notify_all()
             self.loop.post(partial(cancel_unneeded, running))
 
-    def release(self, handles: Iterable[int]) -> None:  # noqa: B027
+    def release(self, handles: Iterable[int]) -> None:
         """Nothing is kept on the servers."""
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
@@ -464,45 +391,13 @@ class RemoteEngine(ABC):
             events, self.events = list(self.events), deque()
             return events
 
-    def _new_client(self, url: str, api_key: str) -> Any:
-        try:
-            import httpx
-        except ImportError:
-            raise missing_extra(f"engine {self.section}", self.section) from None
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S)
-        # A proxy that the environment names is for other hosts.
-        return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, trust_env=not is_loopback(url))
-
-    def _unreachable(self, server: Server, cause: str) -> str:
-        return f"the {self.kind} server {server.url} is not reachable ({cause}): {self._why_unreachable(server)}"
-
-    def _content(self, server: Server, path: str, response: Any) -> Any:
-        if response.status_code in (429, 503):
-            raise ServerBusy(f"{server.url}{path} is overloaded: {message_of(response)}")
-        if response.status_code in (401, 403):
-            advice = f"set {self.section}.api_key_env to the environment variable that holds its API key"
-            raise ServerError(f"{server.url} refused access ({response.status_code}): {advice}")
-        if response.status_code >= 400:
-            hint = self._hint(server) if response.status_code >= 500 else ""
-            raise ServerError(f"{server.url}{path} answered {response.status_code}: {message_of(response)}{hint}")
-        if not response.content:
-            return None
-        try:
-            return response.json()
-        except ValueError:
-            raise self.garbage(f"something that is not JSON ({shortened(response.text)!r})") from None
-
     def _close(self) -> None:
-        async def close_clients() -> None:
-            for server in self.servers:
-                await server.client.aclose()
-
         if self.loop.running:
-            with suppress(Exception):
-                self.loop.call(close_clients())
-            self.loop.stop()
-            self._close_servers()
+            self._disconnect()
+        if isinstance(self.transport, FolderTransport):
+            self.transport.close()
+        if self.launched is not None:
+            self.launched.close()
 
 
 def concerns(event: Event, request_id: int, sample: int | None) -> bool:
@@ -523,130 +418,5 @@ def drain(weights: Iterator[tuple[str, Tensor]]) -> None:
         pass
 
 
-def check_url(text: str) -> str:
-    """The URL of a server without a final /v1 or slash."""
-    url = text.strip().rstrip("/").removesuffix("/v1")
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise UserError(f"'{text}' is not the URL of a server: write it as http://HOST:PORT")
-    return url
-
-
-def is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def message_of(response: Any) -> str:
-    """The error message in an answer: OpenAI's format, that of FastAPI, or the beginning of the text."""
-    with suppress(ValueError):
-        content = response.json()
-        if isinstance(content, Mapping):
-            error = content.get("error", content.get("detail", content.get("message", content)))
-            return shortened(str(error.get("message", error) if isinstance(error, Mapping) else error))
-    return shortened(response.text) or response.reason_phrase
-
-
-def shortened(text: str, limit: int = 300) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
-
-
-def allowed_connections() -> int:
-    """The number of connections that this process may open, after its limit of open files has been raised."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return max(16, (65536 if soft == resource.RLIM_INFINITY else soft) - SPARE_FILES)
-
-
 async def semaphore(value: int) -> asyncio.Semaphore:
     return asyncio.Semaphore(value)
-
-
-class LoopThread:
-    """An asyncio event loop in a daemon thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="assay-http", daemon=True)
-        self.thread.start()
-
-    @property
-    def running(self) -> bool:
-        return self.thread.is_alive() and not self.loop.is_closed()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread and return its result."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-
-    def post(self, work: Callable[[], object]) -> None:
-        self.loop.call_soon_threadsafe(work)
-
-    def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
-
-
-class Ranks:
-    """The ranks that use the same servers: all of them, and the tensor-parallel `group` of this one."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.world = dist.new_group(backend="gloo", timeout=NO_TIMEOUT) if several else None
-        self.group = new_cpu_group(group) if several and group is not None and group.size() > 1 else None
-        self.leads = self.group is None or self.group.rank() == 0
-        self.is_main = not several or dist.get_rank() == 0
-
-    def from_leader(self, work: Callable[[], T]) -> T:
-        """Call `work` on the first rank of the tensor-parallel group; all its ranks get the result or `UserError`."""
-        return self._shared(work, self.leads, self.group)
-
-    def on_main(self, work: Callable[[], T], meanwhile: Callable[[], None] = lambda: None) -> T:
-        """Call `work` on the main rank and `meanwhile` on all others; all get the result or `UserError`."""
-        if not self.is_main:
-            meanwhile()
-        return self._shared(work, self.is_main, self.world)
-
-    def barrier(self) -> None:
-        if self.world is not None:
-            self.on_leaders(lambda: None)
-
-    def on_leaders(self, work: Callable[[], None]) -> None:
-        """Call `work` on the first rank of every group. A `UserError` is raised on all ranks."""
-        error: UserError | None = None
-        if self.leads:
-            try:
-                work()
-            except UserError as raised:
-                error = raised
-        errors: list[Any] = [error]
-        if self.world is not None:
-            errors = [None] * self.world.size()
-            with waiting():
-                dist.all_gather_object(errors, error, group=self.world)
-        if first := next((one for one in errors if one is not None), None):
-            raise first
-
-    def _shared(self, work: Callable[[], T], here: bool, group: dist.ProcessGroup | None) -> T:
-        if group is None:
-            return work()
-        outcome: list[Any] = [None, None]
-        if here:
-            try:
-                outcome[0] = work()
-            except UserError as error:
-                outcome[1] = error
-        with waiting():
-            dist.broadcast_object_list(outcome, group=group, group_src=0)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]

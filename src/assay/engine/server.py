@@ -5,54 +5,34 @@ All numbers survive the way through HTTP (see `wire`), so training gives the sam
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
-import shutil
-import sys
-import tempfile
-import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from assay.config import ServerConfig
+from assay.engine.assay_servers import LaunchedAssay
 from assay.engine.base import ALL_CAPABILITIES, Capabilities, EngineOptions, Event, Failed, Finished
-from assay.engine.remote import (
-    CONNECT_S,
-    Ranks,
-    RemoteEngine,
-    RunningRequest,
-    Server,
-    ServerError,
-    ServerUnreachable,
-    allowed_connections,
-)
+from assay.engine.http import Server, ServerError, ServerUnreachable, allowed_connections, api_key
+from assay.engine.launch import SaveTokenizer
+from assay.engine.ranks import Ranks
+from assay.engine.remote import RemoteEngine, RunningRequest
 from assay.engine.sequence import Job
 from assay.engine.transport import FolderTransport, IpcTransport, ipc_handle
 from assay.engine.wire import FLOATS, IDS, WireError, event_from_json, pack, request_to_json, unpack
 from assay.models.base import PolicyModel
-from assay.models.decoder import Decoder
-from assay.models.export import save_config
-from assay.process.program import SupervisedProgram, free_port
-from assay.types import Completion, UserError, describe_error
+from assay.types import Completion, UserError
 
 GENERATE = "/engine/generate"
 CAPABILITIES = replace(ALL_CAPABILITIES, handles=False)
-KEY = "ASSAY_SERVER_KEY"  # environment variable with the key of servers that this engine starts
-POLL_S = 0.1  # between two questions whether a server has started
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-SaveTokenizer = Callable[[Path], object]  # writes the tokenizer into a folder
 
 
 class AssayEngine(RemoteEngine):
-    kind, section = "remote assay", "server"
+    kind, section = "assay", "server"
+    start_advice = "start `assay serve MODEL --allow-updates` there"
     splits_samples = False  # the samples of a request share its prompt
 
     def __init__(
@@ -66,46 +46,21 @@ class AssayEngine(RemoteEngine):
         opts = EngineOptions(**options)
         self.settings = settings or ServerConfig()
         ranks = Ranks(opts.group)
-        self.started: StartedServers | None = None
-        if not self.settings.urls and ranks.is_main:
-            self.started = StartedServers(self.settings, opts)
+        launched = LaunchedAssay(self.settings, opts) if not self.settings.urls and ranks.is_main else None
         urls, key = (
-            (self.settings.urls, self._key())
+            (self.settings.urls, api_key(self.settings, self.section))
             if self.settings.urls
-            else ranks.on_main(lambda: self._start_servers(model, save_tokenizer))
+            else ranks.on_main(lambda: (launched.start(model, save_tokenizer), launched.key))  # type: ignore[union-attr]
         )
-        self.size = sum(weight.numel() for weight in model.parameters()) * opts.dtype.itemsize
-        self.transport: FolderTransport | IpcTransport | None = None
         # Of the event loop: requests that were added since the last step, and batches of requests by id.
         self.queued: list[RunningRequest] = []
         self.batches: dict[int, list[Any]] = {}
         self.steps = 0  # running calls of `step`
         self.largest_batch = min(opts.max_batch, allowed_connections() // len(urls))  # each has its own connection
-        try:
-            limit = self.settings.timeout_s
-            super().__init__(model, urls, opts, CAPABILITIES, timeout_s=limit, api_key=key, ranks=ranks)
-            self.ranks.on_main(self._make_transport)
-        except BaseException:
-            self._close_servers()
-            raise
+        limit = self.settings.timeout_s
+        super().__init__(model, urls, opts, CAPABILITIES, timeout_s=limit, api_key=key, ranks=ranks, launched=launched)
 
-    # -- start and end
-
-    def _key(self) -> str:
-        variable = self.settings.api_key_env
-        key = os.environ.get(variable, "") if variable else ""
-        if variable and not key:
-            raise UserError(f"the environment variable {variable} (server.api_key_env) is not set")
-        return key
-
-    def _start_servers(self, model: PolicyModel, save_tokenizer: SaveTokenizer | None) -> tuple[list[str], str]:
-        assert self.started is not None
-        try:
-            self.started.start(model, save_tokenizer)
-        except BaseException:
-            self.started.close()
-            raise
-        return list(self.started.programs), self.started.key
+    # -- start
 
     def _check_servers(self) -> None:
         capabilities = self.info.capabilities
@@ -148,7 +103,7 @@ class AssayEngine(RemoteEngine):
                     f"start it with {remedy}"
                 )
 
-    def _make_transport(self) -> None:
+    def _prepare(self) -> None:
         kind, device, dtype = self.settings.transport, torch.device(self.options.device), self.options.dtype
         if kind in ("auto", "ipc") and device.type == "cuda":
             shared = IpcTransport(device, dtype)
@@ -158,16 +113,6 @@ class AssayEngine(RemoteEngine):
         if kind == "ipc":
             raise UserError("server.transport = 'ipc' needs servers on the trainer's GPU: use 'folder'")
         self.transport = FolderTransport(self.settings.folder, dtype, self.size)
-
-    def _why_unreachable(self, server: Server) -> str:
-        death = self.started.death(server.url) if self.started is not None else ""
-        return death or "start `assay serve MODEL --allow-updates` there, or correct server.urls"
-
-    def _close_servers(self) -> None:
-        if isinstance(getattr(self, "transport", None), FolderTransport):
-            self.transport.close()  # type: ignore[union-attr]
-        if self.started is not None:
-            self.started.close()
 
     # -- requests
 
@@ -220,7 +165,7 @@ class AssayEngine(RemoteEngine):
         payload["batch"] = self.batches.pop(job.id, None)  # a request that is sent again does not wait for others
         version = self.info.version
         completions: dict[int, Completion] = {}
-        async for tree in self._lines(server, path, payload):
+        async for tree in self.post_for_lines(server, path, payload):
             try:
                 event = event_from_json(tree, job.id)
             except WireError as error:
@@ -253,31 +198,6 @@ class AssayEngine(RemoteEngine):
             version_spans=completion.version_spans,
         )
 
-    async def _lines(self, server: Server, path: str, payload: Any) -> Any:
-        """The lines of a response, as JSON."""
-        import httpx
-
-        limit = self.timeout_s or None
-        timeout = httpx.Timeout(limit, connect=min(limit or CONNECT_S, CONNECT_S), pool=None)
-        try:
-            async with server.client.stream("POST", path, json=payload, timeout=timeout) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    self._content(server, path, response)
-                async for line in response.aiter_lines():
-                    yield json.loads(line)
-        except httpx.ConnectTimeout:
-            raise ServerUnreachable(self._unreachable(server, "no answer to connecting")) from None
-        except httpx.TimeoutException:
-            advice = f"look at its log, or raise {self.section}.timeout_s"
-            raise ServerError(f"{server.url}{path} sent nothing for {limit:g} s: {advice}") from None
-        except httpx.TransportError as error:
-            raise ServerUnreachable(self._unreachable(server, describe_error(error))) from None
-        except ValueError as error:
-            if isinstance(error, UserError):
-                raise
-            raise self.garbage("something that is not JSON") from None
-
     # -- the rest
 
     def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -288,7 +208,7 @@ class AssayEngine(RemoteEngine):
                     self.call(server, "POST", "/engine/weights", body)
             self.call_all("POST", "/engine/weights", {"transport": "ipc", "version": version})
             return
-        assert self.transport is not None
+        assert isinstance(self.transport, FolderTransport)
         with self.transport.written(weights, version) as folder:
             body = {"transport": "folder", "path": str(folder), "version": version}
             self.call_all("POST", "/engine/weights", body)
@@ -324,90 +244,3 @@ class AssayEngine(RemoteEngine):
 
     def _reset_prefix_cache(self) -> None:
         self.call_all("POST", "/engine/reset_prefix_cache")
-
-
-class StartedServers:
-    """`assay serve` processes on this host that belong to this process. They end with it."""
-
-    def __init__(self, settings: ServerConfig, options: EngineOptions) -> None:
-        self.settings, self.options = settings, options
-        self.key = secrets.token_urlsafe(16)
-        self.folder = Path(tempfile.mkdtemp(prefix="assay-servers-"))
-        self.programs: dict[str, SupervisedProgram] = {}  # by URL
-        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, True)
-
-    def start(self, model: PolicyModel, save_tokenizer: SaveTokenizer | None) -> None:
-        """Start all servers, without weights, which the first update brings. Returns when they are ready."""
-        if not isinstance(model, Decoder):
-            raise UserError("servers for this model must be started by hand: set server.urls, or engine.name = 'hf'")
-        assert save_tokenizer is not None, "the engine needs the tokenizer to start servers"
-        model_folder = self.folder / "model"
-        model_folder.mkdir()
-        save_config(model, model_folder, self.options.dtype)
-        save_tokenizer(model_folder)
-        for index in range(self.settings.servers):
-            port = self.settings.port + index if self.settings.port else free_port()
-            words = [sys.executable, "-m", "assay", "serve", str(model_folder), *self._arguments(index, port, model)]
-            log = self.folder / f"server-{index}.log"
-            self.programs[f"http://127.0.0.1:{port}"] = SupervisedProgram(words, log, self._environment())
-        for url in self.programs:
-            self._wait(url)
-
-    def _arguments(self, index: int, port: int, model: PolicyModel) -> list[str]:
-        options, devices = self.options, self.settings.devices
-        values = {
-            "http.port": port,
-            "http.name": "policy",
-            "http.api_key_env": KEY,
-            "http.allow_updates": "true",
-            "http.max_body_mb": 256,
-            "http.frontends": 0,
-            "http.queue": 1_000_000,  # the run adds only what it needs
-            "prompt.style": "raw",
-            "device": devices[index % len(devices)] if devices else str(options.device),
-            "threads": torch.get_num_threads(),
-            "model.max_length": min(model.max_length, options.max_length or model.max_length),
-            "engine.dtype": str(options.dtype).removeprefix("torch."),
-            "engine.max_batch": options.max_batch,
-            "engine.memory": options.memory,
-            "engine.prefill_tokens": options.prefill_tokens,
-            "engine.sleep_while_training": str(options.sleep_while_training).lower(),
-            "engine.kv_on_update": options.kv_on_update,
-        }
-        return [f"--{name}={value}" for name, value in values.items()]
-
-    def _environment(self) -> dict[str, str]:
-        environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        return {**environment, "PYTHONPATH": path, KEY: self.key}
-
-    def _wait(self, url: str) -> None:
-        import httpx
-
-        deadline = time.monotonic() + self.settings.start_timeout_s
-        with httpx.Client(trust_env=False, timeout=5) as client:
-            while True:
-                if death := self.death(url):
-                    raise UserError(f"a server did not start: {death}")
-                try:
-                    if client.get(f"{url}/health").status_code == 200:
-                        return
-                except httpx.TransportError:
-                    pass
-                if time.monotonic() > deadline:
-                    limit = self.settings.start_timeout_s
-                    raise UserError(f"a server was not ready after {limit:g} s: raise server.start_timeout_s")
-                time.sleep(POLL_S)
-
-    def death(self, url: str) -> str:
-        """How a server ended, with the last error in its log; empty while it runs."""
-        program = self.programs.get(url)
-        if program is None or program.ended is None:
-            return ""
-        self._remove.detach()  # the log is kept
-        return f"it ended ({program.ended}): {program.tail()} (see {program.log})"
-
-    def close(self) -> None:
-        for program in self.programs.values():
-            program.close()
-        self._remove()

@@ -13,12 +13,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
-import os
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,11 +24,14 @@ from torch import Tensor
 
 from assay.config import VLLMConfig
 from assay.engine.base import Capabilities, EngineOptions, WeightSource
+from assay.engine.http import Server, ServerError, ServerUnreachable, api_key, shortened
+from assay.engine.launch import SaveTokenizer
 from assay.engine.outputs import StopStrings
-from assay.engine.remote import Ranks, RemoteEngine, Server, ServerError, ServerUnreachable, shortened
+from assay.engine.ranks import Ranks
+from assay.engine.remote import RemoteEngine
 from assay.engine.sequence import Job
-from assay.engine.transport import FolderTransport, IpcTransport, NcclTransport, ipc_handle
-from assay.engine.vllm_servers import LaunchedServers, SaveTokenizer
+from assay.engine.vllm_servers import LaunchedVLLM
+from assay.engine.vllm_weights import ServedModel, WeightSender
 from assay.engine.vllm_worker import EXTENSION
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
@@ -53,29 +53,9 @@ CAPABILITIES = Capabilities(
 )
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """What a server reports about itself."""
-
-    name: str
-    max_length: int
-    config: dict[str, Any]  # vLLM's, by section
-
-    def setting(self, section: str, name: str) -> Any:
-        return (self.config.get(section) or {}).get(name)
-
-    @property
-    def has_extension(self) -> bool:
-        return str(self.setting("parallel_config", "worker_extension_cls") or "").endswith(EXTENSION)
-
-    @property
-    def workers(self) -> int:
-        parallel = self.config.get("parallel_config") or {}
-        return int(parallel.get("tensor_parallel_size") or 1) * int(parallel.get("pipeline_parallel_size") or 1)
-
-
 class VLLMEngine(RemoteEngine):
     kind, section = "vLLM", "vllm"
+    start_advice = "start a vLLM server there"
 
     def __init__(
         self,
@@ -91,42 +71,22 @@ class VLLMEngine(RemoteEngine):
             raise UserError("vLLM has no float64: set engine.dtype to float32 or bfloat16, or use another engine")
         if importlib.util.find_spec("httpx") is None:
             raise missing_extra("engine vllm", "vllm")
-        key = os.environ.get(self.settings.api_key_env, "") if self.settings.api_key_env else ""
-        if self.settings.api_key_env and not key:
-            raise UserError(f"the environment variable {self.settings.api_key_env} (vllm.api_key_env) is not set")
+        key = api_key(self.settings, self.section)
         ranks = Ranks(opts.group)
-        self.launched: LaunchedServers | None = None
-        if not self.settings.urls and ranks.is_main:
-            self.launched = LaunchedServers(self.settings, opts)
-            weakref.finalize(self, self.launched.close)  # at the latest when the process ends
-        urls = self.settings.urls or ranks.on_main(lambda: self._launch(model, opts, save_tokenizer))
+        launched = LaunchedVLLM(self.settings, opts) if not self.settings.urls and ranks.is_main else None
+        urls = self.settings.urls or ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
         self.tied = isinstance(model, Decoder) and model.spec.tied
         self.stopping = StopStrings(opts.decode) if opts.decode is not None else None
         self.models: dict[str, ServedModel] = {}  # by URL
+        self.sender = WeightSender(self, self.models)
         self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
         self.updated = False  # whether there was an update
         self.weights_dropped = False  # by a sleep of level 2
-        self.transport: FolderTransport | IpcTransport | NcclTransport | None = None
-        self.size = sum(weight.numel() for weight in model.parameters()) * opts.dtype.itemsize
         limit = self.settings.timeout_s
-        try:
-            super().__init__(model, urls, opts, CAPABILITIES, timeout_s=limit, api_key=key, ranks=ranks)
-            self.gate = self.loop.call(open_gate())  # closed during an update: requests wait
-            self.ranks.on_main(self._prepare)
-        except BaseException:
-            self._close_servers()
-            raise
+        super().__init__(model, urls, opts, CAPABILITIES, timeout_s=limit, api_key=key, ranks=ranks, launched=launched)
+        self.gate = self.loop.call(open_gate())  # closed during an update: requests wait
 
     # -- start
-
-    def _launch(self, model: PolicyModel, options: EngineOptions, save_tokenizer: SaveTokenizer | None) -> list[str]:
-        assert self.launched is not None
-        try:
-            self.launched.start(model, save_tokenizer)
-        except BaseException:
-            self.launched.close()
-            raise
-        return self.launched.urls
 
     def _check_servers(self) -> None:
         for server in self.servers:
@@ -183,24 +143,8 @@ class VLLMEngine(RemoteEngine):
         if any(answer.get("is_sleeping") for answer in self.call_all("GET", "/is_sleeping")):
             self.call_all("POST", "/wake_up")
         self.call_all("POST", "/resume")
-        self.transport = self._make_transport()
-
-    def _make_transport(self) -> FolderTransport | IpcTransport | NcclTransport:
-        kind, device, dtype = self.settings.transport, torch.device(self.options.device), self.options.dtype
-        extended = all(served.has_extension for served in self.models.values())
-        if kind == "nccl":
-            return self._connect_nccl(NcclTransport(device, dtype, self.settings.nccl_host))
-        if kind in ("auto", "ipc") and device.type == "cuda" and extended:
-            shared = IpcTransport(device, dtype)
-            gpus = {worker.get("uuid") for answer in self._rpc("assay_gpu") for worker in answer}
-            if gpus == {shared.gpu}:
-                return shared
-            if kind == "ipc":
-                raise UserError("transport 'ipc' needs servers on the trainer's GPU: use 'folder' or 'nccl'")
-        elif kind == "ipc":
-            need = f"servers with --worker-extension-cls {EXTENSION}" if device.type == "cuda" else "a GPU"
-            raise UserError(f"vllm.transport = 'ipc' needs {need}: use 'folder'")
-        return FolderTransport(self.settings.folder, dtype, self.size)
+        device, dtype = torch.device(self.options.device), self.options.dtype
+        self.transport = self.sender.choose_transport(self.settings, device, dtype, self.size)
 
     # -- requests
 
@@ -339,7 +283,8 @@ class VLLMEngine(RemoteEngine):
         with self._paused():
             if self.asleep:
                 self.call_all("POST", "/wake_up?tags=weights")
-            self._transfer(recorded(), version)
+            assert self.transport is not None
+            self.sender.send(self.transport, recorded(), version)
             if self.asleep:
                 self.call_all("POST", "/wake_up?tags=kv_cache")
             self._reset_prefix_cache()
@@ -354,78 +299,6 @@ class VLLMEngine(RemoteEngine):
         finally:
             self.call_all("POST", "/resume")
 
-    def _transfer(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        match self.transport:
-            case FolderTransport() as transport:
-                with transport.written(weights, version) as folder:
-                    self._load_folder(str(folder))
-            case IpcTransport() as transport:
-                self._send_shared(transport, weights)
-            case NcclTransport() as transport:
-                self._broadcast(transport, weights)
-
-    def _load_folder(self, folder: str) -> None:
-        for server in self.servers:
-            extended = self.models[server.url].has_extension
-            method, name = ("assay_load_folder", "folder") if extended else ("reload_weights", "weights_path")
-            try:
-                self.call(server, "POST", "/collective_rpc", {"method": method, "kwargs": {name: folder}})
-            except ServerUnreachable:
-                raise
-            except ServerError as error:
-                raise UserError(
-                    f"the vLLM server {server.url} cannot load the weights in {folder} ({error}): it must serve the "
-                    "same model and see the same folder (vllm.folder); its log has the cause"
-                ) from None
-
-    def _send_shared(self, transport: IpcTransport, weights: Iterator[tuple[str, Tensor]]) -> None:
-        first = True
-        for buffer, layout in transport.chunks(weights):
-            for server in self.servers:
-                arguments = {"chunk": {**layout, "handle": ipc_handle(buffer)}, "first": first}
-                self.call(server, "POST", "/collective_rpc", {"method": "assay_load_shared", "kwargs": arguments})
-            first = False
-        self._rpc("assay_finish_loading")
-        torch.cuda.ipc_collect()
-
-    def _connect_nccl(self, transport: NcclTransport) -> NcclTransport:
-        world = 1 + sum(served.workers for served in self.models.values())
-        offset, threads = 1, []
-        for server in self.servers:
-            info = {"master_address": transport.host, "master_port": transport.port, "world_size": world}
-            body = {"init_info": {**info, "rank_offset": offset}}
-            threads.append(self._in_thread(server, "/init_weight_transfer_engine", body))
-            offset += self.models[server.url].workers
-        transport.connect(world)
-        for thread in threads:
-            thread.join()
-        return transport
-
-    def _broadcast(self, transport: NcclTransport, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self.call_all("POST", "/start_weight_update", {})
-        for chunk in transport.chunks(weights):
-            layout = {
-                "names": [name for name, _ in chunk],
-                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
-                "shapes": [list(tensor.shape) for _, tensor in chunk],
-            }
-            threads = [self._in_thread(one, "/update_weights", {"update_info": layout}) for one in self.servers]
-            transport.broadcast(chunk)
-            for thread in threads:
-                thread.join()
-        self.call_all("POST", "/finish_weight_update", {})
-
-    def _in_thread(self, server: Server, path: str, body: Any) -> threading.Thread:
-        """Send a request whose answer comes only after this process has joined a collective."""
-        thread = threading.Thread(target=self.call, args=(server, "POST", path, body), daemon=True)
-        thread.start()
-        return thread
-
-    def _rpc(self, method: str) -> list[list[Any]]:
-        """Call a method of the extension on all servers; for each, the results of its workers."""
-        answers = self.call_all("POST", "/collective_rpc", {"method": method})
-        return [(answer or {}).get("results") or [] for answer in answers]
-
     def digests(self) -> dict[str, str] | None:
         """Digest of each served weight by its Hugging Face name; None if a server cannot compute them.
 
@@ -436,7 +309,7 @@ class VLLMEngine(RemoteEngine):
     def _digests(self) -> dict[str, str] | None:
         if not all(served.has_extension for served in self.models.values()):
             return None
-        results = self._rpc("assay_digests")
+        results = self.sender.rpc("assay_digests")
         if any(len(workers) != 1 or not isinstance(workers[0], dict) for workers in results):
             return None
         first: dict[str, str] = results[0][0]
@@ -469,22 +342,6 @@ class VLLMEngine(RemoteEngine):
 
     def _reset_prefix_cache(self) -> None:
         self.call_all("POST", "/reset_prefix_cache")
-
-    # -- end
-
-    def _why_unreachable(self, server: Server) -> str:
-        if self.launched is not None and (death := self.launched.death(server.url)):
-            return death
-        return super()._why_unreachable(server)
-
-    def _hint(self, server: Server) -> str:
-        return self.launched.hint(server.url) if self.launched is not None else ""
-
-    def _close_servers(self) -> None:
-        if isinstance(getattr(self, "transport", None), FolderTransport):
-            self.transport.close()  # type: ignore[union-attr]
-        if self.launched is not None:
-            self.launched.close()
 
 
 def check_served(served: ServedModel, url: str, max_length: int, dtype: torch.dtype, tied: bool) -> None:

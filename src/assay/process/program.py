@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -47,11 +48,12 @@ class SupervisedProgram:
         return self._ended
 
     def tail(self, limit: int = 300) -> str:
-        """The last error in the log, or else its last line."""
+        """The last error in the log that names a cause, or else its last line."""
         with suppress(OSError):
             lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()[-400:] if line.strip()]
-            errors = [line for line in lines if "Error" in line or "error:" in line]
-            line = (errors or lines or [""])[-1]
+            errors = [line for line in lines if re.search(r"\w(Error|Exception): |\berror: ", line)]
+            causes = [line for line in errors if "stack trace" not in line]
+            line = (causes or errors or lines or [""])[-1]
             return line if len(line) <= limit else "..." + line[-limit:]
         return ""
 

@@ -1,0 +1,58 @@
+"""`assay serve` processes that the engine "assay" starts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+
+import torch
+
+from assay.config import ServerConfig
+from assay.engine.base import EngineOptions
+from assay.engine.launch import LaunchedServers, plain_environment
+from assay.models.base import PolicyModel
+from assay.models.decoder import Decoder
+from assay.types import UserError
+
+KEY = "ASSAY_SERVER_KEY"  # environment variable with the key of the servers
+
+
+class LaunchedAssay(LaunchedServers):
+    kind, section = "assay", "server"
+
+    def __init__(self, settings: ServerConfig, options: EngineOptions) -> None:
+        super().__init__(settings, options)
+        self.settings, self.key = settings, secrets.token_urlsafe(16)
+
+    def _check(self, model: PolicyModel) -> None:
+        if not isinstance(model, Decoder):
+            raise UserError("servers for this model must be started by hand: set server.urls, or engine.name = 'hf'")
+
+    def _command(self, index: int, port: int, max_length: int) -> list[str]:
+        options, devices = self.options, self.settings.devices
+        values = {
+            "http.port": port,
+            "http.name": "policy",
+            "http.api_key_env": KEY,
+            "http.allow_updates": "true",
+            "http.max_body_mb": 256,
+            "http.frontends": 0,
+            "http.queue": 1_000_000,  # the run adds only what it needs
+            "prompt.style": "raw",
+            "device": devices[index % len(devices)] if devices else str(options.device),
+            "threads": torch.get_num_threads(),
+            "model.max_length": max_length,
+            "engine.dtype": str(options.dtype).removeprefix("torch."),
+            "engine.max_batch": options.max_batch,
+            "engine.memory": options.memory,
+            "engine.prefill_tokens": options.prefill_tokens,
+            "engine.sleep_while_training": str(options.sleep_while_training).lower(),
+            "engine.kv_on_update": options.kv_on_update,
+        }
+        words = [f"--{name}={value}" for name, value in values.items()]
+        return [sys.executable, "-m", "assay", "serve", str(self.model_folder), *words]
+
+    def _environment(self, index: int) -> dict[str, str]:
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        return {**plain_environment(), "PYTHONPATH": path, KEY: self.key}

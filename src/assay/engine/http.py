@@ -1,0 +1,248 @@
+"""HTTP requests to the servers of an engine, sent by an event loop in its own thread. Errors say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
+
+from assay.config import ServerConfig, VLLMConfig
+from assay.engine.launch import LaunchedServers
+from assay.types import UserError, describe_error, missing_extra
+
+T = TypeVar("T")
+CONNECT_S = 10.0  # time limit of opening a connection
+KEEP_ALIVE_S = 2.0  # idle connections are closed after this; servers close theirs after 5 s or more
+SPARE_FILES = 256  # file descriptors that are left for everything but connections
+
+
+class ServerError(UserError):
+    """A server could not be used. The line names it and says what to do."""
+
+
+class ServerUnreachable(ServerError):
+    """The connection was refused or lost."""
+
+
+class ServerBusy(ServerError):
+    """The server refused the request because it has too many."""
+
+
+@dataclass(eq=False)
+class Server:
+    url: str
+    client: Any  # httpx.AsyncClient
+    running: int = 0  # unfinished samples that this process has sent to it
+
+
+class HttpServers:
+    """Servers, and requests to them."""
+
+    kind: ClassVar[str]  # name of the server in messages, e.g. "vLLM"
+    section: ClassVar[str]  # section of its settings, e.g. "vllm"
+    start_advice: ClassVar[str] = "start a server there"  # what to do if it is not reachable
+
+    def __init__(
+        self, urls: Sequence[str], timeout_s: float = 0.0, api_key: str = "", launched: LaunchedServers | None = None
+    ) -> None:
+        """`timeout_s`: fail if a server does not answer a request within this time; 0: wait without a limit.
+
+        `launched`: the servers, if this process has started them.
+        """
+        self.timeout_s, self.launched = timeout_s, launched
+        self.servers = [Server(url, self._new_client(url, api_key)) for url in map(check_url, urls)]
+        self.loop = LoopThread()
+
+    async def request(self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0) -> Any:
+        """Send a request; the JSON of the answer (None if it is empty). Raises a `ServerError`."""
+        limit = timeout_s or self.timeout_s
+        with self._reported(server, path, limit):
+            response = await server.client.request(method, path, json=payload, timeout=timeouts(limit))
+        return self._content(server, path, response)
+
+    async def post(self, server: Server, path: str, payload: Any = None, timeout_s: float = 0) -> Any:
+        return await self.request(server, "POST", path, payload, timeout_s)
+
+    def call(self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0) -> Any:
+        """`request`, from another thread than that of the event loop."""
+        return self.loop.call(self.request(server, method, path, payload, timeout_s))
+
+    def call_all(self, method: str, path: str, payload: Any = None, timeout_s: float = 0) -> list[Any]:
+        """Send the same request to all servers at once. Waits for all answers, then raises the first error."""
+
+        async def together() -> list[Any]:
+            calls = (self.request(server, method, path, payload, timeout_s) for server in self.servers)
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        answers = self.loop.call(together())
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def garbage(self, what: str) -> ServerError:
+        """The error for an answer that has not the expected form."""
+        return ServerError(f"a {self.kind} server returned {what}: is another program or version running there?")
+
+    async def post_for_lines(self, server: Server, path: str, payload: Any) -> AsyncIterator[Any]:
+        """Send a request; the lines of the answer as they arrive, as JSON."""
+        post = server.client.stream("POST", path, json=payload, timeout=timeouts(self.timeout_s))
+        with self._reported(server, path, self.timeout_s):
+            async with post as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    self._content(server, path, response)
+                async for line in response.aiter_lines():
+                    yield self._json(line)
+
+    @contextmanager
+    def _reported(self, server: Server, path: str, limit: float) -> Iterator[None]:
+        """Exceptions of httpx become errors that say what to do."""
+        import httpx
+
+        try:
+            yield
+        except httpx.ConnectTimeout:
+            raise self._unreachable(server, "no answer to connecting") from None
+        except httpx.TimeoutException:
+            advice = f"look at its log, or raise {self.section}.timeout_s"
+            raise ServerError(f"{server.url}{path} sent nothing for {limit:g} s: {advice}") from None
+        except httpx.TransportError as error:
+            raise self._unreachable(server, describe_error(error)) from None
+
+    def _unreachable(self, server: Server, cause: str) -> ServerUnreachable:
+        death = self.launched.death(server.url) if self.launched is not None else ""
+        advice = death or f"{self.start_advice}, or correct {self.section}.urls"
+        return ServerUnreachable(f"the {self.kind} server {server.url} is not reachable ({cause}): {advice}")
+
+    def _new_client(self, url: str, api_key: str) -> Any:
+        try:
+            import httpx
+        except ImportError:
+            raise missing_extra(f"engine {self.section}", self.section) from None
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S)
+        # A proxy that the environment names is for other hosts.
+        return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, trust_env=not is_loopback(url))
+
+    def _content(self, server: Server, path: str, response: Any) -> Any:
+        if response.status_code in (429, 503):
+            raise ServerBusy(f"{server.url}{path} is overloaded: {message_of(response)}")
+        if response.status_code in (401, 403):
+            advice = f"set {self.section}.api_key_env to the environment variable that holds its API key"
+            raise ServerError(f"{server.url} refused access ({response.status_code}): {advice}")
+        if response.status_code >= 400:
+            failed = response.status_code >= 500
+            hint = self.launched.hint(server.url) if failed and self.launched is not None else ""
+            raise ServerError(f"{server.url}{path} answered {response.status_code}: {message_of(response)}{hint}")
+        if not response.content:
+            return None
+        return self._json(response.text)
+
+    def _json(self, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise self.garbage(f"something that is not JSON ({shortened(text, 80)!r})") from None
+
+    def _disconnect(self) -> None:
+        """Close all connections and end the thread."""
+
+        async def close_clients() -> None:
+            for server in self.servers:
+                await server.client.aclose()
+
+        with suppress(Exception):
+            self.loop.call(close_clients())
+        self.loop.stop()
+
+
+def api_key(settings: ServerConfig | VLLMConfig, section: str) -> str:
+    """The key of given servers, from the environment variable that the settings name."""
+    name = settings.api_key_env
+    key = os.environ.get(name, "") if name else ""
+    if name and not key:
+        raise UserError(f"the environment variable {name} ({section}.api_key_env) is not set")
+    return key
+
+
+def timeouts(limit: float) -> Any:
+    import httpx
+
+    return httpx.Timeout(limit or None, connect=min(limit or CONNECT_S, CONNECT_S), pool=None)
+
+
+def check_url(text: str) -> str:
+    """The URL of a server without a final /v1 or slash."""
+    url = text.strip().rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise UserError(f"'{text}' is not the URL of a server: write it as http://HOST:PORT")
+    return url
+
+
+def is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def message_of(response: Any) -> str:
+    """The error message in an answer: OpenAI's format, that of FastAPI, or the beginning of the text."""
+    with suppress(ValueError):
+        content = response.json()
+        if isinstance(content, Mapping):
+            error = content.get("error", content.get("detail", content.get("message", content)))
+            return shortened(str(error.get("message", error) if isinstance(error, Mapping) else error))
+    return shortened(response.text) or response.reason_phrase
+
+
+def shortened(text: str, limit: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def allowed_connections() -> int:
+    """The number of connections that this process may open, after its limit of open files has been raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return max(16, (65536 if soft == resource.RLIM_INFINITY else soft) - SPARE_FILES)
+
+
+class LoopThread:
+    """An asyncio event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="assay-http", daemon=True)
+        self.thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self.thread.is_alive() and not self.loop.is_closed()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the thread and return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def post(self, work: Callable[[], object]) -> None:
+        self.loop.call_soon_threadsafe(work)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()

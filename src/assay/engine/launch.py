@@ -1,0 +1,122 @@
+"""Servers that an engine starts on this host, supervises and stops."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from assay.config import ServerConfig, VLLMConfig
+from assay.engine.base import EngineOptions
+from assay.models.base import PolicyModel
+from assay.models.export import save_config
+from assay.process.program import SupervisedProgram, free_port
+from assay.types import UserError
+
+POLL_S = 0.1  # between two questions whether a server has started
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+SaveTokenizer = Callable[[Path], object]  # writes the tokenizer into a folder
+
+
+class LaunchedServers(ABC):
+    """Servers that belong to this process and end with it. A backend implements `_command` and `_environment`."""
+
+    kind: ClassVar[str]  # name of the server in messages
+    section: ClassVar[str]  # section of its settings
+    key = ""  # API key of the servers
+
+    def __init__(self, settings: ServerConfig | VLLMConfig, options: EngineOptions) -> None:
+        self.options, self.count, self.port = options, settings.servers, settings.port
+        self.start_timeout_s = settings.start_timeout_s
+        self.folder = Path(tempfile.mkdtemp(prefix="assay-servers-"))
+        self.model_folder = self.folder / "model"
+        self.programs: dict[str, SupervisedProgram] = {}  # by URL
+        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, True)
+
+    @abstractmethod
+    def _command(self, index: int, port: int, max_length: int) -> list[str]:
+        """Program and arguments of a server, which serves `model_folder`."""
+
+    @abstractmethod
+    def _environment(self, index: int) -> Mapping[str, str]: ...
+
+    def _check(self, model: PolicyModel) -> None:  # noqa: B027
+        """Raise a `UserError` if the servers cannot serve this model, or prepare for it."""
+
+    def start(self, model: PolicyModel, save_tokenizer: SaveTokenizer | None) -> list[str]:
+        """Start all servers, without the model's weights: the first update sends them. Returns the URLs.
+
+        When it returns, the servers are ready. If one of them does not start, all are stopped.
+        """
+        assert save_tokenizer is not None, "the engine needs the tokenizer to start servers"
+        try:
+            self._check(model)
+            self.model_folder.mkdir()
+            save_config(model, self.model_folder, self.options.dtype)
+            save_tokenizer(self.model_folder)
+            max_length = min(model.max_length, self.options.max_length or model.max_length)
+            for index in range(self.count):
+                port = self.port + index if self.port else free_port()
+                command, log = self._command(index, port, max_length), self.folder / f"server-{index}.log"
+                self.programs[f"http://127.0.0.1:{port}"] = SupervisedProgram(command, log, self._environment(index))
+            for url in self.programs:
+                self._wait(url)
+        except BaseException:
+            self.close()
+            raise
+        return list(self.programs)
+
+    def _wait(self, url: str) -> None:
+        """Wait until a server is ready."""
+        import httpx
+
+        deadline = time.monotonic() + self.start_timeout_s
+        with httpx.Client(trust_env=False, timeout=5) as client:
+            while True:
+                if death := self.death(url):
+                    raise UserError(f"the {self.kind} server {url} did not start: {death}")
+                try:
+                    if client.get(f"{url}/health").status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"the {self.kind} server {url} was not ready after {self.start_timeout_s:g} s (last line of "
+                        f"{self._kept_log(url)}: {self.programs[url].tail()}): raise {self.section}.start_timeout_s"
+                    )
+                time.sleep(POLL_S)
+
+    def death(self, url: str) -> str:
+        """How a server ended, with the last error in its log; empty while it runs."""
+        program = self.programs.get(url)
+        if program is None or program.ended is None:
+            return ""
+        return f"it ended ({program.ended}): {program.tail()} (see {self._kept_log(url)})"
+
+    def hint(self, url: str) -> str:
+        """The last error in the log of a server, and where the log is."""
+        return f"; {self.programs[url].tail()} (see {self._kept_log(url)})" if url in self.programs else ""
+
+    def _kept_log(self, url: str) -> Path:
+        """The log, whose folder is not removed any more."""
+        self._remove.detach()
+        return self.programs[url].log
+
+    def close(self) -> None:
+        for program in self.programs.values():
+            program.close()
+        self._remove()
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment of this process without the variables of torchrun."""
+    prefixes = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+    return {name: os.environ[name] for name in os.environ if name not in TORCHRUN and not name.startswith(prefixes)}

@@ -1,0 +1,138 @@
+"""How weights get into vLLM servers: from a folder, from shared GPU memory, or through NCCL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.config import VLLMConfig
+from assay.engine.http import HttpServers, Server, ServerError, ServerUnreachable
+from assay.engine.transport import FolderTransport, IpcTransport, NcclTransport, ipc_handle
+from assay.engine.vllm_worker import EXTENSION
+from assay.types import UserError
+
+Transport = FolderTransport | IpcTransport | NcclTransport
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a server reports about itself."""
+
+    name: str
+    max_length: int
+    config: dict[str, Any]  # vLLM's, by section
+
+    def setting(self, section: str, name: str) -> Any:
+        return (self.config.get(section) or {}).get(name)
+
+    @property
+    def has_extension(self) -> bool:
+        return str(self.setting("parallel_config", "worker_extension_cls") or "").endswith(EXTENSION)
+
+    @property
+    def workers(self) -> int:
+        parallel = self.config.get("parallel_config") or {}
+        return int(parallel.get("tensor_parallel_size") or 1) * int(parallel.get("pipeline_parallel_size") or 1)
+
+
+class WeightSender:
+    """Sends weights to all servers, and calls methods of the extension on them."""
+
+    def __init__(self, http: HttpServers, models: Mapping[str, ServedModel]) -> None:
+        """`models`: what each server reports about itself, by URL."""
+        self.http, self.models = http, models
+
+    def choose_transport(self, settings: VLLMConfig, device: torch.device, dtype: torch.dtype, size: int) -> Transport:
+        """The one in the settings, or the fastest that is possible. `size`: bytes of all weights."""
+        kind = settings.transport
+        extended = all(served.has_extension for served in self.models.values())
+        if kind == "nccl":
+            return self._connect_nccl(NcclTransport(device, dtype, settings.nccl_host))
+        if kind in ("auto", "ipc") and device.type == "cuda" and extended:
+            shared = IpcTransport(device, dtype)
+            gpus = {worker.get("uuid") for answer in self.rpc("assay_gpu") for worker in answer}
+            if gpus == {shared.gpu}:
+                return shared
+            if kind == "ipc":
+                raise UserError("transport 'ipc' needs servers on the trainer's GPU: use 'folder' or 'nccl'")
+        elif kind == "ipc":
+            need = f"servers with --worker-extension-cls {EXTENSION}" if device.type == "cuda" else "a GPU"
+            raise UserError(f"vllm.transport = 'ipc' needs {need}: use 'folder'")
+        return FolderTransport(settings.folder, dtype, size)
+
+    def send(self, transport: Transport, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        match transport:
+            case FolderTransport():
+                with transport.written(weights, version) as folder:
+                    self._load_folder(str(folder))
+            case IpcTransport():
+                self._send_shared(transport, weights)
+            case NcclTransport():
+                self._broadcast(transport, weights)
+
+    def _load_folder(self, folder: str) -> None:
+        for server in self.http.servers:
+            extended = self.models[server.url].has_extension
+            method, name = ("assay_load_folder", "folder") if extended else ("reload_weights", "weights_path")
+            try:
+                self.http.call(server, "POST", "/collective_rpc", {"method": method, "kwargs": {name: folder}})
+            except ServerUnreachable:
+                raise
+            except ServerError as error:
+                raise UserError(
+                    f"the vLLM server {server.url} cannot load the weights in {folder} ({error}): it must serve the "
+                    "same model and see the same folder (vllm.folder); its log has the cause"
+                ) from None
+
+    def _send_shared(self, transport: IpcTransport, weights: Iterator[tuple[str, Tensor]]) -> None:
+        first = True
+        for buffer, layout in transport.chunks(weights):
+            for server in self.http.servers:
+                arguments = {"chunk": {**layout, "handle": ipc_handle(buffer)}, "first": first}
+                self.http.call(server, "POST", "/collective_rpc", {"method": "assay_load_shared", "kwargs": arguments})
+            first = False
+        self.rpc("assay_finish_loading")
+        torch.cuda.ipc_collect()
+
+    def _connect_nccl(self, transport: NcclTransport) -> NcclTransport:
+        world = 1 + sum(served.workers for served in self.models.values())
+        offset, threads = 1, []
+        for server in self.http.servers:
+            info = {"master_address": transport.host, "master_port": transport.port, "world_size": world}
+            body = {"init_info": {**info, "rank_offset": offset}}
+            threads.append(self._in_thread(server, "/init_weight_transfer_engine", body))
+            offset += self.models[server.url].workers
+        transport.connect(world)
+        for thread in threads:
+            thread.join()
+        return transport
+
+    def _broadcast(self, transport: NcclTransport, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self.http.call_all("POST", "/start_weight_update", {})
+        for chunk in transport.chunks(weights):
+            layout = {
+                "names": [name for name, _ in chunk],
+                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
+                "shapes": [list(tensor.shape) for _, tensor in chunk],
+            }
+            threads = [self._in_thread(one, "/update_weights", {"update_info": layout}) for one in self.http.servers]
+            transport.broadcast(chunk)
+            for thread in threads:
+                thread.join()
+        self.http.call_all("POST", "/finish_weight_update", {})
+
+    def _in_thread(self, server: Server, path: str, body: Any) -> threading.Thread:
+        """Send a request whose answer comes only after this process has joined a collective."""
+        thread = threading.Thread(target=self.http.call, args=(server, "POST", path, body), daemon=True)
+        thread.start()
+        return thread
+
+    def rpc(self, method: str) -> list[list[Any]]:
+        """Call a method of the extension on all servers; for each, the results of its workers."""
+        answers = self.http.call_all("POST", "/collective_rpc", {"method": method})
+        return [(answer or {}).get("results") or [] for answer in answers]

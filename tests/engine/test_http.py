@@ -1,0 +1,119 @@
+"""HTTP requests to servers: answers, streams of lines, and errors that say what to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from http_parts import Answer, SmallServer, small_server
+
+from assay.config import ServerConfig
+from assay.engine.http import HttpServers, ServerBusy, ServerError, ServerUnreachable, api_key, check_url, message_of
+from assay.types import UserError
+
+
+class SomeHttpServers(HttpServers):
+    kind, section, start_advice = "test", "server", "start it"
+
+
+@contextmanager
+def connected(answer: Callable[[str, Any], Answer], **options: Any) -> Iterator[tuple[SomeHttpServers, SmallServer]]:
+    with small_server(answer) as server:
+        servers = SomeHttpServers([f"{server.url}/v1"], **options)
+        try:
+            yield servers, server
+        finally:
+            servers._disconnect()
+
+
+def error_of(status: int, body: Any, kind: type[ServerError] = ServerError) -> str:
+    with connected(lambda path, _: (status, body)) as (servers, _), pytest.raises(kind) as raised:
+        servers.call(servers.servers[0], "GET", "/path")
+    assert type(raised.value) is kind and "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_answers_are_json_or_nothing() -> None:
+    with connected(lambda path, body: (200, {"got": body} if path == "/echo" else b"")) as (servers, server):
+        assert servers.call(servers.servers[0], "POST", "/echo", {"a": 1}) == {"got": {"a": 1}}
+        assert servers.call_all("POST", "/nothing") == [None] and server.paths() == ["/echo", "/nothing"]
+
+
+def test_refusals_are_reported_with_the_message_of_the_server() -> None:
+    assert error_of(400, {"error": {"message": "bad\nfield"}}).endswith("/path answered 400: bad field")
+    assert error_of(422, {"detail": "no"}).endswith("answered 422: no")
+    assert error_of(500, b"<html>down</html>").endswith("answered 500: <html>down</html>")
+    assert "refused access (401): set server.api_key_env" in error_of(401, {})
+    assert "is overloaded: full" in error_of(429, {"error": "full"}, ServerBusy)
+    assert len(error_of(400, {"message": "x" * 5000})) < 400
+
+
+def test_garbage_is_reported_with_its_beginning() -> None:
+    text = error_of(200, b"<html> hello " + b"x" * 500)
+    assert "returned something that is not JSON ('<html> hello xxx" in text and "another program" in text
+
+
+def test_a_silent_server_is_reported_after_the_time_limit() -> None:
+    def silent(path: str, body: Any) -> Answer:
+        time.sleep(1)
+        return 200, {}
+
+    with connected(silent, timeout_s=0.1) as (servers, _):
+        with pytest.raises(ServerError, match=r"/path sent nothing for 0.1 s: .* raise server.timeout_s"):
+            servers.call(servers.servers[0], "GET", "/path")
+        assert servers.call(servers.servers[0], "GET", "/path", timeout_s=30) == {}
+
+
+def test_a_server_that_is_not_reachable_is_reported_with_advice() -> None:
+    with connected(lambda path, body: (200, {})) as (servers, server):
+        server.drop = True
+        with pytest.raises(ServerUnreachable, match=r"the test server http\S+ is not reachable .*: start it, or"):
+            servers.call(servers.servers[0], "GET", "/path")
+
+
+async def lines_of(servers: SomeHttpServers) -> list[Any]:
+    return [line async for line in servers.post_for_lines(servers.servers[0], "/lines", {})]
+
+
+def test_lines_of_an_answer_are_json() -> None:
+    with connected(lambda path, body: (200, b'{"a": 1}\n[2]\n')) as (servers, _):
+        assert servers.loop.call(lines_of(servers)) == [{"a": 1}, [2]]
+    for answer, message in [((200, b"1\noops\n"), "not JSON ('oops')"), ((400, {"error": "bad"}), "answered 400: bad")]:
+        with connected(lambda path, body, answer=answer: answer) as (servers, _), pytest.raises(ServerError) as raised:  # type: ignore[misc]
+            servers.loop.call(lines_of(servers))
+        assert message in str(raised.value)
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert api_key(ServerConfig(), "server") == ""
+    with pytest.raises(UserError, match=r"the environment variable NOT_SET \(server.api_key_env\) is not set"):
+        api_key(ServerConfig(api_key_env="NOT_SET"), "server")
+    monkeypatch.setenv("TEST_KEY", "secret")
+    assert api_key(ServerConfig(api_key_env="TEST_KEY"), "server") == "secret"
+
+
+def test_messages_of_answers_without_an_error() -> None:
+    class Plain:
+        text, reason_phrase = "", "Bad Gateway"
+
+        def json(self) -> Any:
+            raise ValueError
+
+    assert message_of(Plain()) == "Bad Gateway"
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [("http://a:1/v1/", "http://a:1"), (" https://b ", "https://b"), ("http://[::1]:80", "http://[::1]:80")],
+)
+def test_urls_are_normalized(given: str, url: str) -> None:
+    assert check_url(given) == url
+
+
+@pytest.mark.parametrize("given", ["", "a:1", "localhost:8000", "ftp://a", "http://", "http://a:port"])
+def test_what_is_no_url_is_refused(given: str) -> None:
+    with pytest.raises(UserError, match="is not the URL of a server: write it as http://HOST:PORT"):
+        check_url(given)

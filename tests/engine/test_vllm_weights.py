@@ -1,0 +1,65 @@
+"""How weights are sent to vLLM servers: choice of the transport, and what is reported. test_vllm.py sends some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_parts import small_decoder, small_spec
+from http_parts import small_server
+from vllm_parts import FakeVLLM
+
+from assay.config import VLLMConfig
+from assay.engine.http import HttpServers
+from assay.engine.transport import FolderTransport
+from assay.engine.vllm_weights import ServedModel, WeightSender
+from assay.engine.vllm_worker import EXTENSION
+from assay.types import UserError
+
+POLICY = small_decoder(small_spec())
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class SomeServers(HttpServers):
+    kind, section = "vLLM", "vllm"
+
+
+def served(extension: str = EXTENSION, **parallel: int) -> ServedModel:
+    return ServedModel("policy", 97, {"parallel_config": {"worker_extension_cls": extension, **parallel}})
+
+
+def test_workers_are_those_of_all_parallel_dimensions() -> None:
+    assert served().workers == 1 and served(tensor_parallel_size=4, pipeline_parallel_size=2).workers == 8
+    assert served().has_extension and not served("other.Worker").has_extension
+
+
+@pytest.mark.parametrize(
+    ("device", "extension", "message"), [(CPU, EXTENSION, "needs a GPU"), (CUDA, "", "needs servers with --worker-ext")]
+)
+def test_shared_memory_needs_a_gpu_and_the_extension(device: torch.device, extension: str, message: str) -> None:
+    http = SomeServers([])
+    sender = WeightSender(http, {"url": served(extension)})
+    with pytest.raises(UserError, match=f"vllm.transport = 'ipc' {message}.*: use 'folder'"):
+        sender.choose_transport(VLLMConfig(transport="ipc"), device, torch.float32, 0)
+    transport = sender.choose_transport(VLLMConfig(), device, torch.float32, 0)
+    assert isinstance(transport, FolderTransport)
+    transport.close()
+    http._disconnect()
+
+
+@pytest.mark.parametrize("extension", [EXTENSION, ""])
+def test_weights_are_loaded_from_a_folder(extension: str) -> None:
+    other = small_decoder(small_spec(), seed=7)
+    fake = FakeVLLM(POLICY, str, extension=extension)
+    with small_server(fake) as server:
+        http = SomeServers([server.url])
+        sender = WeightSender(http, {server.url: served(extension)})
+        transport = FolderTransport("", torch.float32)
+        sender.send(transport, iter(other.weights()), 1)
+        expected: dict[str, Any] = dict(other.weights())
+        assert all(torch.equal(weight, expected[name]) for name, weight in fake.model.weights())
+        with pytest.raises(UserError, match=r"cannot load the weights in .*: it must serve the same model and see"):
+            sender.send(transport, iter([("model.norm.weight", torch.zeros(2))]), 2)
+        transport.close()
+        http._disconnect()
