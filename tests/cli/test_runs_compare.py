@@ -53,7 +53,7 @@ def test_comparison_prints_the_paired_test_curves_and_settings(
     out = capsys.readouterr().out
     p_value = binomtest(8, 18).pvalue
     final = line_of(out, "two with one")
-    assert "+5.0 %" in final and "+10 / -8" in final and f"{p_value:.2g}" in final and " 40 " in final
+    assert "+5.0 [" in final and "+10 / -8" in final and f"{p_value:.2g}" in final and " 40 " in final
     assert next(line.split() for line in out.splitlines() if line.startswith("optim.lr")) == [
         "optim.lr",
         "0.0001",
@@ -61,7 +61,7 @@ def test_comparison_prints_the_paired_test_curves_and_settings(
     ]
     assert "▁▁▂▂▃▃▄▄▅▅▆▆▇▇██ 0.01 to 1" in out and "length/truncated" in out
     picture = tmp_path / "compare-one-two.png"
-    assert out.splitlines()[-1] == f"Curves: {picture}" and picture.read_bytes().startswith(b"\x89PNG")
+    assert out.splitlines()[-1] == f"Picture of the curves: {picture}" and picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_json_and_the_place_of_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

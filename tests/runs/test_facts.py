@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from assay.config import TrainConfig
 from assay.runs import Run
-from assay.runs.facts import RunParts, describe, facts_of, lookup
+from assay.runs.facts import RunParts, default_settings, describe, facts_of, flattened, lookup
 from assay.types import UserError
 
 CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
@@ -40,3 +41,10 @@ def test_an_invalid_config_is_one_line(tmp_path: Path) -> None:
 def test_lookup_of_a_value_that_is_no_table() -> None:
     assert lookup({"a": {"b": 1}}, "a", "b") == 1
     assert lookup({"a": 3}, "a", "b") is None
+
+
+def test_a_config_with_defaults_only_equals_the_default_settings() -> None:
+    """Values are compared as they are read from config.toml: lists, not tuples."""
+    defaults = default_settings()
+    assert defaults["optim.lr"] == TrainConfig().optim.lr and isinstance(defaults["optim.betas"], list)
+    assert flattened({"a": {"b": 1, "c": {"d": [2]}}, "e": None}) == {"a.b": 1, "a.c.d": [2], "e": None}

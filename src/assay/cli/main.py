@@ -81,6 +81,7 @@ COMMANDS = {
     "data": "prepare, show and check the problems of a task",
     "env": "check an environment, or play it interactively",
     "runs": "list and compare runs",
+    "report": "write a run as one HTML file: summary, curves, findings, samples, settings",
     "view": "show runs in the browser: curves, prompts, rollouts token by token",
     "doctor": "find out why a run does not learn, or what is wrong with a config",
     "export": "write a checkpoint as a Hugging Face folder",

@@ -15,6 +15,7 @@ from assay.evals.pairs import compare_evaluations
 from assay.runs.console import Console, finite, one_line
 from assay.runs.curves import draw_comparison, shown_panels
 from assay.runs.directory import Run
+from assay.runs.facts import flattened
 from assay.runs.files import to_json
 from assay.runs.rollouts import read_lines
 from assay.types import UserError, plural
@@ -54,9 +55,9 @@ def compare(runs: Sequence[Run], facts: Sequence[dict[str, Any]], as_json: bool,
     if not differences and len(facts) > 1:
         print("\nThe settings are equal.")
     if drawn:
-        print(f"\nCurves: {drawn}")
+        print(f"\nPicture of the curves: {drawn}")
     elif picture:
-        print("\nNo curves: there are no metrics, or matplotlib is not installed.")
+        print("\nNo picture of the curves: there are no metrics, or matplotlib is not installed.")
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -69,7 +70,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 # Final answers
 
-FINAL_HEADINGS = ["B compared with A", "questions", "A", "B", "B - A [95 % interval]", "gained / lost", "p"]
+FINAL_HEADINGS = ["B compared with A", "questions", "A", "B", "B - A in points [95 % interval]", "gained / lost", "p"]
 
 
 def final_comparisons(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -114,7 +115,7 @@ def final_cells(final: Mapping[str, Any]) -> list[str]:
         str(final["questions"]) if paired else f"{final['only_a']} and {final['only_b']}",
         f"{100 * final['accuracy_a']:.1f} %",
         f"{100 * final['accuracy_b']:.1f} %",
-        f"{100 * final['difference']:+.1f} % [{100 * low:+.1f}, {100 * high:+.1f}]",
+        f"{100 * final['difference']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]",
         f"+{len(final['gained'])} / -{len(final['lost'])}" if paired else UNKNOWN,
         UNKNOWN if p_value is None else f"{p_value:.2g}",
     ]
@@ -219,13 +220,6 @@ def config_differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
     keys = sorted({key for config in flat for key in config} - set(IGNORED_SETTINGS))
     values = {key: [config.get(key) for config in flat] for key in keys}
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
-
-
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def setting(value: Any) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from assay.config import TrainConfig
 from assay.runs.console import finite
 from assay.runs.directory import Run
 from assay.runs.files import read_json
@@ -101,3 +102,20 @@ def measured_time(parts: RunParts) -> float | None:
     if not started or parts.metrics_time is None:
         return None
     return max(parts.metrics_time - datetime.fromisoformat(started).timestamp(), 0.0)
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a config by dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def default_settings() -> dict[str, Any]:
+    """Defaults of all settings by dotted keys, as they are read from a config file. None: there is no fixed default."""
+    return {key: _as_read(value) for key, value in flattened(TrainConfig().model_dump()).items()}
+
+
+def _as_read(value: Any) -> Any:
+    return [_as_read(item) for item in value] if isinstance(value, (list, tuple)) else value

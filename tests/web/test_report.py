@@ -1,0 +1,184 @@
+"""`assay report`: one file with everything, that no text can break out of."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from web_parts import HOSTILE, answer, make_run, prompt_of, standard_run
+
+from assay.runs import Run, write_rollouts
+from assay.types import Group, Status
+from assay.web.report import MAX_BYTES, bundle, digest, json_block, write_report
+
+BREAKOUT = "</script><script>alert(1)</script><!-- \u2028 \u2029 ]]> </style> &lt; &amp;"
+
+
+class Elements(HTMLParser):
+    """Elements, attributes and texts of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self.tags[-1] if self.tags else "", []).append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(part for tag, parts in self.texts.items() if tag not in ("script", "style") for part in parts)
+
+
+def with_text(runs: Path, text: str) -> Path:
+    """A run in which every text is the given one."""
+    path = make_run(runs, steps=2)
+    prompt = prompt_of(text or "x", text)
+    answers = [answer(prompt, n, text, status, detail=text) for n, status in enumerate((Status.OK, Status.UNPARSABLE))]
+    write_rollouts(path, 1, [Group(prompt, answers)])
+    for step, label, status in ((0, "before", Status.WRONG), (2, "after", Status.OK)):
+        write_rollouts(path, step, [Group(prompt, [answer(prompt, 0, text, status)])], "eval", split=f"{label}-test")
+    (path / "summary.json").write_text(json.dumps({"task": text, "model": text, "after": {"accuracy": 0.5}}))
+    (path / "environment.json").write_text(json.dumps({"command": ["assay", text], "machine": {"host": text}}))
+    return path
+
+
+def test_the_file_contains_everything_and_refers_to_nothing(tmp_path: Path) -> None:
+    path = standard_run(tmp_path)
+    page, shortened = write_report(path)
+    elements = Elements(page)
+    assert not shortened and len(page) < 300_000
+    for part in ("Summary", "Findings", "Curves", "Questions gained", "Best answers", "Repeat it", "Settings"):
+        assert part in elements.texts["h2"]
+    assert "1 gained, 1 lost" in elements.text and "what is q1?" in elements.text and "preset:nano" in elements.text
+    assert not {"link", "img", "iframe", "object", "embed", "form", "base"} & set(elements.tags)
+    assert not [one for one in elements.attributes if one[1] in ("src", "href", "style") or one[1].startswith("on")]
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    assert data["metrics"]["step"]["series"]["reward/mean"] == {"x": [1, 2, 3], "y": [0.25, 0.5, 0.75]}
+
+
+def test_the_policy_allows_the_script_and_the_style_of_the_file_only(tmp_path: Path) -> None:
+    page, _ = write_report(standard_run(tmp_path))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]  # type: ignore[index]
+    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)[1]  # type: ignore[index]
+    style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)[1]  # type: ignore[index]
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    assert f"script-src '{digest(script)}'" in policy and f"style-src '{digest(style)}'" in policy
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, BREAKOUT, "a" * 100_000, "\n" * 3000])
+def test_no_text_of_a_run_becomes_markup(tmp_path: Path, text: str) -> None:
+    page, _ = write_report(with_text(tmp_path, text))
+    elements = Elements(page)
+    assert elements.tags.count("script") == 2 and elements.tags.count("style") == 1
+    assert not {"img", "svg", "b", "textarea"} & set(elements.tags)
+    assert not [one for one in elements.attributes if one[1].startswith("on")]
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", page)
+    if text == BREAKOUT:
+        assert elements.text.count("<script>alert(1)</script>") >= 4
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    page.encode()
+    assert len(data["tokens"]) == 5
+
+
+def test_json_cannot_end_its_block() -> None:
+    text = json_block({"x": BREAKOUT, "nan": float("nan"), "deep": [{"</script>": "<!--"}]})
+    assert not re.search(r"[<>&\u2028\u2029]", text)
+    assert json.loads(text) == {"x": BREAKOUT, "nan": None, "deep": [{"</script>": "<!--"}]}
+
+
+def test_a_huge_run_fits_into_three_megabytes(tmp_path: Path) -> None:
+    path = make_run(tmp_path)
+    with Run.open(path, write=True) as run:
+        for step in range(1, 5001):
+            run.log(step, dict.fromkeys(("reward/mean", "length/mean", "policy/entropy", "optim/lr"), step / 7))
+    text = "<&>" * 2000  # four or more bytes per character
+    prompts = [replace(prompt_of(f"p{n}"), messages=({"role": "user", "content": text},) * 8) for n in range(8)]
+    write_rollouts(
+        path, 1, [Group(p, [answer(p, n, text, Status.UNPARSABLE, advantage=n) for n in range(2)]) for p in prompts]
+    )
+    for step, label, status in ((0, "before", Status.WRONG), (2, "after", Status.OK)):
+        groups = [Group(prompt, [answer(prompt, 0, text, status)]) for prompt in prompts]
+        write_rollouts(path, step, groups, "eval", split=f"{label}-test")
+    (path / "config.toml").write_text("".join(f'key{n} = "{"x" * 5000}"\n' for n in range(200)))
+    page, shortened = write_report(path)
+    assert len(page.encode()) < MAX_BYTES == 3_000_000 and shortened
+    assert "Samples were shortened" in page and "characters left out" in page
+
+
+def remove_config(path: Path) -> None:
+    (path / "config.toml").unlink()
+
+
+def cut_lines(path: Path) -> None:
+    file = path / "rollouts" / "step-000003.jsonl"
+    file.write_bytes(file.read_bytes()[:-700])
+
+
+def spoil_arrays(path: Path) -> None:
+    (path / "rollouts" / "step-000003.npz").write_bytes(b"no arrays")
+
+
+def spoil_metrics(path: Path) -> None:
+    (path / "metrics.jsonl").write_text('{"step": "x"}\nnonsense\n{"step": 1, "reward/mean": 0.5}\n')
+
+
+def spoil_documents(path: Path) -> None:
+    for name in ("summary.json", "environment.json", "status.json"):
+        (path / name).write_text(
+            '{"after": ["x"], "command": 5, "versions": [], "seed": {}, "before": {"accuracy": "?"'
+        )
+
+
+def strange_documents(path: Path) -> None:
+    strange = {"after": ["x"], "before": {"accuracy": "?", "ci95": 3, "n": "many"}, "answers": [], "paired": 1}
+    for name in ("summary.json", "environment.json", "status.json"):
+        (path / name).write_text(json.dumps({**strange, "command": [1], "versions": [2], "git": {"commit": {}}}))
+
+
+def remove_evaluations(path: Path) -> None:
+    shutil.rmtree(path / "evals")
+
+
+@pytest.mark.parametrize(
+    "damage, told",
+    [
+        (remove_config, "config.toml"),
+        (cut_lines, "step-000003.jsonl"),
+        (spoil_arrays, "step-000003.npz"),
+        (spoil_metrics, "metrics.jsonl"),
+        (spoil_documents, "summary.json"),
+        (strange_documents, ""),
+        (remove_evaluations, ""),
+    ],
+)
+def test_a_damaged_run_shows_what_can_be_read(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
+    path = standard_run(tmp_path)
+    damage(path)
+    elements = Elements(write_report(path)[0])
+    assert "Best answers" in elements.texts["h2"] and "what is p1?" in elements.text
+    assert not told or ("cannot be read." in elements.text and told in elements.text)
+
+
+def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
+    page, _ = write_report(make_run(tmp_path))
+    assert "one" in Elements(page).texts["h1"][0]
+
+
+def test_modules_are_bundled_without_imports_and_exports() -> None:
+    script = bundle()
+    assert not re.search(r"^\s*(?:import|export)\b", script, re.MULTILINE)
+    assert "const { element } = dom;" in script and "lineChart" in script and "</script" not in script
