@@ -422,7 +422,8 @@ class Store:
         places = [(start + 1, end - start, number) for number, start, end in wanted]
         with self.connect() as connection:
             found = [connection.execute(query, place).fetchone() for place in places]
-        return [bytes(row[0]).decode("utf-8", "ignore") if row else "" for row in found]
+        # A part of an empty blob is NULL.
+        return [bytes(row[0] or b"").decode("utf-8", "ignore") if row else "" for row in found]
 
 
 class RunIndex:
