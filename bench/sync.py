@@ -122,8 +122,17 @@ class TestedEngine:
                     if method == "fingerprint" and not engine.info.capabilities.fingerprint:
                         continue
                     weight_sync = SharedScores(run.learner.updater, engine, method, sequences=sequences)  # type: ignore[arg-type]
-                    weight_sync.verify(0)
                     self.cases.append(Case(kind, method, weight_sync))
+            for method in METHODS:
+                self._start([case.weight_sync for case in self.cases if case.method == method])
+
+    @staticmethod
+    def _start(syncs: list[WeightSync]) -> None:
+        """All cases of a method start alike: one verifies the weights before training."""
+        for other in syncs:
+            if other is syncs[0]:
+                other.verify(0)
+            other.start, other.last, other.fingerprint = syncs[0].start, syncs[0].last, syncs[0].fingerprint
 
     def break_syncs(self, first: dict[str, Tensor]) -> None:
         """From now on, syncs are broken; `first`: a copy of the current weights."""
@@ -227,7 +236,7 @@ def main() -> None:
         keys = ("engine", "dtype", "method", "defect", "detected_at_step", "largest_gap_over_limit", "verify_s")
         print(*(f"{case.get(key, '')!s:>12}" for key in keys))
     if options.json is not None:
-        content = {"machine": describe_machine(), "versions": describe_versions(), "rows": []}
+        content: dict[str, Any] = {"machine": describe_machine(), "versions": describe_versions(), "rows": []}
         if options.json.exists():
             content["rows"] = json.loads(options.json.read_text())["rows"]
         content["rows"].append(row)

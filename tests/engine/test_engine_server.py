@@ -9,12 +9,15 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from http_parts import small_server
 from safetensors.torch import load_file
 from serve_parts import byte_tokenizer, renderer, serving, tiny_model
 
@@ -24,6 +27,7 @@ from assay.engine import Request, RequestError, SamplingParams, generate, make_e
 from assay.engine.check import check_engine
 from assay.engine.server import AssayEngine
 from assay.models.base import fingerprint
+from assay.models.decoder import Decoder
 from assay.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -128,6 +132,31 @@ def test_another_program_is_reported(answer: bytes, message: str) -> None:
         finally:
             other.shutdown()
             thread.join()
+
+
+def test_a_server_with_another_model_of_the_same_vocabulary_is_refused_before_the_run() -> None:
+    spec = replace(tiny_model().spec, hidden=64)
+    with serving(Decoder(spec), http={"allow_updates": True}, max_batch=16) as other:
+        text = refusal(other.url)
+    assert "shape" in text and "the server must serve the model of model.source" in text
+
+
+GARBAGE = {"/engine/weights": "not JSON", "/engine/fingerprint": "no valid 'fingerprint'", "/engine/score": "no scores"}
+
+
+@pytest.mark.parametrize("path", GARBAGE)
+def test_garbage_in_answers_is_reported_in_one_line(url: str, path: str) -> None:
+    """A server that describes itself correctly, and then answers one path with garbage."""
+    info = httpx.get(f"{url}/engine/info").json()
+    answers: dict[str, Any] = {"/engine/info": info, path: b"<html>" if path == "/engine/weights" else [1]}
+    with small_server(lambda at, body: (200, answers.get(at, {}))) as server:
+        if path == "/engine/weights":
+            text = refusal(server.url)
+        else:
+            with connected(server.url) as engine, pytest.raises(UserError) as raised:
+                engine.fingerprint() if path == "/engine/fingerprint" else engine.score([PROMPT])
+            text = str(raised.value)
+    assert GARBAGE[path] in text and "\n" not in text
 
 
 def test_weights_of_another_model_are_rejected_by_name(url: str) -> None:

@@ -87,6 +87,12 @@ class HttpServers:
                 raise answer
         return answers
 
+    def field(self, answer: Any, name: str, kind: type[T]) -> T:
+        """A field of an answer, which must have this type."""
+        if not isinstance(answer, dict) or not isinstance(answer.get(name), kind):
+            raise self.garbage(f"{shortened(str(answer), 80)!r}, which has no valid '{name}'")
+        return answer[name]
+
     def garbage(self, what: str) -> ServerError:
         """The error for an answer that has not the expected form."""
         return ServerError(f"a {self.kind} server returned {what}: is another program or version running there?")

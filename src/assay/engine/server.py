@@ -16,7 +16,7 @@ from torch import Tensor
 from assay.config import ServerConfig
 from assay.engine.assay_servers import LaunchedAssay
 from assay.engine.base import ALL_CAPABILITIES, Capabilities, EngineOptions, Event, Failed, Finished
-from assay.engine.http import Server, ServerError, ServerUnreachable, allowed_connections, api_key
+from assay.engine.http import Server, ServerBusy, ServerError, ServerUnreachable, allowed_connections, api_key
 from assay.engine.launch import SaveTokenizer
 from assay.engine.ranks import Ranks
 from assay.engine.remote import RemoteEngine, RunningRequest
@@ -201,6 +201,16 @@ class AssayEngine(RemoteEngine):
     # -- the rest
 
     def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        try:
+            self._send(weights, version)
+        except (ServerUnreachable, ServerBusy):
+            raise
+        except ServerError as error:
+            raise UserError(
+                f"{error}: the server must serve the model of model.source, and see the same folder (server.folder)"
+            ) from None
+
+    def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         if isinstance(self.transport, IpcTransport):
             for buffer, layout in self.transport.chunks(weights):
                 for server in self.servers:  # each handle may be opened once
@@ -226,7 +236,8 @@ class AssayEngine(RemoteEngine):
 
     def _fingerprint(self) -> str | None:
         answers = self.call_all("GET", "/engine/fingerprint")
-        texts = {server.url: str(answer["fingerprint"]) for server, answer in zip(self.servers, answers, strict=True)}
+        digests = [self.field(answer, "fingerprint", str) for answer in answers]
+        texts = {server.url: text for server, text in zip(self.servers, digests, strict=True)}
         if len(set(texts.values())) > 1:
             listed = ", ".join(f"{text[:12]} at {url}" for url, text in texts.items())
             raise UserError(f"the servers have different weights ({listed}): start them again, and resume the run")

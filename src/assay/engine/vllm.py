@@ -140,7 +140,7 @@ class VLLMEngine(RemoteEngine):
 
     def _prepare(self) -> None:
         """Choose the transport, and resume servers that an earlier run has left paused or asleep."""
-        if any(answer.get("is_sleeping") for answer in self.call_all("GET", "/is_sleeping")):
+        if self._asleep():
             self.call_all("POST", "/wake_up")
         self.call_all("POST", "/resume")
         device, dtype = torch.device(self.options.device), self.options.dtype
@@ -336,9 +336,12 @@ class VLLMEngine(RemoteEngine):
     def _wake(self) -> None:
         if self.weights_dropped:
             raise UserError("the weights were dropped by vllm.sleep_level = 2: update them before sampling, or use 1")
-        if any(answer.get("is_sleeping") for answer in self.call_all("GET", "/is_sleeping")):
+        if self._asleep():
             self.call_all("POST", "/wake_up")
         self.call_all("POST", "/resume")
+
+    def _asleep(self) -> bool:
+        return any(self.field(answer, "is_sleeping", bool) for answer in self.call_all("GET", "/is_sleeping"))
 
     def _reset_prefix_cache(self) -> None:
         self.call_all("POST", "/reset_prefix_cache")

@@ -135,4 +135,4 @@ class WeightSender:
     def rpc(self, method: str) -> list[list[Any]]:
         """Call a method of the extension on all servers; for each, the results of its workers."""
         answers = self.http.call_all("POST", "/collective_rpc", {"method": method})
-        return [(answer or {}).get("results") or [] for answer in answers]
+        return [self.http.field(answer, "results", list) for answer in answers]
