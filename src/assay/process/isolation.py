@@ -94,15 +94,20 @@ def drop_capabilities() -> None:
     checked(libc().capset(header, none), "capset")
 
 
-def restrict_files(readable: Iterable[str], writable: Iterable[str] = ("/dev/null",)) -> None:
-    """Restrict opening of files to these and to those below these folders (Landlock)."""
+def restrict_files(
+    readable: Iterable[str], writable: Iterable[str] = ("/dev/null",), listable: Iterable[str] = ()
+) -> None:
+    """Restrict opening of files to these and to those below these folders (Landlock).
+
+    Folders in `listable`, and those below them, can be listed; files in them cannot be read.
+    """
     version = checked(libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1), "Landlock")
     handled = (1 << _FILE_RIGHTS.get(version, 16)) - 1
     network, scoped = 3 if version >= 4 else 0, 3 if version >= 6 else 0  # TCP; signals and abstract sockets
     attributes = struct.pack("QQQ", handled, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = checked(libc().syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock")
     try:
-        for rights, paths in ((_READ_FILE, readable), (_READ_FILE | _WRITE_FILE, writable)):
+        for rights, paths in ((_READ_FILE, readable), (_READ_FILE | _WRITE_FILE, writable), (_READ_DIR, listable)):
             for path in paths:
                 _allow(ruleset, path, rights)
         no_new_privileges()
@@ -132,6 +137,24 @@ def import_folders(user_code: bool) -> list[str]:
     libraries = [str(Path(prefix, "lib")) for prefix in (sys.prefix, sys.base_prefix)]
     libraries += os.environ.get("LD_LIBRARY_PATH", "").split(":")
     return [path for path in (*standard, *packages, ours, *libraries, *LIBRARIES, *TIME_ZONES) if path]
+
+
+def standard_library() -> tuple[list[str], list[str]]:
+    """Return what must be readable, and listable, to import the standard library, but no installed package."""
+    paths = sysconfig.get_paths()
+    standard = [paths["stdlib"], paths["platstdlib"]]
+    libraries = [str(Path(sys.base_prefix, "lib")), *os.environ.get("LD_LIBRARY_PATH", "").split(":"), *LIBRARIES]
+    readable: list[str] = []
+    for folder in dict.fromkeys((*standard, *filter(None, libraries))):
+        if not os.path.isdir(folder):
+            readable.append(folder)
+            continue
+        with suppress(OSError):
+            readable += [entry.path for entry in os.scandir(folder) if not _PACKAGES.match(entry.name)]
+    return [*readable, *TIME_ZONES], standard
+
+
+_PACKAGES = re.compile(r"python|pypy|site-packages|dist-packages")  # also the folders that contain these
 
 
 def _holds_packages(folder: Path) -> bool:
@@ -212,27 +235,32 @@ _UNKNOWN = ("clone3", "openat2")
 STRICT = tuple(name for name in _CALLS if name not in _CONDITIONAL)
 
 
-def filter_system_calls(read_only: bool) -> None:
+def filter_system_calls(read_only: bool, threads: bool = True) -> None:
     """Refuse sockets, new processes, signals to other processes, changes to files, and system administration.
 
-    Refused system calls fail with an error code. Threads, reading files and all operations on open descriptors still
-    work. With `read_only`, files cannot be opened for writing either.
+    Refused system calls fail with an error code. Reading files and all operations on open descriptors still work, and
+    with `threads` new threads. With `read_only`, files cannot be opened for writing either.
     """
-    own = os.getpid()
-    rules = _refusals(STRICT)
-    rules += _conditional("clone", 0, [_step(_ANY_BIT, _CLONE_THREAD, 1, 0)])
+    install_filter(strict_filter(read_only, threads, os.getpid()))
+
+
+def strict_filter(read_only: bool, threads: bool, own: int) -> list[bytes]:
+    """Return the rules of `filter_system_calls`; `own` is the process that may be signalled, 0 for its group."""
+    rules = _refusals(STRICT if threads else (*STRICT, "clone"))
+    if threads:
+        rules += _conditional("clone", 0, [_step(_ANY_BIT, _CLONE_THREAD, 1, 0)])
     rules += _conditional("kill", 0, [_step(_EQUAL, own, 1, 0)])
     rules += _conditional("tgkill", 0, [_step(_EQUAL, own, 1, 0)])
     rules += _conditional("prlimit64", 0, [_step(_EQUAL, 0, 2, 0), _step(_EQUAL, own, 1, 0)])
     if read_only:
         for name, argument in (("openat", 2), ("open", 1)):
             rules += _conditional(name, argument, [_step(_ANY_BIT, _WRITING, 0, 1)], errno.EACCES)
-    _install(rules)
+    return rules
 
 
 def refuse(*names: str) -> None:
     """Refuse only these system calls."""
-    _install(_refusals(names))
+    install_filter(_refusals(names))
 
 
 def _machine() -> tuple[int, int]:
@@ -270,7 +298,7 @@ def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> by
     return struct.pack("HBBI", operation, if_true, if_false, value)
 
 
-def _install(rules: list[bytes]) -> None:
+def install_filter(rules: list[bytes]) -> None:
     audit, _ = _machine()
     prologue = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, audit, 1, 0), _refused(), _step(_LOAD, _NUMBER)]
     if platform.machine() == "x86_64":

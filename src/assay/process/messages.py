@@ -58,13 +58,13 @@ class JsonReader:
         self._descriptor = descriptor
         self._buffer = bytearray()
 
-    def receive(self, deadline: float) -> dict[str, Any]:
-        """Return the next message, a dict with a text `kind`.
+    def receive(self, deadline: float, limit: int = MAX_JSON) -> dict[str, Any]:
+        """Return the next message, a dict with a text `kind`, of at most `limit` bytes.
 
         Raises EOFError if the other end is closed, TimeoutError at the deadline, BadMessage if it is malformed.
         """
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline))
-        if length > MAX_JSON:
+        if length > limit:
             raise BadMessage(f"it announces {length} bytes")
         payload = self._take(length, deadline)
         try:

@@ -65,6 +65,11 @@ def environment(level: Level, pass_env: Sequence[str] = ()) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "HOME": "/", "PYTHONHASHSEED": "0", **passed}
 
 
+def in_worker() -> bool:
+    """Whether this process is a worker of a pool, and already confined."""
+    return _outgoing is not None
+
+
 @contextmanager
 def time_limit_paused() -> Iterator[None]:
     """Pause the time limit of the current item, once per worker: for imports that take longer than the item itself.

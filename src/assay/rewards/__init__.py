@@ -1,5 +1,6 @@
 """Judging completions: answer extraction, equality, judges, and a pool of judge processes."""
 
+from assay.rewards.code import CodeJudge
 from assay.rewards.extract import EXTRACTORS, extract
 from assay.rewards.functions import FunctionJudge
 from assay.rewards.importing import load_object
@@ -10,6 +11,7 @@ from assay.rewards.verifiers import CountdownJudge, MathJudge, MathVerifyJudge
 
 __all__ = [
     "EXTRACTORS",
+    "CodeJudge",
     "CountdownJudge",
     "FunctionJudge",
     "Judge",

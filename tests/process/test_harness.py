@@ -1,0 +1,103 @@
+"""Programs and tests in two processes; here in two threads, connected by pipes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from assay.process.harness import ProgramConnection, ProgramServer, TestSession, run_tests
+from assay.process.messages import JsonReader
+
+
+class Ended(BaseException): ...
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    def exit_thread(code: int) -> None:
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", exit_thread)
+
+    def run_program(source: str, tests: list[Any], setup: str = "", names: list[str] | None = None) -> dict[str, Any]:
+        requests_end, requests = os.pipe()
+        replies, replies_end = os.pipe()
+
+        def serve() -> None:
+            with suppress(Ended):
+                ProgramServer(requests_end, replies_end).serve(source)
+            os.close(requests_end)
+            os.close(replies_end)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        session = TestSession({"setup": setup, "tests": tests, "names": names})
+        report = session.run(ProgramConnection(requests, replies, 30.0))
+        os.close(requests)
+        thread.join(30)
+        os.close(replies)
+        return report
+
+    yield run_program
+
+
+def test_report_lists_the_results_and_the_first_failure(run: Any) -> None:
+    report = run("def f(x): return 2 * x", ["assert f(1) == 2", "assert f(2) == 5", "assert f(3) == 7", "f(1)"])
+    assert report == {
+        "kind": "report",
+        "stage": "done",
+        "passed": [True, False, False, True],
+        "detail": "f(2): 4 instead of 5",
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "stage", "detail"),
+    [
+        ("def f(", "syntax", "SyntaxError"),
+        ("raise ValueError('no')", "raised", "ValueError: no"),
+        ("import sys; sys.exit(1)", "raised", "SystemExit: 1"),
+        ("x = 1", "raised", "the program does not define f"),
+    ],
+)
+def test_stages_of_programs_that_do_not_reach_the_tests(run: Any, source: str, stage: str, detail: str) -> None:
+    report = run(source, ["assert f(1) == 1"], names=["f"])
+    assert report["stage"] == stage and detail in report["detail"] and report["passed"] == [False]
+
+
+def test_exceptions_of_the_program_arrive_by_name(run: Any) -> None:
+    source = "class Own(Exception): pass\ndef f(x):\n    raise {0: Own, 1: OSError, 2: KeyboardInterrupt}[x]('why')"
+    tests = [
+        "try: f(1)\nexcept OSError as error: assert str(error) == 'why'",
+        "try: f(0)\nexcept Exception as error: assert str(error) == 'Own: why'",
+        "try: f(2)\nexcept Exception as error: assert 'KeyboardInterrupt' in str(error)",
+        "assert f(0) == 1",
+    ]
+    report = run(source, tests)
+    assert report["passed"] == [True, True, True, False] and report["detail"] == "f(0): Own: why"
+
+
+def test_arguments_that_the_program_changes_are_changed(run: Any) -> None:
+    source = "def f(a, b, c, d):\n    a.append(1); b['k'] = 2; c.add(3); d[0][0] = 4"
+    test = "a, b, c, d = [], {}, set(), [[0]]\nf(a, b, c, d)\nassert (a, b, c, d) == ([1], {'k': 2}, {3}, [[4]])"
+    assert run(source, [test])["passed"] == [True]
+
+
+def test_failure_of_the_set_up_is_not_the_fault_of_the_program(run: Any) -> None:
+    report = run("def f(x): return x", ["assert f(1) == 1"], setup="1 / 0")
+    assert report["stage"] == "invalid" and "ZeroDivisionError" in report["detail"]
+
+
+def test_invalid_tests_are_reported_without_a_program() -> None:
+    reading, writing = os.pipe()
+    assert run_tests({"setup": "", "tests": ["assert ("], "names": None}, lambda: 1 / 0, writing) == "invalid"  # type: ignore[arg-type,return-value]
+    report = JsonReader(reading).receive(time.monotonic() + 30)
+    assert report["stage"] == "invalid" and "SyntaxError" in report["detail"]
+    os.close(reading)
+    os.close(writing)
