@@ -8,7 +8,7 @@ from assay.runs.diagnose import diagnose
 
 CONFIG: dict[str, Any] = {
     "sampling": {"max_new_tokens": 64, "temperature": 0.1},
-    "train": {"samples": 4, "steps": 10},
+    "train": {"samples": 4, "steps": 10, "prompts": 32},
     "optim": {"lr": 1e-6},
     "reward": {"timeout_s": 5.0, "extract": "boxed", "function": ""},
     "env": {"name": ""},

@@ -24,8 +24,8 @@ CASES: dict[str, tuple[Changes, Changes, str]] = {
     "entropy_collapse": ({"sampling/entropy": 0.04}, {"sampling/entropy": 0.06}, "optim.lr (now 1e-06)"),
     "length_collapse": ({"length/mean": 9.9}, {"length/mean": 10.1}, "optim.lr (now 1e-06)"),
     "length_explosion": (
-        {"length/mean": 121.0, "length/truncated": 0.5},
-        {"length/mean": 121.0, "length/truncated": 0.4},
+        {"length/mean": 81.0, "length/truncated": 0.5},
+        {"length/mean": 79.0, "length/truncated": 0.5},
         "algo.soft_overlong_buffer",
     ),
     "kl_blow_up": ({"policy/kl": 1.1}, {"policy/kl": 0.9}, "algo.kl_coef"),
@@ -116,7 +116,7 @@ FALL: dict[str, Changes] = {
 def test_a_falling_reward_with_a_sign_of_instability_means_a_high_learning_rate(sign: str) -> None:
     (cause,) = diagnose(run(FALL[sign], stability.SHORT, reward=0.1), CONFIG)
     assert cause.name == "learning_rate_high" and "optim.lr (now 1e-06)" in cause.remedy
-    assert "fell from 0.4 (steps 1 to 8) to 0.1" in cause.evidence
+    assert "fell from 0.4 (steps 1 to 4) to 0.1" in cause.evidence
     assert "learning_rate_high" not in names(run(FALL[sign], stability.SHORT, reward=0.2), CONFIG)  # 0.2 of the range
     assert not diagnose(run({}, stability.SHORT, reward=0.1), CONFIG)  # e.g. harder problems
     assert not diagnose(run(FALL[sign], stability.SHORT - 1, reward=0.1), CONFIG)

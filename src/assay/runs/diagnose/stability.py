@@ -5,12 +5,14 @@ Each rule is silent while the reward is higher than in the first steps: then the
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 from statistics import fmean, median
 
 from assay.runs.console import finite
 from assay.runs.diagnose.causes import Diagnosis, percent, setting
-from assay.runs.diagnose.history import FIRST, Row, RunHistory, Window, change, mean_of, values
+from assay.runs.diagnose.history import FIRST, Row, RunHistory, Window, mean_of, values
 from assay.runs.diagnose.learning import COLLAPSED, LOW_ENTROPY, NEARLY_ALL
 
 SHORT = 8  # steps after which a symptom counts that no healthy run has
@@ -19,10 +21,12 @@ MATCHED = 0.002  # nats per token in the first step, which shows that engine and
 KL_LIMIT = 1.0  # nats per token from the reference; runs that learn stay below 0.1
 CLIPPED = 0.4  # fraction of tokens; runs that learn stay below 0.05
 CLIPPED_SEQUENCES = 0.8  # with ratios of whole sequences, whose ranges are narrow: runs that learn reach 0.58
-SHORTER, LONGER = 0.25, 3.0  # mean length relative to the first steps
+SHORTER, LONGER = 0.25, 2.0  # mean length relative to the first steps
+DISTORTED = 3.0  # factor of the mean length that, with a fall of the reward, shows instability
 MIN_LENGTH = 8.0  # tokens in the first steps: shorter answers have nothing to lose
 CUT_OFF, SELDOM_CUT_OFF = 0.5, 0.25  # fractions of answers
 USELESS = 0.9  # fraction of groups without advantages: 10 times more answers per update than necessary
+BEST = 4  # steps with the highest reward, or half of them at the start, since a run may break in its first steps
 DROP = 0.25  # of the range of rewards: a fall of the mean reward that is no fluctuation
 CERTAIN = 4.0  # standard errors
 EXPLODED = 5.0  # factor of the gradient norm, or of the entropy
@@ -69,11 +73,15 @@ def learning_rate_high(run: RunHistory) -> Diagnosis | None:
     if len(run.steps) < FIRST + SHORT:
         return None
     last = run.steps[-SHORT:]
-    earlier = [run.steps[start : start + SHORT] for start in range(0, len(run.steps) - 2 * SHORT + 1, SHORT // 2)]
-    best = max(earlier, key=lambda rows: mean_of(rows, "reward/mean"))
-    fall, error = change(last, best, "reward/mean")
     scale = max(values(run.steps, "reward/range"), default=0.0)
-    if fall < DROP * scale or fall < CERTAIN * error or not scale:
+    if max(values(run.steps, "reward/mean"), default=0.0) - mean_of(last, "reward/mean") < DROP * scale or not scale:
+        return None  # as in nearly all steps
+    starts = range(0, len(run.steps) - SHORT - BEST + 1, BEST // 2)
+    earlier = [*(run.steps[start : start + BEST] for start in starts), run.steps[: BEST // 2]]
+    best = max(earlier, key=lambda rows: mean_of(rows, "reward/mean"))
+    fall, prompts = mean_of(best, "reward/mean") - mean_of(last, "reward/mean"), setting(run.config, "train.prompts")
+    error = math.hypot(*(sampling_error(rows, prompts or 1) for rows in (best, last)))
+    if fall < DROP * scale or fall < CERTAIN * error:
         return None
     signs = instabilities(Window(last, best, run.config))
     if not signs:
@@ -90,6 +98,12 @@ def learning_rate_high(run: RunHistory) -> Diagnosis | None:
     )
 
 
+def sampling_error(rows: Sequence[Row], prompts: int) -> float:
+    """Standard error of the mean reward. Answers to the same prompt are not independent: each prompt counts once."""
+    squares = [value**2 for value in values(rows, "reward/std")]
+    return math.sqrt(sum(squares) / max(len(squares), 1) / (len(rows) * prompts))
+
+
 def instabilities(window: Window) -> list[str]:
     """Signs that updates have changed the policy too much, between `window.first` and the window."""
     signs: list[str] = []
@@ -102,7 +116,7 @@ def instabilities(window: Window) -> list[str]:
                 signs.append(f"{text} went from {old:.3g} to {new:.3g}")
 
     compare("optim/grad_norm", "the gradient norm", EXPLODED)
-    compare("length/mean", "the mean length", LONGER, 1 / LONGER)
+    compare("length/mean", "the mean length", DISTORTED, 1 / DISTORTED)
     compare("sampling/entropy", "the entropy", EXPLODED, COLLAPSED)
     names = ("status/no_answer", "status/unparsable")
     before, after = (sum(mean_of(rows, name) for name in names) for rows in (window.first, window.rows))

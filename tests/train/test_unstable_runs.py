@@ -1,0 +1,222 @@
+"""Real runs that get worse, or whose machine or data has a problem: each cause is found while the run is in progress
+or in its folder. Runs that cannot learn from the start: test_diagnosed_runs.py.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import SmallRuns, mostly_slow
+
+from assay.models.device import host_memory_use
+from assay.runs import Run
+from assay.runs.diagnose import Diagnosis, diagnose_run
+
+CODE = """
+import itertools
+import random
+import time
+
+from assay.engine import NativeEngine
+
+draw, coin = random.Random(0), itertools.cycle([0.0, 1.0])
+
+def noise(completion, answer):
+    return next(coin)
+
+def seldom(completion, answer):
+    return float(draw.random() < 0.01)
+
+def diverse(completion, answer):
+    words = completion.split()
+    return len(set(words)) / 24
+
+def sometimes_slow(completion, answer):
+    if sum(map(ord, completion)) % 8 == 0:
+        time.sleep(30)
+    return sum(map(ord, completion)) % 4 / 3
+
+def imitate(logprobs, behaviour, advantages, low, high):
+    return -logprobs, {}
+
+def avoid(logprobs, behaviour, advantages, low, high):
+    return logprobs, {}
+
+class Unverified(NativeEngine):
+    def fingerprint(self):
+        return None
+
+class Stale(Unverified):
+    def update_weights(self, source, version):
+        super().update_weights(source if version == 0 else self.first, version)
+        self.first = getattr(self, "first", None) or Copy(source)
+
+class Copy:
+    def __init__(self, source):
+        self.saved = [(name, weight.detach().clone()) for name, weight in source.weights()]
+
+    def weights(self):
+        return iter(self.saved)
+
+class Imprecise(NativeEngine):
+    def step(self, wait=True):
+        events = super().step(wait)
+        for logprobs in (event.completion.engine_logprobs for event in events):
+            logprobs[:] = [value + draw.gauss(0, 0.4) for value in logprobs]
+        return events
+
+def stale(model, **options):
+    return Stale(model.spec, **options)
+
+def imprecise(model, **options):
+    return Imprecise(model.spec, **options)
+"""
+STEPS = ("--train.steps", 30, "--train.prompts", 4, "--train.samples", 4)
+NOISE = ("--reward.function", "code.py:noise")
+LONG = ("--sampling.max_new_tokens", 48, "--model.max_length", 128)
+SHORT = ("--train.steps", 5, "--eval.final_examples", 2)
+WARM = ("--sft.steps", 40, "--sft.batch", 24, "--sft.lr", 5e-3, "--sampling.max_new_tokens", 100, "--model.max_length", 160)
+SLOWLY = ("--optim.lr", 5e-3, "--optim.warmup", 20, "--train.steps", 48)
+IMITATE = ("--algo.policy_loss", "code.py:imitate")
+RUNS: dict[str, tuple[tuple[object, ...], str]] = {  # by cause: options, and a part of the remedy
+    "entropy_collapse": (
+        (*NOISE, *IMITATE, "--optim.lr", 1e-2, "--train.steps", 50),
+        "optim.lr (now 0.01)",
+    ),
+    "length_collapse": (
+        (*NOISE, *LONG, *IMITATE, "--optim.lr", 3e-3, "--train.steps", 42),
+        "algo.aggregate",
+    ),
+    "length_explosion": (
+        (*NOISE, *WARM, "--algo.policy_loss", "code.py:avoid", *SLOWLY),
+        "algo.soft_overlong_buffer",
+    ),
+    "kl_blow_up": (
+        (*NOISE, *IMITATE, "--optim.lr", 1e-2, "--algo.kl_coef", 1e-6),
+        "algo.kl_coef (now 1e-06)",
+    ),
+    "always_clipped": (
+        (*NOISE, "--train.passes", 4, "--algo.clip_low", 1e-4, "--algo.clip_high", 1e-4),
+        "algo.clip_low (now 0.0001)",
+    ),
+    "learning_rate_high": (
+        ("--reward.function", "code.py:diverse", *LONG, "--optim.lr", 0.3, "--train.max_skipped", 0),
+        "optim.lr (now 0.3)",
+    ),
+    "few_useful_groups": (
+        ("--reward.function", "code.py:seldom", "--train.prompts", 20, "--train.samples", 2),
+        "train.samples (now 2)",
+    ),
+    "truncated": (
+        ("--reward.function", "", "--reward.length", 1, "--reward.target_length", 10, "--optim.lr", 1e-6),
+        "sampling.max_new_tokens (now 8)",
+    ),
+    "mismatch": (("--engine.name", "code.py:imprecise", "--train.steps", 5, "--train.samples", 6), "algo.correction"),
+    "stale_weights": (
+        ("--engine.name", "code.py:stale", "--engine.verify", "off", "--optim.lr", 1e-2),
+        "engine.verify (now off)",
+    ),
+    "judge_fails": (
+        ("--reward.function", "code.py:sometimes_slow", "--reward.workers", 1, "--reward.timeout_s", 0.3, *SHORT),
+        "reward.timeout_s (now 0.3)",
+    ),
+}
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None) -> SmallRuns:
+    (tmp_path / "code.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return SmallRuns(tmp_path)
+
+
+def found(small: SmallRuns, name: str = "small") -> dict[str, Diagnosis]:
+    return {cause.name: cause for cause in diagnose_run(Run.open(small.runs / name))}
+
+
+@pytest.mark.parametrize("name", mostly_slow(RUNS, quick=[]))
+def test_a_run_that_gets_worse_is_warned_once(name: str, small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    options, remedy = RUNS[name]
+    assert small.train(*STEPS, *options) == 0
+    output = capsys.readouterr().out
+    causes = found(small)
+    assert list(causes) == [name] and remedy in causes[name].remedy
+    during = output.partition("paired p")[0]
+    warnings = [line for line in during.splitlines() if line.startswith("warning: ") and remedy in line]
+    assert len(warnings) == 1
+    stored = {cause["name"]: cause for cause in small.summary()["diagnosis"]}
+    assert name in stored and stored[name]["remedy"] == causes[name].remedy
+
+
+def test_problems_that_splits_share_are_found_in_the_folder(small: SmallRuns, tmp_path: Path) -> None:
+    rows = [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(12)]
+    for split, part in (("train", rows), ("validation", [{"question": "v", "answer": "1"}]), ("test", rows[8:])):
+        new = [{"question": "new", "answer": "0"}] if split == "test" else []
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*part, *new)))
+    given = ("--task", "jsonl", "--task.path", tmp_path, "--model.tokenizer", "characters", "--train.prompts", 12)
+    assert small.train(*given, "--train.steps", 1) == 0
+    assert "4 of the 5 test problems" in found(small)["leakage"].evidence
+
+
+def test_memory_that_is_nearly_full_is_reported(
+    small: SmallRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 30 kB\n")
+    monkeypatch.setattr("assay.train.recorder.host_memory_use", partial(host_memory_use, tmp_path))
+    assert small.train("--train.steps", 5) == 0
+    assert "97 % of the main memory" in found(small)["memory_full"].evidence
+    assert capsys.readouterr().out.partition("paired p")[0].count("97 % of the main memory") == 1
+
+
+def test_a_run_that_is_much_slower_than_the_one_before_is_reported(
+    small: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from assay.engine import NativeEngine
+    from assay.runs.diagnose import results
+
+    monkeypatch.setattr(results, "MIN_GENERATE_S", 0.0)
+    assert small.train("--train.steps", 8) == 0
+    step = NativeEngine.step
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        import time
+
+        time.sleep(0.6)
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(NativeEngine, "step", slow)
+    assert small.train("--train.steps", 8, "--name", "second") == 0
+    assert "in run small with the same work" in found(small, "second")["slow"].evidence
+    assert "slow" not in found(small)
+
+
+def test_a_gain_on_few_problems_is_a_note(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.train("--train.steps", 24, "--train.samples", 6, "--eval.samples", 4, "--eval.temperature", 1) == 0
+    (cause,) = found(small).values()
+    assert cause.name == "not_significant" and "on 5 problems" in cause.evidence
+    assert f"note: {cause.evidence}" in capsys.readouterr().out
+
+
+def test_settings_that_cannot_work_are_named_at_the_start(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--train.steps", 1, "--reward.function", "", "--reward.accuracy", 0, "--optim.lr", 1e-15)
+    assert small.train(*given) == 0
+    before = capsys.readouterr().out.partition("accuracy before")[0]
+    assert "every answer gets the same reward" in before and "optim.lr = 1e-15 is below" in before
+
+
+@pytest.mark.slow
+def test_a_resumed_run_does_not_repeat_warnings_of_the_steps_before(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (*STEPS, *RUNS["always_clipped"][0], "--save.every", 10)
+    assert small.train(*given) == 0
+    small.lose_summary()
+    assert "were clipped" in capsys.readouterr().out.partition("paired p")[0]
+    assert small.resume("small", "--train.steps", 34) == 0
+    assert "were clipped" not in capsys.readouterr().out.partition("paired p")[0]
