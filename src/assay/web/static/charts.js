@@ -15,8 +15,9 @@
 //   smoothing   0 to 0.99: the weight of the past; above 0 the values are thin and the average is thick
 //   share       values are fractions from 0 to 1, shown in percent
 //   time        x is in seconds
-// The figure has methods: update(options) draws again with some options replaced, crosshair(x) shows the values at x
-// (null hides them). It dispatches "crosshair" with detail {x} when the pointer or an arrow key moves its crosshair.
+// The figure has methods: update(options) draws again with some options replaced, crosshair(x) marks x and shows its
+// value in the caption (null ends that). When the pointer or an arrow key moves the crosshair of the figure itself, it
+// shows the values in a box, and dispatches "crosshair" with detail {x}.
 // Colors are CSS variables of style.css: --series-1 to --series-8, --good, --bad, --line, --muted.
 
 import { element, formatNumber, formatShare, svg } from "./dom.js";
@@ -79,7 +80,7 @@ export function lineChart(options) {
     Object.assign(state, changes);
     draw(chart);
   };
-  figure.crosshair = (x) => showCrosshair(chart, x);
+  figure.crosshair = (x) => showCrosshair(chart, x, false);
   listen(chart);
   new ResizeObserver(() => draw(chart)).observe(plot.parentElement);
   return figure;
@@ -198,7 +199,7 @@ function axes(frame, state) {
 
 function drawSeries(one, frame, state) {
   const group = svg("g", { class: "series", style: { color: one.color } });
-  if (one.points) return drawPoints(group, one, frame);
+  if (one.points || one.x.length === 1) return drawPoints(group, one, frame);
   if (one.low && one.high) group.append(svg("path", { class: "band", d: bandPath(one, frame) }));
   const smoothed = state.smoothing > 0 && one.y.length > 2;
   if (smoothed) group.append(svg("path", { class: "raw", d: linePath(one.x, one.y, frame) }));
@@ -254,7 +255,7 @@ function bandPath({ x, low, high }, frame) {
 function listen(chart) {
   const { plot, figure } = chart;
   const tell = (x) => {
-    showCrosshair(chart, x);
+    showCrosshair(chart, x, true);
     figure.dispatchEvent(new CustomEvent("crosshair", { detail: { x }, bubbles: true }));
   };
   plot.addEventListener("pointermove", (event) => {
@@ -289,13 +290,12 @@ function neighborX(frame, at, move) {
   return xs[Math.min(Math.max(index + move, 0), xs.length - 1)] ?? null;
 }
 
-// Values at x: of each series the nearest value, if it is not farther away than half the distance of its neighbors.
+// Values at x: of each series the nearest value, if it is next to x; steps of long runs are thinned differently.
 function valuesAt(frame, x) {
+  const near = (frame.xDomain[1] - frame.xDomain[0]) / 100;
   return frame.series.flatMap((one) => {
     const index = nearestIndex(one.x, x);
-    if (index < 0 || one.y[index] === null) return [];
-    const gap = (frame.xDomain[1] - frame.xDomain[0]) / Math.max(one.x.length - 1, 1);
-    if (one.x[index] !== x && (one.points || Math.abs(one.x[index] - x) > Math.max(gap / 2, 1e-9))) return [];
+    if (index < 0 || one.y[index] === null || Math.abs(one.x[index] - x) > (one.points ? 0 : near)) return [];
     return [{ one, index, x: one.x[index], y: one.y[index], shown: one.shown[index] }];
   });
 }
@@ -304,28 +304,31 @@ function nearestIndex(xs, x) {
   return xs.reduce((best, at, index) => (best < 0 || Math.abs(at - x) < Math.abs(xs[best] - x) ? index : best), -1);
 }
 
-function showCrosshair(chart, x) {
-  const { plot, readout, frame, state } = chart;
+function showCrosshair(chart, x, boxed) {
+  const { plot, readout, frame, state, caption } = chart;
   chart.at = x;
   const group = plot.querySelector(".crosshair");
   if (!group) return;
-  group.replaceChildren();
   const values = x === null || !frame ? [] : valuesAt(frame, x);
-  readout.hidden = values.length === 0;
-  if (!values.length) return;
-  const at = frame.x(x);
-  group.append(svg("line", { x1: at, x2: at, y1: frame.top, y2: frame.bottom }));
-  for (const value of values) {
-    group.append(
-      svg("circle", { cx: frame.x(value.x), cy: frame.y(value.shown), r: 3.5, style: { fill: value.one.color } }),
-    );
-  }
-  readout.replaceChildren(
-    element("div", { class: "readout-x", text: xText(state, frame, x) }),
-    ...values.map((v) => row(state, v)),
-  );
+  const last = caption.querySelector(".chart-last");
+  last.textContent = values.length === 1 && !boxed ? shownValue(values[0].y, state.share) : lastValue(state);
+  last.classList.toggle("at-crosshair", values.length === 1 && !boxed);
+  group.replaceChildren(...(values.length ? crosshairMarks(frame, x, values) : []));
+  readout.hidden = values.length === 0 || !boxed;
+  if (readout.hidden) return;
+  const name = element("div", { class: "readout-x", text: xText(state, frame, x) });
+  readout.replaceChildren(name, ...values.map((value) => row(state, value)));
   const room = plot.parentElement.clientWidth - readout.offsetWidth;
-  readout.style.left = `${Math.max(0, Math.min(at > room - 14 ? at - readout.offsetWidth - 12 : at + 12, room))}px`;
+  const [right, left] = [frame.x(x) + 12, frame.x(x) - readout.offsetWidth - 12];
+  readout.style.left = `${Math.max(0, right > room ? left : right)}px`;
+}
+
+function crosshairMarks(frame, x, values) {
+  const at = frame.x(x);
+  const dots = values.map((value) =>
+    svg("circle", { cx: frame.x(value.x), cy: frame.y(value.shown), r: 3.5, style: { fill: value.one.color } }),
+  );
+  return [svg("line", { x1: at, x2: at, y1: frame.top, y2: frame.bottom }), ...dots];
 }
 
 function xText(state, frame, x) {

@@ -24,7 +24,7 @@ export async function prompts({ parts: [, run], parameters, signal }) {
     title: `Prompts of ${detail.name}`,
     crumbs: runCrumbs(detail, { text: "Prompts" }),
     parts: [runHead(detail, "prompts"), problemList(detail.problems), promptFilters(view), view.list],
-    live: () => view.detail.state === "running" || isIndexing(view.detail),
+    live: () => view.detail.state === "running",
     every: () => (isIndexing(view.detail) ? INDEXING_MS : null),
     refresh: () => refresh(view),
   };

@@ -50,7 +50,7 @@ export async function rollouts({ parts: [, run], parameters, signal }) {
     title: `Rollouts of ${detail.name}`,
     crumbs: runCrumbs(detail, { text: "Rollouts" }),
     parts: [runHead(detail, "rollouts"), problemList(detail.problems), box, view.list],
-    live: () => view.detail.state === "running" || isIndexing(view.detail),
+    live: () => view.detail.state === "running",
     every: () => (isIndexing(view.detail) ? INDEXING_MS : null),
     refresh: () => refresh(view),
   };

@@ -1,0 +1,612 @@
+"""The page of `assay view` in a real browser, with real runs: what it shows is compared with the files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+
+from assay.evals.stats import mcnemar
+from assay.runs import Run
+
+if TYPE_CHECKING:
+    from conftest import Tab
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+BEFORE, AFTER = "step-000000-before-test", "step-000006-after-test"
+EVERY_VIEW = [
+    *("#/", "#/run/{run}", "#/run/{run}?x=time", "#/run/{run}/prompts", "#/run/{run}/prompts?source=eval"),
+    *("#/run/{run}/rollouts", "#/run/{run}/rollouts?source=" + AFTER, "#/run/{run}/rollout/train/1/0"),
+    *("#/run/{run}/rollout/" + AFTER + "/6/0", "#/run/{run}/group/1/0", "#/run/{run}/changes?show=all"),
+    *("#/run/{run}/config", "#/compare?runs={run},other"),
+]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train_lines(run: Path) -> dict[int, list[dict[str, Any]]]:
+    return {int(path.stem[5:]): lines_of(path) for path in sorted(run.glob("rollouts/step-*.jsonl"))}
+
+
+def number(text: str) -> float:
+    """A number as the page shows it; for "< 0.0001", the bound."""
+    return float(re.sub(r"[<,+%\s]", "", text).replace("\u2212", "-"))
+
+
+def facts(tab: Tab, selector: str = ".facts") -> dict[str, str]:
+    rows = tab.page.locator(f"{selector} > div").evaluate_all(
+        "rows => rows.map(row => [row.querySelector('dt').textContent, row.querySelector('dd').firstChild.textContent])"
+    )
+    return dict(rows)
+
+
+def rows(tab: Tab) -> list[list[str]]:
+    """Texts of the cells of the table."""
+    return tab.page.locator("main tbody tr").evaluate_all(
+        "rows => rows.map(row => [...row.cells].map(cell => cell.innerText.trim()))"
+    )
+
+
+def total(tab: Tab) -> int:
+    """Number of rows on all pages."""
+    return int(number(re.findall(r"of ([\d,]+)", tab.text(".pager .count"))[0]))
+
+
+# Numbers
+
+
+def test_the_list_of_runs_shows_the_results_of_each_run(tab: Tab, browser_runs: Path) -> None:
+    shown = {row[1].split("\n")[0]: row for row in rows(tab)}
+    assert set(shown) == {path.name for path in browser_runs.iterdir()}
+    for name in ("small", "other", "guess"):
+        summary = json.loads((browser_runs / name / "summary.json").read_text())
+        reward = [row["reward/mean"] for row in lines_of(browser_runs / name / "metrics.jsonl") if "reward/mean" in row]
+        _, _, state, task, algorithm, steps, shown_reward, before, after, *_ = shown[name]
+        assert state == "finished" and task.split("\n")[0] == summary["task"] and algorithm == summary["algorithm"]
+        assert steps == f"{summary['steps']} / {summary['steps']}"
+        assert number(shown_reward) == pytest.approx(reward[-1], abs=1e-3)
+        for text, result in ((before, summary["before"]), (after, summary["after"])):
+            accuracy, interval = text.split("\n")
+            assert number(accuracy) == pytest.approx(100 * result["accuracy"], abs=0.06)
+            bounds = [float(bound) for bound in interval.split("\u2013")]
+            assert bounds == pytest.approx([100 * bound for bound in result["ci95"]], abs=0.06)
+    tab.page.locator('[data-run="small"] svg path').wait_for()  # the curve of the reward
+
+
+def test_the_summary_shows_facts_findings_and_curves(tab: Tab, browser_runs: Path) -> None:
+    page = tab.open("#/run/small")
+    summary = json.loads((browser_runs / "small" / "summary.json").read_text())
+    shown = facts(tab)
+    assert shown["Steps"] == "6 / 6" and shown["Task"] == "abacus" and shown["Seed"] == "0"
+    assert number(shown["Answers sampled"]) == summary["answers"] == 6 * 6 * 4
+    plot = page.locator(".interval-plot").get_attribute("aria-label")
+    accuracies = [number(text) for text in re.findall(r"[\d.]+\u00a0%", plot)]
+    assert accuracies == pytest.approx([100 * summary[key]["accuracy"] for key in ("before", "after")], abs=0.006)
+    titles = page.locator(".chart-title").all_inner_texts()
+    assert titles[:2] == ["Reward (mean)", "Evaluation accuracy (95 % interval)"] and "Learning rate" in titles
+    assert page.locator(".findings, .healthy").count() == 1
+
+
+def test_the_crosshair_shows_exact_values(tab: Tab, browser_runs: Path) -> None:
+    page = tab.open("#/run/small?smoothing=0")
+    metrics = lines_of(browser_runs / "small" / "metrics.jsonl")
+    rewards = {row["step"]: row["reward/mean"] for row in metrics if "reward/mean" in row}
+    chart = page.locator('[data-metric="reward/mean"]')
+    box = chart.locator("svg").bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 13, box["y"] + 60)  # the last step
+    assert chart.locator(".readout-x").inner_text() == "step 6"
+    assert number(chart.locator(".readout-row b").inner_text()) == pytest.approx(rewards[6], rel=1e-5)
+    chart.locator("svg").focus()
+    page.keyboard.press("Home")
+    assert chart.locator(".readout-x").inner_text() == "step 1"
+    page.keyboard.press("ArrowRight")
+    assert number(chart.locator(".readout-row b").inner_text()) == pytest.approx(rewards[2], rel=1e-5)
+    accuracy = page.locator('[data-metric="eval/accuracy"]')
+    assert accuracy.locator(".crosshair line").count() == 1  # marks the same step
+    accuracy.locator("svg").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert accuracy.locator(".readout-x").inner_text() == "step 2"
+    row = next(row for row in metrics if row["step"] == 2 and "eval/accuracy" in row)
+    texts = accuracy.locator(".readout-row").first.inner_text()
+    shown = [number(text) for text in re.findall(r"[\d.]+\u00a0%", texts)]
+    assert shown == pytest.approx([100 * row[f"eval/{key}"] for key in ("accuracy", "low", "high")], abs=0.006)
+
+
+def test_smoothing_draws_an_average_over_the_raw_line(tab: Tab) -> None:
+    page = tab.open("#/run/small?smoothing=0.9")
+    chart = page.locator('[data-metric="reward/mean"]')
+    assert chart.locator(".raw").count() == 1
+    raw, smooth = chart.locator(".raw").get_attribute("d"), chart.locator(".curve").get_attribute("d")
+    assert raw != smooth
+    page.locator("input[name=smoothing]").fill("0")
+    assert chart.locator(".raw").count() == 0 and chart.locator(".curve").get_attribute("d") == raw
+    assert "smoothing=0" in page.url
+
+
+def test_time_axis(tab: Tab, browser_runs: Path) -> None:
+    page = tab.open("#/run/small")
+    page.get_by_role("button", name="Time", exact=True).click()
+    chart = page.locator('[data-metric="reward/mean"]')
+    chart.locator("svg").focus()
+    page.keyboard.press("End")
+    last = [row["time/wall"] for row in lines_of(browser_runs / "small" / "metrics.jsonl") if "reward/mean" in row][-1]
+    text = chart.locator(".readout-x").inner_text()
+    assert text.endswith("seconds") and number(text.split()[0]) == pytest.approx(last, rel=1e-3)
+
+
+def test_all_metrics_can_be_drawn(tab: Tab) -> None:
+    page = tab.open("#/run/small")
+    page.locator(".metric-group summary", has_text="status").click()
+    page.locator('[data-metric="status/ok"] .curve').wait_for(state="attached")
+
+
+def test_prompts_have_the_pass_rates_of_the_files(tab: Tab, browser_runs: Path) -> None:
+    page = tab.open("#/run/small/prompts")
+    verdicts: dict[str, list[bool]] = defaultdict(list)
+    steps: dict[str, set[int]] = defaultdict(set)
+    for step, lines in train_lines(browser_runs / "small").items():
+        for line in lines:
+            verdicts[line["prompt_id"]].append(line["verdict"]["status"] == "ok")
+            steps[line["prompt_id"]].add(step)
+    shown = rows(tab)
+    assert len(shown) == len(verdicts) == total(tab)
+    for _, prompt_id, seen, rate, *_ in shown:
+        expected = verdicts[prompt_id]
+        assert number(seen) in (len(expected), len(steps[prompt_id]))
+        assert number(rate) == pytest.approx(100 * sum(expected) / len(expected), abs=0.51)
+    assert page.locator(".heat rect").count() - 5 == sum(map(len, steps.values()))  # 5: the legend
+    page.get_by_role("button", name="Pass rate").click()
+    tab.until("location.hash.includes('sort=pass_rate')")
+    page.locator("th[aria-sort=ascending]", has_text="Pass rate").wait_for()
+    rates = [number(row[3]) for row in rows(tab)]
+    assert rates == sorted(rates)
+    page.get_by_role("searchbox").fill(shown[0][0][:20])
+    tab.until(f"document.querySelectorAll('main tbody tr').length < {len(shown)}")
+    assert all(shown[0][0][:20] in row[0] for row in rows(tab))
+
+
+def test_filters_of_rollouts_count_as_the_files_do(tab: Tab, browser_runs: Path) -> None:
+    lines = [line for step in train_lines(browser_runs / "small").values() for line in step]
+    statuses = Counter(line["verdict"]["status"] for line in lines)
+    median = sorted(line["length"] for line in lines)[len(lines) // 2]
+    word = next(word for line in lines for word in line["text"].split() if len(word) > 3)
+    expected = {
+        "": len(lines),
+        "step=3": len(train_lines(browser_runs / "small")[3]),
+        "status=ok": statuses["ok"],
+        "status=wrong": statuses["wrong"],
+        "min_reward=0.5": sum(line["reward"] >= 0.5 for line in lines),
+        "max_reward=0": sum(line["reward"] <= 0 for line in lines),
+        f"max_length={median}": sum(line["length"] <= median for line in lines),
+        "truncated=1": sum(line["truncated"] for line in lines),
+        f"search={word}": sum(word in line["text"] + line["messages"][0]["content"].lower() for line in lines),
+    }
+    for query, count in expected.items():
+        tab.open(f"#/run/small/rollouts?{query}")
+        tab.page.locator(".pager").wait_for()
+        assert total(tab) == count, query
+    tab.open("#/run/small/rollouts")
+    chips = tab.page.locator(".chip[data-status]").evaluate_all(
+        "chips => chips.map(chip => [chip.dataset.status, chip.lastChild.textContent])"
+    )
+    assert {status: number(count) for status, count in chips} == statuses
+
+
+def test_filters_change_the_list_and_the_address(tab: Tab, browser_runs: Path) -> None:
+    page = tab.open("#/run/small/rollouts")
+    before = total(tab)
+    page.locator(".chip[data-status=ok]").click()
+    tab.until("location.hash.includes('status=ok')")
+    page.locator(".chip[data-status=ok][aria-pressed=true]").wait_for()
+    assert {row[2] for row in rows(tab)} == {"ok"} and total(tab) < before
+    page.locator("input[name=step]").fill("2")
+    page.keyboard.press("Tab")
+    tab.until("location.hash.includes('step=2')")
+    tab.until("[...document.querySelectorAll('main tbody tr')].every(row => row.cells[0].innerText === '2')")
+    ok = sum(line["verdict"]["status"] == "ok" for line in train_lines(browser_runs / "small")[2])
+    assert total(tab) == ok == len(rows(tab))
+    page.get_by_role("searchbox").fill("no answer has this text")
+    page.get_by_text("No rollout matches").wait_for()
+    page.get_by_role("button", name="Clear filters").click()
+    tab.until("location.hash === '#/run/small/rollouts'")
+    page.locator(".pager").wait_for()
+    assert total(tab) == before
+    page.locator("select[name=source]").select_option(AFTER)
+    tab.until("location.hash.includes('source=')")
+    tab.until("document.querySelector('.pager .count')?.innerText.includes('of 40')")
+
+
+def test_verdicts_that_changed_are_those_of_the_files(tab: Tab, browser_runs: Path) -> None:
+    lines = {name: lines_of(browser_runs / "small" / "evals" / f"{name}.jsonl") for name in (BEFORE, AFTER)}
+    before, after = ([line["verdict"]["status"] == "ok" for line in lines[name]] for name in (BEFORE, AFTER))
+    gained = sum(new and not old for old, new in zip(before, after, strict=True))
+    lost = sum(old and not new for old, new in zip(before, after, strict=True))
+    assert gained and lost, "the run of this test must have both"
+    for change, count in (("gained", gained), ("lost", lost), ("any", gained + lost)):
+        page = tab.open(f"#/run/small/rollouts?source={AFTER}&changed={change}")
+        page.locator(".pager, .empty").wait_for()
+        assert (total(tab) if page.locator(".pager").count() else 0) == count
+
+
+def test_pages_of_rollouts(tab: Tab) -> None:
+    page = tab.open("#/run/small/rollouts")
+    assert len(rows(tab)) == 50 and tab.text(".pager .count") == "1 to 50 of 144 rollouts"
+    first = page.locator("main tbody tr").first.get_attribute("data-href")
+    page.get_by_role("button", name="Next").click()
+    tab.until("document.querySelector('.pager .count').innerText.startsWith('51')")
+    page.keyboard.press("n")
+    tab.until("document.querySelector('.pager .count').innerText.startsWith('101')")
+    assert len(rows(tab)) == 44 and "offset=100" in page.url
+    page.go_back()
+    page.go_back()
+    tab.until("document.querySelector('.pager .count')?.innerText.startsWith('1 ')")
+    assert page.locator("main tbody tr").first.get_attribute("data-href") == first
+
+
+def tip(tab: Tab) -> dict[str, str]:
+    names, values = (tab.page.locator(f".token-tip {tag}").all_inner_texts() for tag in ("dt", "dd"))
+    return dict(zip(names, values, strict=True))
+
+
+def trained_rollout(run: Path) -> tuple[int, int]:
+    """Step and index of a rollout with values of the trainer; groups of equal rewards have none."""
+    for step, lines in train_lines(run).items():
+        with np.load(run / "rollouts" / f"step-{step:06d}.npz") as arrays:
+            last = arrays["trainer_logprobs"][arrays["offsets"][1:] - 1]
+        for index in range(5, len(lines)):
+            if np.isfinite(last[index]) and lines[index]["advantage"] < 0:
+                return step, index
+    raise AssertionError("no rollout was trained")
+
+
+def test_tokens_show_the_numbers_of_the_arrays(tab: Tab, browser_runs: Path) -> None:
+    step, index = trained_rollout(browser_runs / "small")
+    path = browser_runs / "small" / "rollouts" / f"step-{step:06d}.npz"
+    with np.load(path) as arrays:
+        start, end = arrays["offsets"][index : index + 2]
+        part = {name: arrays[name][start:end] for name in arrays.files if len(arrays[name].shape) and name != "offsets"}
+        advantage = float(arrays["advantages"][index])
+    page = tab.open(f"#/run/small/rollout/train/{step}/{index}")
+    tokens = page.locator(".token")
+    tokens.first.wait_for()  # the tokenizer may still be loading
+    assert tokens.count() == end - start
+    sampled = np.flatnonzero(part["loss_mask"])
+    for place in (sampled[0], sampled[-1]):
+        tokens.nth(int(place)).hover()
+        shown = tip(tab)
+        engine, trainer = (float(part[name][place]) for name in ("engine_logprobs", "trainer_logprobs"))
+        assert shown["id"] == str(part["token_ids"][place]) and shown["loss mask"] == "1, trained"
+        assert number(shown["engine log-probability"]) == pytest.approx(engine, rel=1e-8)
+        assert number(shown["engine probability"]) == pytest.approx(np.exp(engine), rel=1e-8)
+        assert number(shown["trainer log-probability"]) == pytest.approx(trainer, rel=1e-8)
+        assert number(shown["trainer / engine ratio"]) == pytest.approx(np.exp(trainer - engine), rel=1e-8)
+        assert number(shown["advantage"]) == pytest.approx(advantage, rel=1e-6)
+        if "entropies" in part:
+            assert number(shown["entropy"]) == pytest.approx(float(part["entropies"][place]), rel=1e-8)
+    tokens.nth(0).hover()
+    assert "engine log-probability" not in tip(tab) and tip(tab)["loss mask"] == "0, context"
+    line = train_lines(browser_runs / "small")[step][index]
+    assert line["text"] in re.sub(r" ?<\w+>", "", "".join(tokens.all_text_contents()))  # without special tokens
+
+
+def test_colors_of_tokens(tab: Tab, browser_runs: Path) -> None:
+    step, index = trained_rollout(browser_runs / "small")
+    page = tab.open(f"#/run/small/rollout/train/{step}/{index}")
+    page.locator(".token").first.wait_for()
+    options = page.locator("select[name=coloring] option").evaluate_all("options => options.map(one => one.value)")
+    assert {"engine", "trainer", "ratio", "advantage", "mask"} <= set(options)
+
+    def strengths() -> list[float]:
+        return page.locator(".token").evaluate_all(
+            "tokens => tokens.map(one => parseFloat(one.style.getPropertyValue('--strength')))"
+        )
+
+    engine = strengths()
+    sampled = page.locator(".segment.action .token").count()
+    assert engine[:-sampled] == [0.0] * (len(engine) - sampled) and max(engine[-sampled:]) > 30
+    page.locator("select[name=coloring]").select_option("mask")
+    assert strengths() == [0.0] * (len(engine) - sampled) + [90.0] * sampled
+    assert "color=mask" in page.url
+    page.reload()
+    page.locator(".token").first.wait_for()
+    assert page.locator("select[name=coloring]").input_value() == "mask"
+
+
+def test_a_group_shows_all_answers_side_by_side(tab: Tab, browser_runs: Path) -> None:
+    page = tab.open("#/run/small/group/3/1")
+    expected = [line for line in train_lines(browser_runs / "small")[3] if line["group"] == 1]
+    assert page.locator(".card > .text").all_inner_texts() == [line["text"] for line in expected]
+    advantages = [number(text) for text in page.locator(".card header .push span").all_inner_texts()]
+    assert advantages == pytest.approx([line["advantage"] for line in expected], rel=5e-3)
+    page.locator(".card a").nth(2).click()
+    page.locator(".token").first.wait_for()
+    assert page.url.endswith(f"/rollout/train/3/{1 * 4 + 2}")
+
+
+def test_episodes_show_context_and_sampled_turns(tab: Tab, browser_runs: Path) -> None:
+    lines = train_lines(browser_runs / "guess")[1]
+    index = max(range(len(lines)), key=lambda place: len(lines[place]["turns"]))
+    turns = lines[index]["turns"]
+    assert len(turns) > 1
+    page = tab.open(f"#/run/guess/rollout/train/1/{index}")
+    page.locator(".segment").first.wait_for()
+    titles = page.locator(".segment").evaluate_all("parts => parts.map(part => part.className)")
+    assert titles == ["segment context", "segment action"] * len(turns)
+    counts = [page.locator(".segment").nth(place).locator(".token").count() for place in range(2 * len(turns))]
+    assert counts == [count for turn in turns for count in (turn["context_tokens"], turn["tokens"])]
+    assert page.locator(".message.action .text").all_inner_texts() == [turn["text"] for turn in turns]
+
+
+def test_changes_are_those_of_the_two_evaluations(tab: Tab, browser_runs: Path) -> None:
+    lines = [lines_of(browser_runs / "small" / "evals" / f"{name}.jsonl") for name in (BEFORE, AFTER)]
+    before, after = (np.array([line["verdict"]["status"] == "ok" for line in part]) for part in lines)
+    page = tab.open("#/run/small/changes")
+    shown = facts(tab)
+    assert number(shown["Gained"]) == (after & ~before).sum() and number(shown["Lost"]) == (before & ~after).sum()
+    assert number(shown["Correct in both"]) == (before & after).sum()
+    assert number(shown["Wrong in both"]) == (~before & ~after).sum()
+    expected = max(mcnemar(before, after).p_value, 1e-4)
+    assert number(shown["Paired test, p"]) == pytest.approx(expected, rel=0.06)
+    changed = np.flatnonzero(before != after)
+    assert page.locator(".pair").count() == min(len(changed), 20)
+    first = int(changed[0])
+    pair = page.locator(f'.pair[data-prompt="{lines[0][first]["prompt_id"]}"]')
+    assert pair.locator(".answer .text").all_inner_texts() == [part[first]["text"] for part in lines]
+    page.get_by_role("button", name="Lost").click()
+    tab.until("location.hash.includes('show=lost')")
+    tab.until(f"document.querySelectorAll('.pair').length === {(before & ~after).sum()}")
+
+
+def test_config_and_command(tab: Tab) -> None:
+    page = tab.open("#/run/small/config")
+    shown = {row[0]: row[1] for row in rows(tab)}
+    assert shown["optim.lr"] == "0.001" and shown["task.name"] == "abacus" and "versions.torch" in shown
+    assert page.locator(".command").inner_text().endswith("train small.toml")
+    page.get_by_placeholder("Search settings").fill("sampling.max_new")
+    tab.until("document.querySelectorAll('main .panel')[1].querySelectorAll('tbody tr').length === 1")
+
+
+def test_runs_are_compared(tab: Tab, browser_runs: Path) -> None:
+    page = tab.page
+    for name in ("small", "other"):
+        page.get_by_label(f"Compare {name}", exact=True).check()
+    page.get_by_role("link", name="Compare 2 runs").click()
+    page.locator(".settings-table").wait_for()
+    table = page.locator(".settings-table tbody tr").all_inner_texts()
+    assert [re.split(r"\s+", text.strip()) for text in table] == [
+        ["seed", *(["0", "1"] if "small,other" in unquote(page.url) else ["1", "0"])]
+    ]
+    chart = page.locator('[data-metric="reward/mean"]')
+    assert chart.locator(".series").count() == 2
+    page.locator(".legend input").first.uncheck()
+    assert chart.locator(".series").count() == 1
+    lines = [lines_of(browser_runs / name / "evals" / f"{AFTER}.jsonl") for name in ("small", "other")]
+    small, other = (np.array([line["verdict"]["status"] == "ok" for line in part]) for part in lines)
+    assert {number(facts(tab)[key]) for key in ("Gained", "Lost")} == {(small & ~other).sum(), (other & ~small).sum()}
+    expected = max(mcnemar(small, other).p_value, 1e-4)
+    assert number(facts(tab)["Paired test, p"]) == pytest.approx(expected, rel=0.06)
+
+
+# Navigation
+
+
+def test_reload_restores_every_view(tab: Tab) -> None:
+    for fragment in EVERY_VIEW:
+        page = tab.open(fragment.format(run="small"))
+        before, url = tab.text("main"), page.url
+        page.reload()
+        tab.until(f"document.querySelector('main').innerText === {json.dumps(before)}")
+        assert page.url == url
+
+
+def test_back_returns_to_the_filters(tab: Tab) -> None:
+    page = tab.open("#/run/small/rollouts?status=ok&min_reward=0.9")
+    first = rows(tab)
+    page.locator(".row-link").nth(3).click()
+    page.locator(".token").first.wait_for()
+    page.go_back()
+    page.locator(".pager").wait_for()
+    assert rows(tab) == first
+    assert page.locator("input[name=min_reward]").input_value() == "0.9"
+    assert page.locator(".chip[data-status=ok]").get_attribute("aria-pressed") == "true"
+
+
+def test_keyboard(tab: Tab) -> None:
+    page = tab.page
+    names = [row[1].split("\n")[0] for row in rows(tab)]
+
+    def focused() -> str:
+        return page.evaluate("document.activeElement.innerText ?? ''")
+
+    page.keyboard.press("j")
+    assert focused() == names[0]
+    page.keyboard.press("j")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("k")
+    assert focused() == names[1]
+    page.keyboard.press("/")
+    page.keyboard.type("small")
+    tab.until("document.querySelectorAll('main tbody tr').length === 1")
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.locator(".tabs").wait_for()
+    assert page.url.endswith("#/run/small")
+    page.keyboard.press("3")
+    tab.until("location.hash === '#/run/small/rollouts'")
+    page.locator(".pager").wait_for()
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.locator(".token").first.wait_for()
+    page.keyboard.press("j")
+    tab.until("location.hash.endsWith('/rollout/train/1/1')")
+    tab.until("document.querySelector('h2').innerText.includes('rollout 1')")
+    page.keyboard.press("k")
+    tab.until("document.querySelector('h2').innerText.includes('rollout 0')")
+    page.locator(".token").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert tip(tab)["index"].startswith("2 of")
+    page.keyboard.press("End")
+    count = page.locator(".token").count()
+    assert tip(tab)["index"] == f"{count - 1} of {count}"
+    page.keyboard.press("Escape")
+    assert page.locator(".token-tip").is_hidden()
+    page.keyboard.press("Escape")
+    tab.until("location.hash === '#/run/small/rollouts'")
+    page.keyboard.press("?")
+    page.locator("dialog[open]").wait_for()
+    page.keyboard.press("Escape")
+    page.locator("dialog[open]").wait_for(state="detached")
+    assert page.url.endswith("/rollouts")
+
+
+def test_theme_follows_the_system_and_a_choice_is_remembered(open_tab: Callable[..., Tab]) -> None:
+    dark = open_tab(color_scheme="dark")
+    background = "getComputedStyle(document.body).backgroundColor"
+    colors = dark.page.evaluate(background), open_tab(color_scheme="light").page.evaluate(background)
+    assert colors[0] != colors[1]
+    dark.page.get_by_role("button", name="Switch to light").click()
+    assert dark.page.evaluate(background) == colors[1]
+    dark.page.reload()
+    assert dark.page.evaluate(background) == colors[1]
+
+
+@pytest.mark.parametrize("run", ["small", "hostile"])
+def test_no_view_is_wider_than_a_phone(open_tab: Callable[..., Tab], run: str) -> None:
+    tab = open_tab(width=390, height=844, is_mobile=True, has_touch=True)
+    tab.expected_statuses = {400}  # no question in common
+    for fragment in EVERY_VIEW:
+        page = tab.open(fragment.format(run=run))
+        page.wait_for_timeout(100)  # curves are drawn when their width is known
+        assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [390, 390], fragment
+
+
+def test_controls_have_names(tab: Tab) -> None:
+    for fragment in EVERY_VIEW:
+        page = tab.open(fragment.format(run="small"))
+        nameless = page.evaluate(
+            """[...document.querySelectorAll('button, a[href], input, select')]
+            .filter(one => !one.innerText?.trim() && !one.getAttribute('aria-label') && !one.labels?.length)
+            .map(one => one.outerHTML)"""
+        )
+        assert nameless == [], fragment
+
+
+# Hostile, damaged, unusual and growing runs
+
+
+def test_hostile_text_is_only_text(tab: Tab) -> None:
+    tab.expected_statuses = {400, 404}  # no question in common, or no such run
+    for fragment in [*EVERY_VIEW, "#/run/<img src=x onerror=window.hacked=6>", "#/run/%E0%A4%A"]:
+        page = tab.open(fragment.format(run="hostile"))
+        page.wait_for_timeout(100)
+        assert page.evaluate("window.hacked") is None, fragment
+        assert page.locator("main script, main img, main iframe, main a[href^=javascript]").count() == 0, fragment
+        links = page.evaluate("[...document.links].map(link => link.href)")
+        assert all(link.startswith(tab.server.base) for link in links), fragment
+        shown = page.evaluate("document.querySelector('main').innerText")
+        hidden = "[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u202a-\u202e\u2066-\u2069]"
+        assert not re.findall(hidden, shown), fragment
+
+
+def test_hostile_text_is_shown_as_it_is(tab: Tab) -> None:
+    tab.open("#/run/hostile/group/1/0")
+    text = tab.text(".card > .text")
+    assert "<script>window.hacked = 1</script>" in text and "&lt;b&gt;" in text
+    assert "\u27e8U+202E\u27e9txt.exe" in text and "\u2400\u2407\u241b[31m" in text
+
+
+def test_a_damaged_run_says_what_cannot_be_read(tab: Tab) -> None:
+    page = tab.open("#/run/damaged")
+    problems = page.locator(".problems")
+    assert "summary.json" in problems.text_content()
+    assert page.locator('[data-metric="reward/mean"] .curve').count() == 1
+    tab.open("#/run/damaged/rollouts")
+    page.locator(".pager").wait_for()
+    assert "step-000002.jsonl" in problems.text_content() and "2" not in {row[0] for row in rows(tab)}
+    tab.open("#/run/damaged/rollout/train/3/0")
+    assert "step-000003.npz" in tab.text("main") and page.locator(".token").count() == 0
+
+
+def test_things_that_do_not_exist(tab: Tab) -> None:
+    tab.expected_statuses = {404}
+    for fragment, text in {
+        "#/run/none": "no run",
+        "#/run/small/rollout/train/1/999": "cannot be shown",
+        "#/run/small/group/1/999": "cannot be shown",
+        "#/nothing": "no such view",
+        "#/compare?runs=small": "two or more runs",
+    }.items():
+        page = tab.open(fragment)
+        page.get_by_text(text).first.wait_for()
+
+
+def test_a_long_rollout_does_not_block_the_page(tab: Tab) -> None:
+    """The page reacts while its 100,000 tokens are still being added."""
+    page = tab.page
+    page.evaluate("location.hash = '#/run/long/rollout/train/7/0'")
+    page.locator(".token").first.wait_for()
+    assert page.locator(".token-view[data-complete]").count() == 0
+    page.keyboard.press("t")
+    tab.until("document.documentElement.dataset.theme")
+    assert page.evaluate("document.querySelectorAll('.token').length") < 100_003
+    page.locator(".token-view[data-complete]").wait_for(timeout=120_000)
+    assert page.evaluate("document.querySelectorAll('.token').length") == 100_003
+    page.locator(".token").nth(10).focus()
+    page.keyboard.press("End")
+    assert tip(tab)["index"] == "100,002 of 100,003"
+
+
+def test_a_run_that_is_being_written_is_updated(open_tab: Callable[..., Tab], browser_runs: Path) -> None:
+    config = (browser_runs / "small" / "config.toml").read_text()
+    with Run.create(browser_runs, "growing", config) as run:
+        run.log(1, {"reward/mean": 0.25, "time/wall": 1.0})
+        tab = open_tab()
+        page = tab.open("#/run/growing")
+        chart = page.locator('[data-metric="reward/mean"]')
+        assert chart.locator(".chart-last").inner_text() == "0.25" and page.locator("#live").is_visible()
+        page.evaluate("document.querySelector('[data-metric]').dataset.same = 'yes'")
+        run.log(2, {"reward/mean": 0.5, "time/wall": 2.0})
+        tab.until("document.querySelector('.chart-last').innerText === '0.5'")
+        tab.until("document.querySelector('.facts dd').innerText.startsWith('2 /')")
+        assert chart.get_attribute("data-same") == "yes"  # updated, not replaced
+    shutil.rmtree(browser_runs / "growing")
+
+
+def test_a_new_run_appears_in_the_list(open_tab: Callable[..., Tab], browser_runs: Path) -> None:
+    tab = open_tab()
+    assert tab.page.get_by_role("link", name="fresh").count() == 0
+    Run.create(browser_runs, "fresh", 'seed = 1\n[task]\nname = "abacus"\n').close()
+    tab.page.get_by_role("link", name="fresh").wait_for()
+    shutil.rmtree(browser_runs / "fresh")
+
+
+def test_a_lost_server_is_reported_and_found_again(open_tab: Callable[..., Tab], browser_runs: Path) -> None:
+    tab = open_tab()
+    page = tab.open("#/run/small")
+    tab.context.set_offline(True)
+    page.locator(".tabs a", has_text="Rollouts").click()
+    page.get_by_text("The server does not answer").wait_for()
+    tab.context.set_offline(False)
+    page.locator(".pager").wait_for()  # the view that was asked for
+    assert page.locator("#banner").is_hidden()
+    tab.errors = [error for error in tab.errors if "ERR_INTERNET_DISCONNECTED" not in error]
+
+
+def test_other_tokens_are_refused_with_an_explanation(tab: Tab) -> None:
+    tab.expected_statuses = {403}
+    tab.context.clear_cookies()
+    tab.page.evaluate("location.hash = '#/run/small'")
+    tab.page.get_by_text("open the address that assay view printed").wait_for()
