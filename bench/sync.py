@@ -229,6 +229,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         overrides = {**parse_overrides(words), "runs_dir": folder}
         if "hf" in options.engines and "model" not in overrides:
+            torch.manual_seed(0)
             overrides["model"] = str(gpt2_folder(Path(folder) / "gpt2"))
         cfg = load_settings(TrainConfig, options.config, overrides)
         row = {"config": options.config, "command": shlex.join(["python", *sys.argv])} | measure(cfg, options)
