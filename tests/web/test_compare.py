@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from web_parts import group_of, make_run
 
+from assay.evals.pairs import compare_evaluations
 from assay.evals.report import Report
 from assay.evals.report import compare as compare_reports
 from assay.runs import write_rollouts
@@ -42,7 +43,10 @@ def test_gained_and_lost_questions_equal_those_of_the_evaluation(tmp_path: Path)
             for step, label in ((0, "before"), (5, "after"))
         )
     )
+    evaluations = ((0, "before-test"), (5, "after-test"))
+    by_lines = compare_evaluations(*(read_lines(view.folder.root, step, "eval", name) for step, name in evaluations))
     counts = answer["counts"]
+    assert [row["prompt_id"] for row in answer["rows"]] == by_lines.gained + by_lines.lost
     assert (counts["gained"], counts["lost"], answer["p_value"]) == (expected.gained, expected.lost, expected.p_value)
     assert sum(counts.values()) == 20 and answer["total"] == len(answer["rows"]) == counts["gained"] + counts["lost"]
     first = answer["rows"][0]
@@ -96,8 +100,8 @@ def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     odd = [{"group": "x"}, {**first, "group": 9, "messages": [3]}, {**first, "verdict": None}]
     file.write_text("\n".join([*map(json.dumps, odd), "garbage", good[1], ""]))
     answer = result(view, show="all")
-    assert answer["counts"] == {"gained": 0, "lost": 1, "same_correct": 0, "same_wrong": 0} and answer["unpaired"] == 1
-    assert answer["rows"][0]["a"]["index"] == 4
+    assert answer["counts"] == {"gained": 1, "lost": 1, "same_correct": 0, "same_wrong": 0} and answer["unpaired"] == 1
+    assert [(row["prompt_id"], row["a"]["index"]) for row in answer["rows"]] == [("q1", 2), ("q2", 4)]
 
 
 def test_comparisons_are_computed_once(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_findings_are_those_of_the_doctor(tmp_path: Path) -> None:
     if view._diagnosing is not None:
         view._diagnosing.result()
     findings = view.detail()["findings"]
-    assert findings and findings[0].keys() == {"name", "evidence", "remedy", "severity"}
+    assert findings and findings[0].keys() == {"name", "evidence", "remedy", "severity", "examples"}
 
 
 def test_numbers_that_are_not_finite_are_null() -> None:
@@ -229,6 +229,15 @@ def test_damaged_files_are_shown_as_far_as_possible(view: RunView) -> None:
     assert view.rollout("train", 3, 1)["tokens"] is not None
     with pytest.raises(ViewError, match="its line cannot be read"):
         view.rollout("train", 3, 3)
+
+
+def test_changed_bytes_in_arrays_are_noticed(view: RunView) -> None:
+    file = view.folder.root / "rollouts" / "step-000001.npz"
+    content = bytearray(file.read_bytes())
+    content[196 + 200] ^= 1  # in token_ids
+    file.write_bytes(content)
+    rollout = view.rollout("train", 1, 0)
+    assert rollout["tokens"] is None and "Bad CRC" in rollout["tokens_problem"] and rollout["text"] == "answer 0"
 
 
 def test_arrays_of_another_step_are_not_shown(view: RunView) -> None:

@@ -154,3 +154,23 @@ def test_depth() -> None:
     for _ in range(MAX_DEPTH):
         value = [value]
     assert not is_deeper(value, MAX_DEPTH) and is_deeper([value], MAX_DEPTH)
+
+
+def test_other_packages_do_not_get_links_and_pipes(path: Path, tmp_path: Path) -> None:
+    (path / "rollouts").mkdir()
+    folder = RunFolder(path)
+    folder.check_regular()
+    (path / "inside").symlink_to(path / "config.toml")
+    folder.check_regular()
+    (tmp_path / "secret.jsonl").write_text("{}")
+    link = path / "rollouts" / "step-000001.jsonl"
+    link.symlink_to(tmp_path / "secret.jsonl")
+    with pytest.raises(OSError, match="leads out"):
+        folder.check_regular()
+    link.unlink()
+    os.mkfifo(path / "rollouts" / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        folder.check_regular()
+    (path / "evals").symlink_to(tmp_path)
+    with pytest.raises(OSError):
+        folder.check_regular()

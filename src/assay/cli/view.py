@@ -9,6 +9,7 @@ import ipaddress
 import os
 import secrets
 import socket
+import sys
 import threading
 import webbrowser
 from collections.abc import Callable, Sequence
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
             if args.open or (args.open is None and has_display()):
                 threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
+        sys.setswitchinterval(0.001)  # requests wait less for the thread that indexes rollouts
+        threading.Thread(target=library.runs, daemon=True).start()  # reads all metrics, for the first page
         asyncio.run(server.serve_on(listener, announce))
     finally:
         listener.close()

@@ -1,48 +1,47 @@
-"""Two evaluations question by question: which were gained, which were lost, and a paired test."""
+"""Two evaluations question by question: which were gained, which were lost, and a paired test.
+
+The same as `assay.evals.pairs`, from the index instead of the files.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
 
-from assay.evals.pairs import Key, accuracies
 from assay.evals.stats import mcnemar, paired_test
 from assay.web.data import RunView, ViewError
 from assay.web.index import IndexedFile, fold
+from assay.web.table import OK
 
 CHANGES = ("gained", "lost", "same_correct", "same_wrong")
 SHOWN = {"changed": CHANGES[:2], "gained": CHANGES[:1], "lost": CHANGES[1:2], "all": CHANGES}
+Key = tuple[int, int]  # hash of the question, and a number if several questions are equal
 KEPT = 16  # comparisons
 
 
 class Questions:
     """The questions of an evaluation: share of correct answers, and the lines of the answers."""
 
-    def __init__(self, view: RunView, file: IndexedFile) -> None:
-        lines = [line for line in view.lines(file) if is_usable(line)]
+    def __init__(self, file: IndexedFile) -> None:
         groups: dict[int, list[int]] = {}
-        for line in lines:
-            groups.setdefault(line["group"], []).append(line["index"])
-        self.shares = accuracies(lines)
-        self.lines = dict(zip(self.shares, groups.values(), strict=True))  # both in the order of the file
-        self.texts = {key: fold(f"{key[0]}\0{key[1]}") for key in self.shares}
-
-
-def is_usable(line: Mapping[str, Any]) -> bool:
-    """Whether the line has what a comparison needs."""
-    messages = line.get("messages")
-    return (
-        isinstance(line.get("group"), int)
-        and isinstance(line.get("verdict"), dict)
-        and isinstance(messages, list)
-        and all(isinstance(message, dict) and "content" in message for message in messages)
-        and "prompt_id" in line
-        and "answer" in line
-    )
+        for position, group in enumerate(file.rows["group"].tolist()):
+            if group >= 0:  # else the line is damaged
+                groups.setdefault(group, []).append(position)
+        correct = file.rows["status"] == OK
+        seen: Counter[int] = Counter()
+        self.shares: dict[Key, float] = {}
+        self.lines: dict[Key, list[int]] = {}
+        self.prompts: dict[Key, tuple[str, str]] = {}
+        for positions in groups.values():
+            question = int(file.rows["question"][positions[0]])
+            key = question, seen[question]
+            seen[question] += 1
+            self.shares[key] = float(correct[positions].mean())
+            self.lines[key] = file.rows["index"][positions].tolist()
+            self.prompts[key] = file.prompts[file.rows["prompt"][positions[0]]]
 
 
 class Pairing:
@@ -77,7 +76,7 @@ class Pairs:
         key = tuple((view.folder.root, file.name, file.stamp) for view, file in (a, b))
         with self._lock:
             if key not in self._known:
-                self._known[key] = Pairing(Questions(*a), Questions(*b))
+                self._known[key] = Pairing(Questions(a[1]), Questions(b[1]))
                 while len(self._known) > KEPT:
                     self._known.popitem(last=False)
             return self._known[key]
@@ -98,12 +97,9 @@ def compare(
     if not pairing.keys:
         raise ViewError("the two evaluations have no question in common", 400)
     folded = fold(search)
-    chosen = [
-        key
-        for change in SHOWN[show]
-        for key in pairing.keys
-        if pairing.changes[key] == change and folded in pairing.a.texts[key]
-    ]
+    prompts = pairing.a.prompts
+    found = [key for key in pairing.keys if not folded or any(folded in fold(text) for text in prompts[key])]
+    chosen = [key for change in SHOWN[show] for key in found if pairing.changes[key] == change]
     counts = dict.fromkeys(CHANGES, 0)
     for change in pairing.changes.values():
         counts[change] += 1
@@ -140,7 +136,7 @@ def _row(pairing: Pairing, key: Key, files: list[tuple[RunView, IndexedFile]]) -
     for name in ("messages", "answer"):
         sides[1].pop(name)
     return {
-        "prompt_id": key[0],
+        "prompt_id": pairing.a.prompts[key][0],
         "change": pairing.changes[key],
         "messages": messages,
         "answer": answer,

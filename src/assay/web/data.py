@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,9 +32,9 @@ from assay.web.index import (
     IndexedFile,
     Place,
     RunIndex,
-    open_arrays,
     parsed_line,
     place_of,
+    read_arrays,
     read_file,
 )
 from assay.web.lines import cleaned, context_spans, problem_of_arrays, token_columns, turns_of
@@ -48,7 +47,7 @@ FACTS = (
 )
 MAX_PROBLEMS = 20  # that are listed; the others are counted
 FINDINGS_WAIT_S = 0.05  # for findings that are not known yet
-FINDINGS_PAUSE_S = 10.0  # between two diagnoses of a run in progress
+FINDINGS_PAUSE_S = 10.0  # at least, between two diagnoses of a run in progress
 MAX_POINTS = 20_000
 INDEX_WAIT_S = 0.08  # for the index of a small run
 TABLE_PAUSE_S = 1.0  # between two tables while a run is indexed
@@ -86,13 +85,14 @@ class RunView:
         self._ready = threading.Event()  # set when the table has all rollouts
         self._waited = False
         self._table_files: Any = None  # those of the table
-        self._table_built = 0.0
+        self._table_due = 0.0
         self._arrays: OrderedDict[str, tuple[Any, dict[str, np.ndarray]]] = OrderedDict()
         self._tokens: Future[tuple[RunTokenizer | None, str | None]] | None = None
         self._findings: list[dict[str, Any]] = []
         self._findings_problem: str | None = None
         self._diagnosed: tuple[Any, float] = (None, 0.0)  # state of the files, and when
         self._diagnosing: Future[None] | None = None
+        self._diagnosis_pause = FINDINGS_PAUSE_S
 
     @cached_property
     def index(self) -> RunIndex:
@@ -108,11 +108,12 @@ class RunView:
         """Read new rollout files for some seconds. Returns whether there are more. For one thread."""
         more = self.index.update(seconds)
         files = self.index.files
-        is_due = not more or time.monotonic() - self._table_built > TABLE_PAUSE_S
-        if files is not self._table_files and is_due:
+        if files is not self._table_files and (not more or time.monotonic() > self._table_due):
+            start = time.monotonic()
             table = RolloutTable(list(files.values()))
             table.prepare()
-            self.table, self._table_files, self._table_built = table, files, time.monotonic()
+            now = time.monotonic()
+            self.table, self._table_files, self._table_due = table, files, now + max(TABLE_PAUSE_S, 10 * (now - start))
         if not more:
             self._ready.set()
         return more
@@ -177,7 +178,7 @@ class RunView:
         self.folder.metrics.read()
         state = self.folder.metrics.stamp, self.folder.document("summary.json")[0], running
         known, when = self._diagnosed
-        is_due = state != known and (not running or time.monotonic() - when >= FINDINGS_PAUSE_S)
+        is_due = state != known and (not running or time.monotonic() - when >= self._diagnosis_pause)
         if is_due and (self._diagnosing is None or self._diagnosing.done()):
             self._diagnosed = state, time.monotonic()
             self._diagnosing = _threads.submit(self._diagnose)
@@ -187,18 +188,22 @@ class RunView:
         return self._findings, self._findings_problem
 
     def _diagnose(self) -> None:
+        start = time.monotonic()
         try:
+            self.folder.check_regular()
             causes = diagnose_run(Run(self.folder.root))
         except Exception as error:  # rules expect intact files
             self._findings, self._findings_problem = [], f"the doctor cannot read this run ({describe_error(error)})"
             return
+        self._diagnosis_pause = max(FINDINGS_PAUSE_S, 20 * (time.monotonic() - start))
         self._findings_problem = None
         self._findings = [
             {
                 "name": cause.name,
                 "evidence": cause.evidence,
                 "remedy": cause.remedy,
-                "severity": getattr(cause, "severity", "warning"),
+                "severity": cause.severity,
+                "examples": list(cause.examples),
             }
             for cause in causes
         ]
@@ -374,14 +379,6 @@ class RunView:
             raise ViewError(f"line {index + 1} of {file.name} cannot be read, or has changed: load the page again")
         return cleaned(value)
 
-    def lines(self, file: IndexedFile) -> list[dict[str, Any]]:
-        """All readable lines of a file, with their `index`."""
-        with self.folder.open(file.name) as opened:
-            content = opened.read()
-        parts = zip(*(file.rows[name].tolist() for name in ("index", "start", "size")), strict=True)
-        read = [(index, parsed_line(content[start : start + size])) for index, start, size in parts]
-        return [{**value, "index": index} for index, value in read if value is not None]
-
     # Tokens
 
     def tokens(self, wait_s: float = TOKENIZER_WAIT_S) -> tuple[RunTokenizer | None, str | None]:
@@ -406,7 +403,7 @@ class RunView:
         try:
             arrays = self._step_arrays(file)
             table = token_columns(arrays, index, line)
-        except (*ARRAY_ERRORS, zipfile.BadZipFile) as error:
+        except ARRAY_ERRORS as error:
             return None, problem_of_arrays(file, error), None
         texts, problem = self.tokens()
         table |= {"text": None, "bytes": {}}
@@ -426,8 +423,7 @@ class RunView:
             known = self._arrays.get(file.name)
         if known is not None and known[0] == stamp:
             return known[1]
-        with open_arrays(self.folder, file.name) as opened:
-            arrays = {name: opened[name] for name in opened.files}
+        arrays = read_arrays(self.folder, file.name)
         lines = int(file.rows["index"][-1]) + 1 if len(file.rows) else 0
         if len(arrays["offsets"]) <= lines:
             raise ValueError("the files do not match")

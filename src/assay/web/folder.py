@@ -119,6 +119,20 @@ class RunFolder:
             return []
         return sorted(name for name in found if name.isprintable())
 
+    def check_regular(self) -> None:
+        """Raise OSError if a file that other packages would open is a link that leads out of the folder, or a pipe."""
+        for folder in ("", "rollouts", "evals"):
+            path = self.root / folder
+            if folder and not path.exists():
+                continue
+            if not path.resolve().is_relative_to(self.root):
+                raise Refused(f"{folder} is a link that leads out of the run folder")
+            with os.scandir(path) as entries:
+                special = [entry for entry in entries if not entry.is_file(follow_symlinks=False)]
+                for entry in special:
+                    if entry.is_symlink() or not entry.is_dir():
+                        self.resolve(f"{folder}/{entry.name}" if folder else entry.name)
+
     def _parsed(self, name: str, parse: Callable[[str], Any]) -> tuple[dict[str, Any], str | None]:
         """The dictionary in a file, and why it cannot be read. A missing file is empty."""
         stamp = stamp_of(self.root / name)

@@ -51,6 +51,7 @@ ROW = np.dtype(
         *(("index", "i4"), ("start", "i8"), ("size", "i4"), ("group", "i4"), ("sample", "i4"), ("prompt", "i4")),
         *(("status", "u1"), ("finish", "u1"), ("truncated", "?"), ("version", "i4"), ("turns", "i4")),
         *(("length", "i4"), ("reward", "f8"), ("advantage", "f8"), ("text_end", "i8"), ("preview_end", "i8")),
+        ("question", "u8"),  # equal for the same id, messages and gold answer; of evaluations only
     ]
 )
 _CODES = {name: code for code, name in enumerate(STATUSES)}
@@ -126,13 +127,14 @@ class Content:
 
 def read_file(folder: RunFolder, name: str) -> Content:
     """Read the lines of a rollout file, and check that its arrays match. Problems are described, not raised."""
-    reader = _Reader()
+    is_training = name.startswith(f"{FOLDERS[TRAIN]}/")
+    reader = _Reader(with_questions=not is_training)
     try:
         with folder.open(name) as file:
             reader.read(file, name)
     except OSError as error:
         reader.problems.append(reason_of(name, error))
-    if name.startswith(FOLDERS[TRAIN]) and (problem := arrays_problem(folder, name, reader.lines)):
+    if is_training and (problem := arrays_problem(folder, name, reader.lines)):
         reader.problems.append(problem)
     return reader.content()
 
@@ -142,7 +144,8 @@ def reason_of(name: str, error: BaseException) -> str:
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, with_questions: bool) -> None:
+        self._with_questions = with_questions
         self.lines = 0
         self.problems: list[str] = []
         self._rows: list[tuple[Any, ...]] = []
@@ -185,7 +188,7 @@ class _Reader:
         turns = line.get("turns")
         self._rows.append(
             (
-                *(self.lines, start, size, integer(line.get("group")), integer(line.get("sample"))),
+                *(self.lines, start, size, integer(line.get("group"), -1), integer(line.get("sample"))),
                 self._prompt(line),
                 _CODES.get(_key(verdict.get("status")), 0),
                 _FINISH_CODES.get(_key(line.get("finish")), 0),
@@ -195,6 +198,7 @@ class _Reader:
                 integer(line.get("length")),
                 *(_float(line.get(name)) for name in ("reward", "advantage")),
                 *(self._text_end, self._preview_end),
+                question_hash(line) if self._with_questions else 0,
             )
         )
 
@@ -228,6 +232,18 @@ def question_of(messages: Any) -> str:
     return ""
 
 
+def question_hash(line: Mapping[str, Any]) -> int:
+    """Identifies the question as `assay.evals.pairs` does: by id, messages except those of the system, gold answer."""
+    messages = line.get("messages")
+    asked = [
+        message.get("content")
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict) and message.get("role") != "system"
+    ]
+    key = json.dumps([str(line.get("prompt_id")), asked, str(line.get("answer"))])
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+
+
 def as_bytes(text: str) -> bytes:
     return text.encode("utf-8", "replace")  # lone surrogates, which are valid in JSON, become question marks
 
@@ -250,40 +266,54 @@ def _float(value: Any) -> float:
     return float("nan") if number is None else float(number)
 
 
-def open_arrays(folder: RunFolder, name: str) -> Any:
-    """The arrays next to a rollout file, as numpy opens them. Raises OSError, ValueError or zipfile.BadZipFile."""
-    file = folder.open(name.removesuffix(".jsonl") + ".npz")
-    try:
-        with zipfile.ZipFile(file) as members:
-            if sum(member.file_size for member in members.infolist()) > MAX_ARRAYS:
-                raise Refused(f"the arrays of {name} take more than {MAX_ARRAYS >> 20} MiB")
-        file.seek(0)
-        arrays = np.load(file, allow_pickle=False)
-        arrays.fid = file  # closes it together with the arrays
-        return arrays
-    except BaseException:
-        file.close()
-        raise
+ARRAY_ERRORS = (OSError, ValueError, LookupError, EOFError, MemoryError, NotImplementedError, zipfile.BadZipFile)
+_ARRAY_HEADER = re.compile(rb"\{'descr': '([<|][biuf]\d)', 'fortran_order': False, 'shape': \((\d{0,12}),?\), \} *\n?")
 
 
-ARRAY_ERRORS = (OSError, ValueError, LookupError, TypeError, EOFError, MemoryError, NotImplementedError)
+def read_arrays(folder: RunFolder, name: str, only: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """The arrays next to a rollout file, or those with the given names. Raises one of ARRAY_ERRORS.
+
+    Not with `numpy.load`, which evaluates headers with `ast`: that fails at times in several threads (Python 3.11), and
+    a header may claim any size.
+    """
+    with folder.open(arrays_name(name)) as file, zipfile.ZipFile(file) as members:
+        if sum(member.file_size for member in members.infolist()) > MAX_ARRAYS:
+            raise Refused(f"{arrays_name(name)} takes more than {MAX_ARRAYS >> 20} MiB")
+        wanted = only or [member.removesuffix(".npy") for member in members.namelist()]
+        return {array: parsed_array(members.read(f"{array}.npy")) for array in wanted}
+
+
+def parsed_array(content: bytes) -> np.ndarray:
+    """An array of numbers in the format of numpy, with one dimension or none."""
+    size = int.from_bytes(content[8:10], "little")
+    header = _ARRAY_HEADER.fullmatch(content[10 : 10 + size])
+    if content[:8] != b"\x93NUMPY\x01\x00" or header is None:
+        raise ValueError("not an array of numbers")
+    array = np.frombuffer(content, header[1].decode(), offset=10 + size)
+    if len(array) != int(header[2] or 1):
+        raise ValueError("an array is incomplete")
+    return array
+
+
+def arrays_name(name: str) -> str:
+    return name.removesuffix(".jsonl") + ".npz"
 
 
 def arrays_problem(folder: RunFolder, name: str, lines: int) -> str | None:
     """Why the arrays of a rollout file cannot be shown; None if they can."""
-    arrays_name = name.removesuffix(".jsonl") + ".npz"
+    own = arrays_name(name)
     try:
-        with open_arrays(folder, name) as arrays:
-            offsets = arrays["offsets"]
-            newest = int(arrays["schema"]) if "schema" in arrays else 1
+        offsets = read_arrays(folder, name, ["offsets"])["offsets"]
     except FileNotFoundError:
-        return f"{arrays_name} is missing: its tokens cannot be shown"
-    except (*ARRAY_ERRORS, zipfile.BadZipFile, zipfile.LargeZipFile) as error:
-        return reason_of(arrays_name, error)
-    if offsets.ndim != 1 or len(offsets) != lines + 1:
-        return f"{name} has {lines} lines, and {arrays_name} has {max(offsets.size - 1, 0)} answers: they do not match"
-    if newest > SCHEMA:
-        return f"{arrays_name} has schema version {newest}, newer than {SCHEMA}: read it with a newer assay"
+        return f"{own} is missing: its tokens cannot be shown"
+    except ARRAY_ERRORS as error:
+        return reason_of(own, error)
+    if len(offsets) != lines + 1:
+        return f"{name} has {lines} lines, and {own} has {max(len(offsets) - 1, 0)} answers: they do not match"
+    with suppress(*ARRAY_ERRORS):  # files of version 1 have none
+        newest = int(read_arrays(folder, name, ["schema"])["schema"][0])
+        if newest > SCHEMA:
+            return f"{own} has schema version {newest}, newer than {SCHEMA}: read it with a newer assay"
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from assay.web.folder import finite_number
-from assay.web.index import IndexedFile, integer, reason_of
+from assay.web.index import IndexedFile, arrays_name, integer, reason_of
 
 
 def problem_of_arrays(file: IndexedFile, error: BaseException) -> str:
@@ -16,7 +16,7 @@ def problem_of_arrays(file: IndexedFile, error: BaseException) -> str:
     about = [problem for problem in file.problems if ".npz" in problem]
     if about:
         return about[0]
-    name = file.name.replace(".jsonl", ".npz")
+    name = arrays_name(file.name)
     missing = isinstance(error, FileNotFoundError)
     return f"{name} is missing: its tokens cannot be shown" if missing else reason_of(name, error)
 

@@ -182,8 +182,8 @@ class RolloutTable:
             "prompt_preview": self.questions[prompt][:QUESTION],
             "preview": preview,
             "status": STATUSES[row["status"]] or None,
-            "reward": float(row["reward"]),
-            "advantage": float(row["advantage"]),
+            "reward": _number(row["reward"]),
+            "advantage": _number(row["advantage"]),
             "length": int(row["length"]),
             "truncated": bool(row["truncated"]),
             "finish": FINISHES[row["finish"]] or None,
@@ -254,6 +254,10 @@ class RolloutTable:
     def prepare(self) -> None:
         """Compute what the first request would have to wait for."""
         assert self.prompt_rank is not None and self._folded_prompts is not None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if np.isfinite(value) else None
 
 
 class TextSearch:
