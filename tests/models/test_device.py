@@ -182,3 +182,26 @@ def test_several_threads_on_a_busy_machine_are_pointed_out(four_threads, monkeyp
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     torch.set_num_threads(threads)
     assert text in describe_threads() and ("busy" in describe_threads()) == (load > 99)
+
+
+def test_used_main_memory_is_that_of_the_machine_or_of_a_fuller_container(tmp_path):
+    assert module.host_memory_use(tmp_path) is None
+    write_membership(tmp_path, "0::/user/job\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 400 kB\nHugePages: 0\n")
+    assert module.host_memory_use(tmp_path) == pytest.approx(0.6)
+    write_cgroup(tmp_path / "sys/fs/cgroup/user/job", 8 * GIB, 7 * GIB, reclaimable=GIB)
+    assert module.host_memory_use(tmp_path) == pytest.approx(0.75)
+
+
+def test_a_cpu_has_no_gpu_memory():
+    assert module.gpu_memory_use(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+def test_used_gpu_memory_is_the_peak_of_this_process_and_what_others_use():
+    total = torch.cuda.get_device_properties(0).total_memory
+    before = module.gpu_memory_use(torch.device("cuda"))
+    held = torch.empty(total // 10, dtype=torch.uint8, device="cuda")
+    del held
+    after = module.gpu_memory_use(torch.device("cuda"))
+    assert before is not None and after is not None and 0.05 < after - before < 0.15
