@@ -5,7 +5,7 @@ import { intervalPlot, lineChart, seriesColor } from "./charts.js";
 import { tokenView } from "./tokens.js";
 
 const FINALS = { start: "before the warm start", before: "before training", after: "after training" };
-const AXES = { step: "step", "sft/step": "warm start step", "time/wall": "" };
+const AXES = { step: "step", "sft/step": "step", "time/wall": "" };
 const MIN_SMOOTHED = 40; // values from which curves are smoothed
 const UNSMOOTHED = ["optim/lr", "sft/loss", "eval/accuracy"];
 
