@@ -209,11 +209,11 @@ def test_the_probe_leaves_the_weights_of_the_trainer_as_they_are(adapters: bool)
                 weight.add_(0.1 if "lora_B" in name else 0.0)
     before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
     served = {name: weight.detach().to(torch.bfloat16).float() for name, weight in policy.weights()}
-    with as_served(policy, torch.bfloat16, torch.bfloat16) as weights:
+    with as_served(policy, torch.bfloat16) as weights:
         assert all(torch.equal(weight, served[name]) for name, weight in policy.weights())
         perturb(weights, 0.1)
     assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
-    with pytest.raises(ZeroDivisionError), as_served(policy, torch.bfloat16, torch.bfloat16):
+    with pytest.raises(ZeroDivisionError), as_served(policy, torch.bfloat16):
         raise ZeroDivisionError
     assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
 

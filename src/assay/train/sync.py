@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -108,6 +108,7 @@ LEVEL_LIMIT = 2.5  # largest root mean square gap, in units of that before train
 TOKEN_LIMIT = 4.0  # largest gap of a single token, in units of the largest before training
 STALE_SHARE = 0.5  # share of the trainer's change that the engine may miss, if the share is known with
 CERTAINTY = 8.0  # so many standard errors, so that thousands of checks give no false alarm
+PERTURBATION = 2.0**-17  # smallest relative change that stands for rounding: it must exceed the precision of weights
 KEPT = 0.98  # weight of earlier versions in the sums over versions: about the last 50 count
 
 NEUTRAL = Algorithm(AlgoConfig(advantage="none", policy_loss="reinforce"))  # scores do not depend on an algorithm
@@ -129,23 +130,21 @@ def probe_sequences(prompts: Iterable[Sequence[int]], vocab_size: int, max_lengt
 
 
 @contextmanager
-def as_served(policy: PolicyModel, dtype: torch.dtype, precision: torch.dtype) -> Iterator[list[Tensor]]:
+def as_served(policy: PolicyModel, dtype: torch.dtype) -> Iterator[list[Tensor]]:
     """Within this context the policy has the weights that the engine must have: adapters merged, rounded to `dtype`.
 
     Yields this rank's shards of them, which may be changed: afterwards all weights are as before, bit by bit. The saved
-    copy takes as much memory as the gradients of an update of all weights. It is not made, and nothing is yielded, if
-    `precision`, that of the less precise side, is the dtype of the weights.
+    copy takes as much memory as the gradients of an update of all weights.
     """
     reshard(policy)
     parameters, saved = dict(policy.network.named_parameters()), list[tuple[Tensor, Tensor]]()
     try:
         with torch.no_grad():
-            if any(weight.dtype.itemsize > precision.itemsize for weight in parameters.values()):
-                for name, weight in merged_weights(policy.network):
-                    own = local_tensor(parameters[name].detach())
-                    saved.append((own, own.clone()))
-                    own.copy_(local_tensor(like(weight, parameters[name])).to(dtype))
-        with policy.adapters_off() if saved else nullcontext():
+            for name, weight in merged_weights(policy.network):
+                own = local_tensor(parameters[name].detach())
+                saved.append((own, own.clone()))
+                own.copy_(local_tensor(like(weight, parameters[name])).to(dtype))
+        with policy.adapters_off():
             yield [own for own, _ in saved]
     finally:
         reshard(policy)
@@ -198,7 +197,7 @@ class ProbeScores:
 
     trainer: np.ndarray
     engine: np.ndarray
-    rounding: float  # root mean square effect of rounding all weights once more; 0 if it is not measured
+    rounding: float  # root mean square effect of rounding all weights once more
 
     @property
     def gap(self) -> np.ndarray:
@@ -364,13 +363,13 @@ class WeightSync:
 
     def _trainer_scores(self) -> tuple[np.ndarray, float]:
         """Scores with the weights that the engine must have, and the effect of rounding them once more."""
-        with as_served(self.updater.policy, self.engine.info.dtype, self._precision) as weights:
+        rounding = torch.finfo(self._precision).eps / 4  # about the root mean square of rounding errors
+        applied = max(rounding, PERTURBATION)
+        with as_served(self.updater.policy, self.engine.info.dtype) as weights:
             exact = trainer_scores(self.updater, self.sequences)
-            if not self.mesh.any(bool(weights)):
-                return exact, 0.0
             reshard(self.updater.policy)
-            perturb(weights, torch.finfo(self._precision).eps / 4)  # about the root mean square of rounding errors
-            return exact, rms(trainer_scores(self.updater, self.sequences) - exact)
+            perturb(weights, applied)
+            return exact, rms(trainer_scores(self.updater, self.sequences) - exact) * rounding / applied
 
     def _start_problem(self, scores: Mapping[str, ProbeScores]) -> str:
         for name, one in scores.items():
