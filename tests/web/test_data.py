@@ -55,7 +55,9 @@ def test_findings_are_those_of_the_doctor(tmp_path: Path) -> None:
     view.detail()
     if view._diagnosing is not None:
         view._diagnosing.result()
-    findings = view.detail()["findings"]
+    detail = view.detail()
+    findings = detail["findings"]
+    assert not detail["findings_pending"]
     assert findings and findings[0].keys() == {"name", "evidence", "remedy", "severity", "examples"}
 
 

@@ -48,6 +48,8 @@ def test_filters(table: RolloutTable) -> None:
     assert listed(table, min_reward=1, first_step=3) == ["3/p1/0", "3/p1/1", "3/p2/1"]
     assert listed(table, max_reward=0.5, first_step=3) == ["3/p2/0"]
     assert listed(table, source="step-000003-after-test") == ["3/q0/0", "3/q1/0"]
+    evaluated = [row for source in table.sources for row in listed(table, source=source)]
+    assert listed(table, source="eval") == evaluated and len(table.sources) > 1
     assert listed(table, truncated=True) == [] and len(listed(table, truncated=False)) == 12
     assert listed(table, prompt="unknown") == []
 

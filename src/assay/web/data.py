@@ -38,7 +38,7 @@ from assay.web.index import (
     read_file,
 )
 from assay.web.lines import cleaned, context_spans, problem_of_arrays, token_columns, turns_of
-from assay.web.table import CHANGES, OK, RolloutFilter, RolloutTable, TextSearch
+from assay.web.table import ALL_EVALUATIONS, CHANGES, OK, RolloutFilter, RolloutTable, TextSearch
 from assay.web.tokens import RunTokenizer, load_tokens
 
 FACTS = (
@@ -155,6 +155,7 @@ class RunView:
             "environment": self.folder.document("environment.json")[0],
             "summary": self.folder.document("summary.json")[0],
             "findings": findings,
+            "findings_pending": self._diagnosing is not None and not self._diagnosing.done(),
             "train_steps": [place.step for place in names if place.source == TRAIN],
             "evals": [self._listed_evaluation(place) for place in names if place.source != TRAIN],
             "metrics": sorted(set(self.folder.metrics.columns) - {"step"}),
@@ -251,7 +252,7 @@ class RunView:
     ) -> dict[str, Any]:
         """One page of a list of rollouts, and the number of all by status."""
         table = self.current_table()
-        if wanted.source != TRAIN and wanted.source not in table.sources:
+        if wanted.source not in (TRAIN, ALL_EVALUATIONS) and wanted.source not in table.sources:
             self._check_source(wanted.source)
             return {"total": 0, "rows": [], "statuses": {}, "searched": None}
         found, searched = None, None

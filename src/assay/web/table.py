@@ -20,6 +20,7 @@ import numpy as np
 from assay.web.index import END, FINISHES, ROW, STATUSES, TRAIN, IndexedFile, fold
 
 OK = STATUSES.index("ok")
+ALL_EVALUATIONS = "eval"  # as a source
 GAINED, LOST = 1, -1
 CHANGES = {GAINED: "gained", LOST: "lost"}
 SORTS = ("step", "reward", "length", "advantage")
@@ -122,10 +123,10 @@ class RolloutTable:
     # Lists of rollouts
 
     def file_rows(self, source: str) -> slice:
-        """The rows of training, or of one evaluation."""
-        if source == TRAIN:
-            training = [number for number, file in enumerate(self.files) if file.place.source == TRAIN]
-            return slice(0, int(self.first[len(training)]))
+        """The rows of training, of all evaluations, or of one of them."""
+        training = int(self.first[sum(file.place.source == TRAIN for file in self.files)])
+        if source in (TRAIN, ALL_EVALUATIONS):
+            return slice(0, training) if source == TRAIN else slice(training, len(self.rows))
         number = self.sources[source]
         return slice(int(self.first[number]), int(self.first[number + 1]))
 

@@ -94,7 +94,7 @@ def test_the_summary_shows_facts_findings_and_curves(tab: Tab, browser_runs: Pat
     assert accuracies == pytest.approx([100 * summary[key]["accuracy"] for key in ("before", "after")], abs=0.006)
     titles = page.locator(".chart-title").all_inner_texts()
     assert titles[:2] == ["Reward (mean)", "Evaluation accuracy (95 % interval)"] and "Learning rate" in titles
-    assert page.locator(".findings, .healthy").count() == 1
+    page.locator(".findings, .healthy").wait_for()
 
 
 def test_the_crosshair_shows_exact_values(tab: Tab, browser_runs: Path) -> None:
@@ -171,6 +171,14 @@ def test_prompts_have_the_pass_rates_of_the_files(tab: Tab, browser_runs: Path) 
     page.locator("th[aria-sort=ascending]", has_text="Pass rate").wait_for()
     rates = [number(row[3]) for row in rows(tab)]
     assert rates == sorted(rates)
+    page.get_by_role("button", name="Evaluations").click()
+    evaluated = [line["prompt_id"] for path in browser_runs.glob("small/evals/*") for line in lines_of(path)]
+    tab.until(f"document.querySelector('.pager .count').innerText.endsWith('of {len(set(evaluated))} prompts')")
+    prompt_id = rows(tab)[0][1]
+    page.locator(".row-link").first.click()
+    tab.until("location.hash.includes('rollouts?') && document.querySelector('.chips')")
+    assert total(tab) == evaluated.count(prompt_id) > 1
+    tab.open("#/run/small/prompts")
     page.get_by_role("searchbox").fill(shown[0][0][:20])
     tab.until(f"document.querySelectorAll('main tbody tr').length < {len(shown)}")
     assert all(shown[0][0][:20] in row[0] for row in rows(tab))

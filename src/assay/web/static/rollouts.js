@@ -120,7 +120,7 @@ function sources({ detail }) {
     name,
     `${label} (${[split, `step ${step}`].filter(Boolean).join(", ")})`,
   ]);
-  return [["", "training"], ...evals];
+  return [["", "training"], ["eval", "all evaluations"], ...evals];
 }
 
 function numberField(title, name, view) {

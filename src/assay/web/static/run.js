@@ -19,6 +19,7 @@ import {
   timeText,
 } from "./widgets.js";
 
+const PENDING_MS = 500; // between updates while the doctor examines the run
 export const TABS = [
   ["", "Summary"],
   ["prompts", "Prompts"],
@@ -78,6 +79,7 @@ export async function runSummary({ parts: [, run], parameters, signal }) {
     crumbs: runCrumbs(detail),
     parts: [view.top, view.body],
     live: () => view.detail.state === "running",
+    every: () => (view.detail.findings_pending ? PENDING_MS : null),
     refresh: () => refreshSummary(view),
   };
 }
@@ -116,8 +118,9 @@ function failure({ error }) {
   );
 }
 
-function findings({ findings, state, steps }) {
+function findings({ findings, findings_pending: pending, state, steps }) {
   if (findings.length) return findingList(findings);
+  if (pending) return element("p", { class: "muted", role: "status", text: "The doctor is examining the run \u2026" });
   if (!steps || state === "failed") return null;
   return element("p", {
     class: "healthy",
