@@ -60,7 +60,7 @@ def cache_file(path: Path, config: Mapping[str, Any]) -> Path | None:
     machine = {key: setting(last, f"machine.{key}") for key in MACHINE}
     if machine["host"] is None:
         return None
-    work = {key: setting(config, key) for key in WORK}
+    work = {key: setting(config, key) or None for key in WORK}  # files leave empty values out
     text = json.dumps([machine, setting(last, "threads"), work], sort_keys=True, default=str)
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
