@@ -105,7 +105,7 @@ def test_prepared_gsm8k_keeps_its_prompt_and_rejects_another(tmp_path, source, c
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("name", ["abacus", "countdown"])
+@pytest.mark.parametrize("name", ["abacus", "countdown", "code"])
 def test_prepared_files_of_generated_tasks_name_their_judge(tmp_path, name, capsys):
     out = tmp_path / name
     sizes = ("--train-size", 40, "--val-size", 10, "--eval-size", 15)
@@ -185,7 +185,7 @@ def test_check_reports_gold_answers_and_overlap(tmp_path, capsys):
     assert not summary["ok"] and summary["missing_splits"] == ["validation"]
     assert summary["gold"]["train"]["failed"] == 1
     assert summary["gold"]["train"]["examples"] == [
-        {"id": "jsonl/train/1", "status": "wrong", "parsed": "5", "answer": "4"}
+        {"id": "jsonl/train/1", "status": "wrong", "parsed": "5", "answer": "4", "detail": ""}
     ]
     assert summary["overlap_with_train"]["test"]["n_shared"] == 1
     assert assay_data("check", "abacus", "--limit", 20) == 0

@@ -94,6 +94,15 @@ def test_countdown_rows(run: Score) -> None:
     assert statuses(written) == ["ok", "wrong", "unparsable"] and summary["correct"] == 1
 
 
+def test_code_rows(run: Score) -> None:
+    rows = [
+        {"tests": ["assert f(2) == 4"], "completion": f"```python\ndef f(x): return {result}\n```"}
+        for result in ("x * x", "x", "(")
+    ]
+    summary, written, _ = run(rows, "--task", "code")
+    assert statuses(written) == ["ok", "wrong", "unparsable"] and summary["correct"] == 1
+
+
 def test_math_and_abacus_rows(run: Score) -> None:
     rows = [
         {"answer": r"\frac{\sqrt{2}}{2}", "completion": r"\boxed{\frac{1}{\sqrt{2}}}"},
@@ -182,6 +191,7 @@ GOOD = '{"gold": "5", "completion": "#### 5"}\n'
         ('{"completion": "5"}\n', ["--task", "math"], "'gold'"),
         ('{"gold": [5], "completion": "5"}\n', ["--task", "gsm8k"], "list"),
         ('{"completion": "5", "nums": [1]}\n', ["--task", "countdown"], "'target' is missing"),
+        ('{"completion": "5", "answer": "1"}\n', ["--task", "code"], "'tests' is missing"),
         ("", ["--task", "gsm8k"], "empty"),
         ("\n \n", ["--task", "gsm8k"], "empty"),
         ('{"gold": ' + "9" * 5000 + ', "completion": ""}', ["--task", "gsm8k"], "cannot be read|not valid JSON"),

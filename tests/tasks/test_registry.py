@@ -177,14 +177,14 @@ def test_invalid_rows_are_user_errors(own):
 def test_config_values_are_converted_to_the_annotated_types():
     assert make_task("countdown", numbers=[3, 3]).numbers == (3, 3)
     assert make_task("abacus", noise=0).noise == 0.0
-    assert set(TASKS) == {"abacus", "countdown", "gsm8k", "jsonl", "math", "mix"}
+    assert set(TASKS) == {"abacus", "code", "countdown", "gsm8k", "jsonl", "math", "mix"}
 
 
 DIGEST = """
 import hashlib
 from assay.tasks import make_task
 digest = hashlib.sha256()
-for name in ("abacus", "countdown"):
+for name in ("abacus", "code", "countdown"):
     for split in ("train", "validation", "test"):
         for prompt in make_task(name, seed=3).prompts(split)[:20]:
             digest.update(repr(prompt).encode())

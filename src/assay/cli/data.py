@@ -20,7 +20,7 @@ from assay.tasks.sources import DEFAULT_VALIDATION, MANIFEST, jsonl_text, manife
 from assay.types import Prompt, Status, UserError, plural
 
 HELP = "Prepare, show or check the problems of a task."
-PREPARABLE = ("gsm8k", "math", "countdown", "abacus")
+PREPARABLE = ("gsm8k", "math", "countdown", "abacus", "code")
 GENERATED_TRAIN_SIZE = 10_000
 HELD_OUT = DEFAULT_VALIDATION
 LAZY_CHECKED = 1_000  # gold answers that are checked of an endless split
@@ -130,7 +130,7 @@ def prepare_splits(
 ) -> tuple[Task, tuple[Sequence[Prompt], Sequence[Prompt], Sequence[Prompt]]]:
     """Train, validation and evaluation problems; the last are the first ones of a seeded shuffle of test."""
     extra = task_arguments(args.arg)
-    generated = args.name == "abacus" or (args.name == "countdown" and args.path is None)
+    generated = args.name == "abacus" or (args.name in ("countdown", "code") and args.path is None)
     if generated:
         task = make_task(args.name, args.path, **{"seed": args.seed, **extra})
         train, validation, test = (task.prompts(split) for split in ("train", "validation", "test"))
@@ -224,7 +224,13 @@ def check_split_golds(task: Task, prompts: Sequence[Prompt], pool: JudgePool, li
     chosen = list(prompts[:limit])
     verdicts = pool.judge([(task.gold_completion(prompt), prompt.answer, pool.fields(prompt)) for prompt in chosen])
     failed = [
-        {"id": prompt.id, "status": str(verdict.status), "parsed": verdict.parsed, "answer": prompt.answer}
+        {
+            "id": prompt.id,
+            "status": str(verdict.status),
+            "parsed": verdict.parsed,
+            "answer": prompt.answer,
+            "detail": verdict.detail,
+        }
         for prompt, verdict in zip(chosen, verdicts, strict=True)
         if not is_gold(verdict)
     ]

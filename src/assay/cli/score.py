@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 HELP = """Judge the completions in a JSONL file, and print a summary as JSON.
 
-Each row has 'completion' and 'gold' or 'answer' (for countdown 'nums' and 'target'), or is a row of a run's
-rollouts/step-N.jsonl. It is written with its 'verdict' to OUT.jsonl, in the same order."""
+Each row has 'completion' and 'gold' or 'answer' (for countdown 'nums' and 'target', for code 'tests'), or is a row of
+a run's rollouts/step-N.jsonl. It is written with its 'verdict' to OUT.jsonl, in the same order."""
 SHOWN_DISAGREEMENTS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     forms = "|".join(EXTRACTORS)
     parser.add_argument("file", metavar="FILE.jsonl", help="the completions, one JSON object per line")
-    parser.add_argument("--task", metavar="NAME", help="gsm8k, math, countdown, abacus, or my_file.py:MyTask")
+    parser.add_argument("--task", metavar="NAME", help="gsm8k, math, countdown, abacus, code, or my_file.py:MyTask")
     parser.add_argument("--extract", metavar=forms, help="required answer format (default: the task's)")
     parser.add_argument("--lenient", action="store_true", help="accept other answer formats, or the last number")
     parser.add_argument("--reward", metavar="FILE.py:FN", help="a reward function instead of the task's judge")
@@ -71,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
     source, out = Path(args.file), Path(args.out)
     check_output(out, source, args.force)
     if args.task is None and args.reward is None:
-        raise UserError("no judge: give --task NAME (gsm8k, math, countdown, abacus) or --reward FILE.py:FUNCTION")
+        raise UserError(
+            "no judge: give --task NAME (gsm8k, math, countdown, abacus, code) or --reward FILE.py:FUNCTION"
+        )
     task = make_task(args.task) if args.task is not None else None
     judge = shaped(first_judge(args, task), args)
     other = second_judge(args, task)
@@ -155,6 +157,10 @@ def gold_answer(row: DataRow, task: Task | None) -> str:
         if missing:
             raise UserError(f"{row.where}: the field '{missing[0]}' is missing; a countdown row needs nums and target")
         return str(values["target"])
+    if task is not None and task.judge_kind == "code":
+        if values.get("tests") is None:
+            raise UserError(f"{row.where}: the field 'tests' is missing; a row of the task code needs tests")
+        return ""
     if isinstance(stated, bool) or not isinstance(stated, str | int | float | None):
         raise UserError(f"{row.where}: the gold answer must be a string or a number, not {type(stated).__name__}")
     if stated is None and (task is None or task.name != "math" or "solution" not in values):

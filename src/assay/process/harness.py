@@ -266,7 +266,7 @@ class TestSession:
         self._tests = [_compiled(test) for test in tests["tests"]]
         sources = [tests["setup"], *(_source(test) for test in tests["tests"])]
         self._required = list(tests["names"] or ())
-        self._names = self._required or _free_names(sources)
+        self._names = list(dict.fromkeys([*self._required, *_free_names(sources)]))
         self._namespace: dict[str, Any] = {"__name__": "tests"}
 
     def run(self, connection: ProgramConnection) -> dict[str, Any]:

@@ -163,16 +163,17 @@ def assemble(text: str, prefix: str, names: Sequence[str], form: str) -> str:
     """Return the whole program: with what comes before its functions in the prefix, or with all of the prefix."""
     if not prefix or (form != "continuation" and not names):
         return text
-    defined = [_definition(name).search(text) for name in names]
+    defined = [definition_of(name).search(text) for name in names]
     if form != "continuation" or any(defined):
         if any(defined):
-            start = min((match.start() for name in names if (match := _definition(name).search(prefix))), default=0)
+            start = min((match.start() for name in names if (match := definition_of(name).search(prefix))), default=0)
             return f"{prefix[:start]}\n{text}"
         return f"{prefix}\n{_indented(text)}"
     return prefix + text
 
 
-def _definition(name: str) -> re.Pattern[str]:
+def definition_of(name: str) -> re.Pattern[str]:
+    """Return a pattern for the line that defines a function, class or variable."""
     return re.compile(
         rf"^(?:async[ \t]+def|def|class)[ \t]+{re.escape(name)}\b|^{re.escape(name)}[ \t]*=", re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""Tasks: GSM8K, MATH, Countdown, generated word problems, reasoning-gym, and users' own data.
+"""Tasks: GSM8K, MATH, Countdown, generated word problems, programs with tests, reasoning-gym, and users' own data.
 
 `make_task("gsm8k", path="data/gsm8k")` returns a Task with `prompts("train")` and `judge()`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from assay.tasks.abacus import Abacus
 from assay.tasks.base import SPLITS, Task, check_gold, overlap
+from assay.tasks.code import Code
 from assay.tasks.countdown import Countdown
 from assay.tasks.datasets import GSM8K, Math
 from assay.tasks.jsonl import Jsonl
@@ -17,6 +18,7 @@ __all__ = [
     "SPLITS",
     "TASKS",
     "Abacus",
+    "Code",
     "Countdown",
     "Jsonl",
     "Math",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, overload
 
-from assay.rewards import CountdownJudge, Judge, MathJudge
+from assay.rewards import CodeJudge, CountdownJudge, Judge, MathJudge
 from assay.rewards.extract import check_extractor
 from assay.rewards.judge import judged_fields
 from assay.types import Prompt, UserError, Verdict, describe_user_error, plural
@@ -85,7 +85,7 @@ class Task(ABC):
 
     name: str = "task"
     default_extract: str = "boxed"
-    judge_kind: str = "math"  # or "countdown"
+    judge_kind: str = "math"  # or "countdown", "code"
     instruction: str = ""  # appended to every question
     has_all: bool = False  # whether there is a split "all": true for a single file or list
 
@@ -119,9 +119,10 @@ class Task(ABC):
 
 
 def named_judge(kind: str, extract: str, strict: bool = True) -> Judge:
-    judges: dict[str, type[MathJudge | CountdownJudge]] = {"math": MathJudge, "countdown": CountdownJudge}
+    judges: dict[str, type[MathJudge | CountdownJudge | CodeJudge]]
+    judges = {"math": MathJudge, "countdown": CountdownJudge, "code": CodeJudge}
     if kind not in judges:
-        raise UserError(f'unknown judge "{kind}": use math, countdown, or a function such as my_file.py:reward')
+        raise UserError(f'unknown judge "{kind}": use math, countdown, code, or a function such as my_file.py:reward')
     return judges[kind](extract=extract, strict=strict)
 
 

@@ -29,7 +29,7 @@ class Jsonl(RowTask):
     validation.jsonl.
 
     `map` converts a raw row to {question or messages, answer, optional solution, any other fields}. `judge` is "math",
-    "countdown" or the path of a function such as "my_file.py:reward" (see FunctionJudge).
+    "countdown", "code" or the path of a function such as "my_file.py:reward" (see FunctionJudge).
     """
 
     name = "jsonl"
@@ -51,8 +51,8 @@ class Jsonl(RowTask):
         self.instruction = instruction
         self.map_name = map if isinstance(map, str) else getattr(map, "__name__", "map")
         self.map: Any = load_object(map) if isinstance(map, str) else map
-        self.default_extract = extract or manifest.get("extract") or "boxed"
         judge = judge or manifest.get("judge")
+        self.default_extract = extract or manifest.get("extract") or ("code-block" if judge == "code" else "boxed")
         self.judge_kind = judge if isinstance(judge, str) and ":" not in judge else "math"
         named_judge(self.judge_kind, self.default_extract)  # raises if the name is unknown
         self.user_judge: Judge | None = None

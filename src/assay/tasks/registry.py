@@ -12,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from assay.rewards import load_object
 from assay.tasks.abacus import Abacus
 from assay.tasks.base import Task
+from assay.tasks.code import Code
 from assay.tasks.countdown import Countdown
 from assay.tasks.datasets import GSM8K, PREFIX, Math, ReasoningGym
 from assay.tasks.jsonl import Jsonl, ListTask
@@ -51,6 +52,7 @@ def _part(entry: dict[str, Any]) -> MixPart:
 
 TASKS: dict[str, Callable[..., Task]] = {
     "abacus": Abacus,
+    "code": Code,
     "countdown": Countdown,
     "gsm8k": GSM8K,
     "jsonl": Jsonl,

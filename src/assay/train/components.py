@@ -60,7 +60,7 @@ SMALL_ACTIVATIONS = 2**31  # bytes; a model that needs less per micro-batch is t
 def build_task(cfg: TaskConfig, **changes: object) -> Task:
     if not cfg.name:
         raise UserError(
-            "no task: set task.name to gsm8k, math, countdown, abacus, jsonl, or your own, e.g. --task gsm8k"
+            "no task: set task.name to gsm8k, math, countdown, abacus, code, jsonl, or your own, e.g. --task gsm8k"
         )
     return make_task(cfg.name, cfg.path or None, **{**cfg.args, **changes})
 

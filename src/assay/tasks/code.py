@@ -1,0 +1,244 @@
+"""Programming problems: Python functions judged by tests. Generated, or read from JSONL in the layouts of this package,
+of MBPP and of HumanEval."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from assay.rewards import CodeJudge, Judge
+from assay.rewards.code import CODE_FORMS, definition_of, read_tests
+from assay.rewards.numeric import UnreadableGold
+from assay.tasks.base import UNLIMITED, GeneratedTask, rng_for, split_of
+from assay.tasks.code_problems import NAME, draw_problem
+from assay.tasks.sources import DataRow, RowTask, Source, manifest_of, open_source, read_messages, user_message
+from assay.types import Prompt, UserError, describe_error
+
+INSTRUCTIONS = {
+    "code-block": "Put the whole program in one ```python code block.",
+    "answer-tag": "Put the whole program inside <answer> </answer> tags.",
+    "continuation": "",
+}
+SOLUTIONS = {"code-block": "```python\n%s\n```", "answer-tag": "<answer>\n%s\n</answer>", "continuation": "%s"}
+N_EXAMPLES = 2
+MAX_DRAWS = 20_000  # after which a split counts as empty
+LAYOUTS = (
+    '"prompt" and "tests", or the columns of MBPP ("text" or "prompt", "code", "test_list") or HumanEval ("prompt", '
+    '"test", "entry_point")'
+)
+
+
+class Code(GeneratedTask):
+    """Generated and unlimited; with `path`, read from rows."""
+
+    name = "code"
+    judge_kind = "code"
+
+    def __init__(
+        self,
+        path: str | None = None,
+        form: str | None = None,
+        partial: bool = False,
+        timeout_s: float = 3.0,
+        memory_mb: int = 512,
+        allow_unconfined: bool = False,
+        instruction: str | None = None,
+        steps: tuple[int, int] = (1, 3),
+        tests: int = 8,
+        shown_tests: int = 1,
+        val_size: int | None = None,
+        seed: int = 0,
+        train_size: int = UNLIMITED,
+        eval_size: int = UNLIMITED,
+    ) -> None:
+        if not 1 <= steps[0] <= steps[1] <= 6:
+            raise UserError(f"code: steps must be a range within 1 to 6, such as [1, 3], not {list(steps)}")
+        if not 2 <= tests <= 20 or shown_tests < 0 or min(train_size, eval_size) < 1:
+            raise UserError(
+                "code: tests must be from 2 to 20, shown_tests at least 0, train_size and eval_size at least 1"
+            )
+        self.form = form or manifest_of(path).get("extract") or "code-block"
+        self._judge = CodeJudge(self.form, True, timeout_s, memory_mb, partial, allow_unconfined)  # checks its settings
+        if self.form == "continuation" and path is None:
+            raise UserError("code: generated problems have no prefix to continue: use form = code-block or answer-tag")
+        self.default_extract = self.form
+        self.steps, self.n_tests, self.seed = steps, tests, seed
+        self.train_size, self.eval_size = train_size, eval_size
+        self.instruction = INSTRUCTIONS[self.form] if instruction is None else instruction
+        self._stored: StoredCode | None = None
+        if path is not None:
+            self._stored = StoredCode(open_source(path), self.form, self.instruction, shown_tests, val_size, seed)
+        self.has_all = self._stored is not None and self._stored.has_all
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return super().prompts(split) if self._stored is None else self._stored.prompts(split)
+
+    def problem(self, split: str, index: int) -> Prompt:
+        rng = rng_for("code", self.seed, split, index)
+        for _ in range(MAX_DRAWS):
+            problem = draw_problem(rng, rng.randint(*self.steps))
+            if problem is None or split_of(problem.canonical) != split:
+                continue
+            calls = problem.calls(rng, self.n_tests + N_EXAMPLES)
+            if calls is not None:
+                break
+        else:
+            raise UserError(f"code: these settings allow no problem in the {split} split: allow more steps")
+        examples = "\n".join(f"{call} returns {result!r}" for call, result in calls[:N_EXAMPLES])
+        question = f"{problem.description}\nExamples:\n{examples}"
+        return Prompt(
+            id=f"code/{split}/{index}",
+            messages=user_message(question, self.instruction),
+            answer=problem.program,
+            solution=SOLUTIONS[self.form] % problem.program.rstrip("\n"),
+            fields={
+                "tests": [{"call": call, "expected": result} for call, result in calls[N_EXAMPLES:]],
+                "entry_points": [NAME],
+            },
+        )
+
+    def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
+        own = self._judge
+        return CodeJudge(extract or self.form, strict, own.timeout_s, own.memory_mb, own.partial, own.allow_unconfined)
+
+    def gold_completion(self, prompt: Prompt) -> str:
+        return prompt.solution if prompt.solution is not None else ""
+
+
+class StoredCode(RowTask):
+    """Problems from rows; the columns of a row decide its layout."""
+
+    name = "code"
+
+    def __init__(
+        self, source: Source, form: str, instruction: str, shown_tests: int, val_size: int | None, seed: int
+    ) -> None:
+        super().__init__(source, val_size, seed)
+        self.form, self.instruction, self.shown_tests = form, instruction, shown_tests
+
+    def to_prompt(self, row: DataRow, split: str) -> Prompt:
+        layouts = {"tests": self._own, "test_list": self._mbpp, "entry_point": self._humaneval}
+        layout = next((make for column, make in layouts.items() if row.values.get(column) is not None), None)
+        if layout is None:
+            raise UserError(f"{row.where} is no code problem: it needs {LAYOUTS}")
+        question, program, fields = layout(row)
+        check_tests(fields, row.where)
+        if self.form == "continuation" and not fields.get("prefix"):
+            raise UserError(f'{row.where} has no "prefix" to continue: use another form')
+        identifier = row.values.get("id", row.values.get("task_id", f"{split}/{row.key}"))
+        own = row.values.get("messages")
+        return Prompt(
+            id=str(identifier) if str(identifier).startswith("code/") else f"code/{identifier}",
+            messages=read_messages(own, row.where) if own else user_message(question, self.instruction),
+            answer=program or "",
+            solution=None if program is None else self._solution(program),
+            fields={name: value for name, value in fields.items() if value},
+        )
+
+    def _solution(self, program: str) -> str:
+        return program if "```" in program else SOLUTIONS[self.form] % program.strip("\n")
+
+    def _own(self, row: DataRow) -> tuple[str, str | None, dict[str, Any]]:
+        question = "" if row.values.get("messages") else row.text("prompt", "question", "problem")
+        names = row.values.get("entry_points") or []
+        if single := row.values.get("entry_point"):
+            names = [single]
+        fields = {name: row.values.get(name) for name in ("tests", "setup", "prefix")}
+        solution = row.values.get("solution")
+        return question, None if solution is None else str(solution), {**fields, "entry_points": names}
+
+    def _mbpp(self, row: DataRow) -> tuple[str, str | None, dict[str, Any]]:
+        tests, program = row.column("test_list"), row.text("code")
+        if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
+            raise UserError(f'{row.where}: "test_list" must be a list of assert statements')
+        imports = row.values.get("test_imports") or []
+        setup = "\n".join([*imports, row.values.get("test_setup_code") or ""])
+        question = row.text("text", "prompt")
+        if self.shown_tests and tests:
+            question += "\nThe program must pass tests such as:\n" + "\n".join(tests[: self.shown_tests])
+        used = {node.id for test in tests for node in _nodes(test, row.where) if isinstance(node, ast.Name)}
+        names = [name for name in _defined(program, row.where) if name in used]
+        if not names:
+            raise UserError(f'{row.where}: no test in "test_list" uses a function of "code"')
+        return question, program, {"tests": tests, "setup": setup, "entry_points": names}
+
+    def _humaneval(self, row: DataRow) -> tuple[str, str | None, dict[str, Any]]:
+        prefix, test, name = row.text("prompt"), row.text("test"), row.text("entry_point")
+        signature = definition_of(name).search(prefix)
+        if signature is None:
+            raise UserError(f'{row.where}: "prompt" does not define the entry point {name}')
+        setup, tests = split_check(test, name, row.where)
+        helpers = prefix[: signature.start()]  # tests use them as they are here, whatever a program defines
+        fields = {"tests": tests, "setup": f"{helpers}\n{setup}", "entry_points": [name], "prefix": prefix}
+        body = row.values.get("canonical_solution")
+        program = None if body is None else str(body) if self.form == "continuation" else prefix + str(body)
+        if self.form == "continuation":
+            return prefix, program, fields
+        return f"Complete this Python function.\n```python\n{prefix.rstrip()}\n```", program, fields
+
+
+def check_tests(fields: Mapping[str, Any], where: str) -> None:
+    """Raise a UserError if a problem has no valid tests."""
+    try:
+        tests = read_tests(fields)
+    except UnreadableGold as error:
+        raise UserError(f"{where}: {error}") from None
+    _nodes(tests["setup"], f"{where}, set-up of the tests")
+    for number, test in enumerate(tests["tests"], start=1):
+        _nodes(test if isinstance(test, str) else test["call"].strip(), f"{where}, test {number}")
+
+
+def split_check(test: str, name: str, where: str) -> tuple[str, list[str]]:
+    """Split the function `check(candidate)` of HumanEval into set-up code and tests, one per assert statement.
+
+    Statements before an assert belong to its test; all tests have one namespace.
+    """
+    tree = _parse(test, where)
+    checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    if len(checks) != 1 or len(checks[0].args.args) != 1:
+        raise UserError(f'{where}: "test" must define one function check(candidate)')
+    check = checks[0]
+    others = [ast.unparse(node) for node in tree.body if node is not check and not _calls_check(node)]
+    setup = "\n".join([*others, f"{check.args.args[0].arg} = {name}"])
+    tests, pending = [], list[str]()
+    for statement in check.body:
+        if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Constant):
+            continue  # some problems have `assert True`
+        pending.append(ast.unparse(statement))
+        if any(isinstance(node, ast.Assert) for node in ast.walk(statement)):
+            tests.append("\n".join(pending))
+            pending = []
+    if not tests or any(isinstance(node, ast.Return) for node in check.body):
+        raise UserError(f'{where}: the function check of "test" must consist of assert statements')
+    return setup, tests
+
+
+def _calls_check(node: ast.stmt) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"
+
+
+def _defined(program: str, where: str) -> list[str]:
+    """Return the names that a program defines."""
+    names: list[str] = []
+    for node in _parse(program, f'{where}, "code"').body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return names
+
+
+def _nodes(code: str, where: str) -> list[ast.AST]:
+    return list(ast.walk(_parse(code, where)))
+
+
+def _parse(code: str, where: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"{where} is not valid Python: {describe_error(error)}") from None
+
+
+assert set(INSTRUCTIONS) == set(SOLUTIONS) == set(CODE_FORMS)
