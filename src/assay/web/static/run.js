@@ -185,7 +185,7 @@ function changeText(before, after, paired) {
     "p",
     { class: "result-text" },
     element("b", {
-      class: gain >= 0 ? "good" : "bad",
+      class: gain > 0 ? "good" : gain < 0 ? "bad" : "muted",
       text: `${sign}${formatShare(gain).replace("\u00a0%", "")} points`,
     }),
     ` \u00b7 ${plural(paired.gained, "question")} gained, ${formatNumber(paired.lost)} lost`,
