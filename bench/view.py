@@ -257,10 +257,15 @@ def measure(client: Client, steps: int, count: int, seed: int = 0) -> list[dict[
     rows = []
     for name, path in requests(steps, random.Random(seed)).items():
         before = client.cpu_s
-        results = [client.get(path())[1:] for _ in range(count)]
-        cpu_ms = round(1000 * (client.cpu_s - before) / count, 1)
-        kib = round(sum(size for _, size in results) / count / 1024, 1)
-        rows.append(summary(name, [seconds for seconds, _ in results], cpu_ms=cpu_ms, kib=kib))
+        results = [client.get(path()) for _ in range(count)]
+        facts: dict[str, Any] = {
+            "cpu_ms": round(1000 * (client.cpu_s - before) / count, 1),
+            "kib": round(sum(size for _, _, size in results) / count / 1024, 1),
+        }
+        if name.startswith("search"):  # a search that takes long is continued by the next request
+            searched = [answer["searched"] for answer, _, _ in results]
+            facts["continued"] = sum(part["done"] < part["total"] for part in searched)
+        rows.append(summary(name, [seconds for _, seconds, _ in results], **facts))
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -288,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--count", type=int, default=100, help="requests of each kind")
     parser.add_argument("--folder", type=Path, help="where the run is written, or was written before [a temporary one]")
+    parser.add_argument("--note", default="", help="a remark for the results, for example about other programs")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args(argv)
     words = ["python", "bench/view.py", *(sys.argv[1:] if argv is None else argv)]
@@ -313,6 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "machine": describe_machine(),
             "versions": describe_versions(),
             "command": shlex.join(words),
+            "note": args.note,
             "run": {
                 "rollouts": steps * PROMPTS * SAMPLES,
                 "steps": steps,

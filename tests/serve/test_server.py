@@ -73,3 +73,9 @@ def test_a_second_signal_stops_immediately(tmp_path: Path) -> None:
             assert process.stderr is not None and "stopping" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 0
+
+
+def test_answers_are_not_delayed() -> None:
+    """asyncio sets TCP_NODELAY only for sockets whose protocol is known."""
+    with bind("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,7 +13,7 @@ from starlette.testclient import TestClient
 
 from assay.runs import Run, write_rollouts
 from assay.types import Group
-from assay.web.app import HEADERS, host_name, make_app
+from assay.web.app import HEADERS, bind, host_name, make_app
 from assay.web.library import Library
 
 CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
@@ -246,3 +247,9 @@ def test_a_run_whose_name_needs_encoding(tmp_path: Path) -> None:
     (run,) = client.get("/api/runs").json()["runs"]
     assert run["id"] == "50% <b> ä?#&"
     assert client.get(f"/api/runs/{quote(run['id'], safe='')}").json()["id"] == run["id"]
+
+
+def test_answers_are_not_delayed() -> None:
+    """asyncio sets TCP_NODELAY only for sockets whose protocol is known."""
+    with bind("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
