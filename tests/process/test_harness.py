@@ -72,15 +72,17 @@ def test_stages_of_programs_that_do_not_reach_the_tests(run: Any, source: str, s
 
 
 def test_exceptions_of_the_program_arrive_by_name(run: Any) -> None:
-    source = "class Own(Exception): pass\ndef f(x):\n    raise {0: Own, 1: OSError, 2: KeyboardInterrupt}[x]('why')"
+    kinds = "[Own, OSError, KeyboardInterrupt, StopIteration]"
+    source = f"class Own(Exception): pass\ndef f(x):\n    raise {kinds}[x]('why')"
     tests = [
         "try: f(1)\nexcept OSError as error: assert str(error) == 'why'",
         "try: f(0)\nexcept Exception as error: assert str(error) == 'Own: why'",
         "try: f(2)\nexcept Exception as error: assert 'KeyboardInterrupt' in str(error)",
         "assert f(0) == 1",
+        "assert all(map(f, [3]))",
     ]
     report = run(source, tests)
-    assert report["passed"] == [True, True, True, False] and report["detail"] == "f(0): Own: why"
+    assert report["passed"] == [True, True, True, False, False] and report["detail"] == "f(0): Own: why"
 
 
 def test_arguments_that_the_program_changes_are_changed(run: Any) -> None:

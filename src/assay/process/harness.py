@@ -239,11 +239,17 @@ def _replace(argument: Any, changed: Any) -> None:
         argument.update(changed)
 
 
+_SILENT = (
+    StopIteration,
+    StopAsyncIteration,
+)  # would end a loop of a test, such as all(map(f, values)), as if it passed
+
+
 def _exception(name: str, error: str) -> Exception:
     """Return Python's own exception of this name, so that tests can expect it; else ProgramRaised."""
     kind = getattr(builtins, name, None)
     text = error.removeprefix(f"{name}: ")
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in _SILENT:
         try:
             return kind(text)
         except TypeError:  # UnicodeError needs more arguments

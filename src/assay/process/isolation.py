@@ -235,21 +235,31 @@ _UNKNOWN = ("clone3", "openat2")
 STRICT = tuple(name for name in _CALLS if name not in _CONDITIONAL)
 
 
-def filter_system_calls(read_only: bool, threads: bool = True) -> None:
+def filter_system_calls(read_only: bool) -> None:
     """Refuse sockets, new processes, signals to other processes, changes to files, and system administration.
 
-    Refused system calls fail with an error code. Reading files and all operations on open descriptors still work, and
-    with `threads` new threads. With `read_only`, files cannot be opened for writing either.
+    Refused system calls fail with an error code. Threads, reading files and all operations on open descriptors still
+    work. With `read_only`, files cannot be opened for writing either.
     """
-    install_filter(strict_filter(read_only, threads, os.getpid()))
+    threads_only = _conditional("clone", 0, [_step(_ANY_BIT, _CLONE_THREAD, 1, 0)])
+    install_filter(_refusals(STRICT) + threads_only + _own_process_only(os.getpid(), read_only))
 
 
-def strict_filter(read_only: bool, threads: bool, own: int) -> list[bytes]:
-    """Return the rules of `filter_system_calls`; `own` is the process that may be signalled, 0 for its group."""
-    rules = _refusals(STRICT if threads else (*STRICT, "clone"))
-    if threads:
-        rules += _conditional("clone", 0, [_step(_ANY_BIT, _CLONE_THREAD, 1, 0)])
-    rules += _conditional("kill", 0, [_step(_EQUAL, own, 1, 0)])
+def forking_filter() -> list[bytes]:
+    """Return a filter as that of `filter_system_calls`, for a process that forks children and ends them."""
+    return _refusals(tuple(name for name in STRICT if name not in ("fork", "vfork")))
+
+
+def forked_filter(read_only: bool) -> list[bytes]:
+    """Return what the children of a process with `forking_filter` need in addition; it refuses threads too.
+
+    A child may send signals to its process group only.
+    """
+    return _refusals(("fork", "vfork", "clone")) + _own_process_only(0, read_only)
+
+
+def _own_process_only(own: int, read_only: bool) -> list[bytes]:
+    rules = _conditional("kill", 0, [_step(_EQUAL, own, 1, 0)])
     rules += _conditional("tgkill", 0, [_step(_EQUAL, own, 1, 0)])
     rules += _conditional("prlimit64", 0, [_step(_EQUAL, 0, 2, 0), _step(_EQUAL, own, 1, 0)])
     if read_only:

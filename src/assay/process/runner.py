@@ -150,7 +150,7 @@ def main() -> None:
     except OSError as error:
         missing.append(f"limits on reading files ({error.strerror or error})")
     confinement = _Confinement(landlock=not missing)
-    if not confinement.works():
+    if not confinement.has_filter:
         missing.append("a filter of system calls")
     gc.collect()
     gc.freeze()  # children need not copy pages to collect garbage
@@ -169,6 +169,7 @@ def _run(limits: ProgramLimits, confinement: _Confinement, incoming: int, outgoi
 
     def test() -> int:
         tests = receive(incoming)
+        os.setsid()
         confinement.apply((requests, replies, alive_end, outgoing), _TESTS_MEMORY, limits.timeout_s)
 
         def connect() -> ProgramConnection:
@@ -186,7 +187,7 @@ def _run(limits: ProgramLimits, confinement: _Confinement, incoming: int, outgoi
     tests_pid = _fork(test)
     for descriptor in (requests, replies, alive_end):
         os.close(descriptor)
-    ready = os.read(alive, 1)
+    ready = os.read(alive, 1)  # empty if the tests are invalid
     program_pid = _fork(run_program)
     for descriptor in (requests_end, replies_end):
         os.close(descriptor)
@@ -196,6 +197,8 @@ def _run(limits: ProgramLimits, confinement: _Confinement, incoming: int, outgoi
     os.close(alive)
     tests_end = _end(tests_pid, 0.0 if timed_out else 1.0)
     lost = tests_end == exit_reason(_LOST)
+    if not ready and tests_end != exit_reason(0):
+        raise SystemExit("the tests could not be read")
     return {"timed_out": timed_out, "tests": tests_end, "program": _end(program_pid, 0.2 if lost else 0.0)}
 
 
@@ -229,23 +232,18 @@ def _end(pid: int, wait_s: float) -> str:
 
 
 class _Confinement:
-    """Confines children; the runner itself is already restricted to the standard library (Landlock)."""
+    """Confines children, and first the runner: to the standard library (Landlock), and by a filter of system calls."""
 
     def __init__(self, landlock: bool) -> None:
         self._null = os.open(os.devnull, os.O_RDWR)
-        self._rules: list[bytes] | None = None  # prepared, because that takes longer than a fork
+        self._rules: list[bytes] | None = None
         with suppress(OSError):
-            self._rules = isolation.strict_filter(read_only=not landlock, threads=False, own=0)
+            isolation.install_filter(isolation.forking_filter())  # once, because a long filter takes a millisecond
+            self._rules = isolation.forked_filter(read_only=not landlock)
 
-    def works(self) -> bool:
-        """Whether the system accepts the filter of system calls, tried in a child."""
-
-        def attempt() -> int:
-            self._filter()
-            return 0
-
-        if self._rules is not None and _end(_fork(attempt), 10.0) != exit_reason(0):
-            self._rules = None
+    @property
+    def has_filter(self) -> bool:
+        """Whether the system accepted the filter of system calls."""
         return self._rules is not None
 
     def apply(self, keep: tuple[int, ...], memory: int, seconds: float) -> None:
@@ -260,11 +258,7 @@ class _Confinement:
         for name, value in limits.items():
             with suppress(ValueError, OSError, AttributeError):
                 resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-        sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
         with suppress(OSError):
             isolation.drop_capabilities()
-        self._filter()
-
-    def _filter(self) -> None:
         if self._rules is not None:
             isolation.install_filter(self._rules)
