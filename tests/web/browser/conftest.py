@@ -204,7 +204,8 @@ class Tab:
     def open(self, fragment: str) -> Any:
         """Show a view, and wait until it is drawn."""
         self.page.evaluate("fragment => { location.hash = fragment }", fragment)
-        self.until("history.state?.shown")
+        drawn = "[...document.querySelectorAll('.chart-plot')].every(plot => plot.childElementCount)"
+        self.until(f"history.state?.shown && {drawn}")  # curves are drawn when their width is known
         return self.page
 
     def until(self, expression: str) -> None:

@@ -497,7 +497,6 @@ def test_no_view_is_wider_than_a_phone(open_tab: Callable[..., Tab], run: str) -
     tab.expected_statuses = {400}  # no question in common
     for fragment in EVERY_VIEW:
         page = tab.open(fragment.format(run=run))
-        page.wait_for_timeout(100)  # curves are drawn when their width is known
         assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [390, 390], fragment
 
 
