@@ -17,13 +17,14 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"types"},
     "process": {"types"},
     "mesh": {"types"},
+    "endpoint": {"types", "config"},
     "text": {"types", "config", "process"},
-    "rewards": {"types", "config", "process"},
+    "rewards": {"types", "config", "process", "endpoint"},
     "tasks": {"types", "config", "rewards"},
     "envs": {"types", "config", "process", "text", "rewards", "tasks"},
     "models": {"types", "config", "mesh"},
     "algos": {"types", "config", "mesh"},
-    "engine": {"types", "config", "process", "mesh", "models"},
+    "engine": {"types", "config", "process", "mesh", "endpoint", "models"},
     "rollout": {"types", "config", "process", "mesh", "text", "rewards", "tasks", "envs", "engine"},
     "evals": {"types", "config", "rollout", "engine"},
     "runs": {"types", "config"},
@@ -35,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED["serve"] = {"types", "config", "process", "text", "engine", "runs"}
 ALLOWED["web"] = {"types", "text", "evals", "runs"}
 ALLOWED["api"] = ALLOWED["bench"] = ALLOWED["train"] | {"train"}
-NO_TORCH = ("types", "config", "process", "rewards", "tasks", "envs", "text", "runs", "web")
+NO_TORCH = ("types", "config", "process", "endpoint", "rewards", "tasks", "envs", "text", "runs", "web")
 
 
 def package_of(file: Path) -> str:

@@ -41,7 +41,10 @@ def test_every_shipped_config_is_valid(file: Path) -> None:
 
 def test_an_evaluation_has_the_sections_of_a_training_run() -> None:
     for name, field in MeasureConfig.model_fields.items():
-        assert field.annotation is TrainConfig.model_fields[name].annotation
+        if name == "engine":  # training accepts fewer engines
+            assert issubclass(TrainConfig.model_fields[name].annotation, field.annotation)
+        elif name != "openai":  # the section of an engine that cannot train
+            assert field.annotation is TrainConfig.model_fields[name].annotation
 
 
 @pytest.mark.parametrize(

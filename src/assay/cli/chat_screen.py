@@ -63,11 +63,11 @@ class ChatModel:
 
     def unknown_words(self, text: str) -> list[str]:
         """Words that the tokenizer encodes as its unknown token."""
-        hf = self.renderer.tokenizer.hf
-        if hf.unk_token_id is None:
+        unknown = self.renderer.unknown_id
+        if unknown is None:
             return []
-        encoded = hf.backend_tokenizer.encode(text, add_special_tokens=False)
-        spans = [span for index, span in zip(encoded.ids, encoded.offsets, strict=True) if index == hf.unk_token_id]
+        encoded = self.renderer.tokenizer.hf.backend_tokenizer.encode(text, add_special_tokens=False)
+        spans = [span for index, span in zip(encoded.ids, encoded.offsets, strict=True) if index == unknown]
         return list(dict.fromkeys(text[start:end] for start, end in spans))
 
 

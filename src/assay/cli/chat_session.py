@@ -11,7 +11,7 @@ from typing import Any
 
 from assay.cli.chat_screen import ChatModel, Reply, ReplyStream, Screen
 from assay.config import MeasureConfig
-from assay.engine.base import SamplingParams
+from assay.engine.base import UNKNOWN_LENGTH, SamplingParams
 from assay.rewards import JudgePool
 from assay.rollout.collect import request_seed
 from assay.tasks import SPLITS, Task
@@ -349,8 +349,9 @@ def welcome(session: ChatSession) -> None:
     if importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # line editing and history in `input`
     for model in session.models:
-        context = model.engine.info.max_length
-        session.screen.note(f"{model.name}: {model.renderer.style} style, context of {context} tokens")
+        length = model.engine.info.max_length
+        context = f"context of {length} tokens" if length < UNKNOWN_LENGTH else "context of unknown length"
+        session.screen.note(f"{model.name}: {model.renderer.style} style, {context}")
     default = session.questions.default_task
     task = f"/task asks a question of {default}, " if default else ""
     session.screen.note(f"temperature {session.params.temperature:g}; {task}/help lists all commands, /quit exits")

@@ -15,7 +15,7 @@ from assay.runs import checkpoints
 from assay.runs.console import Console, asker, percent
 from assay.runs.resolve import PREFIX, describe_changes, find_run, run_settings, saved_settings, split_tag
 from assay.runs.resolve import SETTINGS as SETTINGS_FILE
-from assay.types import Prompt, UserError, plural
+from assay.types import Prompt, Status, UserError, plural
 
 if TYPE_CHECKING:
     from assay.evals.report import Report
@@ -26,7 +26,8 @@ HELP = """Evaluate one or several models on the same problems.
 
 For a checkpoint of a run (run:NAME@best), the run's task, prompt and reward settings are used; options override them.
   assay eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --task.path data/gsm8k
-  assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1"""
+  assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1
+With --engine openai, MODEL is the name of a model at an OpenAI-compatible endpoint (--openai.url URL)."""
 SETTINGS = MeasureConfig
 INHERITED = ("task", "env", "prompt", "reward", "eval")  # sections that a checkpoint inherits from its run
 KEPT = ("eval.max_new_tokens", "eval.stop", "model.max_length")  # inherited from the run even if the task is another
@@ -181,7 +182,19 @@ def measure(
         report, groups = evaluate(collector, prompts, params, cfg.seed)
     if answers:
         write_answers(Path(answers), model, groups)
+    warn_of_failures(model, groups, console)
+    if (usage := getattr(engine, "usage", None)) is not None:
+        console.note(f"{model}: {usage}")
     return report
+
+
+def warn_of_failures(model: str, groups: Sequence[Group], console: Console) -> None:
+    """Warn if answers could not be sampled or judged: they are no evidence against the model."""
+    verdicts = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict is not None]
+    failed = [verdict for verdict in verdicts if verdict.status in (Status.ERROR, Status.TIMEOUT)]
+    if failed:
+        what = f"{len(failed):,} of {plural(len(verdicts), 'answer')} failed and count as not correct"
+        console.warn(f"{model}: {what}; the first: {failed[0].detail}")
 
 
 def write_answers(file: Path, model: str, groups: Sequence[Group]) -> None:

@@ -3,6 +3,7 @@
 from assay.config.algorithm import AlgoConfig
 from assay.config.sections import (
     CriticConfig,
+    EndpointConfig,
     EngineConfig,
     EnvConfig,
     EvalConfig,
@@ -12,6 +13,7 @@ from assay.config.sections import (
     LoraConfig,
     MeasureConfig,
     ModelConfig,
+    OpenAIConfig,
     OptimConfig,
     ParallelConfig,
     PromptConfig,
@@ -34,6 +36,7 @@ __all__ = [
     "Below1",
     "Count",
     "CriticConfig",
+    "EndpointConfig",
     "EngineConfig",
     "EnvConfig",
     "EvalConfig",
@@ -46,6 +49,7 @@ __all__ = [
     "MeasureConfig",
     "ModelConfig",
     "NonNegative",
+    "OpenAIConfig",
     "OptimConfig",
     "ParallelConfig",
     "Positive",

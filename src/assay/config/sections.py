@@ -128,6 +128,23 @@ class RewardConfig(Section):
     """environment variables passed to judge processes, e.g. ["OPENAI_API_KEY"]; most others are hidden"""
 
 
+class EndpointConfig(Section):
+    """An OpenAI-compatible endpoint."""
+
+    url: str = ""
+    """URL of the endpoint, e.g. https://api.openai.com/v1 or http://127.0.0.1:8000; /v1 is added if it has no path"""
+    api_key_env: str = ""
+    """environment variable with the API key; empty: no key"""
+    max_concurrent: Positive = 16
+    """maximum number of requests at the same time"""
+    timeout_s: NonNegative = 120.0
+    """repeat a request that is not answered within this many seconds; 0: wait without a limit"""
+    retries: Count = 5
+    """how often a request is repeated after rate limits, server errors, timeouts and lost connections"""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """more fields of every request, e.g. extra.reasoning_effort = "low"; they replace those that assay sends"""
+
+
 class ReplayConfig(Section):
     """Replay of groups of earlier steps. Needs a loss with an importance ratio, or algo.correction."""
 
@@ -259,7 +276,7 @@ class SftConfig(Section):
     """task arguments that differ for the worked solutions, e.g. sft.args.noise = 0.3"""
 
 
-BUILT_IN_ENGINES = ("auto", "native", "hf", "assay", "vllm")
+BUILT_IN_ENGINES = ("auto", "native", "hf", "assay", "vllm", "openai")
 
 
 class SamplingConfig(Section):
@@ -361,7 +378,7 @@ class EngineConfig(Section):
     renamed: ClassVar = {"lend": "sleep_while_training"}
 
     name: Annotated[str, AfterValidator(check_engine_name)] = "auto"
-    """auto: native for the Llama and Qwen families, hf for others; assay, vllm: servers; your own: file.py:function"""
+    """auto: native for the Llama and Qwen families, hf for others; assay, vllm, openai: servers; own: file.py:name"""
     max_batch: Count = 0
     """maximum number of sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
     memory: NonNegative = 0.0
@@ -378,6 +395,31 @@ class EngineConfig(Section):
     """proof of weight sync: bit by bit, or scores of probe sequences; auto: the first that the engine supports"""
     verify_every: Positive = 1
     """verify every N-th weight sync"""
+
+
+def check_trains(name: str) -> str:
+    if name == "openai":
+        needed = "should be an engine that loads the policy's weights and reports log-probabilities"
+        raise PydanticCustomError("cannot_train", f"{needed} (an endpoint does neither: it is for assay eval and chat)")
+    return name
+
+
+class TrainingEngineConfig(EngineConfig):
+    """The generation engine. `engine = "NAME"` is short for `engine.name`."""
+
+    name: Annotated[str, AfterValidator(check_engine_name), AfterValidator(check_trains)] = "auto"
+    """auto: native for the Llama and Qwen families, hf for others; assay, vllm: servers; your own: file.py:function"""
+
+
+class OpenAIConfig(EndpointConfig):
+    """An OpenAI-compatible endpoint, for engine.name = "openai" in `assay eval` and `assay chat`."""
+
+    api: Literal["chat", "completions"] = "chat"
+    """chat: messages to /chat/completions; completions: plain text to /completions (prompt.style = "raw")"""
+    length_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """name of the field with the token limit; reasoning models of OpenAI need max_completion_tokens"""
+    seeds: bool = False
+    """send a seed with every request; endpoints may ignore or reject it"""
 
 
 class VLLMConfig(Section):
@@ -471,7 +513,7 @@ class TrainConfig(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     save: SaveConfig = Field(default_factory=SaveConfig)
     log: LogConfig = Field(default_factory=LogConfig)
-    engine: EngineConfig = Field(default_factory=EngineConfig)
+    engine: TrainingEngineConfig = Field(default_factory=TrainingEngineConfig)
     vllm: VLLMConfig = Field(default_factory=VLLMConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
@@ -497,6 +539,7 @@ class MeasureConfig(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     vllm: VLLMConfig = Field(default_factory=VLLMConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
+    openai: OpenAIConfig = Field(default_factory=OpenAIConfig)
 
 
 class HttpConfig(Section):

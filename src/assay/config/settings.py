@@ -186,7 +186,9 @@ def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides: Mapping[str, Any]) -> str:
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")  # misspelt keys first
+    # An engine that cannot train first: its section is then unknown, too. Then misspelt keys.
+    urgent = ["cannot_train", "extra_forbidden"]
+    problems = sorted(error.errors(), key=lambda one: urgent.index(one["type"]) if one["type"] in urgent else 2)
     first = problems[0]
     path = [str(part) for part in first["loc"]]
     while path and path[0].startswith("function-"):

@@ -79,6 +79,12 @@ def make_vllm(model: PolicyModel, **options: Any) -> Engine:
     return VLLMEngine(model, **options)
 
 
+def make_openai(model: PolicyModel, **options: Any) -> Engine:
+    from assay.engine.openai import NO_WEIGHTS
+
+    raise UserError(NO_WEIGHTS)
+
+
 def without_group(make: Backend, name: str = "a custom engine") -> Backend:
     """Wrap a backend that serves a whole model on one device."""
 
@@ -95,6 +101,7 @@ ENGINES: dict[str, Backend] = {
     "hf": without_group(make_hf, "the hf engine"),
     "assay": make_assay,
     "vllm": make_vllm,
+    "openai": make_openai,  # commands that need no weights build it themselves
 }
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from assay.models.parallel import TPShard
 
 Decode = Callable[[Sequence[int]], str]  # token ids to text
+UNKNOWN_LENGTH = 2**40  # `EngineInfo.max_length` of an engine that does not know the length of its context
 KvOnUpdate = Literal["recompute", "keep"]
 MAX_BATCH = {"cpu": 256, "cuda": 1024}  # default number of sequences that are decoded concurrently
 
@@ -308,14 +309,20 @@ ANOTHER_CONSUMER = "another consumer's event: share an engine through a Dispatch
 
 
 @gc_paused()
-def generate(engine: Engine, requests: Sequence[Request], report: CountReport | None = None) -> list[list[Completion]]:
+def generate(
+    engine: Engine,
+    requests: Sequence[Request],
+    report: CountReport | None = None,
+    failures: dict[int, str] | None = None,
+) -> list[list[Completion]]:
     """Serve requests and return the `params.n` completions of each, in order.
 
     `report`: receives the number of finished completions and of sampled tokens from time to time.
+    `failures`: receives the errors of failed requests by index, if some are served; these have no completions.
 
-    If a request fails, all others are served first; then a `RequestError` is raised. If this function raises, it
-    releases the sequences that its requests have kept. The caller must be the only consumer of the engine's events;
-    several consumers share an engine through a `Dispatcher`.
+    If a request fails, all others are served first; then a `RequestError` is raised, unless `failures` is given. If
+    this function raises, it releases the sequences that its requests have kept. The caller must be the only consumer of
+    the engine's events; several consumers share an engine through a `Dispatcher`.
     """
     completions: list[dict[int, Completion]] = [{} for _ in requests]
     errors: dict[int, str] = {}
@@ -351,9 +358,12 @@ def generate(engine: Engine, requests: Sequence[Request], report: CountReport | 
         engine.abort(index)
         release_kept(engine, completions)
         raise
-    if errors:
+    if errors and (failures is None or len(errors) == len(requests)):
         release_kept(engine, completions)
         raise RequestError(errors)
+    for position, error in errors.items():
+        assert failures is not None
+        failures[position], completions[position] = error, {}
     return [[done[sample] for sample in sorted(done)] for done in completions]
 
 

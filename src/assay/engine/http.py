@@ -6,14 +6,13 @@ import asyncio
 import json
 import os
 import resource
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
-from urllib.parse import urlsplit
 
 from assay.config import ServerConfig, VLLMConfig
+from assay.endpoint import LoopThread, check_url, is_loopback, message_of, shortened
 from assay.engine.launch import LaunchedServers
 from assay.types import UserError, describe_error, missing_extra
 
@@ -185,39 +184,6 @@ def timeouts(limit: float) -> Any:
     return httpx.Timeout(limit or None, connect=min(limit or CONNECT_S, CONNECT_S), pool=None)
 
 
-def check_url(text: str) -> str:
-    """The URL of a server without a final /v1 or slash."""
-    url = text.strip().rstrip("/").removesuffix("/v1")
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise UserError(f"'{text}' is not the URL of a server: write it as http://HOST:PORT")
-    return url
-
-
-def is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def message_of(response: Any) -> str:
-    """The error message in an answer: OpenAI's format, that of FastAPI, or the beginning of the text."""
-    with suppress(ValueError):
-        content = response.json()
-        if isinstance(content, Mapping):
-            error = content.get("error", content.get("detail", content.get("message", content)))
-            return shortened(str(error.get("message", error) if isinstance(error, Mapping) else error))
-    return shortened(response.text) or response.reason_phrase
-
-
-def shortened(text: str, limit: int = 300) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
-
-
 def allowed_connections() -> int:
     """The number of connections that this process may open, after its limit of open files has been raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -227,28 +193,3 @@ def allowed_connections() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
     return max(16, (65536 if soft == resource.RLIM_INFINITY else soft) - SPARE_FILES)
-
-
-class LoopThread:
-    """An asyncio event loop in a daemon thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="assay-http", daemon=True)
-        self.thread.start()
-
-    @property
-    def running(self) -> bool:
-        return self.thread.is_alive() and not self.loop.is_closed()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread and return its result."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-
-    def post(self, work: Callable[[], object]) -> None:
-        self.loop.call_soon_threadsafe(work)
-
-    def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()

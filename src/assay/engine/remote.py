@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from assay.endpoint import LoopThread
 from assay.engine.base import (
     Capabilities,
     EngineInfo,
@@ -81,7 +82,74 @@ class RunningRequest:
     tasks: dict[int, asyncio.Task] = field(default_factory=dict)  # by sample
 
 
-class RemoteEngine(HttpServers, ABC):
+class RequestQueue:
+    """The running requests of an engine that is served elsewhere, and their events. `loop` runs their tasks."""
+
+    loop: LoopThread
+
+    def _open_queue(self) -> None:
+        self.next_id = count()
+        self.events: deque[Event] = deque()
+        self.running: dict[int, RunningRequest] = {}
+        self.error: BaseException | None = None  # an unexpected exception in the thread, raised by `step`
+        self.arrived = threading.Condition()  # guards the four above
+
+    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
+        for one in ids:
+            request_id, sample = one if isinstance(one, tuple) else (one, None)
+            with self.arrived:
+                self.events = deque(event for event in self.events if not concerns(event, request_id, sample))
+                if (running := self.running.get(request_id)) is None:
+                    continue
+                dropped = running.samples & ({sample} if sample is not None else running.samples)
+                running.samples -= dropped
+                if not running.samples:
+                    del self.running[request_id]
+                self.arrived.notify_all()
+            self.loop.post(partial(cancel_unneeded, running))
+
+    def _take(self, wait: bool) -> list[Event]:
+        """New events, as `step` returns them."""
+        with self.arrived:
+            if not wait and not self.events and self.running:
+                self.arrived.wait(POLL_S)
+            while wait and not self.events and self.running and self.error is None:
+                self.arrived.wait()
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            events, self.events = list(self.events), deque()
+            return events
+
+    # -- these run in the thread of the loop
+
+    def _finish(self, running: RunningRequest, sample: int, completion: Completion, streamed: bool = False) -> None:
+        """Put the last events of a sample. `streamed`: its chunks were put before."""
+        job = running.job
+        with self.arrived:
+            if sample not in running.samples:
+                return  # aborted
+            running.samples.discard(sample)
+            if not running.samples:
+                del self.running[job.id]
+            if job.request.stream and not streamed:
+                chunk = TokenChunk(job.id, sample, list(completion.token_ids), list(completion.engine_logprobs))
+                self.events.append(chunk)
+            self.events.append(Finished(job.id, sample, completion))
+            self.arrived.notify_all()
+
+    def _fail(self, running: RunningRequest, error: str) -> None:
+        with self.arrived:
+            if not running.samples:
+                return  # aborted, or another sample has failed
+            running.samples.clear()
+            del self.running[running.job.id]
+            self.events.append(Failed(running.job.id, f"{running.job.name}: {error}"))
+            self.arrived.notify_all()
+        cancel_unneeded(running)
+
+
+class RemoteEngine(RequestQueue, HttpServers, ABC):
     """Implements `Engine` for servers. See the description of this module."""
 
     splits_samples: ClassVar[bool] = True  # one HTTP request per sample; False: one for all samples of a request
@@ -109,11 +177,7 @@ class RemoteEngine(HttpServers, ABC):
         self.transport: FolderTransport | IpcTransport | NcclTransport | None = None
         max_length = min(model.max_length, options.max_length or model.max_length)
         self.info = EngineInfo(-1, max_length, options.max_batch, options.dtype, capabilities)
-        self.next_id = count()
-        self.events: deque[Event] = deque()
-        self.running: dict[int, RunningRequest] = {}
-        self.error: BaseException | None = None  # an unexpected exception in the thread, raised by `step`
-        self.arrived = threading.Condition()  # guards the four above
+        self._open_queue()
         self.asleep = False
         connections = min(options.max_batch * len(self.servers), allowed_connections())
         self.slots = self.loop.call(semaphore(connections))
@@ -224,20 +288,6 @@ class RemoteEngine(HttpServers, ABC):
     def step(self, wait: bool = True) -> list[Event]:
         return self.ranks.from_leader(lambda: self._step(wait))
 
-    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
-        for one in ids:
-            request_id, sample = one if isinstance(one, tuple) else (one, None)
-            with self.arrived:
-                self.events = deque(event for event in self.events if not concerns(event, request_id, sample))
-                if (running := self.running.get(request_id)) is None:
-                    continue
-                dropped = running.samples & ({sample} if sample is not None else running.samples)
-                running.samples -= dropped
-                if not running.samples:
-                    del self.running[request_id]
-                self.arrived.notify_all()
-            self.loop.post(partial(cancel_unneeded, running))
-
     def release(self, handles: Iterable[int]) -> None:
         """Nothing is kept on the servers."""
 
@@ -347,30 +397,6 @@ class RemoteEngine(HttpServers, ABC):
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, MAX_WAIT_S)
 
-    def _finish(self, running: RunningRequest, sample: int, completion: Completion) -> None:
-        job = running.job
-        with self.arrived:
-            if sample not in running.samples:
-                return  # aborted
-            running.samples.discard(sample)
-            if not running.samples:
-                del self.running[job.id]
-            if job.request.stream:
-                chunk = TokenChunk(job.id, sample, list(completion.token_ids), list(completion.engine_logprobs))
-                self.events.append(chunk)
-            self.events.append(Finished(job.id, sample, completion))
-            self.arrived.notify_all()
-
-    def _fail(self, running: RunningRequest, error: str) -> None:
-        with self.arrived:
-            if not running.samples:
-                return  # aborted, or another sample has failed
-            running.samples.clear()
-            del self.running[running.job.id]
-            self.events.append(Failed(running.job.id, f"{running.job.name}: {error}"))
-            self.arrived.notify_all()
-        cancel_unneeded(running)
-
     # -- the rest
 
     def _least_busy(self) -> Server:
@@ -380,16 +406,7 @@ class RemoteEngine(HttpServers, ABC):
         if self.asleep and self.running:
             self._wake()  # on this rank alone: others may have no requests
             self.asleep = False
-        with self.arrived:
-            if not wait and not self.events and self.running:
-                self.arrived.wait(POLL_S)
-            while wait and not self.events and self.running and self.error is None:
-                self.arrived.wait()
-            if self.error is not None:
-                error, self.error = self.error, None
-                raise error
-            events, self.events = list(self.events), deque()
-            return events
+        return self._take(wait)
 
     def _close(self) -> None:
         if self.loop.running:

@@ -16,7 +16,7 @@ from assay.mesh import Mesh
 from assay.rewards import JudgePool, check_verdicts
 from assay.rollout.episodes import EpisodeRunner, Limits, as_group, request_seed
 from assay.text import Renderer
-from assay.types import Group, Progress, Prompt, Rollout, Status, Turn, UserError, Verdict
+from assay.types import Completion, Finish, Group, Progress, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 T = TypeVar("T")
 DEFAULT_NEW_TOKENS = 512  # of an evaluation or a chat without a training run
@@ -62,6 +62,7 @@ class Collector:
     seconds: dict[str, float] = field(default_factory=dict)  # time spent in generation and judging, accumulated
     first_failure: str = ""  # detail of the first verdict with status error
     progress: Progress | None = None  # receives how many answers of this rank are finished and judged
+    keep_failures: bool = False  # answers to a request that failed get status error; False: an error is raised
 
     def __enter__(self) -> Self:
         return self
@@ -153,21 +154,29 @@ class Collector:
 
     def _generate(self, requests: Sequence[tuple[Prompt, Request]], report: CountReport | None) -> list[Group]:
         started = time.perf_counter()
-        completions = generate(self.engine, [request for _, request in requests], report)
+        failures: dict[int, str] = {}
+        kept = failures if self.keep_failures else None
+        completions = generate(self.engine, [request for _, request in requests], report, kept)
         if self.mesh.tp_rank:
             return []
+        for index in failures:
+            completions[index] = [Completion([], [], [], Finish.STOP) for _ in range(requests[index][1].params.n)]
         texts = iter(self.renderer.decode_all([c.token_ids for samples in completions for c in samples]))
         groups = []
         for (prompt, request), samples in zip(requests, completions, strict=True):
             context = list(request.prompt_ids)
             turns = [Turn(context, completion, next(texts)) for completion in samples]
             groups.append(Group(prompt, [Rollout(prompt, sample, [turn]) for sample, turn in enumerate(turns)]))
+        served = [group for index, group in enumerate(groups) if index not in failures]
         judged = self._judge(
-            [(group.prompt, [rollout.text for rollout in group.rollouts]) for group in groups], started
+            [(group.prompt, [rollout.text for rollout in group.rollouts]) for group in served], started
         )
-        for group, verdicts in zip(groups, judged, strict=True):
+        for group, verdicts in zip(served, judged, strict=True):
             for rollout, verdict in zip(group.rollouts, verdicts, strict=True):
                 rollout.verdict, rollout.reward = verdict, verdict.reward
+        for index, error in failures.items():
+            for rollout in groups[index].rollouts:
+                rollout.verdict = Verdict(0.0, Status.ERROR, detail=error)
         return groups
 
     def _run_episodes(

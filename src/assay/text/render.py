@@ -244,6 +244,11 @@ class Renderer:
         default_stop = self._raw.default_stop if self._raw else ()
         self.stop: tuple[str, ...] = default_stop if stop is None else tuple(stop)
 
+    @property
+    def unknown_id(self) -> int | None:
+        """The token that stands for words unknown to the tokenizer; None if there is none."""
+        return self.tokenizer.hf.unk_token_id
+
     def prompt_text(self, prompt: Prompt) -> str:
         """The rendered prompt as text."""
         return self.tokenizer.unescape(self._escaped_text(prompt))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from assay.config import (
     TrainConfig,
 )
 from assay.engine.base import Engine
+from assay.engine.openai import OpenAIEngine
 from assay.envs import Env, TaskEnv, make_env
 from assay.mesh import Mesh
 from assay.models import Decoder, ModelSpec, PolicyModel, build_preset, load_model, pick_device, pick_dtype
@@ -44,6 +45,7 @@ from assay.tasks import Task, make_task
 from assay.tasks.base import UNLIMITED, FilteredPrompts, LazyPrompts
 from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
+from assay.text.messages import MessageRenderer, TextTable
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
 from assay.train.progress import Stopping
 from assay.types import Progress, Prompt, UserError, describe_error
@@ -51,6 +53,7 @@ from assay.types import Progress, Prompt, UserError, describe_error
 PRESET = "preset:"
 PRESET_TOKENIZERS = ("words", "characters")  # values of model.tokenizer that name no tokenizer
 PRESET_LENGTH = 512
+ENDPOINT = "openai"  # the engine without weights
 TASK_JUDGE = "task"  # in reward.functions
 COMPILED = 100_000_000  # number of parameters from which compilation pays off within a few steps
 TOKEN_BUDGET, LEAST_TOKEN_BUDGET = 2**14, 2**9  # default of train.token_budget, and the least one chosen for a CPU
@@ -110,7 +113,10 @@ def build_collector(
     if cfg.env.max_seconds and mesh and mesh.tp_size > 1:
         raise UserError("env.max_seconds cannot be combined with parallel.tp: ranks of one model would time out apart")
     limits = Limits(cfg.env.max_steps, cfg.env.max_tokens, cfg.env.max_seconds)
-    return Collector(engine, renderer, judge, mesh or Mesh(), stopper, env, limits, progress=progress)
+    keep = cfg.engine.name == ENDPOINT  # answers cost money, and one of many requests may fail
+    return Collector(
+        engine, renderer, judge, mesh or Mesh(), stopper, env, limits, progress=progress, keep_failures=keep
+    )
 
 
 def take(prompts: Sequence[Prompt], count: int, split: str, endless: bool = False) -> Sequence[Prompt]:
@@ -307,6 +313,11 @@ def model_source(cfg: ModelConfig, runs_dir: str) -> str:
 
 
 def build_renderer(cfg: PromptConfig, tokenizer: Tokenizer, task: Task | None) -> Renderer:
+    return Renderer(tokenizer, style=cfg.style, **prompt_parts(cfg, task))
+
+
+def prompt_parts(cfg: PromptConfig, task: Task | None) -> dict[str, Any]:
+    """Arguments of a renderer: template, system message and few-shot examples."""
     if cfg.system and cfg.system_file:
         raise UserError("prompt.system and prompt.system_file are both set: remove one of them")
     examples: Sequence[tuple[str, str]] = ()
@@ -314,13 +325,8 @@ def build_renderer(cfg: PromptConfig, tokenizer: Tokenizer, task: Task | None) -
         examples = load_few_shot(cfg.few_shot_file, cfg.few_shot or None)
     elif cfg.few_shot and task is not None:
         examples = few_shot_from_prompts(task.prompts("train"), cfg.few_shot)
-    return Renderer(
-        tokenizer,
-        style=cfg.style,
-        template=cfg.template or None,
-        system=read_text_file(cfg.system_file) if cfg.system_file else cfg.system or None,
-        few_shot=examples,
-    )
+    system = read_text_file(cfg.system_file) if cfg.system_file else cfg.system or None
+    return {"template": cfg.template or None, "system": system, "few_shot": examples}
 
 
 def build_engine(
@@ -416,6 +422,21 @@ def reference_is_dynamic(cfg: AlgoConfig) -> bool:
     return cfg.refresh_reference > 0 or cfg.reference_ema > 0
 
 
+def connect_endpoint(
+    model: str, cfg: MeasureConfig | ServeConfig, task: Task | None
+) -> tuple[MessageRenderer, OpenAIEngine]:
+    """Renderer and engine for a model behind an endpoint. Neither weights nor a tokenizer are loaded."""
+    if isinstance(cfg, ServeConfig):
+        raise UserError("assay serve has its own engine: set engine.name to auto, native or hf")
+    style: Literal["chat", "raw"] = "chat" if cfg.openai.api == "chat" else "raw"
+    if cfg.prompt.style not in ("auto", style):
+        api = "completions" if style == "chat" else "chat"
+        raise UserError(f'prompt.style = "{cfg.prompt.style}" needs openai.api = "{api}"')
+    texts = TextTable()
+    renderer = MessageRenderer(texts, style=style, **prompt_parts(cfg.prompt, task))
+    return renderer, OpenAIEngine(model, cfg.openai, texts)
+
+
 def build_server(
     model: str, cfg: MeasureConfig | ServeConfig, task: Task | None, console: Console, any_style: bool = False
 ) -> tuple[Renderer, Engine]:
@@ -424,6 +445,8 @@ def build_server(
     The console shows the progress of loading, and then a line that describes the model. `any_style`: a model without
     a chat template gets a renderer in raw style, unless the settings name a style.
     """
+    if cfg.engine.name == ENDPOINT:
+        return connect_endpoint(model, cfg, task)
     if model.startswith(PRESET):
         raise UserError(f"{model} is untrained: give a checkpoint (run:NAME@last), a folder, a hub id or a GGUF file")
     settings = cfg.model.model_copy(update={"source": model})

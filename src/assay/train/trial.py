@@ -132,7 +132,7 @@ def unknown_words(
 
 def unknown_prompt_words(split: str, prompts: Sequence[Prompt], renderer: Renderer) -> Iterator[str]:
     """Yield a warning if prompts contain words that are unknown to the tokenizer."""
-    if renderer.tokenizer.hf.unk_token_id is None:
+    if renderer.unknown_id is None:
         return
     texts = ["\n".join(message["content"] for message in prompt.messages) for prompt in prompts]
     ids = renderer.all_prompt_ids(prompts)

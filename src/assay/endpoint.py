@@ -1,0 +1,355 @@
+"""Client of OpenAI-compatible endpoints: concurrency, retries with back-off, rate limits, token counts.
+
+The API key comes from the environment. It is held by the HTTP client only, and removed from all error messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from assay.config import EndpointConfig
+from assay.types import UserError, describe_error, missing_extra, plural
+
+T = TypeVar("T")
+CONNECT_S = 10.0  # time limit of opening a connection
+FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0  # between two attempts: doubled each time, up to the maximum
+MAX_RETRY_AFTER_S = 600.0  # an endpoint that asks for a longer pause is not waited for
+RETRIED = (408, 425, 429)  # and all from 500 on
+REFUSED = (401, 403, 404)  # every other request would get the same answer
+NO_CREDIT = "insufficient_quota"  # error code of status 429 where waiting does not help
+
+
+class EndpointError(UserError):
+    """A request failed. `timed_out`: there was no answer in time. `refused`: others would fail in the same way."""
+
+    def __init__(self, text: str, *, status: int = 0, timed_out: bool = False, refused: bool = False) -> None:
+        super().__init__(text)
+        self.status, self.timed_out, self.refused = status, timed_out, refused
+
+
+class Retry(Exception):
+    """An attempt failed in a way that may pass. `pause_s`: how long the endpoint asks to wait."""
+
+    def __init__(self, error: EndpointError, pause_s: float = 0.0) -> None:
+        super().__init__()
+        self.error, self.pause_s = error, pause_s
+
+
+@dataclass
+class Usage:
+    """What was sent so far: answered requests, repeated attempts, and tokens as the endpoint counts them."""
+
+    requests: int = 0
+    retries: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    uncounted: int = 0  # answers without token counts
+
+    def add(self, answer: Mapping[str, Any]) -> int | None:
+        """Count an answer; returns its number of completion tokens, if the endpoint reports it."""
+        usage = answer.get("usage")
+        counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")] if usage else []
+        self.requests += 1
+        if not counts or not all(isinstance(one, int) and one >= 0 for one in counts):
+            self.uncounted += 1
+            return None
+        self.prompt_tokens += counts[0]
+        self.completion_tokens += counts[1]
+        return counts[1]
+
+    def __str__(self) -> str:
+        tokens = f"{plural(self.prompt_tokens, 'prompt token')}, {plural(self.completion_tokens, 'completion token')}"
+        parts = [plural(self.requests, "request"), tokens if self.uncounted < self.requests else "tokens not reported"]
+        return ", ".join(parts + ([f"{self.retries:,} repeated"] if self.retries else []))
+
+
+class Endpoint:
+    """One endpoint. Requests are coroutines that run in an event loop of its own, in a thread (`loop`)."""
+
+    def __init__(self, settings: EndpointConfig, section: str) -> None:
+        """`section`: name of the section of `settings`, for messages."""
+        self.section, self.extra, self.attempts = section, dict(settings.extra), settings.retries + 1
+        self.url = base_url(settings.url, section)
+        self.timeout_s = settings.timeout_s
+        self.usage = Usage()
+        self._key = key_of(settings.api_key_env, section)
+        self._client = self._new_client()
+        self._slots = asyncio.Semaphore(settings.max_concurrent)
+        self._resume_at = 0.0  # no request is sent before: the endpoint asked for a pause
+        self._refusal: EndpointError | None = None
+        self.loop = LoopThread()
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.url!r})"
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request; the JSON object of the answer. Raises an `EndpointError`."""
+
+        async def attempt() -> dict[str, Any]:
+            async with asyncio.timeout(self.timeout_s or None):
+                response = await self._client.post(path, json={**body, **self.extra})
+            self._check(path, response)
+            return self._object(path, response.text)
+
+        return await self._with_retries(path, attempt)
+
+    async def stream(self, path: str, body: Mapping[str, Any], receive: Callable[[dict[str, Any]], None]) -> None:
+        """Send a request with `stream`; `receive` gets the objects of the answer as they arrive.
+
+        An answer that breaks off after it has begun is not requested again.
+        """
+        begun = False
+
+        async def attempt() -> None:
+            nonlocal begun
+            payload = {**body, **self.extra, "stream": True}
+            async with self._client.stream("POST", path, json=payload, timeout=self._timeouts()) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                self._check(path, response)
+                async for line in response.aiter_lines():
+                    data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+                    if data == "[DONE]":
+                        return
+                    if data:
+                        begun = True
+                        receive(self._object(path, data))
+
+        try:
+            await self._with_retries(path, attempt, lambda: not begun)
+        except EndpointError as error:
+            raise error if not begun else EndpointError(f"the answer broke off: {error}") from None
+
+    def close(self) -> None:
+        """Close all connections and end the thread."""
+        if self.loop.running:
+            with suppress(Exception):
+                self.loop.call(self._client.aclose())
+            self.loop.stop()
+
+    # -- attempts
+
+    async def _with_retries(
+        self, path: str, attempt: Callable[[], Awaitable[T]], may_repeat: Callable[[], bool] = lambda: True
+    ) -> T:
+        for number in range(1, self.attempts + 1):
+            try:
+                async with self._slots:
+                    await self._wait_for_pause()
+                    if self._refusal is not None:
+                        raise EndpointError(str(self._refusal), status=self._refusal.status, refused=True)
+                    return await self._attempt(path, attempt)
+            except Retry as retry:
+                error, pause_s = retry.error, retry.pause_s
+            except EndpointError as failure:
+                if failure.refused and not self.usage.requests:  # nothing was answered: stop asking
+                    self._refusal = failure
+                raise
+            if number == self.attempts or not may_repeat():
+                raise self._given_up(error, number)
+            self.usage.retries += 1
+            if pause_s:  # all requests have to wait
+                self._resume_at = max(self._resume_at, time.monotonic() + pause_s)
+            wait_s = min(FIRST_WAIT_S * 2 ** (number - 1), MAX_WAIT_S)
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _wait_for_pause(self) -> None:
+        while (left := self._resume_at - time.monotonic()) > 0:
+            await asyncio.sleep(left + random.uniform(0.0, 0.1))
+
+    async def _attempt(self, path: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        import httpx
+
+        try:
+            return await attempt()
+        except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout):
+            text = f"{self.url}{path} gave no answer within {self.timeout_s:g} s: raise {self.section}.timeout_s"
+            raise Retry(EndpointError(text, timed_out=True)) from None
+        except httpx.TransportError as error:
+            cause = self._without_key(describe_error(error))
+            text = f"{self.url} is not reachable ({cause}): is it running, and is {self.section}.url right?"
+            raise Retry(EndpointError(text)) from None
+
+    def _given_up(self, error: EndpointError, attempts: int) -> EndpointError:
+        tried = f" ({attempts} attempts)" if attempts > 1 else ""
+        return EndpointError(f"{error}{tried}", status=error.status, timed_out=error.timed_out)
+
+    def _check(self, path: str, response: Any) -> None:
+        """Raise an error that says what to do, or `Retry`, unless the answer has status 200."""
+        status = response.status_code
+        if status == 200:
+            return
+        message = self._without_key(message_of(response))
+        what = f"{self.url}{path} answered {status}: {message}"
+        if status == 429 and NO_CREDIT in response.text:
+            raise EndpointError(f"{what}; this account has no credit left", status=status, refused=True)
+        if status in RETRIED or status >= 500:
+            pause_s = retry_after(response.headers)
+            if pause_s > MAX_RETRY_AFTER_S:
+                raise EndpointError(f"{what}; it asks to wait for {pause_s:,.0f} s: try again later", status=status)
+            advice = f"; lower {self.section}.max_concurrent or raise {self.section}.retries" if status == 429 else ""
+            raise Retry(EndpointError(what + advice, status=status), pause_s)
+        raise EndpointError(f"{what}; {self._advice(status)}", status=status, refused=status in REFUSED)
+
+    def _advice(self, status: int) -> str:
+        if status in (401, 403):
+            return f"set {self.section}.api_key_env to the environment variable that holds a valid API key"
+        if status == 404:
+            return f"check the name of the model, and {self.section}.url"
+        return f"change the settings that it rejects (its own ones are in {self.section}.extra)"
+
+    def _object(self, path: str, text: str) -> dict[str, Any]:
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            shown = self._without_key(shortened(text, 80))
+            raise EndpointError(f"{self.url}{path} answered {shown!r}, which is no JSON object: {self._is_it_one()}")
+        if answer.get("error"):
+            raise EndpointError(f"{self.url}{path} failed: {self._without_key(message_in(answer))}")
+        return answer
+
+    def garbage(self, path: str, answer: Mapping[str, Any], what: str) -> EndpointError:
+        """The error for an answer of another form than that of the OpenAI API."""
+        shown = self._without_key(shortened(json.dumps(answer), 80))
+        return EndpointError(f"{self.url}{path} answered {shown}, which has no {what}: {self._is_it_one()}")
+
+    def _is_it_one(self) -> str:
+        return f"is {self.section}.url an OpenAI-compatible endpoint?"
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+    def _timeouts(self) -> Any:
+        import httpx
+
+        limit = self.timeout_s or None
+        return httpx.Timeout(limit, connect=min(limit or CONNECT_S, CONNECT_S), pool=None)
+
+    def _new_client(self) -> Any:
+        try:
+            import httpx
+        except ImportError:
+            raise missing_extra(f"{self.section}.url", "openai") from None
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
+        proxies = not is_loopback(self.url)  # a proxy that the environment names is for other hosts
+        return httpx.AsyncClient(
+            base_url=self.url, headers=headers, limits=limits, trust_env=proxies, timeout=self._timeouts()
+        )
+
+
+def key_of(variable: str, section: str) -> str:
+    """The API key in the environment variable that the settings name; empty if they name none."""
+    key = os.environ.get(variable, "").strip() if variable else ""
+    if variable and not key:
+        # A key that was put into the settings by mistake must not be printed.
+        shown = variable if variable.isidentifier() and variable.isupper() else "that it names"
+        raise UserError(f"{section}.api_key_env: the environment variable {shown} is not set: export it first")
+    if not key.isascii() or not key.isprintable():
+        raise UserError(f"the API key in the environment variable {variable} has characters that no header can have")
+    return key
+
+
+def base_url(text: str, section: str) -> str:
+    """The URL that paths such as /chat/completions are appended to; /v1 is added to a URL without a path."""
+    if not text:
+        raise UserError(f"no endpoint: set {section}.url, e.g. to http://127.0.0.1:8000")
+    url = text.strip().rstrip("/")
+    parts = urlsplit(check_url(url))
+    if parts.username or parts.password or parts.query or parts.fragment:
+        advice = f"put the key into an environment variable, and its name into {section}.api_key_env"
+        raise UserError(f"{section}.url contains a user name, password or query: {advice}")
+    return url if urlsplit(url).path else f"{url}/v1"
+
+
+def retry_after(headers: Mapping[str, str]) -> float:
+    """The pause in seconds that an answer asks for; 0: none."""
+    with suppress(ValueError, KeyError):
+        return max(0.0, float(headers["retry-after-ms"]) / 1000)
+    value = headers.get("retry-after", "")
+    with suppress(ValueError):
+        return max(0.0, float(value))
+    with suppress(ValueError, TypeError):
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    return 0.0
+
+
+def check_url(text: str) -> str:
+    """The URL of a server without a final /v1 or slash."""
+    url = text.strip().rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise UserError(f"'{text}' is not the URL of a server: write it as http://HOST:PORT")
+    return url
+
+
+def is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def message_of(response: Any) -> str:
+    """The error message in an answer: OpenAI's format, that of FastAPI, or the beginning of the text."""
+    with suppress(ValueError):
+        content = response.json()
+        if isinstance(content, Mapping):
+            return message_in(content)
+    return shortened(response.text) or response.reason_phrase
+
+
+def message_in(content: Mapping[str, Any]) -> str:
+    error = content.get("error", content.get("detail", content.get("message", content)))
+    return shortened(str(error.get("message", error) if isinstance(error, Mapping) else error))
+
+
+def shortened(text: str, limit: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+class LoopThread:
+    """An asyncio event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="assay-http", daemon=True)
+        self.thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self.thread.is_alive() and not self.loop.is_closed()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the thread and return its result. If the wait is interrupted, the work is cancelled."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def post(self, work: Callable[[], object]) -> None:
+        self.loop.call_soon_threadsafe(work)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()

@@ -1,0 +1,144 @@
+"""`assay eval` and `assay chat` with models behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve_parts import NAME, command, save_folder, tiny_model
+from stub_endpoint import Fault, StubEndpoint, message, stub_endpoint
+
+from assay import endpoint as client_module
+from assay.cli.main import main
+
+SECRET = "sk-this-is-secret-0123456789"
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setenv("MY_KEY", SECRET)
+
+
+def solves(body: dict[str, Any]) -> Any:
+    """Adds two numbers; fails on sums with 13."""
+    question = body["messages"][-1]["content"] if "messages" in body else body["prompt"].splitlines()[-2]
+    first, second = (int(word) for word in question.replace("?", "").split() if word.isdigit())
+    if 13 in (first, second):
+        return Fault(400, message("unlucky"))
+    return f"The sum is #### {first + second + (body['model'] == 'wrong')}"
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    rows = [{"id": f"p{n}", "prompt": f"What is {n} + {n + 1} ?", "answer": str(2 * n + 1)} for n in range(6)]
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def evaluate(server: StubEndpoint, problems: Path, *words: str, models: tuple[str, ...] = ("right",)) -> list[Any]:
+    out = problems.parent / "out.json"
+    given = ["--openai.url", server.url, "--openai.retries", "1", "--openai.api_key_env", "MY_KEY", *words]
+    code = main(["eval", *models, "--data", str(problems), "--engine", "openai", "--json", str(out), *given])
+    return json.loads(out.read_text()) if code == 0 else [code]
+
+
+def test_eval_of_two_models_without_weights(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--reward.extract", "hash", "--prompt.system", "add", "--eval.max_new_tokens", "9")
+    with stub_endpoint(solves, key=SECRET, faults=(Fault(429, message("slow")), Fault(drop=True))) as server:
+        right, wrong = evaluate(server, problems, *words, models=("right", "wrong"))
+    assert (right["accuracy"], wrong["accuracy"], wrong["paired"]["lost"]) == (1.0, 0.0, 6)
+    assert right["mean_length"] == 6  # as the endpoint counts
+    first = server.requests[0]
+    assert first["messages"][0] == {"role": "system", "content": "add"} and first["max_tokens"] == 9
+    assert not server.problems and len(server.requests) == 14
+    printed = capsys.readouterr()
+    assert "right: 6 requests, 60 prompt tokens, 36 completion tokens, 2 repeated" in printed.out
+    everything = printed.err + printed.out + "".join(file.read_text() for file in problems.parent.iterdir())
+    assert SECRET not in everything
+
+
+def test_eval_by_completions_with_few_shot_examples(problems: Path) -> None:
+    shots = problems.parent / "shots.jsonl"
+    shots.write_text(json.dumps({"question": "What is 1 + 1 ?", "solution": "#### 2"}) + "\n")
+    words = ("--reward.extract", "hash", "--openai.api", "completions", "--prompt.few_shot_file", str(shots))
+    with stub_endpoint(solves, key=SECRET) as server:
+        assert evaluate(server, problems, *words)[0]["accuracy"] == 1.0
+    assert server.requests[0]["prompt"].startswith("Question: What is 1 + 1 ?\nAnswer: #### 2\n\nQuestion: What is ")
+    assert not server.problems and server.requests[0]["stop"] == ["\nQuestion:"]
+
+
+def test_a_failed_request_is_a_status(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unlucky = {"id": "u", "prompt": "What is 13 + 4 ?", "answer": "17"}
+    problems.write_text(problems.read_text() + json.dumps(unlucky) + "\n")
+    answers = problems.parent / "answers.jsonl"
+    with stub_endpoint(solves, key=SECRET) as server:
+        (result,) = evaluate(server, problems, "--reward.extract", "hash", "--answers", str(answers))
+    assert result["statuses"] == {"error": 1, "ok": 6}
+    assert "warning: right: 1 of 7 answers failed and count as not correct" in capsys.readouterr().out
+    assert json.loads(answers.read_text().splitlines()[-1])["status"] == "error"
+
+
+def test_a_wrong_key_ends_the_evaluation_in_one_line(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with stub_endpoint(solves, key="another") as server:
+        assert evaluate(server, problems, "--openai.max_concurrent", "1") == [2]
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("assay: ") and "openai.api_key_env" in error and SECRET not in error
+    assert len(server.requests) == 1
+
+
+def test_chat_streams_and_keeps_the_history(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nand again\n"))
+    with stub_endpoint(lambda body: f"message {len(body['messages'])}") as server:
+        assert main(["chat", "m", "--engine", "openai", "--openai.url", server.url]) == 0
+    assert capsys.readouterr().out.split("\n")[:2] == ["message 1", "message 3"]
+    assert server.requests[1]["messages"][1] == {"role": "assistant", "content": "message 1"}
+    assert all(body["stream"] for body in server.requests) and not server.problems
+
+
+@pytest.mark.parametrize("section", ["", '[openai]\nurl = "http://127.0.0.1:1"\n'])
+def test_training_is_rejected_before_it_starts(
+    section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('model = "preset:nano"\ntask = "abacus"\nengine = "openai"\n' + section)
+    assert main(["train", str(config), "--runs_dir", str(tmp_path / "runs")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "\n" not in error and "'engine.name'" in error and "log-probabilities" in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_styles_and_apis_belong_together(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with stub_endpoint(solves) as server:
+        assert evaluate(server, problems, "--prompt.style", "raw") == [2]
+        assert 'needs openai.api = "completions"' in capsys.readouterr().err
+        assert main(["serve", "m", "--engine", "openai"]) == 2
+        assert "assay serve has its own engine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_eval_and_chat_of_a_model_served_by_assay(
+    problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_KEY", "secret")  # of the server that `command` starts
+    folder = save_folder(tiny_model(), tmp_path / "tiny")
+    common = ["--eval.max_new_tokens", "8", "--data", str(problems), "--reward.extract", "hash"]
+    assert main(["eval", str(folder), "--device", "cpu", "--answers", str(tmp_path / "local.jsonl"), *common]) == 0
+    with command(str(folder), "--name", NAME, "--api-key-env", "TEST_KEY") as (_, url):
+        endpoint = ["--engine", "openai", "--openai.url", url, "--openai.api_key_env", "TEST_KEY"]
+        assert main(["eval", NAME, *endpoint, "--answers", str(tmp_path / "remote.jsonl"), *common]) == 0
+        assert main(["chat", NAME, *endpoint, "--prompt", "hello", "--temperature", "0", "--max", "8"]) == 0
+    local, remote = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("local.jsonl", "remote.jsonl")
+    )
+    assert [row["completion"] for row in local] == [row["completion"] for row in remote]
+    assert [row["length"] for row in local] == [row["length"] for row in remote]
+    assert "tiny: 6 requests" in capsys.readouterr().out

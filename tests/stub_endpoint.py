@@ -1,0 +1,189 @@
+"""A strict stand-in for an OpenAI-compatible endpoint: it checks requests, and injects faults on demand.
+
+Faults on the level of connections (lost connections, broken answers) need a plain socket server.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+FIELDS: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "temperature": (int, float),
+    "top_p": (float,),
+    "top_k": (int,),
+    "min_p": (float,),
+    "min_tokens": (int,),
+    "max_tokens": (int,),
+    "max_completion_tokens": (int,),
+    "stop": (list,),
+    "seed": (int,),
+    "stream": (bool,),
+    "stream_options": (dict,),
+    "logprobs": (bool,),
+    "top_logprobs": (int,),
+}
+
+
+@dataclass
+class Fault:
+    """An answer that is not the regular one. `drop`: close the connection, after `content` if there is some."""
+
+    status: int = 200
+    content: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    drop: bool = False
+    delay_s: float = 0.0
+
+
+Reply = str | dict[str, Any] | Fault  # the text of the answer, its choice, or a fault
+Answering = Callable[[dict[str, Any]], Reply]
+
+
+def message(text: str) -> dict[str, Any]:
+    return {"error": {"message": text, "type": "invalid_request_error"}}
+
+
+def problem(path: str, body: Any) -> str:
+    """What is wrong with a request; empty if nothing is."""
+    own = {"/v1/chat/completions": ("messages", list), "/v1/completions": ("prompt", str)}.get(path)
+    if own is None or not isinstance(body, dict):
+        return f"no such path: {path}"
+    unknown = body.keys() - FIELDS.keys() - {own[0], "note"}
+    if unknown:
+        return f"unknown field '{min(unknown)}'"
+    wrong = [name for name, kinds in FIELDS.items() if name in body and not isinstance(body[name], kinds)]
+    if wrong or not isinstance(body.get(own[0]), own[1]) or not isinstance(body.get("model"), str):
+        return f"fields of a wrong type or missing: {wrong}"
+    messages = body.get("messages", [{"role": "user", "content": "?"}])
+    if not messages or not all(m.keys() == {"role", "content"} and isinstance(m["content"], str) for m in messages):
+        return "bad messages"
+    return "" if messages[-1]["role"] == "user" else "the last message is not the user's"
+
+
+class StubEndpoint(ThreadingHTTPServer):
+    """Answers with `answering(body)`. `faults`: what the first requests get instead, in order."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, answering: Answering, key: str = "", faults: tuple[Fault, ...] = ()) -> None:
+        super().__init__(("127.0.0.1", 0), StubHandler)
+        self.answering, self.key, self.faults = answering, key, list(faults)
+        self.requests: list[dict[str, Any]] = []
+        self.times: list[float] = []
+        self.problems: list[str] = []
+        self.lock = threading.Lock()
+        self.running = self.most_running = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, *_: object) -> None:
+        """Clients that abort close their connection."""
+
+    @contextmanager
+    def counted(self, body: Any) -> Iterator[Fault | None]:
+        with self.lock:
+            self.requests.append(body)
+            self.times.append(time.monotonic())
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            fault = self.faults.pop(0) if self.faults else None
+        try:
+            yield fault
+        finally:
+            with self.lock:
+                self.running -= 1
+
+
+class StubHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: StubEndpoint
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with self.server.counted(body) as fault:
+            if self.server.key and self.headers.get("authorization") != f"Bearer {self.server.key}":
+                sent = self.headers.get("authorization", "nothing")
+                return self.send(401, message(f"Incorrect API key provided: {sent}"))
+            if wrong := problem(self.path, body):
+                self.server.problems.append(wrong)
+                return self.send(404 if "path" in wrong else 400, message(wrong))
+            reply = fault or self.server.answering(body)
+            if isinstance(reply, Fault):
+                return self.send_fault(reply)
+            choice = {"text": reply} if isinstance(reply, str) else reply
+            if body.get("stream"):
+                return self.send_stream(body, choice["text"])
+            self.send(200, regular_answer(body, choice))
+        return None
+
+    def send(self, status: int, content: Any, headers: Mapping[str, str] | None = None, cut: int = 0) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in ({"content-length": str(len(data) + cut)} | dict(headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def send_fault(self, fault: Fault) -> None:
+        time.sleep(fault.delay_s)
+        if fault.drop:
+            self.close_connection = True
+        if not fault.drop or fault.content is not None:
+            self.send(fault.status, fault.content, fault.headers, cut=100 * fault.drop)
+
+    def send_stream(self, body: dict[str, Any], text: str) -> None:
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        self.end_headers()
+        words = [word if number == 0 else f" {word}" for number, word in enumerate(text.split(" "))]
+        chat = "messages" in body
+        parts: list[dict[str, Any]] = [{"delta": {"role": "assistant", "content": ""}}] if chat else []
+        parts += [{"delta": {"content": word}} if chat else {"text": word} for word in words]
+        parts += [{"delta": {}, "finish_reason": "stop"} if chat else {"text": "", "finish_reason": "stop"}]
+        events = [{"choices": [{"index": 0, **part}]} for part in parts]
+        events += [{"choices": [], "usage": usage_of(body, len(words) + 1)}]
+        for event in [*map(json.dumps, events), "[DONE]"]:
+            self.wfile.write(f"data: {event}\n\n".encode())
+            self.wfile.flush()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def usage_of(body: dict[str, Any], tokens: int) -> dict[str, int]:
+    """10 prompt tokens per request."""
+    return {"prompt_tokens": 10, "completion_tokens": tokens, "total_tokens": 10 + tokens}
+
+
+def regular_answer(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+    """A whole answer: one token per word, and the end token."""
+    text, rest = choice["text"], {key: value for key, value in choice.items() if key != "text"}
+    content = {"message": {"role": "assistant", "content": text}} if "messages" in body else {"text": text}
+    whole = {"index": 0, "finish_reason": "stop", **content, **rest}
+    return {"id": "x", "choices": [whole], "usage": usage_of(body, len(text.split()) + 1)}
+
+
+@contextmanager
+def stub_endpoint(answering: Answering, key: str = "", faults: tuple[Fault, ...] = ()) -> Iterator[StubEndpoint]:
+    server = StubEndpoint(answering, key, faults)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
