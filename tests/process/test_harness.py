@@ -48,7 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_report_lists_the_results_and_the_first_failure(run: Any) -> None:
-    report = run("def f(x): return 2 * x", ["assert f(1) == 2", "assert f(2) == 5", "assert f(3) == 7", "f(1)"])
+    report = run("def f(x): return 2 * x", ["assert f(1) == 2", "assert f(2) == 5, 'no'", "assert f(3) == 7", "f(1)"])
     assert report == {
         "kind": "report",
         "stage": "done",

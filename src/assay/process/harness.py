@@ -315,7 +315,7 @@ def _compiled(test: str | Mapping[str, Any]) -> tuple[str, Check]:
         return test["call"], lambda names: _caught(lambda: difference(eval(call, names), test["expected"]))
     tree = ast.parse(test)
     last = tree.body[-1] if tree.body else None
-    if isinstance(last, ast.Assert) and last.msg is None and isinstance(last.test, ast.Compare):
+    if isinstance(last, ast.Assert) and isinstance(last.test, ast.Compare):
         compared = last.test
         if len(compared.ops) == 1 and isinstance(compared.ops[0], ast.Eq):
             return ast.unparse(compared.left), _equality(tree.body[:-1], compared.left, compared.comparators[0])
@@ -324,7 +324,7 @@ def _compiled(test: str | Mapping[str, Any]) -> tuple[str, Check]:
 
 
 def _equality(before: list[ast.stmt], left: ast.expr, right: ast.expr) -> Check:
-    """A test that ends in `assert left == right`, which says what was compared."""
+    """A test that ends in `assert left == right`: it says what was compared, instead of the message of the test."""
     prelude = compile(ast.Module(before, []), "<test>", "exec", dont_inherit=True)
     sides = [compile(ast.Expression(side), "<test>", "eval", dont_inherit=True) for side in (left, right)]
 
