@@ -123,6 +123,11 @@ def test_unchanged_verdicts_are_reported_at_the_end_unless_all_are_correct() -> 
     assert not diagnose(steps(9, {}), CONFIG, summary(1.0, 1.0, 0, 0))
     (cause,) = diagnose([], CONFIG, {**summary(0.2, 0.2, 0, 0), "steps": 0})  # supervised fine-tuning only
     assert "sft.lr" in cause.remedy
+    readable = summary(0.2, 0.2, 0, 0)
+    readable["before"]["statuses"], readable["after"]["statuses"] = {"no_answer": 40}, {"wrong": 40}
+    assert not diagnose(steps(9, {}), CONFIG, readable)
+    rising = [*steps(8, {}), *steps(9, {"reward/mean": 0.6}, first=9)]
+    assert not diagnose(rising, CONFIG, summary(0.2, 0.2, 0, 0))
     few = summary(0.2, 0.2, 0, 0)
     few["after"]["n"] = 5
     assert not diagnose(steps(9, {}), CONFIG, few)

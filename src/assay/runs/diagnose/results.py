@@ -38,8 +38,8 @@ def unchanged_accuracy(summary: Mapping[str, Any], config: Mapping[str, Any]) ->
     before, after, paired = results_of(summary)
     if not paired or paired.get("gained") or paired.get("lost") or after.get("accuracy") == 1.0:
         return None
-    if after.get("n", 0) < MIN_PROBLEMS:
-        return None
+    if after.get("n", 0) < MIN_PROBLEMS or before.get("statuses") != after.get("statuses"):
+        return None  # with other statuses, the answers have changed: unreadable ones became readable, for example
     steps = summary.get("steps")
     keys = ("optim.lr", "train.steps") if steps else ("sft.lr", "sft.steps")
     same_length = before.get("mean_length") == after.get("mean_length")

@@ -7,7 +7,7 @@ from typing import Any
 
 from assay.runs.diagnose import learning, results, stability
 from assay.runs.diagnose.causes import Diagnosis, ranked
-from assay.runs.diagnose.history import Row, RunHistory
+from assay.runs.diagnose.history import FIRST, Row, RunHistory, Window
 
 Rule = Callable[[RunHistory], Diagnosis | None]
 # Rules that do not apply to a run whose accuracy has increased significantly.
@@ -40,5 +40,7 @@ def diagnose(
     gained = summary is not None and results.has_gained(summary)
     found = [rule(run) for rule in (*(() if gained else LEARNING), *MACHINE)]
     if summary is not None and not gained:
-        found += [results.unchanged_accuracy(summary, config), results.not_significant(summary, config)]
+        found.append(results.not_significant(summary, config))
+        if not Window(run.steps[FIRST:], run.first, config).improving:
+            found.append(results.unchanged_accuracy(summary, config))
     return ranked(cause for cause in found if cause is not None)
