@@ -80,7 +80,12 @@ def test_a_timeout_is_told_apart_from_other_errors() -> None:
 
 @pytest.mark.parametrize(
     ("status", "advice"),
-    [(400, "rejects"), (401, "openai.api_key_env"), (403, "openai.api_key_env"), (404, "name of the model")],
+    [
+        (400, "rejects this request"),
+        (401, "openai.api_key_env"),
+        (403, "openai.api_key_env"),
+        (404, "name of the model"),
+    ],
 )
 def test_requests_that_cannot_succeed_are_sent_once(status: int, advice: str) -> None:
     with connected(Fault(status, message("no"))) as (server, client):

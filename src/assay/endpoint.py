@@ -208,7 +208,7 @@ class Endpoint:
             return f"set {self.section}.api_key_env to the environment variable that holds a valid API key"
         if status == 404:
             return f"check the name of the model, and {self.section}.url"
-        return f"change the settings that it rejects (its own ones are in {self.section}.extra)"
+        return f"it rejects this request: check the length of the prompt and the settings, also {self.section}.extra"
 
     def _object(self, path: str, text: str) -> dict[str, Any]:
         try:

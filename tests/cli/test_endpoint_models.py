@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from serve_parts import NAME, command, save_folder, tiny_model
+from small_run import SmallRuns
 from stub_endpoint import Fault, StubEndpoint, message, stub_endpoint
 
 from assay import endpoint as client_module
@@ -101,6 +102,73 @@ def test_chat_streams_and_keeps_the_history(
     assert capsys.readouterr().out.split("\n")[:2] == ["message 1", "message 3"]
     assert server.requests[1]["messages"][1] == {"role": "assistant", "content": "message 1"}
     assert all(body["stream"] for body in server.requests) and not server.problems
+
+
+def rates(body: dict[str, Any]) -> Any:
+    """A judge: 5 for answers with a 7, 1 for others; fails on answers with a 9."""
+    answer = body["messages"][0]["content"].partition("<answer>")[2].partition("</answer>")[0]
+    return Fault(400, message("no")) if "9" in answer else "5" if "7" in answer else "1"
+
+
+def test_eval_with_a_model_as_judge(problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = tmp_path / "answers.jsonl"
+    with stub_endpoint(solves, key=SECRET) as server, stub_endpoint(rates, key=SECRET) as judge:
+        words = ["--reward.function", "judge", "--judge.url", judge.url, "--judge.model", "j", "--judge.cache", ""]
+        words += ["--judge.rubric", "Has a 7.", "--judge.api_key_env", "MY_KEY", "--answers", str(answers)]
+        (result,) = evaluate(server, problems, *words)
+    assert result["statuses"] == {"error": 1, "ok": 1, "wrong": 4} and not judge.problems
+    printed = capsys.readouterr().out
+    assert "judge j: 5 requests, 50 prompt tokens, 10 completion tokens" in printed
+    assert "1 of 6 answers failed" in printed and SECRET not in printed
+
+
+def test_score_with_a_model_as_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"completion": text, "question": "Which number?"} for text in ("7", "8", "9")]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with stub_endpoint(rates) as judge:
+        words = ["--reward", "judge", "--judge.url", judge.url, "--judge.model", "j", "--judge.rubric", "Has a 7."]
+        assert main(["score", str(source), "--out", str(out), *words, "--judge.cache", str(tmp_path / "cache")]) == 0
+        assert (
+            main(
+                [
+                    "score",
+                    str(source),
+                    "--out",
+                    str(out),
+                    "--force",
+                    *words,
+                    "--correct",
+                    "2",
+                    "--judge.cache",
+                    str(tmp_path / "cache"),
+                ]
+            )
+            == 0
+        )
+    verdicts = [json.loads(line)["verdict"] for line in out.read_text().splitlines()]
+    assert [(verdict["reward"], verdict["status"]) for verdict in verdicts] == [(2, "ok"), (0, "wrong"), (0, "error")]
+    assert len(judge.requests) == 4 and "Which number?" in judge.requests[0]["messages"][0]["content"]
+    assert "2 from the cache" in capsys.readouterr().err
+    assert main(["score", str(source), "--out", str(out), "--force", "--reward", "judge", "--judge.modle", "j"]) == 2
+    assert "did you mean 'judge.model'?" in capsys.readouterr().err
+
+
+def test_training_with_a_model_as_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = SmallRuns(tmp_path)
+    judged = ["--reward.function", "", "--reward.functions", '["task", "judge"]', "--reward.weights", "[1, 0.5]"]
+    with stub_endpoint(lambda body: str(len(body["messages"][0]["content"]) % 5 + 1), key=SECRET) as judge:
+        words = ["--judge.url", judge.url, "--judge.model", "j", "--judge.rubric", "Short.", "--judge.cache", ""]
+        assert small.train(*judged, *words, "--judge.api_key_env", "MY_KEY", "--train.steps", 2) == 0
+        assert small("eval", "run:small@last") == 2  # a run's settings do not decide where a key is sent
+        assert "set judge.url" in capsys.readouterr().err
+        assert small("eval", "run:small@last", "--judge.url", judge.url, "--judge.api_key_env", "MY_KEY") == 0
+    assert not judge.problems
+    metrics = [json.loads(line) for line in (small.runs / "small" / "metrics.jsonl").read_text().splitlines()]
+    assert any(0 < row.get("parts/judge", 0) < 1 for row in metrics)
+    files = [file for file in small.runs.rglob("*") if file.is_file()]
+    assert files and not any(SECRET.encode() in file.read_bytes() for file in files)
+    assert SECRET not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("section", ["", '[openai]\nurl = "http://127.0.0.1:1"\n'])

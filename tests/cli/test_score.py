@@ -29,7 +29,8 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Score:
         parser = argparse.ArgumentParser()
         score.add_arguments(parser)
         workers = () if "--workers" in options else ("--workers", "0")  # in this process, which is faster
-        assert score.run(parser.parse_args([str(source), "--out", str(out), *workers, *options])) == 0
+        words = [str(source), "--out", str(out), *workers, *options]
+        assert score.run(parser.parse_args(words, argparse.Namespace(overrides=[]))) == 0
         printed = capsys.readouterr()
         written = out.read_text(encoding="utf-8").split("\n")
         assert written.pop() == ""

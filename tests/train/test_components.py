@@ -10,9 +10,10 @@ from typing import Any
 import processes
 import pytest
 import torch
+from stub_endpoint import stub_endpoint
 from torch.profiler import ProfilerActivity, profile
 
-from assay.config import PromptConfig, RewardConfig, TrainConfig
+from assay.config import JudgeConfig, PromptConfig, RewardConfig, TrainConfig
 from assay.envs import make_env
 from assay.envs.builtin import GuessNumber
 from assay.mesh import Mesh
@@ -25,6 +26,7 @@ from assay.train.components import (
     activation_bytes,
     build_algorithm,
     build_judge,
+    build_judge_pool,
     build_renderer,
     choose_token_budget,
     cpu_token_budget,
@@ -126,6 +128,27 @@ def test_one_reward_function_is_not_a_sum(tmp_path: Path) -> None:
 def test_contradicting_reward_functions_are_refused(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=word):
         build_judge(RewardConfig(**settings), TASK)
+
+
+def test_a_model_judges_beside_the_task(tmp_path: Path) -> None:
+    first, _ = write_rewards(tmp_path)
+    judge = JudgeConfig(model="m", rubric="Be nice.", cache="", retries=0)
+    with stub_endpoint(lambda body: "4") as server:
+        judge = judge.model_copy(update={"url": server.url})
+        for settings, reward, correct in (
+            ({"functions": ["task", "judge"], "weights": [1.0, 2.0]}, 1 + 2 * 0.75, True),
+            ({"functions": ["judge", f"{first}:reward"], "correct": 4.0}, 4 * 0.75 + 0.5, True),
+            ({"functions": [f"{first}:reward", "task", "judge"], "weights": [2.0, 3.0, 4.0]}, 1 + 3 + 3, False),
+            ({"function": "judge"}, 0.75, True),
+        ):
+            with build_judge_pool(RewardConfig(workers=0, **settings), TASK, judge) as pool:
+                (verdict,) = pool.judge([("#### 7", "7", {})])
+            assert (verdict.reward, verdict.correct) == (pytest.approx(reward), correct), settings
+            assert verdict.parts["judge"] in (0.75, 3.0)
+    with pytest.raises(UserError, match="more than once"):
+        build_judge_pool(RewardConfig(functions=["judge", "judge"]), TASK, judge)
+    with pytest.raises(UserError, match=r"judge\.model"):
+        build_judge_pool(RewardConfig(function="judge"), TASK)
 
 
 def test_gold_episodes_of_an_environment_train_the_actions_only() -> None:

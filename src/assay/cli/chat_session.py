@@ -12,7 +12,7 @@ from typing import Any
 from assay.cli.chat_screen import ChatModel, Reply, ReplyStream, Screen
 from assay.config import MeasureConfig
 from assay.engine.base import UNKNOWN_LENGTH, SamplingParams
-from assay.rewards import JudgePool
+from assay.rewards import Judging
 from assay.rollout.collect import request_seed
 from assay.tasks import SPLITS, Task
 from assay.tasks.base import ALL, UNLIMITED, prompts_of
@@ -67,7 +67,7 @@ class TaskQuestions:
         self.default_task = cfg.task.name
         self._cfg, self._plain = cfg, plain
         self._tasks: dict[str, Task] = {}
-        self._judges: dict[str, JudgePool] = {}
+        self._judges: dict[str, Judging] = {}
 
     def task(self, name: str) -> Task:
         if name not in self._tasks:
@@ -112,12 +112,13 @@ class TaskQuestions:
     def _settings(self, name: str) -> MeasureConfig:
         return self._cfg if name == self.default_task else self._plain
 
-    def _judge(self, name: str) -> JudgePool:
+    def _judge(self, name: str) -> Judging:
         if name not in self._judges:
-            cfg = self._settings(name).reward
+            settings = self._settings(name)
+            cfg = settings.reward
             # One worker is enough for one user; a second would only delay the first verdict.
             single = cfg.model_copy(update={"workers": min(cfg.workers, 1)})
-            self._judges[name] = components.build_judge_pool(single, self.task(name))
+            self._judges[name] = components.build_judge_pool(single, self.task(name), settings.judge)
         return self._judges[name]
 
 

@@ -29,7 +29,8 @@ For a checkpoint of a run (run:NAME@best), the run's task, prompt and reward set
   assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1
 With --engine openai, MODEL is the name of a model at an OpenAI-compatible endpoint (--openai.url URL)."""
 SETTINGS = MeasureConfig
-INHERITED = ("task", "env", "prompt", "reward", "eval")  # sections that a checkpoint inherits from its run
+INHERITED = ("task", "env", "prompt", "reward", "judge", "eval")  # sections that a checkpoint inherits from its run
+NOT_INHERITED = ("judge.url", "judge.api_key_env")  # the settings of a run decide neither where a key goes nor which
 KEPT = ("eval.max_new_tokens", "eval.stop", "model.max_length")  # inherited from the run even if the task is another
 TRAINING_ONLY = {"every", "split", "examples"}  # settings of [eval] that are not used here
 CHECKED_TEXTS = 1_000  # problems that are checked for words unknown to the tokenizer
@@ -137,6 +138,7 @@ def inherited_settings(
             for key in ("max_new_tokens", "stop"):
                 tree["eval"][key] = tree["eval"][key] or tree["sampling"][key]
             values = {f"{s}.{key}": value for s in INHERITED for key, value in tree[s].items()}
+            values = {key: value for key, value in values.items() if key not in NOT_INHERITED}
             return values | {"seed": tree["seed"], "model.max_length": tree["model"]["max_length"]}
     return {}
 
@@ -167,7 +169,9 @@ def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
 def measure(
     model: str, cfg: MeasureConfig, task: Task, prompts: Sequence[Prompt], answers: str | None, console: Console
 ) -> Report:
+    from assay.engine.openai import OpenAIEngine
     from assay.evals.report import evaluate
+    from assay.rewards import JudgePanel
     from assay.rollout import sampling_params
     from assay.train import components
     from assay.train.trial import unknown_prompt_words
@@ -183,8 +187,10 @@ def measure(
     if answers:
         write_answers(Path(answers), model, groups)
     warn_of_failures(model, groups, console)
-    if (usage := getattr(engine, "usage", None)) is not None:
-        console.note(f"{model}: {usage}")
+    if isinstance(engine, OpenAIEngine):
+        console.note(f"{model}: {engine.usage}")
+    if isinstance(collector.judge, JudgePanel):
+        console.note(collector.judge.describe_usage())
     return report
 
 

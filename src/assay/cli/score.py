@@ -14,7 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePool, MathVerifyJudge, RewardMix, check_verdicts
+from pydantic import Field
+
+from assay.config import JudgeConfig, Section
+from assay.config.settings import load_settings, parse_overrides
+from assay.rewards import (
+    EXTRACTORS,
+    FunctionJudge,
+    Judge,
+    JudgePanel,
+    JudgePool,
+    Judging,
+    MathVerifyJudge,
+    ModelJudge,
+    RewardMix,
+    check_verdicts,
+)
 from assay.runs.console import Console, aligned
 from assay.types import Status, UserError, Verdict, plural, unknown_name
 
@@ -26,7 +41,19 @@ if TYPE_CHECKING:
 HELP = """Judge the completions in a JSONL file, and print a summary as JSON.
 
 Each row has 'completion' and 'gold' or 'answer' (for countdown 'nums' and 'target', for code 'tests'), or is a row of
-a run's rollouts/step-N.jsonl. It is written with its 'verdict' to OUT.jsonl, in the same order."""
+a run's rollouts/step-N.jsonl. It is written with its 'verdict' to OUT.jsonl, in the same order.
+
+With --reward judge, a model at an OpenAI-compatible endpoint judges: see the settings of [judge]."""
+MODEL_JUDGE = "judge"  # value of --reward
+
+
+class ScoreConfig(Section):
+    """Settings of `assay score`."""
+
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
+
+
+SETTINGS = ScoreConfig
 SHOWN_DISAGREEMENTS = 20
 
 
@@ -36,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", metavar="NAME", help="gsm8k, math, countdown, abacus, code, or my_file.py:MyTask")
     parser.add_argument("--extract", metavar=forms, help="required answer format (default: the task's)")
     parser.add_argument("--lenient", action="store_true", help="accept other answer formats, or the last number")
-    parser.add_argument("--reward", metavar="FILE.py:FN", help="a reward function instead of the task's judge")
+    parser.add_argument(
+        "--reward", metavar="FILE.py:FN", help="a reward function instead of the task's judge, or 'judge'"
+    )
     parser.add_argument("--correct", type=float, metavar="R", help="reward of a correct answer (default 1)")
     parser.add_argument("--wrong", type=float, metavar="R", help="reward of a wrong answer (default 0)")
     parser.add_argument("--unparsable", type=float, metavar="R", help="reward of an unparsable answer (default 0)")
@@ -75,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
             "no judge: give --task NAME (gsm8k, math, countdown, abacus, code) or --reward FILE.py:FUNCTION"
         )
     task = make_task(args.task) if args.task is not None else None
+    load_settings(ScoreConfig, None, parse_overrides(args.overrides))  # report unknown options
     judge = shaped(first_judge(args, task), args)
     other = second_judge(args, task)
     try:
@@ -83,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     except ValueError as error:  # e.g. an integer with more digits than Python will read
         raise UserError(f"{source} cannot be read: {error}") from None
-    items = [as_item(from_rollout(row), task) for row in rows]
+    items = [as_item(from_rollout(row), task, optional_gold=args.reward == MODEL_JUDGE) for row in rows]
     verdicts = judge_all(judge, items, args, "judging")
     check_verdicts(verdicts)
     audited = judge_all(other, items, args, f"judging with {args.against}") if other is not None else None
@@ -102,6 +132,8 @@ def first_judge(args: argparse.Namespace, task: Task | None) -> Judge:
     if args.reward is not None:
         if args.extract is not None or args.lenient:
             raise UserError("--extract and --lenient have no effect with --reward: leave them out")
+        if args.reward == MODEL_JUDGE:
+            return ModelJudge(load_settings(ScoreConfig, None, parse_overrides(args.overrides)).judge)
         return FunctionJudge(args.reward)
     assert task is not None
     return task.judge(args.extract, strict=not args.lenient)
@@ -140,13 +172,14 @@ def from_rollout(row: DataRow) -> DataRow:
     return replace(row, values={**(values.get("fields") or {}), **values, "completion": values["text"]})
 
 
-def as_item(row: DataRow, task: Task | None) -> Item:
+def as_item(row: DataRow, task: Task | None, optional_gold: bool = False) -> Item:
     """The judge's input: the completion, the gold answer, and all other fields."""
     completion = row.values.get("completion")
     if not isinstance(completion, str):
         problem = "is not a string" if "completion" in row.values else "is missing"
         raise UserError(f"{row.where}: the field 'completion' {problem}")
-    return completion, gold_answer(row, task), {k: v for k, v in row.values.items() if k != "completion"}
+    gold = "" if optional_gold and not {"gold", "answer"} & set(row.values) else gold_answer(row, task)
+    return completion, gold, {k: v for k, v in row.values.items() if k != "completion"}
 
 
 def gold_answer(row: DataRow, task: Task | None) -> str:
@@ -174,9 +207,18 @@ def gold_answer(row: DataRow, task: Task | None) -> str:
 
 
 def judge_all(judge: Judge, items: Sequence[Item], args: argparse.Namespace, what: str) -> list[Verdict]:
-    pool = JudgePool(judge, args.workers, args.timeout, sandbox=args.sandbox, pass_env=args.pass_env)
-    with pool, Console(sys.stderr) as console:
-        return pool.judge(items, partial(console.progress, what, unit="answers"))
+    with judging(judge, args) as pool, Console(sys.stderr) as console:
+        verdicts = pool.judge(items, partial(console.progress, what, unit="answers"))
+        if isinstance(pool, JudgePanel):
+            console.note(pool.describe_usage())
+        return verdicts
+
+
+def judging(judge: Judge, args: argparse.Namespace) -> Judging:
+    model = judge.judge if isinstance(judge, RewardMix) else judge
+    if isinstance(model, ModelJudge):
+        return JudgePanel(model, mix=judge if isinstance(judge, RewardMix) else RewardMix(model))
+    return JudgePool(judge, args.workers, args.timeout, sandbox=args.sandbox, pass_env=args.pass_env)
 
 
 def check_output(out: Path, source: Path, force: bool) -> None:

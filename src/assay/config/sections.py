@@ -113,9 +113,9 @@ class RewardConfig(Section):
     unparsable: Finite = 0.0
     """correctness value if no answer could be extracted"""
     function: str = ""
-    """your own reward function instead of the task's judge: package.module:function or file.py:function"""
+    """instead of the task's judge: your own reward function as file.py:function, or 'judge': the model of [judge]"""
     functions: list[str] = Field(default_factory=list)
-    """several reward functions, added with reward.weights; 'task' is the task's judge; the first decides accuracy"""
+    """several, added with reward.weights; 'task': the task's judge, 'judge': a model; the first decides accuracy"""
     weights: list[Finite] = Field(default_factory=list)
     """one weight per entry of reward.functions; empty: all 1"""
     workers: Count = 2
@@ -143,6 +143,33 @@ class EndpointConfig(Section):
     """how often a request is repeated after rate limits, server errors, timeouts and lost connections"""
     extra: dict[str, Any] = Field(default_factory=dict)
     """more fields of every request, e.g. extra.reasoning_effort = "low"; they replace those that assay sends"""
+
+
+class JudgeConfig(EndpointConfig):
+    """A model that judges answers, for 'judge' in reward.function or reward.functions."""
+
+    model: str = ""
+    """name of the model at the endpoint"""
+    rubric: str = ""
+    """what is judged, in words; the model gives a score from 1 to judge.scale"""
+    rubric_file: str = ""
+    """file to read the rubric from"""
+    scale: Annotated[int, Field(ge=2, le=100)] = 5
+    """highest score; up to 9, the expected score is computed from token probabilities"""
+    questions: list[str] = Field(default_factory=list)
+    """yes/no questions instead of a rubric; the reward is the mean probability of yes"""
+    template_file: str = ""
+    """file with the request to the judge, with {rubric} or {check}, {question}, {answer}, {gold}; empty: the default"""
+    threshold: Fraction = 0.5
+    """an answer with at least this reward is counted as correct"""
+    probabilities: bool = True
+    """compute rewards from token probabilities; false, or where the endpoint has none: from the text"""
+    max_tokens: Positive = 16
+    """maximum tokens of the model's reply; more for a template that asks for reasoning before the score"""
+    temperature: NonNegative = 0.0
+    """sampling temperature of the judge"""
+    cache: str = "~/.cache/assay/judge"
+    """folder in which replies are stored, so that the same request is never paid for twice; empty: no cache"""
 
 
 class ReplayConfig(Section):
@@ -503,6 +530,7 @@ class TrainConfig(Section):
     env: EnvConfig = Field(default_factory=EnvConfig)
     prompt: PromptConfig = Field(default_factory=PromptConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
@@ -535,6 +563,7 @@ class MeasureConfig(Section):
     env: EnvConfig = Field(default_factory=EnvConfig)
     prompt: PromptConfig = Field(default_factory=PromptConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     vllm: VLLMConfig = Field(default_factory=VLLMConfig)

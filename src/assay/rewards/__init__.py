@@ -5,7 +5,9 @@ from assay.rewards.extract import EXTRACTORS, extract
 from assay.rewards.functions import FunctionJudge
 from assay.rewards.importing import load_object
 from assay.rewards.judge import Judge, RewardMix, RewardSum, check_verdicts
+from assay.rewards.model_judge import ModelJudge
 from assay.rewards.numeric import Unreadable
+from assay.rewards.panel import JudgePanel, Judging
 from assay.rewards.pool import JudgePool
 from assay.rewards.verifiers import CountdownJudge, MathJudge, MathVerifyJudge
 
@@ -15,9 +17,12 @@ __all__ = [
     "CountdownJudge",
     "FunctionJudge",
     "Judge",
+    "JudgePanel",
     "JudgePool",
+    "Judging",
     "MathJudge",
     "MathVerifyJudge",
+    "ModelJudge",
     "RewardMix",
     "RewardSum",
     "Unreadable",

@@ -13,7 +13,7 @@ from assay.config import EvalConfig, SamplingConfig
 from assay.engine.base import CountReport, Engine, Request, SamplingParams, generate
 from assay.envs.base import Env
 from assay.mesh import Mesh
-from assay.rewards import JudgePool, check_verdicts
+from assay.rewards import Judging, check_verdicts
 from assay.rollout.episodes import EpisodeRunner, Limits, as_group, request_seed
 from assay.text import Renderer
 from assay.types import Completion, Finish, Group, Progress, Prompt, Rollout, Status, Turn, UserError, Verdict
@@ -54,7 +54,7 @@ class Collector:
 
     engine: Engine
     renderer: Renderer
-    judge: JudgePool
+    judge: Judging
     mesh: Mesh = field(default_factory=Mesh)  # prompts are divided among its data-parallel ranks
     stopper: Stopper | None = None
     env: Env | None = None  # prompts start episodes of it; None: one completion per sample

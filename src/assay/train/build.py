@@ -179,7 +179,8 @@ def assemble(
     algo = components.build_algorithm(cfg)
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task, train, evaluations = load_problems(cfg, algo, console)
-    with components.build_judge_pool(cfg.reward, task) as judge:  # before the model, which may take minutes to load
+    # Before the model, which may take minutes to load.
+    with components.build_judge_pool(cfg.reward, task, cfg.judge) as judge:
         checks.check_judge(judge, train[0])
     tokenizer = components.build_tokenizer(cfg.model, source, task)
     renderer = components.build_renderer(cfg.prompt, tokenizer, task)

@@ -28,7 +28,7 @@ from assay.envs import Env
 from assay.mesh import Mesh, init_mesh, local_tensor
 from assay.models import PolicyModel, pick_device
 from assay.models.base import digests, fingerprint
-from assay.rewards import JudgePool, check_verdicts
+from assay.rewards import Judging, check_verdicts
 from assay.rollout import Collector
 from assay.rollout.episodes import check_history
 from assay.runs.console import Console
@@ -139,7 +139,7 @@ def check_collector(
         )
 
 
-def check_judge(judge: JudgePool, prompt: Prompt) -> Verdict:
+def check_judge(judge: Judging, prompt: Prompt) -> Verdict:
     """Raise if the judge fails on every answer. Returns the verdict on an empty answer."""
     texts = ("", prompt.answer, prompt.solution or prompt.answer)
     (verdicts,) = judge.judge_groups([(texts, prompt.answer, judge.fields(prompt))])

@@ -19,6 +19,7 @@ from assay.config import (
     AlgoConfig,
     EngineConfig,
     EnvConfig,
+    JudgeConfig,
     LoopConfig,
     MeasureConfig,
     ModelConfig,
@@ -36,7 +37,7 @@ from assay.models import Decoder, ModelSpec, PolicyModel, build_preset, load_mod
 from assay.models.base import LoadReport
 from assay.models.device import describe_threads, free_memory, set_threads, uses_triton
 from assay.models.load import check_model_folder, empty_model, has_weights
-from assay.rewards import FunctionJudge, Judge, JudgePool, RewardMix, RewardSum
+from assay.rewards import FunctionJudge, Judge, JudgePanel, JudgePool, Judging, ModelJudge, RewardMix, RewardSum
 from assay.rewards.importing import load_object, normalized
 from assay.rollout import Collector, Limits
 from assay.runs.console import Console, count
@@ -54,7 +55,7 @@ PRESET = "preset:"
 PRESET_TOKENIZERS = ("words", "characters")  # values of model.tokenizer that name no tokenizer
 PRESET_LENGTH = 512
 ENDPOINT = "openai"  # the engine without weights
-TASK_JUDGE = "task"  # in reward.functions
+TASK_JUDGE, MODEL_JUDGE = "task", "judge"  # in reward.functions
 COMPILED = 100_000_000  # number of parameters from which compilation pays off within a few steps
 TOKEN_BUDGET, LEAST_TOKEN_BUDGET = 2**14, 2**9  # default of train.token_budget, and the least one chosen for a CPU
 SMALL_ACTIVATIONS = 2**31  # bytes; a model that needs less per micro-batch is trained alike on all machines
@@ -108,7 +109,7 @@ def build_collector(
     progress: Progress | None = None,
 ) -> Collector:
     """The collector of rollouts: the engine, the judge and, if there is one, the environment."""
-    judge = build_judge_pool(cfg.reward, task)
+    judge = build_judge_pool(cfg.reward, task, cfg.judge)
     env = task if isinstance(task, Env) else None
     if cfg.env.max_seconds and mesh and mesh.tp_size > 1:
         raise UserError("env.max_seconds cannot be combined with parallel.tp: ranks of one model would time out apart")
@@ -156,20 +157,40 @@ def drop_long_prompts(
     return kept
 
 
-def build_judge_pool(cfg: RewardConfig, task: Task) -> JudgePool:
-    judge = build_judge(cfg, task)
-    return JudgePool(judge, cfg.workers, cfg.timeout_s, sandbox=cfg.sandbox, pass_env=cfg.pass_env)
-
-
-def build_judge(cfg: RewardConfig, task: Task) -> Judge:
-    """The judge of the settings. Weights for accuracy, format and length apply to the first of several functions."""
+def build_judge_pool(cfg: RewardConfig, task: Task, judge: JudgeConfig | None = None) -> Judging:
+    """What judges answers: verifiers and reward functions in worker processes, a model (`judge`) at its endpoint."""
     paths, weights = reward_functions(cfg)
-    judges = [
+    pool = partial(JudgePool, workers=cfg.workers, timeout_s=cfg.timeout_s, sandbox=cfg.sandbox, pass_env=cfg.pass_env)
+    if MODEL_JUDGE not in paths:
+        return pool(build_judge(cfg, task))
+    place = paths.index(MODEL_JUDGE)
+    part_names(paths)  # refuses repeated functions
+    model, weight = ModelJudge(judge or JudgeConfig()), weights[place]
+    mix = None if place else shaping(cfg, model)
+    if len(paths) == 1:
+        return JudgePanel(model, weight, mix=mix)
+    others = {"functions": paths[:place] + paths[place + 1 :], "weights": weights[:place] + weights[place + 1 :]}
+    verifiers = build_judge(cfg.model_copy(update=others), task, shaped=mix is None)
+    return JudgePanel(model, weight, pool(verifiers), mix)
+
+
+def build_judge(cfg: RewardConfig, task: Task, shaped: bool = True) -> Judge:
+    """The judge of the settings. Weights for accuracy, format and length apply to the first of several functions.
+
+    `shaped`: false if the first function is elsewhere.
+    """
+    paths, weights = reward_functions(cfg)
+    judges: list[Judge] = [
         task.judge(cfg.extract or None, cfg.strict) if path == TASK_JUDGE else FunctionJudge(path) for path in paths
     ]
-    shaping = cfg.model_dump(include={field.name for field in fields(RewardMix)})
-    first = RewardMix(judges[0], **shaping | {"format_pattern": cfg.format_pattern or None})
-    return RewardSum((first, *judges[1:]), tuple(weights), part_names(paths)) if cfg.functions else first
+    if shaped:
+        judges[0] = shaping(cfg, judges[0])
+    return RewardSum(tuple(judges), tuple(weights), part_names(paths)) if cfg.functions else judges[0]
+
+
+def shaping(cfg: RewardConfig, judge: Judge) -> RewardMix:
+    values = cfg.model_dump(include={field.name for field in fields(RewardMix)})
+    return RewardMix(judge, **values | {"format_pattern": cfg.format_pattern or None})
 
 
 def reward_functions(cfg: RewardConfig) -> tuple[list[str], list[float]]:

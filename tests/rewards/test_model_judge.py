@@ -1,0 +1,281 @@
+"""A model as judge: what it is asked, how its replies are read, and what happens if it fails."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve_parts import NAME, serving, tiny_model
+from stub_endpoint import Fault, StubEndpoint, message, stub_endpoint
+
+from assay import endpoint as client_module
+from assay.config import JudgeConfig
+from assay.rewards.model_judge import ModelJudge, read_score, read_yes_no, tokens_of
+from assay.types import Prompt, Status, UserError
+
+PROMPT = Prompt("p", ({"role": "system", "content": "hidden"}, {"role": "user", "content": "Who wrote {gold}?"}), "Ann")
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "FIRST_WAIT_S", 0.01)
+
+
+def choice(*tokens: tuple[str, dict[str, float]]) -> dict[str, Any]:
+    """A reply whose tokens have alternatives with these probabilities; the first is the one that was sampled."""
+    content = []
+    for token, alternatives in tokens:
+        entries = [{"token": text, "logprob": math.log(p), "bytes": None} for text, p in alternatives.items()]
+        content.append({"token": token, "logprob": math.log(alternatives[token]), "top_logprobs": entries})
+    return {"text": "".join(token for token, _ in tokens), "logprobs": {"content": content}}
+
+
+def reply_of(*tokens: tuple[str, dict[str, float]]) -> dict[str, Any]:
+    answer = choice(*tokens)
+    return {"text": answer["text"], "tokens": tokens_of(answer["logprobs"]["content"])}
+
+
+@contextmanager
+def judging(
+    reply: Any, *faults: Fault, url: str = "", key: str = "", **settings: Any
+) -> Iterator[tuple[StubEndpoint, ModelJudge]]:
+    answering = reply if callable(reply) else lambda body: reply
+    with stub_endpoint(answering, key, faults) as server:
+        given = {"url": url or server.url, "model": "m", "cache": "", "retries": 1, "timeout_s": 5} | settings
+        rubric = {} if "questions" in given or "rubric_file" in given else {"rubric": "Be right."}
+        with ModelJudge(JudgeConfig(**rubric | given)) as judge:
+            yield server, judge
+
+
+def judge_text(judge: ModelJudge, text: str, prompt: Prompt = PROMPT) -> Any:
+    ((verdict,),) = judge.judge_groups([([text], prompt.answer, judge.fields(prompt))])
+    return verdict
+
+
+# -- reading replies
+
+
+def test_the_expected_score_is_a_mean_over_the_probabilities_of_scores() -> None:
+    judged = read_score(reply_of(("4", {"4": 0.5, "5": 0.2, " 4": 0.1, "3": 0.1, "The": 0.1})), 5)
+    expected = (4 * 0.6 + 5 * 0.2 + 3 * 0.1) / 0.9
+    assert judged is not None and judged.score == pytest.approx(expected) and judged.written == "4"
+    assert judged.reward == pytest.approx((expected - 1) / 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "scale", "score"),
+    [("4", 5, 4), ("Score: 3/5", 5, 3), ("I give 2 out of 5.", 5, 2), ("first 1, then 4.5", 5, 4.5), ("85", 100, 85)],
+)
+def test_without_probabilities_the_number_counts(text: str, scale: int, score: float) -> None:
+    judged = read_score({"text": text, "tokens": []}, scale)
+    assert judged is not None and judged.score == score and judged.reward == pytest.approx((score - 1) / (scale - 1))
+
+
+@pytest.mark.parametrize("text", ["", "great", "0", "6", "1000", "-"])
+def test_a_reply_without_a_score_has_none(text: str) -> None:
+    assert read_score({"text": text, "tokens": []}, 5) is None
+
+
+def test_probabilities_count_at_the_score_and_nowhere_else() -> None:
+    reasoning = reply_of(("1", {"1": 0.5, "5": 0.5}), (" is", {" is": 1.0}), (" 4", {" 4": 0.75, " 2": 0.25}))
+    judged = read_score(reasoning, 5)
+    assert judged is not None and judged.score == pytest.approx(3.5)
+    denominator = reply_of(("3", {"3": 0.5, "1": 0.5}), ("/", {"/": 1.0}), ("5", {"5": 0.9, "9": 0.1}))
+    judged = read_score(denominator, 5)
+    assert judged is not None and judged.score == pytest.approx(2.0)
+
+
+def test_tokens_that_are_not_the_whole_score_are_not_used() -> None:
+    for tokens in ([("4/5", {"4/5": 0.5, "1": 0.5})], [("7", {"7": 0.5, "1": 0.5}), ("5", {"5": 0.9, "0": 0.1})]):
+        judged = read_score(reply_of(*tokens), 100 if len(tokens) == 2 else 5)
+        assert judged is not None and judged.score == (75 if len(tokens) == 2 else 4)
+    other_text = {"text": "4", "tokens": reply_of(("2", {"2": 0.5, "1": 0.5}))["tokens"]}
+    judged = read_score(other_text, 5)
+    assert judged is not None and judged.score == 4
+
+
+def test_the_probability_of_yes() -> None:
+    judged = read_yes_no(reply_of(("Yes", {"Yes": 0.5, " yes": 0.1, "No": 0.15, "Maybe": 0.25})))
+    assert judged is not None and judged.reward == pytest.approx(0.8) and judged.written == "yes"
+    judged = read_yes_no(reply_of(("No", {"No": 0.75, "Yes": 0.25})))
+    assert judged is not None and judged.reward == pytest.approx(0.25) and judged.written == "no"
+    for text, probability in (("Yes.", 1.0), ("no", 0.0), ("It is not wrong, so yes", 1.0)):
+        judged = read_yes_no({"text": text, "tokens": []})
+        assert judged is not None and judged.reward == probability
+    assert read_yes_no({"text": "Yesterday nobody knew", "tokens": []}) is None
+
+
+@pytest.mark.parametrize("content", [None, "x", [1], [{"token": "4"}], [{"token": "4", "logprob": "x"}], [None]])
+def test_probabilities_of_another_form_are_ignored(content: Any) -> None:
+    assert tokens_of(content) == []
+
+
+# -- requests
+
+
+def test_the_request_has_rubric_question_answer_and_gold() -> None:
+    with judging(choice(("5", {"5": 0.75, "1": 0.25}))) as (server, judge):
+        verdict = judge_text(judge, "By {question} and {scale}.")
+        assert verdict.reward == pytest.approx(0.75) and verdict.status is Status.OK and verdict.parsed == "5"
+        assert verdict.parts == {"score": pytest.approx(4.0)}
+        (body,) = server.requests
+        (sent,) = body["messages"]
+        for text in (
+            "Be right.",
+            "Who wrote {gold}?",
+            "By {question} and {scale}.",
+            "Ann",
+            "from 1 (worst) to 5 (best)",
+        ):
+            assert text in sent["content"]
+        assert "hidden" not in sent["content"] and body["top_logprobs"] == 20 and body["temperature"] == 0
+        judge_text(judge, "x", Prompt("q", PROMPT.messages))
+        assert "<reference>" not in server.requests[1]["messages"][0]["content"]
+        assert server.problems == []
+
+
+def test_questions_are_asked_one_by_one_and_averaged() -> None:
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        polite = "polite?" in body["messages"][0]["content"]
+        return choice(("yes", {"yes": 0.9, "no": 0.1}) if polite else ("no", {"no": 0.7, "yes": 0.3}))
+
+    with judging(reply, questions=["Is it polite?", "Is it short?"], threshold=0.7) as (server, judge):
+        verdict = judge_text(judge, "a")
+        assert verdict.parts == {"yes_1": pytest.approx(0.9), "yes_2": pytest.approx(0.3)}
+        assert verdict.reward == pytest.approx(0.6) and verdict.status is Status.WRONG
+        assert len(server.requests) == 2 and server.problems == []
+
+
+def test_a_template_and_a_rubric_from_files(tmp_path: Path) -> None:
+    (tmp_path / "rubric.md").write_text("Be kind.\n")
+    (tmp_path / "template.txt").write_text('{"task": "{rubric}", "text": "{answer}"}')
+    files = {"rubric_file": str(tmp_path / "rubric.md"), "template_file": str(tmp_path / "template.txt")}
+    with judging("3", **files) as (server, judge):
+        assert judge_text(judge, "hello").reward == 0.5
+        assert server.requests[0]["messages"][0]["content"] == '{"task": "Be kind.", "text": "hello"}'
+    (tmp_path / "template.txt").write_text("{rubric}")
+    with pytest.raises(UserError, match=r"lacks \{answer\}"), judging("3", **files):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"model": ""}, "judge.model"),
+        ({"rubric": ""}, "one of judge.rubric"),
+        ({"questions": ["Is it?"], "rubric": "x"}, "one of judge.rubric"),
+        ({"rubric_file": "/nowhere/rubric.md"}, "judge.rubric_file: cannot read"),
+        ({"url": ""}, "set judge.url"),
+    ],
+)
+def test_incomplete_settings_are_an_error(settings: dict[str, Any], problem: str) -> None:
+    given = {"url": "http://127.0.0.1:9", "model": "m", "cache": ""}
+    rubric = {} if {"questions", "rubric_file"} & settings.keys() else {"rubric": "x"}
+    with pytest.raises(UserError, match=problem):
+        ModelJudge(JudgeConfig(**given | rubric | settings))
+
+
+def test_requests_are_concurrent_and_verdicts_in_order() -> None:
+    together = threading.Barrier(4)
+
+    def reply(body: dict[str, Any]) -> str:
+        together.wait(20)  # never answers one request at a time
+        return body["messages"][0]["content"].partition("answer is ")[2][0]
+
+    with judging(reply, max_concurrent=4) as (server, judge):
+        texts = [f"answer is {n}" for n in (1, 5, 3, 2)]
+        reports: list[tuple[int, int]] = []
+        (verdicts,) = judge.judge_groups([(texts, "", {})], lambda *counts: reports.append(counts))
+        assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.5, 0.25]
+        assert server.most_running == 4 and reports == [(n, 4) for n in range(1, 5)]
+
+
+def test_equal_requests_are_sent_once() -> None:
+    with judging("4") as (server, judge):
+        assert len(judge.judge([("same", "", {})] * 6)) == 6
+        assert len(server.requests) == 1
+
+
+def test_replies_are_read_from_the_cache(tmp_path: Path) -> None:
+    answer = choice(("4", {"4": 0.5, "2": 0.5}))
+    with judging(answer, cache=str(tmp_path)) as (server, judge):
+        first = judge_text(judge, "a")
+        assert judge_text(judge, "a") == first and len(server.requests) == 1
+        assert "1 from the cache" in judge.describe_usage()
+        judge_text(judge, "b")
+        assert len(server.requests) == 2
+        with ModelJudge(judge.cfg) as again:  # another process
+            assert judge_text(again, "a") == first
+        with ModelJudge(judge.cfg.model_copy(update={"model": "n"})) as other:
+            judge_text(other, "a")
+        assert len(server.requests) == 3
+
+
+def test_failures_are_not_cached(tmp_path: Path) -> None:
+    with judging("4", Fault(400, message("no")), cache=str(tmp_path)) as (server, judge):
+        assert judge_text(judge, "a").status is Status.ERROR
+        assert judge_text(judge, "a").status is Status.OK and len(server.requests) == 2
+
+
+def test_the_key_is_not_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-secret-0123456789")
+    with judging("4", key="sk-secret-0123456789", api_key_env="MY_KEY", cache=str(tmp_path)) as (_, judge):
+        assert judge_text(judge, "a").status is Status.OK
+    assert "sk-secret" not in "".join(file.read_text() for file in tmp_path.rglob("*.json"))
+
+
+# -- failures
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "detail"),
+    [
+        (Fault(500, message("broken")), Status.ERROR, "answered 500: broken"),
+        (Fault(401, message("no")), Status.ERROR, "judge.api_key_env"),
+        (Fault(content=b"garbage"), Status.ERROR, "no JSON object"),
+        (Fault(content={"choices": []}), Status.ERROR, "has no text"),
+        (Fault(drop=True), Status.ERROR, "not reachable"),
+        (Fault(content={}, delay_s=0.5), Status.TIMEOUT, "no answer within 0.1 s"),
+        ("I cannot judge this.", Status.ERROR, "replied 'I cannot judge this.', in which there is no score"),
+    ],
+)
+def test_a_failure_is_a_status(reply: Any, status: Status, detail: str) -> None:
+    with judging(reply, timeout_s=0.1 if status is Status.TIMEOUT else 5) as (_, judge):
+        verdict = judge_text(judge, "a")
+        assert verdict.status is status and detail in verdict.detail and verdict.parts == {}
+
+
+def test_one_failure_leaves_the_other_verdicts_alone() -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        return Fault(500, message("oops")) if "bad" in body["messages"][0]["content"] else "5"
+
+    with judging(reply) as (_, judge):
+        verdicts = judge.judge([(text, "", {}) for text in ("good", "bad", "fine")])
+        assert [verdict.status for verdict in verdicts] == [Status.OK, Status.ERROR, Status.OK]
+
+
+def test_an_endpoint_with_few_alternatives_is_asked_for_fewer() -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        if body["top_logprobs"] > 5:
+            return Fault(400, message("top_logprobs must be at most 5"))
+        return choice(("4", {"4": 0.5, "2": 0.5}))
+
+    with judging(reply) as (server, judge):
+        assert judge_text(judge, "a").parts["score"] == pytest.approx(3.0)
+        judge_text(judge, "b")
+        assert [body["top_logprobs"] for body in server.requests] == [20, 5, 5]
+
+
+def test_assay_serve_reports_no_alternatives_and_its_text_is_read() -> None:
+    """A random model writes no score: the judge asks without probabilities, and the failure is a status."""
+    expected = pytest.warns(UserWarning, match="reports no token probabilities")
+    model = tiny_model(max_length=512)
+    with serving(model) as server, judging("4", url=server.url, model=NAME) as (_, judge), expected:
+        verdict = judge_text(judge, "a", Prompt("p", ({"role": "user", "content": "?"},)))
+        assert verdict.status is Status.ERROR and "in which there is no score" in verdict.detail
+        assert judge.usage.requests == 1
