@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,29 @@ def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["doctor", "two"]) == 2 and "unknown run 'two'" in capsys.readouterr().err
     assert main(["doctor", "one", "--optim.lr", "1"]) == 2 and "is a run" in capsys.readouterr().err
     assert main(["doctor", "x" * 5000]) == 2
+    capsys.readouterr()
+    assert main(["doctor", "configs/two.toml"]) == 2
+    assert "there is no file configs/two.toml" in capsys.readouterr().err
+
+
+def test_a_failed_run_shows_its_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Run.create(tmp_path / "runs", "one", "") as run:
+        run.write_status("failed", 5, "the environment\nfailed: fix it")
+    assert main(["doctor", "one"]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "run one (failed, 0 steps): ended with an error"
+    assert second == "  ended with: the environment failed: fix it"
+    assert main(["doctor", "one", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"] == "the environment\nfailed: fix it"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "summary.json", "status.json"])
+def test_pipes_are_not_read(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_run(tmp_path, FAILED)
+    (path / "status.json").write_text("{}")
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    assert main(["doctor", str(path)]) == (0 if name == "metrics.jsonl" else 1)  # would wait forever
 
 
 def test_a_terminal_gets_lines_that_fit(

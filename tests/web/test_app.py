@@ -97,6 +97,7 @@ def test_a_server_for_other_machines_accepts_addresses_and_its_own_names(runs: P
         {"Origin": "null"},
         {"Origin": "http://localhost:8000"},  # another server on this machine
         {"Origin": "ftp://localhost:6360"},
+        {"Origin": "http://[::1"},  # not a URL
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
     ],

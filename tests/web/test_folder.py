@@ -51,6 +51,19 @@ def test_an_incomplete_last_line_counts_when_it_is_complete(path: Path) -> None:
     assert (facts["steps"], facts["reward"], problems) == (4, 0.9, [])
 
 
+def test_a_line_that_is_too_long_does_not_hide_the_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("assay.web.folder.MAX_LINE", 2**20)
+    folder, file = RunFolder(path), path / "metrics.jsonl"
+    with file.open("a") as out:
+        out.write(json.dumps({"step": 4, "text": "x" * (3 * 2**20)}) + '\n{"step": 5, "reward/mean": 0.7}\n')
+    facts, problems = folder.facts()
+    assert (facts["steps"], facts["reward"]) == (5, 0.7)
+    assert problems == ["metrics.jsonl, line 4: longer than 1 MiB"]
+    with file.open("a") as out:
+        out.write('{"step": 6, "reward/mean": 0.8}\n')
+    assert folder.facts()[0]["steps"] == 6 and len(folder.metrics.rows) == 5
+
+
 def test_a_file_that_was_replaced_is_read_again(path: Path) -> None:
     folder, file = RunFolder(path), path / "metrics.jsonl"
     assert folder.facts()[0]["steps"] == 3

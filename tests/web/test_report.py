@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -153,9 +154,21 @@ def remove_evaluations(path: Path) -> None:
     shutil.rmtree(path / "evals")
 
 
+def replace_by_pipe(path: Path) -> None:
+    (path / "metrics.jsonl").unlink()
+    os.mkfifo(path / "metrics.jsonl")
+
+
+def link_to_another_place(path: Path) -> None:
+    outside = (path / "metrics.jsonl").rename(path.parent.parent / "outside.jsonl")
+    (path / "metrics.jsonl").symlink_to(outside)
+
+
 @pytest.mark.parametrize(
     "damage, told",
     [
+        (replace_by_pipe, "the doctor cannot read this run (Refused: metrics.jsonl is not a regular file)"),
+        (link_to_another_place, "the doctor cannot read this run (Refused: metrics.jsonl is a link"),
         (remove_config, "config.toml"),
         (cut_lines, "step-000003.jsonl"),
         (spoil_arrays, "step-000003.npz"),

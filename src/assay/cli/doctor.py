@@ -27,8 +27,8 @@ HELP = """Find out why a run does not learn, or what is wrong with a config befo
   assay doctor my_run
   assay doctor configs/demo.toml --optim.lr 1e-5
 
-The exit code is 1 if errors or warnings were found, and 0 if there is nothing, or only notes. Options override the
-settings of a config."""
+The exit code is 1 if errors or warnings were found or the run has failed, and 0 if there is nothing, or only notes.
+Options override the settings of a config."""
 SETTINGS = TrainConfig
 UNLIMITED = 1_000_000  # in a pipe, each finding, example and remedy is one line
 LABELS = {"error": "ERROR", "warning": "WARNING", "note": "NOTE"}
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     overrides = parse_overrides(args.overrides)
     path = Path(args.target).expanduser()
+    error = ""  # with which the run has ended
     if is_config(path):
         causes, what = check_config(path, overrides), f"config {path}"
     else:
@@ -49,13 +50,14 @@ def run(args: argparse.Namespace) -> int:
         if overrides:
             raise UserError(f"--{next(iter(overrides))} changes a setting, which is for a config: {path} is a run")
         folder = open_run(args.target, runs_dir)
-        causes, what = diagnose_run(Run(folder)), describe(folder)
+        causes, what, error = diagnose_run(Run(folder)), describe(folder), error_of(Run(folder))
     if args.json:
-        print(json.dumps(to_json({"target": args.target, "findings": [asdict(cause) for cause in causes]}), indent=2))
+        found = {"target": args.target, "error": error or None, "findings": [asdict(cause) for cause in causes]}
+        print(json.dumps(to_json(found), indent=2))
     else:
-        for line in report(what, causes):
+        for line in report(what, causes, error):
             print(line)
-    return int(any(cause.severity != "note" for cause in causes))
+    return int(bool(error) or any(cause.severity != "note" for cause in causes))
 
 
 def is_config(path: Path) -> bool:
@@ -77,6 +79,8 @@ def open_run(target: str, runs_dir: Path) -> Path:
     path = Path(target).expanduser()
     if is_folder(path) and any((path / file).is_file() for file in ("metrics.jsonl", "summary.json", "status.json")):
         return path
+    if path.suffix == ".toml" and not any(is_folder(folder) for folder in (path, runs_dir / name)):
+        raise UserError(f"there is no file {target}: give an existing config, or the name of a run")
     return find_run(name, runs_dir)
 
 
@@ -96,14 +100,19 @@ def describe(folder: Path) -> str:
     return f"run {run.name} ({run.state}, {steps})"
 
 
-def report(what: str, causes: Sequence[Diagnosis]) -> Iterator[str]:
-    """Lines for a terminal or a pipe."""
-    if not causes:
-        yield f"{what}: no problems found"
-        return
-    counts = [(severity, sum(cause.severity == severity for cause in causes)) for severity in LABELS]
-    yield f"{what}: {', '.join(plural(count, severity) for severity, count in counts if count)}"
+def error_of(run: Run) -> str:
+    """The error that has ended the run; empty if there is none."""
+    return str(run.read_status().get("error") or "") if run.state == "failed" else ""
+
+
+def report(what: str, causes: Sequence[Diagnosis], error: str = "") -> Iterator[str]:
+    """Lines for a terminal or a pipe. `error`: with which the run has ended."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
+    counts = [(severity, sum(cause.severity == severity for cause in causes)) for severity in LABELS]
+    found = ", ".join(plural(count, severity) for severity, count in counts if count)
+    yield f"{what}: {found or ('ended with an error' if error else 'no problems found')}"
+    if error:
+        yield from paragraph("ended with: ", error, width)
     for cause in causes:
         yield ""
         yield f"{LABELS[cause.severity]}  {cause.name}"

@@ -90,7 +90,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if the file is missing, damaged or contains something else."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text()) if path.is_file() else {}  # reading a pipe would never end
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -54,9 +54,18 @@ def attempt(found: list[Diagnosis], make: Any, name: str = "refused") -> Any:
     try:
         return make()
     except UserError as error:
-        what, _, remedy = str(error).rpartition(": ")
-        found.append(Diagnosis(name, what or remedy, remedy if what else "see the message"))
+        found.append(Diagnosis(name, *split_message(str(error))))
         return None
+
+
+def split_message(text: str) -> tuple[str, str]:
+    """What an error message says is wrong, and what to do."""
+    what, known, names = text.partition(" known: ")
+    if known:  # an unknown name, perhaps with a suggestion
+        what, _, suggestion = what.removesuffix(";").partition(": ")
+        return what, f"{suggestion} Known: {names}" if suggestion else f"use one of {names}"
+    what, _, remedy = text.rpartition(": ")
+    return (what, remedy) if what else (text, "see the message")
 
 
 def as_note(name: str, text: str) -> Diagnosis:

@@ -136,7 +136,10 @@ def is_same_origin(request: Request) -> bool:
     origin = request.headers.get("origin")
     if origin is None:
         return True
-    parts = urlsplit(origin)
+    try:
+        parts = urlsplit(origin)
+    except ValueError:  # such as a bracket without its end
+        return False
     return parts.scheme in ("http", "https") and parts.netloc == request.headers.get("host")
 
 

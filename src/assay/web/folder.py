@@ -284,12 +284,19 @@ class MetricsFile:
         rows, problems = list(self.rows), list(self.problems)  # others may still use the old ones
         self.incomplete = False
         while line := file.readline(MAX_LINE):
-            if not line.endswith(b"\n"):
+            size, end = len(line), line
+            while len(end) == MAX_LINE and not end.endswith(b"\n"):  # skip the rest of a line that is too long
+                end = file.readline(MAX_LINE)
+                size += len(end)
+            if not end.endswith(b"\n"):
                 self.incomplete = True
                 break
-            self.size += len(line)
-            self._tail = line[-256:]
+            self.size += size
+            self._tail = end[-256:]
             self._lines += 1
+            if size > len(line):
+                problems.append(f"metrics.jsonl, line {self._lines}: longer than {MAX_LINE >> 20} MiB")
+                continue
             row = _metrics_row(line)
             if row is None:
                 problems.append(f"metrics.jsonl, line {self._lines}: not a line of metrics")

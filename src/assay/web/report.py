@@ -52,6 +52,7 @@ def read_content(view: RunView) -> ReportContent:
     problems = list(detail["problems"])
     findings: list[dict[str, Any]] = []
     try:
+        view.folder.check_regular()
         causes = diagnose_run(Run(view.folder.root))
         findings = [
             {"name": c.name, "evidence": c.evidence, "remedy": c.remedy, "severity": c.severity} for c in causes

@@ -55,7 +55,8 @@ def diagnose_folder(
 def read_config(path: Path) -> dict[str, Any]:
     """The settings of a run; empty if they cannot be read."""
     try:
-        return tomllib.loads((path / "config.toml").read_text())
+        file = path / "config.toml"
+        return tomllib.loads(file.read_text()) if file.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
 
@@ -69,7 +70,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def json_objects(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a file that are JSON objects."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().split(b"\n") if path.is_file() else []  # reading a pipe would never end
     except OSError:
         return
     for line in lines:
