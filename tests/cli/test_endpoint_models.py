@@ -210,3 +210,25 @@ def test_eval_and_chat_of_a_model_served_by_assay(
     assert [row["completion"] for row in local] == [row["completion"] for row in remote]
     assert [row["length"] for row in local] == [row["length"] for row in remote]
     assert "tiny: 6 requests" in capsys.readouterr().out
+
+
+def test_episodes_with_several_turns(tmp_path: Path) -> None:
+    """The endpoint sees every turn as messages, and finds the number by bisection."""
+
+    def guess(body: dict[str, Any]) -> str:
+        low, high = 1, 100
+        for asked, answered in zip(body["messages"][1::2], body["messages"][2::2], strict=True):
+            assert (asked["role"], answered["role"]) == ("assistant", "user")
+            if "higher" in answered["content"].lower():
+                low = int(asked["content"]) + 1
+            else:
+                high = int(asked["content"]) - 1
+        return str((low + high) // 2)
+
+    out = tmp_path / "out.json"
+    words = ["--env", "guess", "--env.args.high", "100", "--env.args.tries", "7", "--eval.final_examples", "4"]
+    with stub_endpoint(guess) as server:
+        code = main(["eval", "m", *words, "--engine", "openai", "--openai.url", server.url, "--json", str(out)])
+    assert code == 0 and not server.problems
+    assert json.loads(out.read_text())[0]["accuracy"] == 1.0
+    assert max(len(body["messages"]) for body in server.requests) > 3
