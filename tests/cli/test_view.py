@@ -46,7 +46,7 @@ def test_runs_folders_run_folders_and_names(runs: Path) -> None:
         (["--dir", "nowhere"], "there is no folder nowhere: give the folder of your runs"),
         (["--dir", "nowhere", "other"], "there is no folder other, and nowhere has no runs"),
         (["empty"], "`assay train CONFIG` creates one"),
-        (["--port", "99999999"], "choose another port"),
+        (["--port", "99999999"], "choose another --host or --port"),
         (["--port", "x"], "--port"),
         (["--host", "not.a.host.invalid"], "cannot listen on not.a.host.invalid"),
     ],
@@ -63,7 +63,7 @@ def test_a_port_in_use(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         assert main(["view", "--port", str(other.getsockname()[1])]) == 2
-    assert "--port 0" in capsys.readouterr().err
+    assert "--port (0: any free port)" in capsys.readouterr().err
 
 
 def test_without_a_port_a_free_one_is_used_if_the_usual_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ class Run:
     @classmethod
     def open(cls, path: Path, *, write: bool = False) -> Run:
         """Open an existing run. `write`: become its writer, to resume it."""
-        if not (path / "config.toml").is_file():
+        if not is_run(path):
             raise UserError(f"{path} is not a run directory: there is no config.toml in it")
         run = cls(path)
         if write:
@@ -274,9 +274,17 @@ def read_metrics(run_path: Path) -> list[dict[str, Any]]:
     return [{key: from_json(value) for key, value in row.items()} for _, row in _metrics_lines(run_path)]
 
 
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run directory. Folders that may not be read are not."""
+    try:
+        return (path / "config.toml").is_file()
+    except OSError:
+        return False
+
+
 def list_runs(runs_dir: Path) -> list[Run]:
     """The runs of a folder, oldest first."""
-    paths = [path for path in runs_dir.iterdir() if (path / "config.toml").is_file()] if runs_dir.is_dir() else []
+    paths = [path for path in runs_dir.iterdir() if is_run(path)] if runs_dir.is_dir() else []
     return [Run(path) for path in sorted(paths, key=lambda path: ((path / "config.toml").stat().st_mtime, path.name))]
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from assay.config import TrainConfig
 from assay.config.settings import keys, load_settings, toml_value
 from assay.runs import checkpoints
-from assay.runs.directory import list_runs
+from assay.runs.directory import is_run, list_runs
 from assay.types import UserError, unknown_name
 
 PREFIX = "run:"
@@ -85,9 +85,8 @@ def split_tag(text: str) -> tuple[str, str]:
 def find_run(name: str, runs_dir: Path) -> Path:
     """A run by its name in `runs_dir`, or by its path."""
     for path in (runs_dir / name, Path(name)):
-        with suppress(OSError):  # the name is too long for a path
-            if name and (path / "config.toml").is_file():
-                return path
+        if name and is_run(path):
+            return path
     names = [run.name for run in list_runs(runs_dir)]
     if not names:
         raise UserError(f"unknown run '{name}': {runs_dir} has no runs yet; `assay train` creates one")

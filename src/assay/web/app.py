@@ -375,6 +375,6 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"cannot listen on {host}:{port} ({reason}): choose another port, or any free one with --port 0"
+            f"cannot listen on {host}:{port} ({reason}): choose another --host or --port (0: any free port)"
         ) from None
     return listener

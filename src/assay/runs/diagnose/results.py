@@ -62,12 +62,16 @@ def not_significant(summary: Mapping[str, Any], config: Mapping[str, Any]) -> Di
     if not count or p_value is None or p_value < SIGNIFICANT or not difference:
         return None
     needed = problems_needed(count, gained, lost, difference)
+    if config.get("eval", {}).get("final_examples") == 0:
+        more = f"about {needed:,} problems would be needed, and all {count:,} were used"
+    else:
+        more = f"evaluate on about {needed:,} problems ({now(config, 'eval.final_examples')}, 0 means all)"
     return Diagnosis(
         "not_significant",
         f"the accuracy changed by {100 * difference:+.1f} points on {count} problems ({gained} gained, {lost} lost), "
         f"which may be chance (p = {p_value:.2g})",
-        f"evaluate on about {needed:,} problems ({now(config, 'eval.final_examples')}, 0 means all), sample several "
-        f"answers per problem ({now(config, 'eval.samples')}); or train longer ({now(config, 'train.steps')})",
+        f"{more}; sample several answers per problem ({now(config, 'eval.samples')}), or train longer "
+        f"({now(config, 'train.steps')})",
         "note",
     )
 
