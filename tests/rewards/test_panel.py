@@ -9,7 +9,8 @@ import pytest
 from stub_endpoint import Fault, message, stub_endpoint
 
 from assay.config import JudgeConfig
-from assay.rewards import JudgePanel, JudgePool, MathJudge, ModelJudge, RewardMix, RewardSum
+from assay.rewards import JudgePanel, JudgePool, MathJudge, RewardMix, RewardSum
+from assay.rewards.model_judge import ModelJudge
 from assay.types import Prompt, Status, Verdict
 
 PROMPT = Prompt("p", ({"role": "user", "content": "2 + 2?"},), "4")

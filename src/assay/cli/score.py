@@ -26,10 +26,10 @@ from assay.rewards import (
     JudgePool,
     Judging,
     MathVerifyJudge,
-    ModelJudge,
     RewardMix,
     check_verdicts,
 )
+from assay.rewards.model_judge import ModelJudge
 from assay.runs.console import Console, aligned
 from assay.types import Status, UserError, Verdict, plural, unknown_name
 

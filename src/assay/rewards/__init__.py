@@ -5,7 +5,6 @@ from assay.rewards.extract import EXTRACTORS, extract
 from assay.rewards.functions import FunctionJudge
 from assay.rewards.importing import load_object
 from assay.rewards.judge import Judge, RewardMix, RewardSum, check_verdicts
-from assay.rewards.model_judge import ModelJudge
 from assay.rewards.numeric import Unreadable
 from assay.rewards.panel import JudgePanel, Judging
 from assay.rewards.pool import JudgePool
@@ -22,7 +21,6 @@ __all__ = [
     "Judging",
     "MathJudge",
     "MathVerifyJudge",
-    "ModelJudge",
     "RewardMix",
     "RewardSum",
     "Unreadable",

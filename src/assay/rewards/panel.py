@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from assay.rewards.judge import RewardMix
-from assay.rewards.model_judge import ModelJudge
 from assay.rewards.pool import GroupItem, Item, JudgePool, JudgeReport
 from assay.types import Prompt, Status, Verdict
+
+if TYPE_CHECKING:  # at run time, it imports the settings and asyncio, which most judges do not need
+    from assay.rewards.model_judge import ModelJudge
 
 PART = "judge"  # name of the model's reward in `Verdict.parts`
 FAILURES = (Status.ERROR, Status.TIMEOUT)

@@ -37,8 +37,9 @@ from assay.models import Decoder, ModelSpec, PolicyModel, build_preset, load_mod
 from assay.models.base import LoadReport
 from assay.models.device import describe_threads, free_memory, set_threads, uses_triton
 from assay.models.load import check_model_folder, empty_model, has_weights
-from assay.rewards import FunctionJudge, Judge, JudgePanel, JudgePool, Judging, ModelJudge, RewardMix, RewardSum
+from assay.rewards import FunctionJudge, Judge, JudgePanel, JudgePool, Judging, RewardMix, RewardSum
 from assay.rewards.importing import load_object, normalized
+from assay.rewards.model_judge import ModelJudge
 from assay.rollout import Collector, Limits
 from assay.runs.console import Console, count
 from assay.runs.resolve import load_resolved, resolve_model
