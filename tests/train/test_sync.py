@@ -145,6 +145,7 @@ def served() -> Iterator[AssayEngine]:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["fingerprint", "probe"])
 def test_broken_syncs_of_servers_are_detected(served: AssayEngine, method: sync.Method, kind: str) -> None:

@@ -174,6 +174,7 @@ def test_memory_that_is_nearly_full_is_reported(
     assert capsys.readouterr().out.partition("paired p")[0].count("97 % of the main memory") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_is_much_slower_than_the_one_before_is_reported(
     small: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
