@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return folder
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_curves() -> None:
-    """Plotting takes longer than a small run."""
-    train_run.draw_curves = lambda path: None
+@pytest.fixture(scope="module", autouse=True)
+def no_curves() -> Iterator[None]:
+    """Plotting takes longer than a small run. Tests of other folders in the same process do plot."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_run, "draw_curves", lambda path: None)
+        yield
