@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "process": {"types"},
     "mesh": {"types"},
     "endpoint": {"types", "config"},
+    "listen": {"types"},
     "text": {"types", "config", "process"},
     "rewards": {"types", "config", "process", "endpoint"},
     "tasks": {"types", "config", "rewards"},
@@ -33,10 +34,10 @@ ALLOWED: dict[str, set[str]] = {
         *("rollout", "evals", "runs"),
     },
 }
-ALLOWED["serve"] = {"types", "config", "process", "text", "engine", "runs"}
-ALLOWED["web"] = {"types", "text", "evals", "runs"}
+ALLOWED["serve"] = {"types", "config", "process", "listen", "text", "engine", "runs"}
+ALLOWED["web"] = {"types", "listen", "text", "evals", "runs"}
 ALLOWED["api"] = ALLOWED["bench"] = ALLOWED["train"] | {"train"}
-NO_TORCH = ("types", "config", "process", "endpoint", "rewards", "tasks", "envs", "text", "runs", "web")
+NO_TORCH = ("types", "config", "process", "endpoint", "listen", "rewards", "tasks", "envs", "text", "runs", "web")
 
 
 def package_of(file: Path) -> str:

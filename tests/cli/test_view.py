@@ -67,16 +67,14 @@ def test_a_port_in_use(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_port_a_free_one_is_used_if_the_usual_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from assay.web.app import bind
-
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         monkeypatch.setattr(view, "PORT", other.getsockname()[1])
-        with view.listen(bind, "127.0.0.1", None) as listener:
+        with view.listen("127.0.0.1", None) as listener:
             assert listener.getsockname()[1] != view.PORT
         with pytest.raises(UserError):
-            view.listen(bind, "127.0.0.1", view.PORT)
+            view.listen("127.0.0.1", view.PORT)
 
 
 def test_hosts_and_hints(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,11 @@ from transformers import PreTrainedTokenizerFast
 
 from assay.config import HttpConfig
 from assay.engine import make_engine
+from assay.listen import bind
 from assay.models import export
 from assay.models.decoder import Decoder
 from assay.models.spec import ModelSpec
-from assay.serve.server import Serving, address_of, bind, run_server
+from assay.serve.server import Serving, address_of, run_server
 from assay.text import Renderer, Tokenizer
 
 TEMPLATE = (

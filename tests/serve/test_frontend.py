@@ -15,9 +15,9 @@ from serve_parts import byte_tokenizer, command, metric_of, renderer, save_folde
 
 from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.engine.base import Failed, Finished, TokenChunk
+from assay.listen import bind
 from assay.serve.frontend import from_record, listeners_of, shared_counters, to_record
 from assay.serve.metrics import SIZE, Metrics
-from assay.serve.server import bind
 from assay.types import Completion, Finish, UserError
 
 

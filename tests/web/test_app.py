@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -11,9 +13,10 @@ import pytest
 import web_parts
 from starlette.testclient import TestClient
 
+from assay import listen
 from assay.runs import Run, write_rollouts
 from assay.types import Group
-from assay.web.app import HEADERS, bind, host_name, make_app
+from assay.web.app import HEADERS, host_name, make_app, make_server
 from assay.web.library import Library
 
 CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
@@ -98,6 +101,13 @@ def test_a_server_for_other_machines_accepts_addresses_and_its_own_names(runs: P
         {"Origin": "http://localhost:8000"},  # another server on this machine
         {"Origin": "ftp://localhost:6360"},
         {"Origin": "http://[::1"},  # not a URL
+        {"Origin": "http://localhost:6360/"},
+        {"Origin": "http://localhost:6360/page"},
+        {"Origin": "http://localhost:6360?x"},
+        {"Origin": "http://user@localhost:6360"},
+        {"Origin": "https://localhost:6360"},  # this page is not encrypted
+        {"Origin": "HTTP://localhost:6360"},
+        {"Origin": ""},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
     ],
@@ -250,7 +260,16 @@ def test_a_run_whose_name_needs_encoding(tmp_path: Path) -> None:
     assert client.get(f"/api/runs/{quote(run['id'], safe='')}").json()["id"] == run["id"]
 
 
-def test_answers_are_not_delayed() -> None:
-    """asyncio sets TCP_NODELAY only for sockets whose protocol is known."""
-    with bind("127.0.0.1", 0) as listener:
-        assert listener.proto == socket.IPPROTO_TCP
+def test_connections_without_a_request_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "HEADER_TIMEOUT_S", 0.2)
+    with listen.bind("127.0.0.1", 0, listen=True) as listener:
+        server = make_server(make_app(Library([]), TOKEN))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve_on(listener, lambda: None)))
+        thread.start()
+        try:
+            with socket.create_connection(listener.getsockname(), timeout=30) as connection:
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: local")
+                assert connection.recv(100) == b""
+        finally:
+            server.stop()
+            thread.join()

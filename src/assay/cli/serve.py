@@ -39,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
+        from assay.listen import bind
         from assay.serve.frontend import serve
-        from assay.serve.server import Serving, access_of, address_of, bind
+        from assay.serve.server import Serving, access_of, address_of
     except ImportError:
         raise missing_extra("assay serve", "serve") from None
     from assay.train import components

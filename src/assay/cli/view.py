@@ -12,11 +12,12 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from assay.cli.runs import add_runs_dir
+from assay.listen import bind, is_loopback
 from assay.runs.resolve import PREFIX, split_tag
 from assay.types import UserError, missing_extra, plural, unknown_name
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        from assay.web.app import bind, make_app, make_server
+        from assay.web.app import make_app, make_server
     except ImportError:
         raise missing_extra("assay view", "view") from None
     from assay.web.library import Library
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if not count:
         where = ", ".join(map(str, library.paths))
         raise UserError(f"there are no runs in {where} yet: `assay train CONFIG` creates one, or give another folder")
-    listener = listen(bind, args.host, args.port)
+    listener = listen(args.host, args.port)
     try:
         token = secrets.token_urlsafe(24)
         server = make_server(make_app(library, token, accepted_hosts(args.host)))
@@ -100,20 +101,14 @@ def is_folder(path: Path) -> bool:
     return False
 
 
-def listen(bind: Callable[[str, int], socket.socket], host: str, port: int | None) -> socket.socket:
+def listen(host: str, port: int | None) -> socket.socket:
     """Listen on the given port; without one, on the default port or a free one."""
     if port is not None:
-        return bind(host, port)
+        return bind(host, port, listen=True)
     try:
-        return bind(host, PORT)
+        return bind(host, PORT, listen=True)
     except UserError:
-        return bind(host, 0)
-
-
-def is_loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+        return bind(host, 0, listen=True)
 
 
 def accepted_hosts(host: str) -> frozenset[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ import uvicorn
 
 from assay.config import HttpConfig
 from assay.engine.dispatch import Dispatcher
+from assay.listen import is_loopback, limit_headers
 from assay.serve.app import make_app
 from assay.serve.bridge import EngineBridge
 from assay.serve.control import EngineControl, LocalPort
@@ -26,7 +26,6 @@ from assay.text import Renderer
 from assay.types import UserError
 
 BACKLOG = 4096  # connections that wait to be accepted
-HEADER_TIMEOUT_S = 15.0  # for the headers of a connection's first request
 KEEP_ALIVE_S = 60
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -67,14 +66,6 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
-
-
 def read_key(variable: str) -> str:
     """The API key in an environment variable."""
     if not variable:
@@ -105,41 +96,9 @@ def access_of(cfg: HttpConfig, max_batch: int) -> AccessRules:
     )
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound, so that a port that is in use is reported before a model is loaded."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With its protocol given, asyncio sets TCP_NODELAY. Otherwise short answers wait 40 ms for an acknowledgment.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, UnicodeError) as error:
-        listener.close()
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"cannot listen on {host}:{port}: {reason}; choose another --port or --host") from None
-    return listener
-
-
 def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def limit_headers(config: uvicorn.Config) -> None:
-    """Close connections that do not send the headers of their first request in time."""
-    config.load()
-    base: Any = config.http_protocol_class
-
-    class LimitedProtocol(base):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            asyncio.get_running_loop().call_later(HEADER_TIMEOUT_S, self.close_unless_begun)
-
-        def close_unless_begun(self) -> None:
-            if self.cycle is None:
-                self.transport.close()
-
-    config.http_protocol_class = LimitedProtocol
 
 
 def build_service(serving: Serving, info: dict[str, Any], metrics: Metrics | None = None) -> Service:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -30,7 +29,8 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from assay.types import UserError, describe_error
+from assay.listen import limit_headers
+from assay.types import describe_error
 from assay.web.compare import SHOWN
 from assay.web.data import RunView, ViewError, plain
 from assay.web.index import TRAIN
@@ -60,6 +60,7 @@ NO_TOKEN = "This page needs the token: open the URL that `assay view` has printe
 FOREIGN = "This request comes from another site: paste the URL that `assay view` has printed into the address bar."
 MAX_LIMIT = 500  # rows of one answer
 MAX_PARAMETER = 2000  # characters
+KEEP_ALIVE_S = 30  # after which an idle connection is closed
 
 
 class Guard:
@@ -134,13 +135,7 @@ def is_same_origin(request: Request) -> bool:
     if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return False
     origin = request.headers.get("origin")
-    if origin is None:
-        return True
-    try:
-        parts = urlsplit(origin)
-    except ValueError:  # such as a bracket without its end
-        return False
-    return parts.scheme in ("http", "https") and parts.netloc == request.headers.get("host")
+    return origin is None or origin == f"{request.url.scheme}://{request.headers.get('host')}"
 
 
 def refused(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> Response:
@@ -350,31 +345,15 @@ class ViewServer(uvicorn.Server):
 
 
 def make_server(app: ASGIApp) -> ViewServer:
-    return ViewServer(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_graceful_shutdown=1,
-        )
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
     )
-
-
-def bind(host: str, port: int) -> socket.socket:
-    # With its protocol given, asyncio sets TCP_NODELAY. Otherwise every answer waits 40 ms for an acknowledgment.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen()
-    except (OSError, UnicodeError, OverflowError) as error:
-        listener.close()
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"cannot listen on {host}:{port} ({reason}): choose another --host or --port (0: any free port)"
-        ) from None
-    return listener
+    limit_headers(config)
+    return ViewServer(config)
