@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("train", "engine")]
 
 from assay.config import VLLMConfig  # noqa: E402
 from assay.engine import make_engine  # noqa: E402
-from assay.engine.vllm import VLLMEngine  # noqa: E402
+from assay.engine.remote.vllm.engine import VLLMEngine  # noqa: E402
 from assay.models import Decoder, ModelSpec, load_model  # noqa: E402
 from assay.models.export import save_model  # noqa: E402
 from assay.tasks import make_task  # noqa: E402

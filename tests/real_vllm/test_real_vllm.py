@@ -16,8 +16,8 @@ from sync_parts import LR, Learning
 
 from assay.engine.base import Request, SamplingParams, generate
 from assay.engine.check import check_engine
-from assay.engine.transport import IpcTransport
-from assay.engine.vllm import VLLMEngine
+from assay.engine.remote.transport import IpcTransport
+from assay.engine.remote.vllm.engine import VLLMEngine
 from assay.models import Decoder, Lora, fingerprint
 from assay.runs.rollouts import read_rollouts
 from assay.text import Tokenizer

@@ -169,7 +169,7 @@ def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
 def measure(
     model: str, cfg: MeasureConfig, task: Task, prompts: Sequence[Prompt], answers: str | None, console: Console
 ) -> Report:
-    from assay.engine.openai import OpenAIEngine
+    from assay.engine.remote.openai import OpenAIEngine
     from assay.evals.report import evaluate
     from assay.rewards import JudgePanel
     from assay.rollout import sampling_params

@@ -68,19 +68,19 @@ def make_hf(model: PolicyModel, **options: Any) -> Engine:
 
 
 def make_assay(model: PolicyModel, **options: Any) -> Engine:
-    from assay.engine.server import AssayEngine
+    from assay.engine.remote.assay.engine import AssayEngine
 
     return AssayEngine(model, **options)
 
 
 def make_vllm(model: PolicyModel, **options: Any) -> Engine:
-    from assay.engine.vllm import VLLMEngine
+    from assay.engine.remote.vllm.engine import VLLMEngine
 
     return VLLMEngine(model, **options)
 
 
 def make_openai(model: PolicyModel, **options: Any) -> Engine:
-    from assay.engine.openai import NO_WEIGHTS
+    from assay.engine.remote.openai import NO_WEIGHTS
 
     raise UserError(NO_WEIGHTS)
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from assay.engine.base import Failed, Finished, Request
-from assay.engine.wire import FLOATS, IDS, WireError, event_to_json, pack, request_from_json, unpack
+from assay.engine.remote.assay.wire import FLOATS, IDS, WireError, event_to_json, pack, request_from_json, unpack
 from assay.serve import metrics as names
 from assay.serve.bridge import Disconnected
 from assay.serve.protocol import ApiError, Fields

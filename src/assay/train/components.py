@@ -30,7 +30,7 @@ from assay.config import (
     TrainConfig,
 )
 from assay.engine.base import Engine
-from assay.engine.openai import OpenAIEngine
+from assay.engine.remote.openai import OpenAIEngine
 from assay.envs import Env, TaskEnv, make_env
 from assay.mesh import Mesh
 from assay.models import Decoder, ModelSpec, PolicyModel, build_preset, load_model, pick_device, pick_dtype

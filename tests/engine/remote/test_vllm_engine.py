@@ -22,7 +22,7 @@ from assay.config import VLLMConfig
 from assay.engine import make_engine
 from assay.engine.base import Finished, Request, SamplingParams, generate
 from assay.engine.check import ScaledWeights, check_engine
-from assay.engine.vllm import VLLMEngine, sample_seed, truncated
+from assay.engine.remote.vllm.engine import VLLMEngine, sample_seed, truncated
 from assay.models.fingerprint import fingerprint
 from assay.types import Finish, UserError
 

@@ -11,10 +11,10 @@ from http_parts import small_server
 from vllm_parts import FakeVLLM
 
 from assay.config import VLLMConfig
-from assay.engine.http import HttpServers
-from assay.engine.transport import FolderTransport
-from assay.engine.vllm_weights import ServedModel, WeightSender
-from assay.engine.vllm_worker import EXTENSION
+from assay.engine.remote.http import HttpServers
+from assay.engine.remote.transport import FolderTransport
+from assay.engine.remote.vllm.weights import ServedModel, WeightSender
+from assay.engine.remote.vllm.worker import EXTENSION
 from assay.types import UserError
 
 POLICY = small_decoder(small_spec())

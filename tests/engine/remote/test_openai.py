@@ -14,7 +14,7 @@ from stub_endpoint import Fault, StubEndpoint, message, stub_endpoint
 from assay import endpoint as client_module
 from assay.config import OpenAIConfig
 from assay.engine import Failed, Finished, Request, RequestError, SamplingParams, TokenChunk, generate, make_engine
-from assay.engine.openai import OpenAIEngine, sample_seed
+from assay.engine.remote.openai import OpenAIEngine, sample_seed
 from assay.text.messages import MessageRenderer, TextTable
 from assay.types import Finish, Prompt, UserError
 

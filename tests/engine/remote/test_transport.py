@@ -9,7 +9,7 @@ import torch
 from engine_parts import small_decoder, small_spec
 from safetensors.torch import load_file
 
-from assay.engine.transport import FolderTransport, fast_folder
+from assay.engine.remote.transport import FolderTransport, fast_folder
 from assay.types import UserError
 
 POLICY = small_decoder(small_spec())

@@ -1,8 +1,8 @@
 """Extension of vLLM's worker: loads weights from a folder or from the trainer's GPU memory, and computes digests.
 
 vLLM runs in its own environment. `stage` copies this module and the one it imports into a folder for PYTHONPATH, so
-that vLLM finds them without the rest of this package; `python -m assay.engine.vllm_worker FOLDER` does it for servers
-that are started by hand. Methods are called through the server's endpoint /collective_rpc.
+that vLLM finds them without the rest of this package; `python -m assay.engine.remote.vllm.worker FOLDER` does it for
+servers that are started by hand. Methods are called through the server's endpoint /collective_rpc.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from assay.models.fingerprint import digests
 
-EXTENSION = f"{__name__}.AssayWorker" if __name__ != "__main__" else "assay.engine.vllm_worker.AssayWorker"
+EXTENSION = f"{__name__}.AssayWorker" if __name__ != "__main__" else "assay.engine.remote.vllm.worker.AssayWorker"
 
 
 class AssayWorker:
@@ -175,23 +175,23 @@ def unfused(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
             yield name, weight
 
 
-STAGED = ("engine/vllm_worker.py", "models/fingerprint.py")
+STAGED = ("engine/remote/vllm/worker.py", "models/fingerprint.py")
 
 
 def stage(folder: Path) -> None:
     """Copy the modules that vLLM's process imports into `folder`, as a package of the same name."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[3]
     for name in STAGED:
         target = folder / "assay" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(root / name, target)
-        for package in (target.parent, target.parent.parent):
+        for package in list(target.parents)[: len(Path(name).parts)]:
             (package / "__init__.py").touch()
 
 
 def main() -> None:
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m assay.engine.vllm_worker FOLDER")
+        sys.exit("usage: python -m assay.engine.remote.vllm.worker FOLDER")
     stage(Path(sys.argv[1]))
     print(f"start vLLM with PYTHONPATH={Path(sys.argv[1]).resolve()} and --worker-extension-cls {EXTENSION}")
 

@@ -43,11 +43,11 @@ from assay.engine.base import (
     TokenChunk,
     WeightSource,
 )
-from assay.engine.http import HttpServers, Server, ServerBusy, ServerUnreachable, allowed_connections
-from assay.engine.launch import LaunchedServers
-from assay.engine.ranks import Ranks
+from assay.engine.remote.http import HttpServers, Server, ServerBusy, ServerUnreachable, allowed_connections
+from assay.engine.remote.launch import LaunchedServers
+from assay.engine.remote.ranks import Ranks
+from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport
 from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
-from assay.engine.transport import FolderTransport, IpcTransport, NcclTransport
 from assay.models.base import PolicyModel
 from assay.types import Completion, Finish, UserError
 

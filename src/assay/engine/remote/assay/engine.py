@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from assay.config import ServerConfig
-from assay.engine.assay_servers import LaunchedAssay
 from assay.engine.base import ALL_CAPABILITIES, Capabilities, EngineOptions, Event, Failed, Finished
-from assay.engine.http import Server, ServerBusy, ServerError, ServerUnreachable, allowed_connections, api_key
-from assay.engine.launch import SaveTokenizer
-from assay.engine.ranks import Ranks
-from assay.engine.remote import RemoteEngine, RunningRequest
+from assay.engine.remote.assay.servers import LaunchedAssay
+from assay.engine.remote.assay.wire import FLOATS, IDS, WireError, event_from_json, pack, request_to_json, unpack
+from assay.engine.remote.base import RemoteEngine, RunningRequest
+from assay.engine.remote.http import Server, ServerBusy, ServerError, ServerUnreachable, allowed_connections, api_key
+from assay.engine.remote.launch import SaveTokenizer
+from assay.engine.remote.ranks import Ranks
+from assay.engine.remote.transport import FolderTransport, IpcTransport, ipc_handle
 from assay.engine.sequence import Job
-from assay.engine.transport import FolderTransport, IpcTransport, ipc_handle
-from assay.engine.wire import FLOATS, IDS, WireError, event_from_json, pack, request_to_json, unpack
 from assay.models.base import PolicyModel
 from assay.types import Completion, UserError
 

@@ -11,10 +11,11 @@ import torch
 from engine_parts import small_decoder, small_spec
 from torch import nn
 
-from assay.engine.transport import FolderTransport, IpcTransport
-from assay.engine.vllm_worker import stage, unfused, weights_of_buffer, weights_of_folder
+from assay.engine.remote.transport import FolderTransport, IpcTransport
+from assay.engine.remote.vllm.worker import stage, unfused, weights_of_buffer, weights_of_folder
 from assay.models.fingerprint import digests
 
+WORKER = "assay.engine.remote.vllm.worker"
 POLICY = small_decoder(small_spec("qwen2"))
 
 
@@ -30,12 +31,12 @@ class Fused(nn.Module):
 def test_staged_modules_can_be_imported_without_the_rest_of_the_package(tmp_path: Path) -> None:
     stage(tmp_path)
     code = (
-        "import sys; from assay.engine.vllm_worker import AssayWorker, EXTENSION; import assay; print(EXTENSION); "
-        "assert not [m for m in sys.modules if m.startswith('assay.') and 'vllm_worker' not in m "
-        "and m not in ('assay.engine', 'assay.models', 'assay.models.fingerprint')]; print(assay.__path__[0])"
+        f"import sys; from {WORKER} import AssayWorker, EXTENSION; import assay; print(EXTENSION); "
+        f"assert not [m for m in sys.modules if m.startswith('assay.') and not '{WORKER}'.startswith(m) "
+        "and m not in ('assay.models', 'assay.models.fingerprint')]; print(assay.__path__[0])"
     )
     shown = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True)
-    assert shown.stdout.decode().split() == ["assay.engine.vllm_worker.AssayWorker", str(tmp_path / "assay")]
+    assert shown.stdout.decode().split() == [f"{WORKER}.AssayWorker", str(tmp_path / "assay")]
 
 
 def test_weights_of_a_folder_are_those_that_were_written(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 from assay.cli import serve
 from assay.cli.main import parse
 from assay.config import ServerConfig
-from assay.engine.assay_servers import KEY, LaunchedAssay
 from assay.engine.base import EngineOptions
+from assay.engine.remote.assay.servers import KEY, LaunchedAssay
 from assay.types import UserError
 
 

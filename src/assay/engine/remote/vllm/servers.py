@@ -12,8 +12,8 @@ import torch
 
 from assay.config import VLLMConfig
 from assay.engine.base import EngineOptions
-from assay.engine.launch import LaunchedServers, plain_environment
-from assay.engine.vllm_worker import EXTENSION, stage
+from assay.engine.remote.launch import LaunchedServers, plain_environment
+from assay.engine.remote.vllm.worker import EXTENSION, stage
 from assay.models.base import PolicyModel
 from assay.types import UserError
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from assay.config import VLLMConfig
-from assay.engine.http import HttpServers, Server, ServerError, ServerUnreachable
-from assay.engine.transport import FolderTransport, IpcTransport, NcclTransport, ipc_handle
-from assay.engine.vllm_worker import EXTENSION
+from assay.engine.remote.http import HttpServers, Server, ServerError, ServerUnreachable
+from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, ipc_handle
+from assay.engine.remote.vllm.worker import EXTENSION
 from assay.types import UserError
 
 Transport = FolderTransport | IpcTransport | NcclTransport

@@ -13,7 +13,7 @@ from engine_parts import small_decoder, small_spec
 
 from assay.config import VLLMConfig
 from assay.engine.base import EngineOptions
-from assay.engine.vllm_servers import LaunchedVLLM
+from assay.engine.remote.vllm.servers import LaunchedVLLM
 from assay.types import UserError
 
 POLICY = small_decoder(small_spec())

@@ -10,7 +10,7 @@ import torch
 
 from assay.config import ServerConfig
 from assay.engine.base import EngineOptions
-from assay.engine.launch import LaunchedServers, plain_environment
+from assay.engine.remote.launch import LaunchedServers, plain_environment
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.types import UserError

@@ -17,7 +17,7 @@ from engine_parts import small_decoder, small_spec
 
 from assay.config import ServerConfig
 from assay.engine.base import EngineOptions
-from assay.engine.launch import LaunchedServers, plain_environment
+from assay.engine.remote.launch import LaunchedServers, plain_environment
 from assay.types import UserError
 
 POLICY = small_decoder(small_spec())

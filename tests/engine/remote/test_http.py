@@ -11,7 +11,15 @@ import pytest
 from http_parts import Answer, SmallServer, small_server
 
 from assay.config import ServerConfig
-from assay.engine.http import HttpServers, ServerBusy, ServerError, ServerUnreachable, api_key, check_url, message_of
+from assay.engine.remote.http import (
+    HttpServers,
+    ServerBusy,
+    ServerError,
+    ServerUnreachable,
+    api_key,
+    check_url,
+    message_of,
+)
 from assay.types import UserError
 
 

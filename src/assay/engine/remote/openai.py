@@ -28,7 +28,7 @@ from assay.engine.base import (
     TokenChunk,
     WeightSource,
 )
-from assay.engine.remote import RequestQueue, RunningRequest, cancel_unneeded
+from assay.engine.remote.base import RequestQueue, RunningRequest, cancel_unneeded
 from assay.engine.sequence import Job, display_name, unknown_handle
 from assay.types import Completion, Finish, Message, UserError
 

@@ -25,12 +25,12 @@ from assay.cli.main import main
 from assay.config import ServerConfig
 from assay.engine import Request, RequestError, SamplingParams, generate, make_engine
 from assay.engine.check import check_engine
-from assay.engine.server import AssayEngine
+from assay.engine.remote.assay.engine import AssayEngine
 from assay.models.base import fingerprint
 from assay.models.decoder import Decoder
 from assay.types import UserError
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 PROMPT = byte_tokenizer().encode("Ann has 7")
 REQUESTS = [Request([*PROMPT, n], SamplingParams(n=3, max_new_tokens=12, temperature=0.8), seed=n) for n in range(8)]
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "max_length": 128, "max_batch": 16}

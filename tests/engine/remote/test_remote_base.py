@@ -16,7 +16,7 @@ from http_parts import Answer, SmallServer, small_server
 from torch import Tensor
 
 from assay.engine.base import Capabilities, EngineOptions, Failed, Finished, Request, SamplingParams, generate
-from assay.engine.remote import RemoteEngine
+from assay.engine.remote.base import RemoteEngine
 from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.types import Completion, Finish, UserError

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from assay.config import ServerConfig, VLLMConfig
 from assay.endpoint import LoopThread, check_url, is_loopback, message_of, shortened
-from assay.engine.launch import LaunchedServers
+from assay.engine.remote.launch import LaunchedServers
 from assay.types import UserError, describe_error, missing_extra
 
 T = TypeVar("T")

@@ -24,15 +24,15 @@ from torch import Tensor
 
 from assay.config import VLLMConfig
 from assay.engine.base import Capabilities, EngineOptions, WeightSource
-from assay.engine.http import Server, ServerError, ServerUnreachable, api_key, shortened
-from assay.engine.launch import SaveTokenizer
 from assay.engine.outputs import StopStrings
-from assay.engine.ranks import Ranks
-from assay.engine.remote import RemoteEngine
+from assay.engine.remote.base import RemoteEngine
+from assay.engine.remote.http import Server, ServerError, ServerUnreachable, api_key, shortened
+from assay.engine.remote.launch import SaveTokenizer
+from assay.engine.remote.ranks import Ranks
+from assay.engine.remote.vllm.servers import LaunchedVLLM
+from assay.engine.remote.vllm.weights import ServedModel, WeightSender
+from assay.engine.remote.vllm.worker import EXTENSION
 from assay.engine.sequence import Job
-from assay.engine.vllm_servers import LaunchedVLLM
-from assay.engine.vllm_weights import ServedModel, WeightSender
-from assay.engine.vllm_worker import EXTENSION
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.fingerprint import digest_of

@@ -1,0 +1,1 @@
+"""The engine "assay": servers of `assay serve`."""
