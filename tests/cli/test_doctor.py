@@ -17,6 +17,7 @@ FAILED = {
     **{"groups/zero_variance": 1.0, "advantage/zero": 1.0, "weights/changed": 0.0, "length/truncated": 0.0},
 }
 LINE = {"sample": 0, "prompt_id": "p/1", "messages": [], "text": "12\x1b[2J", "answer": "12"}
+LAST = "rollouts/step-000006.jsonl"
 VERDICT = {"reward": 0.0, "status": "no_answer", "parsed": None, "parts": {}, "detail": "no box"}
 
 
@@ -79,7 +80,7 @@ def test_a_damaged_run_is_diagnosed_as_far_as_it_can_be_read(
         file.write("{damaged\n")
     assert main(["doctor", str(path)]) == 1
     output = capsys.readouterr().out
-    assert "some metrics cannot be read" in output and "ERROR  no_answer" in output
+    assert "  not diagnosed: metrics.jsonl: 1 of 7 lines cannot be read" in output and "ERROR  no_answer" in output
 
 
 def test_a_config_is_checked_with_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,13 +114,43 @@ def test_a_failed_run_shows_its_error(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["error"] == "the environment\nfailed: fix it"
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "summary.json", "status.json"])
-def test_pipes_are_not_read(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["folder", "named pipe", "link"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "summary.json", "status.json", LAST])
+def test_what_is_not_a_file_is_named_and_the_rest_is_diagnosed(
+    name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = make_run(tmp_path, FAILED)
-    (path / "status.json").write_text("{}")
     (path / name).unlink(missing_ok=True)
-    os.mkfifo(path / name)
-    assert main(["doctor", str(path)]) == (0 if name == "metrics.jsonl" else 1)  # would wait forever
+    {"folder": os.mkdir, "named pipe": os.mkfifo, "link": lambda place: os.symlink("nowhere", place)}[kind](path / name)
+    assert main(["doctor", str(path)]) == 1  # a pipe that is opened would wait forever
+    first, second, *lines = capsys.readouterr().out.splitlines()
+    what = "is a link to a file that does not exist" if kind == "link" else f"is a {kind}"
+    assert second == f"  not diagnosed: {name} {what}"
+    if name == "metrics.jsonl":
+        assert first == "run one (stopped, 0 steps): no problems found in what can be read" and not lines
+    else:
+        assert first.endswith(": 1 error") and "ERROR  no_answer" in lines
+    assert main(["doctor", str(path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["unreadable"] == [f"{name} {what}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("config.toml", "not toml [", "config.toml is not valid TOML"),
+        ("summary.json", "[1]", "summary.json is damaged"),
+        (LAST, "not json", f"{LAST}: 1 of 1 lines cannot be read"),
+        ("environment.json", '{"resumed": 3}', "some rules cannot be applied: a file has unexpected values (TypeError"),
+    ],
+)
+def test_damaged_files_are_named_and_the_rest_is_diagnosed(
+    name: str, content: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_run(tmp_path, FAILED)
+    (path / name).write_text(content)
+    assert main(["doctor", str(path)]) == 1
+    output = capsys.readouterr().out
+    assert f"  not diagnosed: {told}" in output and "ERROR  no_answer" in output
 
 
 def test_a_terminal_gets_lines_that_fit(

@@ -16,8 +16,9 @@ from typing import Any
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, parse_overrides
 from assay.runs import Run
-from assay.runs.diagnose import Diagnosis, diagnose_run
-from assay.runs.directory import read_metrics
+from assay.runs.diagnose import Diagnosis
+from assay.runs.diagnose.files import RunFiles
+from assay.runs.diagnose.folder import diagnose_files
 from assay.runs.files import to_json
 from assay.runs.resolve import PREFIX, find_run, split_tag
 from assay.types import UserError, plural
@@ -27,10 +28,12 @@ HELP = """Find out why a run does not learn, or what is wrong with a config befo
   assay doctor my_run
   assay doctor configs/demo.toml --optim.lr 1e-5
 
-The exit code is 1 if errors or warnings were found or the run has failed, and 0 if there is nothing, or only notes.
+The exit code is 1 if errors or warnings were found, the run has failed, or one of its files cannot be read. It is 0 if
+there is nothing, or only notes.
 Options override the settings of a config."""
 SETTINGS = TrainConfig
 UNLIMITED = 1_000_000  # in a pipe, each finding, example and remedy is one line
+MAX_PROBLEMS = 10  # files that are named; the others are counted
 LABELS = {"error": "ERROR", "warning": "WARNING", "note": "NOTE"}
 
 
@@ -43,21 +46,25 @@ def run(args: argparse.Namespace) -> int:
     overrides = parse_overrides(args.overrides)
     path = Path(args.target).expanduser()
     error = ""  # with which the run has ended
+    problems: list[str] = []  # files that cannot be read
     if is_config(path):
         causes, what = check_config(path, overrides), f"config {path}"
     else:
         runs_dir = Path(str(overrides.pop("runs_dir", TrainConfig().runs_dir)))
         if overrides:
             raise UserError(f"--{next(iter(overrides))} changes a setting, which is for a config: {path} is a run")
-        folder = open_run(args.target, runs_dir)
-        causes, what, error = diagnose_run(Run(folder)), describe(folder), error_of(Run(folder))
+        files = RunFiles(open_run(args.target, runs_dir))
+        causes = diagnose_files(files)
+        status = files.document("status.json")
+        what, error = describe(files), str(status.get("error") or "") if Run(files.path).state == "failed" else ""
+        problems = files.problems
     if args.json:
-        found = {"target": args.target, "error": error or None, "findings": [asdict(cause) for cause in causes]}
-        print(json.dumps(to_json(found), indent=2))
+        found = {"target": args.target, "error": error or None, "unreadable": problems}
+        print(json.dumps(to_json({**found, "findings": [asdict(cause) for cause in causes]}), indent=2))
     else:
-        for line in report(what, causes, error):
+        for line in report(what, causes, error, problems):
             print(line)
-    return int(bool(error) or any(cause.severity != "note" for cause in causes))
+    return int(bool(error or problems) or any(cause.severity != "note" for cause in causes))
 
 
 def is_config(path: Path) -> bool:
@@ -90,29 +97,26 @@ def is_folder(path: Path) -> bool:
     return False
 
 
-def describe(folder: Path) -> str:
+def describe(files: RunFiles) -> str:
     """The run, with its state and the number of its steps."""
-    run = Run(folder)
-    try:
-        steps = plural(max((row["step"] for row in read_metrics(folder)), default=0), "step")
-    except UserError as error:
-        steps = f"some metrics cannot be read: {error}"
-    return f"run {run.name} ({run.state}, {steps})"
+    run = Run(files.path)
+    steps = max((row["step"] for row in files.metrics()), default=0)
+    return f"run {run.name} ({run.state}, {plural(steps, 'step')})"
 
 
-def error_of(run: Run) -> str:
-    """The error that has ended the run; empty if there is none."""
-    return str(run.read_status().get("error") or "") if run.state == "failed" else ""
-
-
-def report(what: str, causes: Sequence[Diagnosis], error: str = "") -> Iterator[str]:
-    """Lines for a terminal or a pipe. `error`: with which the run has ended."""
+def report(what: str, causes: Sequence[Diagnosis], error: str = "", problems: Sequence[str] = ()) -> Iterator[str]:
+    """Lines for a terminal or a pipe. `error`: with which the run has ended. `problems`: what cannot be read."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
     counts = [(severity, sum(cause.severity == severity for cause in causes)) for severity in LABELS]
     found = ", ".join(plural(count, severity) for severity, count in counts if count)
-    yield f"{what}: {found or ('ended with an error' if error else 'no problems found')}"
+    nothing = "no problems found" + (" in what can be read" if problems else "")
+    yield f"{what}: {found or ('ended with an error' if error else nothing)}"
     if error:
         yield from paragraph("ended with: ", error, width)
+    for text in problems[:MAX_PROBLEMS]:
+        yield from paragraph("not diagnosed: ", text, width)
+    if len(problems) > MAX_PROBLEMS:
+        yield f"  not diagnosed: {len(problems) - MAX_PROBLEMS} more files that cannot be read"
     for cause in causes:
         yield ""
         yield f"{LABELS[cause.severity]}  {cause.name}"

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,6 +95,31 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def unreadable(path: Path) -> str | None:
+    """Why a file cannot be read, as in "is a named pipe"; None if it can, or is missing. A pipe is not opened: that
+    would wait for a writer.
+    """
+    try:
+        kind = stat.S_IFMT(path.stat().st_mode)
+        if kind != stat.S_IFREG:
+            return f"is {_KINDS.get(kind, 'not a regular file')}"
+        path.open("rb").close()
+    except FileNotFoundError:
+        return "is a link to a file that does not exist" if path.is_symlink() else None
+    except OSError as error:
+        return f"cannot be read ({(error.strerror or str(error)).lower()})"
+    return None
 
 
 def disk_error(error: BaseException) -> tuple[str, str] | None:

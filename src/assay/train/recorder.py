@@ -21,6 +21,7 @@ from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
 from assay.runs.curves import Tracker, make_trackers
 from assay.runs.diagnose import Diagnosis, diagnose, remember
+from assay.runs.diagnose.files import RunFiles
 from assay.runs.diagnose.folder import diagnose_folder, with_examples
 from assay.runs.diagnose.speed import record_speed
 from assay.runs.directory import read_metrics
@@ -85,7 +86,7 @@ class Recorder:
             if cause.name not in self.reported:
                 self.reported.add(cause.name)
                 self.console.warn(str(cause))
-                for text in with_examples(cause, self.path).examples:
+                for text in with_examples(cause, RunFiles(self.path)).examples:
                     self.console.note(f"  e.g. {text}")
 
     @cached_property
@@ -95,7 +96,7 @@ class Recorder:
 
     def diagnose(self, summary: Mapping[str, Any]) -> list[Diagnosis]:
         """What has kept the finished run from learning or harmed it. The overlap of splits was checked at the start."""
-        causes = diagnose_folder(self.path, self.settings, summary, leakage=False)
+        causes = diagnose_folder(RunFiles(self.path), self.settings, summary, leakage=False)
         record_speed(self.path, read_metrics(self.path), self.settings)
         return causes
 

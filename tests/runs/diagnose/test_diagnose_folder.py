@@ -12,6 +12,7 @@ from test_learning import WRONG
 
 from assay.runs import Run
 from assay.runs.diagnose import Diagnosis, diagnose_run
+from assay.runs.diagnose.files import RunFiles
 from assay.runs.diagnose.folder import with_examples
 
 NO_ANSWER = {"reward": 0.0, "status": "no_answer", "parsed": None, "parts": {}, "detail": "no \\boxed{...}"}
@@ -53,9 +54,9 @@ def test_the_most_frequent_failure_is_shown_with_three_answers_to_different_prom
 def test_extracted_answers_and_answers_that_were_cut_off_are_shown(run: Run) -> None:
     wrong = {**NO_ANSWER, "status": "wrong", "parsed": "13"}
     write(run.path / "rollouts" / "step-000001.jsonl", [line("1+1", verdict=wrong), line("1+2", truncated=True)])
-    one = with_examples(Diagnosis("equal_rewards", "what", "do"), run.path)
+    one = with_examples(Diagnosis("equal_rewards", "what", "do"), RunFiles(run.path))
     assert one.examples == ('1+1: "I think 12", extracted 13, expected 12',)
-    (cut_off,) = with_examples(Diagnosis("truncated", "what", "do"), run.path).examples
+    (cut_off,) = with_examples(Diagnosis("truncated", "what", "do"), RunFiles(run.path)).examples
     assert cut_off.startswith("1+2: ")
 
 

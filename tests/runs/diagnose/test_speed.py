@@ -10,7 +10,7 @@ from metric_rows import steps
 
 from assay.runs import Run
 from assay.runs.diagnose import diagnose_run
-from assay.runs.diagnose.folder import read_config, read_rows
+from assay.runs.diagnose.files import RunFiles
 from assay.runs.diagnose.speed import record_speed
 
 CONFIG = '[model]\nsource = "preset:nano"\n[train]\nsamples = {samples}\n'
@@ -25,7 +25,7 @@ def make_run(folder: Path, name: str, speed: float, samples: int = 4, seconds: f
 
 
 def record(run: Run) -> None:
-    record_speed(run.path, read_rows(run.path), read_config(run.path))
+    record_speed(run.path, RunFiles(run.path).metrics(), RunFiles(run.path).config())
 
 
 @pytest.fixture(autouse=True)

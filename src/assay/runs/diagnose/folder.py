@@ -6,22 +6,20 @@ Damaged or missing files are left out: what can be read is diagnosed.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from assay.runs.diagnose.causes import Diagnosis, percent, ranked, setting
+from assay.runs.diagnose.files import RunFiles
 from assay.runs.diagnose.rules import diagnose
 from assay.runs.diagnose.speed import slower_than_best
 from assay.runs.directory import Run
-from assay.runs.files import from_json, read_json
-from assay.runs.rollouts import rollout_path, rollout_steps
-from assay.types import Status
+from assay.types import Status, describe_error
 
+UNEXPECTED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # values of a damaged file
 SHOWN = 3  # examples of a cause
 EXAMPLE_CHARS = 160  # of the end of an answer, where the final answer is
 MAX_FILES = 200  # rollout files whose prompts are compared with evaluations, spread over the run
@@ -38,59 +36,54 @@ ILLUSTRATED: dict[str, tuple[Status, ...] | None] = {
 
 def diagnose_run(run: Run) -> list[Diagnosis]:
     """Diagnose a run folder, finished or not."""
-    return diagnose_folder(run.path, read_config(run.path), read_json(run.path / "summary.json") or None)
+    return diagnose_files(RunFiles(run.path))
+
+
+def diagnose_files(files: RunFiles) -> list[Diagnosis]:
+    """Diagnose what can be read. Afterwards, `files.problems` says what cannot."""
+    found: list[Diagnosis | None] = []
+    for part in parts_of(files, files.config(), files.document("summary.json") or None):
+        try:
+            found += part()
+        except UNEXPECTED as error:
+            files.add_problem(f"some rules cannot be applied: a file has unexpected values ({describe_error(error)})")
+    return explained(found, files)
 
 
 def diagnose_folder(
-    path: Path, config: Mapping[str, Any], summary: Mapping[str, Any] | None, leakage: bool = True
+    files: RunFiles, config: Mapping[str, Any], summary: Mapping[str, Any] | None, leakage: bool = True
 ) -> list[Diagnosis]:
-    """Diagnose the files of a run. `leakage`: also compare prompts of training and evaluations."""
-    rows = read_rows(path)
-    found = [*diagnose(rows, config, summary), slower_than_best(path, rows, config)]
-    if leakage:
-        found.append(shared_prompts(path, config))
-    return [with_examples(cause, path) for cause in ranked(cause for cause in found if cause is not None)]
+    """Diagnose a run whose files are intact. `leakage`: also compare prompts of training and evaluations."""
+    parts = parts_of(files, config, summary)
+    return explained([cause for part in parts[: None if leakage else -1] for cause in part()], files)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The settings of a run; empty if they cannot be read."""
-    try:
-        file = path / "config.toml"
-        return tomllib.loads(file.read_text()) if file.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
+def parts_of(
+    files: RunFiles, config: Mapping[str, Any], summary: Mapping[str, Any] | None
+) -> list[Callable[[], list[Diagnosis | None]]]:
+    """The parts of a diagnosis, each with its own files. The comparison of prompts is the last one."""
+    rows = files.metrics()
+    return [
+        lambda: [*diagnose(rows, config, summary)],
+        lambda: [slower_than_best(files.path, rows, config)],
+        lambda: [shared_prompts(files, config)],
+    ]
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that can be read."""
-    rows = [{key: from_json(value) for key, value in row.items()} for row in json_objects(path / "metrics.jsonl")]
-    return [row for row in rows if isinstance(row.get("step"), int)]
-
-
-def json_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file that are JSON objects."""
-    try:
-        lines = path.read_bytes().split(b"\n") if path.is_file() else []  # reading a pipe would never end
-    except OSError:
-        return
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            yield value
+def explained(found: Sequence[Diagnosis | None], files: RunFiles) -> list[Diagnosis]:
+    """The causes by importance, with examples."""
+    return [with_examples(cause, files) for cause in ranked(cause for cause in found if cause is not None)]
 
 
 # Examples
 
 
-def with_examples(cause: Diagnosis, path: Path) -> Diagnosis:
+def with_examples(cause: Diagnosis, files: RunFiles) -> Diagnosis:
     """The cause with three answers of the last step that show it, and the most frequent reason of their verdicts."""
     if cause.name not in ILLUSTRATED or cause.examples:
         return cause
-    steps = rollout_steps(path)
-    lines = [*json_objects(rollout_path(path, steps[-1]))] if steps else []
+    steps = files.rollout_steps()
+    lines = [*files.rollouts(steps[-1])] if steps else []
     statuses = ILLUSTRATED[cause.name]
     if statuses is None:
         lines = [line for line in lines if line.get("truncated")]
@@ -136,7 +129,7 @@ def shortened(text: str, limit: int = 60) -> str:
 # Leakage
 
 
-def shared_prompts(path: Path, config: Mapping[str, Any]) -> Diagnosis | None:
+def shared_prompts(files: RunFiles, config: Mapping[str, Any]) -> Diagnosis | None:
     """Problems that the run was trained on and evaluated on, by their text.
 
     Episodes of environments may begin with the same text, and are not compared.
@@ -144,16 +137,16 @@ def shared_prompts(path: Path, config: Mapping[str, Any]) -> Diagnosis | None:
     if setting(config, "env.name"):
         return None
     trained: dict[str, str] = {}
-    steps = rollout_steps(path)
+    steps = files.rollout_steps()
     for step in steps[:: max(len(steps) // MAX_FILES, 1)]:
-        for line in json_objects(rollout_path(path, step)):
+        for line in files.rollouts(step):
             if line.get("sample") in (0, None):
                 trained.setdefault(prompt_text(line), str(line.get("prompt_id")))
     for label in ("before", "eval"):
-        for file in sorted((path / "evals").glob(f"step-*-{label}-*.jsonl"))[:1] if trained else ():
+        for file in sorted((files.path / "evals").glob(f"step-*-{label}-*.jsonl"))[:1] if trained else ():
             split = file.stem.rpartition("-")[2]
             if split not in ("train", "all"):
-                ids = {prompt_text(line): str(line.get("prompt_id")) for line in json_objects(file)}
+                ids = {prompt_text(line): str(line.get("prompt_id")) for line in files.lines(file)}
                 if shared := [(own, trained[text]) for text, own in ids.items() if text in trained]:
                     return explain_leakage(split, len(shared), len(ids), shared[0])
     return None
