@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from permissions import public_folder, without_permission
 
 from assay.cli.main import main
 from assay.runs import Run
@@ -151,6 +152,27 @@ def test_damaged_files_are_named_and_the_rest_is_diagnosed(
     assert main(["doctor", str(path)]) == 1
     output = capsys.readouterr().out
     assert f"  not diagnosed: {told}" in output and "ERROR  no_answer" in output
+
+
+def test_files_and_folders_without_permission_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with public_folder() as folder:
+        path = make_run(folder, FAILED)
+        with without_permission(path / "config.toml", path / "rollouts"):
+            assert main(["doctor", str(path)]) == 1
+        output = capsys.readouterr().out
+        assert "  not diagnosed: config.toml cannot be read (permission denied)" in output
+        assert "  not diagnosed: rollouts cannot be listed (permission denied)" in output
+        assert "ERROR  no_answer" in output
+        with without_permission(path / "metrics.jsonl"):
+            assert main(["doctor", str(path)]) == 1
+        first, second = capsys.readouterr().out.splitlines()
+        assert first == "run one (stopped, 0 steps): no problems found in what can be read"
+        assert second == "  not diagnosed: metrics.jsonl cannot be read (permission denied)"
+        for denied in (path, path.parent):
+            with without_permission(denied):
+                assert main(["doctor", str(path)]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert f"{denied} cannot be read (permission denied): run chmod -R u+rX {denied} if" in line
 
 
 def test_a_terminal_gets_lines_that_fit(

@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from permissions import public_folder, without_permission
 
 from assay.cli import view
 from assay.cli.main import main
@@ -56,6 +57,21 @@ def test_mistakes_are_one_line(runs: Path, words: list[str], message: str, capsy
     assert main(["view", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize("words", ["view", "view one", "report one", "runs", "runs one", "runs x"])
+def test_folders_without_permission_are_named(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with public_folder() as folder:
+        path = Run.create(folder / "runs", "one", "seed = 1\n").path
+        for denied in (path, path.parent):
+            with without_permission(denied):
+                code = main([*words.split(), "--dir", str(path.parent)])
+            (line,) = capsys.readouterr().err.splitlines()
+            if words == "runs x" and denied is path:
+                assert code == 2 and "unknown run 'x'" in line
+            else:
+                assert f"{denied} cannot be read (permission denied): run chmod -R u+rX {denied} if it is yours" in line
+                assert code == (0 if words == "runs" and denied is path else 2)  # the other runs are listed
 
 
 def test_a_port_in_use(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from permissions import public_folder, without_permission
 from web_parts import group_of, make_run, standard_run
 
 from assay.runs import write_rollouts
@@ -41,6 +42,22 @@ def test_links_out_of_a_runs_folder_are_refused(tmp_path: Path) -> None:
     assert str(outside) in listed["problems"][0]
     # A folder that the user gives may be a link.
     assert [view.id for view in Library([tmp_path / "runs" / "link"]).views()] == ["outside"]
+
+
+def test_runs_without_permission_are_named() -> None:
+    with public_folder() as folder:
+        denied, _ = make_run(folder, "denied"), make_run(folder, "shown")
+        library = Library([folder])
+        assert library.runs()["problems"] == []
+        with without_permission(denied):
+            listed = library.runs()
+            assert [run["id"] for run in listed["runs"]] == ["shown"]
+            (problem,) = listed["problems"]
+            assert problem.startswith(f"{denied} cannot be read (permission denied): run chmod -R u+rX {denied} if")
+        assert library.runs()["problems"] == []
+        view = library.view("denied")
+        with without_permission(denied), pytest.raises(ViewError, match="permission denied"):
+            library.view(view.id)
 
 
 def test_numbers_are_added_to_names_in_use() -> None:

@@ -19,6 +19,7 @@ from assay.runs import Run
 from assay.runs.diagnose import Diagnosis
 from assay.runs.diagnose.files import RunFiles
 from assay.runs.diagnose.folder import diagnose_files
+from assay.runs.directory import access_problem
 from assay.runs.files import to_json
 from assay.runs.resolve import PREFIX, find_run, split_tag
 from assay.types import UserError, plural
@@ -84,7 +85,8 @@ def open_run(target: str, runs_dir: Path) -> Path:
     """The folder of a run: by name or path, `run:` in front or not, even if its config.toml is lost."""
     name = split_tag(target.removeprefix(PREFIX))[0]
     path = Path(target).expanduser()
-    if is_folder(path) and any((path / file).is_file() for file in ("metrics.jsonl", "summary.json", "status.json")):
+    readable = is_folder(path) and not access_problem(path)
+    if readable and any((path / file).is_file() for file in ("metrics.jsonl", "summary.json", "status.json")):
         return path
     if path.suffix == ".toml" and not any(is_folder(folder) for folder in (path, runs_dir / name)):
         raise UserError(f"there is no file {target}: give an existing config, or the name of a run")

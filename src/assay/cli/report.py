@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from assay.cli.runs import add_runs_dir
+from assay.runs.directory import access_problem
 from assay.runs.files import atomic_write
 from assay.runs.resolve import PREFIX, split_tag
 from assay.types import UserError, unknown_name
@@ -45,8 +46,11 @@ def find_folder(name: str, runs_dir: Path) -> Path:
     from assay.web.folder import is_run_folder
 
     own = split_tag(name)[0].removeprefix(PREFIX) if name.startswith(PREFIX) else name
-    found = [path for path in (runs_dir / own, Path(own).expanduser()) if is_run_folder(path)]
+    candidates = (runs_dir / own, Path(own).expanduser())
+    found = [path for path in candidates if is_run_folder(path)]
     if not found:
+        if problem := next(filter(None, map(access_problem, (*candidates, runs_dir))), None):
+            raise UserError(problem)
         known = [path.name for path in sorted(runs_dir.iterdir()) if is_run_folder(path)] if runs_dir.is_dir() else []
         if not known:
             raise UserError(f"there is no run {own}, and {runs_dir} has none: give the path of a run, or --runs_dir")

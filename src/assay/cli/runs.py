@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from assay.cli.runs_compare import compare, picture_path
 from assay.runs.console import Console, duration, fraction, percent
-from assay.runs.directory import Run, list_runs
+from assay.runs.directory import Run, access_problem, list_runs, unreadable_folders
 from assay.runs.facts import describe, lookup
 from assay.runs.files import to_json
 from assay.runs.resolve import PREFIX, find_run, split_tag
@@ -62,7 +63,11 @@ def run(args: argparse.Namespace) -> int:
 def list_all(args: argparse.Namespace) -> int:
     if args.plot or args.output:
         raise UserError("--plot needs the name of a run, and -o the names of several: assay runs NAME --plot")
+    if problem := access_problem(args.dir):
+        raise UserError(problem)
     facts = [describe_or_mark_damaged(run) for run in list_runs(args.dir)]
+    for problem in unreadable_folders(args.dir):
+        print(problem, file=sys.stderr)
     if args.json:
         print(json.dumps(to_json(facts), indent=2))
     elif not facts:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from assay.cli.runs import add_runs_dir
 from assay.listen import bind, is_loopback
+from assay.runs.directory import access_problem
 from assay.runs.resolve import PREFIX, split_tag
 from assay.types import UserError, missing_extra, plural, unknown_name
 
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     library = Library(folders(args.runs, args.dir))
     count = len(library.views())
     if not count:
+        if problems := library.problems():
+            raise UserError(problems[0])
         where = ", ".join(map(str, library.paths))
         raise UserError(f"there are no runs in {where} yet: `assay train CONFIG` creates one, or give another folder")
     listener = listen(args.host, args.port)
@@ -87,6 +90,8 @@ def folders(names: Sequence[str], runs_dir: Path) -> list[Path]:
         # A name of a run may also be that of an unrelated folder here.
         runs = [path for path in candidates if is_run_folder(path)]
         if not candidates:
+            if problem := access_problem(Path(own).expanduser()) or access_problem(runs_dir):
+                raise UserError(problem)
             known = [p.name for p in sorted(runs_dir.iterdir()) if is_run_folder(p)] if is_folder(runs_dir) else []
             if not known:
                 raise UserError(f"there is no folder {own}, and {runs_dir} has no runs: give the folder of your runs")

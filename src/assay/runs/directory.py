@@ -282,6 +282,44 @@ def is_run(path: Path) -> bool:
         return False
 
 
+def access_problem(path: Path) -> str | None:
+    """Why a folder that exists cannot be read, and what to do; None if it can be read, or there is no such folder."""
+    try:
+        os.listdir(path)
+        os.stat(f"{path}/.")  # fails without the permission to open files in it
+    except PermissionError:
+        denied = next((folder for folder in reversed(path.parents) if not _is_searchable(folder)), path)
+        return (
+            f"{denied} cannot be read (permission denied): run chmod -R u+rX {denied} if it is yours, or ask its owner"
+        )
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
+        return None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return None
+        return f"{path} cannot be read ({(error.strerror or str(error)).lower()}): check the disk"
+    return None
+
+
+def _is_searchable(folder: Path) -> bool:
+    """Whether files in a folder may be opened."""
+    try:
+        os.stat(f"{folder}/.")
+    except PermissionError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def unreadable_folders(runs_dir: Path) -> list[str]:
+    """Why folders in a folder of runs, or the folder itself, cannot be read: they may be runs."""
+    problem = access_problem(runs_dir)
+    if problem or not runs_dir.is_dir():
+        return [problem] if problem else []
+    return [text for path in sorted(runs_dir.iterdir()) if (text := access_problem(path))]
+
+
 def list_runs(runs_dir: Path) -> list[Run]:
     """The runs of a folder, oldest first."""
     paths = [path for path in runs_dir.iterdir() if is_run(path)] if runs_dir.is_dir() else []

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from assay.config import TrainConfig
 from assay.config.settings import keys, load_settings, toml_value
 from assay.runs import checkpoints
-from assay.runs.directory import is_run, list_runs
+from assay.runs.directory import access_problem, is_run, list_runs
 from assay.types import UserError, unknown_name
 
 PREFIX = "run:"
@@ -87,6 +87,8 @@ def find_run(name: str, runs_dir: Path) -> Path:
     for path in (runs_dir / name, Path(name)):
         if name and is_run(path):
             return path
+        if problem := access_problem(path) or access_problem(runs_dir):
+            raise UserError(problem)
     names = [run.name for run in list_runs(runs_dir)]
     if not names:
         raise UserError(f"unknown run '{name}': {runs_dir} has no runs yet; `assay train` creates one")

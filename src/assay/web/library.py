@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from assay.runs.directory import access_problem, unreadable_folders
 from assay.types import describe_error
 from assay.web.compare import Pairs, compare
 from assay.web.data import RunView, ViewError, shortened
@@ -65,6 +66,7 @@ class Library:
         self._lock = threading.Lock()
         self._views: dict[Path, RunView] = {}  # by resolved path
         self._refused: dict[str, str] = {}
+        self._unreadable: dict[Path, list[str]] = {}  # by given folder
         self._indexer = Indexer()
         self._pairs = Pairs()
 
@@ -86,6 +88,7 @@ class Library:
         if is_run_folder(root):
             return [root.resolve()]
         inside = root.resolve()
+        self._unreadable[root] = unreadable_folders(inside)
         with suppress(OSError):
             folders = [path.resolve() for path in inside.iterdir() if is_run_folder(path)]
             outside = [path for path in folders if not path.is_relative_to(inside)]
@@ -100,13 +103,20 @@ class Library:
             known = {view.id: view for view in self.views()}
         if identifier not in known:
             raise ViewError(f"there is no run {identifier!r}")
+        if problem := access_problem(known[identifier].folder.root):
+            raise ViewError(problem)
         if not is_run_folder(known[identifier].folder.root):
             raise ViewError(f"the folder of run {identifier!r} was deleted")
         return known[identifier]
 
     def runs(self) -> dict[str, Any]:
         runs = [view.facts() for view in self.views()]
-        return {"runs": runs, "problems": shortened(list(self._refused.values()))}
+        return {"runs": runs, "problems": shortened(self.problems())}
+
+    def problems(self) -> list[str]:
+        """Folders that are not shown, as of the last look at them."""
+        unreadable = [text for texts in self._unreadable.values() for text in texts]
+        return [*unreadable, *self._refused.values()]
 
     def compare(self, a: tuple[str, str], b: tuple[str, str], **options: Any) -> dict[str, Any]:
         """Compare evaluations, given as the id of a run and the name of the evaluation. See `compare.compare`."""
