@@ -23,6 +23,7 @@ KINDS: dict[str, tuple[object, ...]] = {
     "kl": ("--algo.kl_coef", 0.04),
     "ppo": ("--algo.recipe", "ppo", "--critic.lr", 1e-3),
     "lora": ("--lora.rank", 8, "--optim.lr", 5e-3),
+    "qlora": ("--lora.rank", 8, "--lora.quantize", "nf4", "--optim.lr", 5e-3),
     "replay": ("--replay.groups", 8),
 }
 RUNS = [(kind, seed) for kind in KINDS for seed in (0, 1)]

@@ -49,6 +49,7 @@ CRITIC = (
     *("--train.token_budget", 40, "--sft.steps", 1),
 )
 SHARED = (*CRITIC, "--critic.trunk", "shared")
+QUANTIZED = ("--lora.rank", 2, "--lora.quantize", "nf4", "--algo.kl_coef", 0.1)
 SHARED_LORA = (*SHARED, "--lora.rank", 2)
 REWARD_KL = ("--algo.recipe", "reinforce_pp", "--algo.reward_kl_coef", 0.1, "--train.token_budget", 40)
 
@@ -153,7 +154,7 @@ def test_ranks_with_different_memory_use_one_token_budget(tmp_path: Path) -> Non
 
 KINDS = {
     **{"rich": RICH, "muon": MUON, "lora": LORA, "sequences": SEQUENCES, "reward-kl": REWARD_KL},
-    **{"critic": CRITIC, "shared": SHARED, "shared-lora": SHARED_LORA},
+    **{"critic": CRITIC, "shared": SHARED, "shared-lora": SHARED_LORA, "quantized": QUANTIZED},
 }
 
 
@@ -181,7 +182,7 @@ def test_whole_runs_on_any_layout(rich: SmallRuns, layout: str) -> None:
     [
         *(("muon", "4 fsdp x tp"), ("muon", "2 ddp"), ("lora", "2 fsdp"), ("lora", "2 ddp")),
         *(("sequences", "2 fsdp"), ("sequences", "2 tp"), ("sequences", "4 fsdp x tp"), ("reward-kl", "2 fsdp")),
-        *(("shared-lora", "2 ddp"), ("shared-lora", "2 fsdp")),
+        *(("shared-lora", "2 ddp"), ("shared-lora", "2 fsdp"), ("quantized", "2 ddp")),
         *((kind, layout) for kind in ("critic", "shared") for layout in ("2 ddp", "2 fsdp", "2 tp", "4 fsdp x tp")),
     ],
 )

@@ -200,14 +200,17 @@ def test_hundreds_of_healthy_steps_give_no_false_alarm(rounded: bool) -> None:
     assert max(gaps) < 0.9 and np.mean(gaps[-50:]) < 1.5 * np.mean(gaps[:50])  # far from the limit, without a trend
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_the_probe_leaves_the_weights_of_the_trainer_as_they_are(adapters: bool) -> None:
+@pytest.mark.parametrize("kind", ["plain", "adapters", "quantized"])
+def test_the_probe_leaves_the_weights_of_the_trainer_as_they_are(kind: str) -> None:
     policy = tiny_decoder(0, torch.float32)
-    if adapters:
+    if kind == "quantized":
+        policy.quantize("cpu")
+    if kind != "plain":
         policy.add_lora(Lora(2, 4.0))
         with torch.no_grad():
             for name, weight in policy.named_parameters():
-                weight.add_(0.1 if "lora_B" in name else 0.0)
+                if "lora_B" in name:
+                    weight.add_(0.1)
     before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
     served = {name: weight.detach().to(torch.bfloat16).float() for name, weight in policy.weights()}
     with as_served(policy, torch.bfloat16) as weights:

@@ -38,6 +38,8 @@ class LoraConfig(Section):
     """adapter outputs are scaled by alpha / rank"""
     targets: list[str] = Field(default_factory=lambda: ["all-linear"], min_length=1)
     """linear layers to adapt, by name suffix, e.g. ["q_proj", "v_proj"]; all-linear: all of the transformer layers"""
+    quantize: Literal["", "nf4"] = ""
+    """nf4: store the frozen linear layers in 4 bits (QLoRA); empty: in float32"""
 
 
 class TaskConfig(Section):

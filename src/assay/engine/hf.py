@@ -168,6 +168,7 @@ def own_copy(model: PolicyModel, device: torch.device, dtype: torch.dtype) -> An
         weight.grad = None  # gradients are not copied
     copied = copy.deepcopy(model).to(device).eval()
     copied.drop_lora()  # weight updates contain merged weights
+    copied.dequantize()
     for name, weight in model.named_parameters():
         weight.grad = gradients[name]
     for weight in copied.parameters():

@@ -9,8 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from assay.mesh import full_tensor
+from assay.models.device import autocast_dtype
 from assay.models.fingerprint import digests, fingerprint
-from assay.models.lora import Lora, adapted_layers, insert_adapters, merged_weights, remove_adapters
+from assay.models.lora import (
+    ALL,
+    Lora,
+    adapted_layers,
+    insert_adapters,
+    merged_weights,
+    remove_adapters,
+    targeted,
+    weight_shapes,
+)
+from assay.models.quantize import dequantize_layers, quantize_layers, quantized_layers
 
 __all__ = ["LoadReport", "PolicyModel", "autocast_dtype", "digests", "fingerprint"]
 
@@ -58,6 +69,33 @@ class PolicyModel(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
+    @property
+    def parameter_count(self) -> int:
+        """Number of weights and adapter weights; a quantized weight counts like any other."""
+        adapters = sum(weight.numel() for weight in self.parameters() if weight.requires_grad) if self.lora else 0
+        return adapters + sum(shape.numel() for shape in weight_shapes(self.network).values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters as they are stored."""
+        return sum(weight.nbytes for weight in self.parameters())
+
+    @property
+    def quantized(self) -> bool:
+        return any(True for _ in quantized_layers(self.network))
+
+    def quantize(self, device: torch.device | str) -> None:
+        """Freeze all weights, store those of the layers' linear modules in 4 bits, and move the model to the device.
+
+        Layers are moved one after the other, so that the device never holds the whole model in its original dtype.
+        """
+        self.requires_grad_(False)
+        quantize_layers(self.network, targeted(self.network, [ALL]), device)
+        self.to(device)
+
+    def dequantize(self) -> None:
+        dequantize_layers(self.network)
+
     def add_lora(self, lora: Lora, seed: int = 0) -> None:
         """Freeze all weights and insert adapters; only the adapters are trained."""
         self.requires_grad_(False)
@@ -85,9 +123,3 @@ class PolicyModel(nn.Module):
         """Whether there are adapters, and they add nothing yet: the policy equals its base model."""
         layers = [layer for _, layer in adapted_layers(self.network)]
         return self.lora is not None and not any(full_tensor(layer.lora_B.weight).any() for layer in layers)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of products with `x`: that of autocast if it is enabled, else the dtype of `x`."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -22,7 +22,7 @@ from assay.models.base import PolicyModel, fingerprint
 from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel
 from assay.models.load import read_json
-from assay.models.lora import adapted_layers, is_adapter, merged_state
+from assay.models.lora import adapted_layers, is_adapter, merged_state, weight_shapes
 from assay.models.spec import spec_to_hf
 from assay.types import UserError
 
@@ -62,7 +62,7 @@ def save_model(
         elif isinstance(model, Decoder):
             save_config(model, folder, dtype, special)
             write_json(folder / "generation_config.json", tokens)
-            sizes = [weight.numel() for name, weight in model.named_parameters() if not is_adapter(name)]
+            sizes = [shape.numel() for shape in weight_shapes(model).values()]
             write_weights(folder, model.weights(), sizes, dtype, shard_bytes)
         else:
             raise TypeError(f"cannot save a {type(model).__name__}")

@@ -175,6 +175,7 @@ def assemble(
     """
     check_trackers(cfg.log.wandb or None, cfg.log.tensorboard)
     check_name(cfg.name or "run")
+    checks.check_quantization(cfg, mesh)
     device = policy_device(cfg, mesh)
     algo = components.build_algorithm(cfg)
     dtype = pick_dtype(cfg.dtype, mesh.device)
@@ -188,7 +189,7 @@ def assemble(
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
     components.set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
     complete = cfg.model_dump() | {"algo": dict(algo.settings)}
-    for cause in diagnose_settings(complete, components.parameter_count(policy)):
+    for cause in diagnose_settings(complete, policy.parameter_count):
         console.warn(str(cause))
     if not cfg.train.token_budget:  # a resumed run has the one that it was started with
         tokens = components.choose_token_budget(policy, dtype, mesh, cfg.train.recompute)
@@ -272,9 +273,16 @@ def load_policy(
     adapters: Path | None,
     console: Console,
 ) -> PolicyModel:
-    """Load the policy, with LoRA if the settings say so. It is not sharded yet."""
+    """Load the policy, with LoRA if the settings say so. It is not sharded yet.
+
+    A model that will be quantized is loaded to main memory first, and moved to the device layer by layer.
+    """
+    quantize = bool(cfg.lora.quantize)
     with components.loading(cfg.model.source, console) as report:
-        policy = components.build_policy(cfg.model, source, tokenizer, device, cfg.seed, dtype, report)
+        target = torch.device("cpu") if quantize else device
+        policy = components.build_policy(cfg.model, source, tokenizer, target, cfg.seed, dtype, report, frozen=quantize)
+    if quantize:
+        policy.quantize(device)
     if tokenizer.vocab_size > policy.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {policy.vocab_size}: "
@@ -390,7 +398,7 @@ def memory_report(sizes: Mapping[str, float], mesh: Mesh, token_budget: int) -> 
 def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: Engine, prompt_tokens: int) -> dict[str, float]:
     """Estimated bytes at the peak of a step, without kernels, fragmentation and the interpreter."""
     policy, updater, critic = learner.policy, learner.updater, learner.critic
-    count = sum(p.numel() for p in policy.parameters())
+    count = policy.parameter_count
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     base_is_reference = policy.lora is not None and not cfg.algo.reference and not cfg.sft.steps
     base_is_reference = base_is_reference and not components.reference_is_dynamic(cfg.algo)
@@ -401,7 +409,7 @@ def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: Engine, prompt
     has_reference = learner.algo.needs.reference and not base_is_reference
     engine_bytes = torch.finfo(engine.info.dtype).bits // 8
     sizes = {
-        "weights, gradients, AdamW": 4.0 * count + 12.0 * trained,
+        "weights, gradients, AdamW": policy.weight_bytes + 12.0 * trained,
         "engine's copy of the weights": float(engine_bytes * count),
         "reference": float(reference_bytes * reference_count) if has_reference else 0.0,
     }

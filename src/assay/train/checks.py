@@ -118,6 +118,15 @@ def check_capabilities(cfg: TrainConfig, engine: Engine, trains: bool, verify: M
             console.warn(f"engine {name} does not report {metric}: the metric sampling/{metric} is left out")
 
 
+def check_quantization(cfg: TrainConfig, mesh: Mesh) -> None:
+    if not cfg.lora.quantize:
+        return
+    if not cfg.lora.rank:
+        raise UserError("lora.quantize freezes the weights, and nothing would be trained: set lora.rank above 0")
+    if mesh.dp_size > 1 and cfg.parallel.mode == "fsdp":
+        raise UserError("quantized weights cannot be sharded: set parallel.mode = 'ddp', or remove lora.quantize")
+
+
 def check_collector(
     cfg: TrainConfig,
     collector: Collector,

@@ -249,9 +249,13 @@ def build_policy(
     seed: int,
     dtype: torch.dtype = torch.float32,
     report: LoadReport | None = None,
+    frozen: bool = False,
 ) -> PolicyModel:
-    """The policy. Master weights are at least float32, whatever the `dtype` of the computation."""
-    dtype = torch.promote_types(dtype, torch.float32)
+    """The policy. Master weights are at least float32, whatever the `dtype` of the computation.
+
+    `frozen`: the weights are not trained and have the `dtype` of the computation.
+    """
+    dtype = dtype if frozen else torch.promote_types(dtype, torch.float32)
     if source.startswith(PRESET):
         name = source.removeprefix(PRESET)
         return build_preset(name, tokenizer.vocab_size, cfg.max_length or PRESET_LENGTH, seed).to(device, dtype)
@@ -269,13 +273,9 @@ def loading(source: str, console: Console) -> Iterator[LoadReport]:
         console.end_operation()
 
 
-def parameter_count(policy: PolicyModel) -> int:
-    return sum(weight.numel() for weight in policy.parameters())
-
-
 def set_up_threads(source: str, policy: PolicyModel, dtype: torch.dtype, threads: int, console: Console) -> None:
     """Set the number of CPU threads, and show it with the size of the model. `threads`: as in the settings."""
-    parameters, name = parameter_count(policy), str(dtype).removeprefix("torch.")
+    parameters, name = policy.parameter_count, str(dtype).removeprefix("torch.")
     set_threads(threads, parameters, policy.device)
     console.note(f"{source}: {count(parameters)} parameters, {name} on {policy.device}, {describe_threads()}")
 
@@ -313,7 +313,7 @@ def choose_token_budget(policy: PolicyModel, dtype: torch.dtype, mesh: Mesh, rec
     ranks = Counter(host for host, _ in by_rank)
     shares = [memory // ranks[host] for host, memory in by_rank if memory is not None]
     token_bytes = activation_bytes(policy.spec, dtype, recompute)
-    return cpu_token_budget(min(shares), parameter_count(policy), token_bytes) if shares else TOKEN_BUDGET
+    return cpu_token_budget(min(shares), policy.parameter_count, token_bytes) if shares else TOKEN_BUDGET
 
 
 def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> None:
@@ -323,7 +323,11 @@ def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> 
             raise UserError("train.recompute and train.compile are for the Llama and Qwen families: remove them")
         return
     policy.recompute = cfg.recompute
-    large = parameter_count(policy) >= COMPILED
+    if policy.quantized:
+        if cfg.compile == "on":
+            raise UserError("train.compile does not work with lora.quantize: remove one of them")
+        return
+    large = policy.parameter_count >= COMPILED
     if cfg.compile == "on" or (cfg.compile == "auto" and large and processes == 1 and uses_triton(policy.device)):
         policy.compile_layers(bridged=processes == 1)
 

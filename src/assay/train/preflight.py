@@ -16,6 +16,7 @@ from assay.algos import Algorithm
 from assay.config import TrainConfig
 from assay.models.device import free_memory, pick_device, pick_dtype
 from assay.models.load import preset
+from assay.models.quantize import BLOCK
 from assay.models.spec import ModelSpec, spec_from_hf
 from assay.runs.diagnose import Diagnosis
 from assay.runs.diagnose.causes import now, ranked
@@ -119,6 +120,14 @@ def model_spec(cfg: TrainConfig) -> ModelSpec | None:
         return None
 
 
+def quantized_bytes(spec: ModelSpec, dtype_bytes: float) -> float:
+    """Bytes of a model in NF4: 4 bits and a share of a scale per weight of a layer; embedding and head are not
+    quantized.
+    """
+    embeddings = spec.vocab_size * spec.hidden * (1 if spec.tied else 2)
+    return embeddings * dtype_bytes + (spec.parameters - embeddings) * (0.5 + dtype_bytes / BLOCK)
+
+
 def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -> Diagnosis | None:
     """Compare what weights, optimizer, engine and references need with the free memory. Activations are not counted:
     micro-batches adapt to the memory that is left.
@@ -129,12 +138,14 @@ def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -
         return None
     dtype = pick_dtype(cfg.dtype, device)
     engine_bytes = torch.finfo(pick_dtype(cfg.engine.dtype, device)).bits // 8
-    count, per_weight = spec.parameters, 4.0 + (0.0 if cfg.lora.rank else 12.0)
+    count, trained_bytes = spec.parameters, 0.0 if cfg.lora.rank else 12.0
+    dtype_bytes = 2.0 if dtype == torch.bfloat16 else 4.0
+    frozen_bytes = quantized_bytes(spec, dtype_bytes) if cfg.lora.quantize else 4.0 * count
     needs = algo.needs if algo is not None else None
     parts = {
-        "weights, gradients and optimizer": per_weight * count,
+        "weights, gradients and optimizer": frozen_bytes + trained_bytes * count,
         "the engine's weights": float(engine_bytes * count),
-        "reference": (2.0 if dtype == torch.bfloat16 else 4.0) * count * bool(needs and needs.reference),
+        "reference": dtype_bytes * count * bool(needs and needs.reference),
         "critic": 16.0 * count * bool(algo and algo.settings.critic and cfg.critic.trunk == "separate"),
     }
     length = min(TYPICAL_PROMPT + cfg.sampling.max_new_tokens, spec.max_length)

@@ -15,7 +15,7 @@ import torch
 from assay.config import TrainConfig
 from assay.models import load_model, save_model
 from assay.models.base import LoadReport
-from assay.models.lora import merged_weights
+from assay.models.lora import weight_shapes
 from assay.runs import checkpoints
 from assay.runs.console import Console
 from assay.runs.resolve import resolve_model
@@ -129,10 +129,6 @@ def set_reference(
         )
     check_weights(updater.mesh, "reference", reference)
     reference = parallelise(reference.requires_grad_(False), updater.mesh, cfg.parallel.mode, updater.dtype)
-    if reference_is_dynamic(cfg.algo) and shapes(reference) != shapes(updater.policy):
+    if reference_is_dynamic(cfg.algo) and weight_shapes(reference.network) != weight_shapes(updater.policy.network):
         raise UserError("a dynamic reference must have the shape of the policy: choose another algo.reference")
     updater.reference = reference.eval()
-
-
-def shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
-    return {name: weight.shape for name, weight in merged_weights(getattr(model, "network", model))}

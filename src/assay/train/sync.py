@@ -25,6 +25,7 @@ from assay.mesh import Mesh, local_tensor, reshard
 from assay.models import PolicyModel
 from assay.models.base import digests, fingerprint
 from assay.models.lora import merged_weights
+from assay.models.quantize import NF4Linear, quantized_layers
 from assay.train.learner.pack import Row
 from assay.train.learner.update import Updater
 from assay.types import UserError, plural
@@ -134,20 +135,30 @@ def as_served(policy: PolicyModel, dtype: torch.dtype) -> Iterator[list[Tensor]]
     """Within this context the policy has the weights that the engine must have: adapters merged, rounded to `dtype`.
 
     Yields this rank's shards of them, which may be changed: afterwards all weights are as before, bit by bit. The saved
-    copy takes as much memory as the gradients of an update of all weights.
+    copy takes as much memory as the gradients of an update of all weights. Quantized weights are not changed, but
+    replaced by dequantized ones.
     """
     reshard(policy)
+    quantized = {f"{name}.weight": layer for name, layer in quantized_layers(policy.network)}
+    replaced: list[tuple[NF4Linear, Tensor]] = []
     parameters, saved = dict(policy.network.named_parameters()), list[tuple[Tensor, Tensor]]()
     try:
         with torch.no_grad():
             for name, weight in merged_weights(policy.network):
+                if (layer := quantized.get(name)) is not None:
+                    replaced.append((layer, weight.to(dtype).to(layer.weight_scales.dtype, copy=True)))
+                    continue
                 own = local_tensor(parameters[name].detach())
                 saved.append((own, own.clone()))
                 own.copy_(local_tensor(like(weight, parameters[name])).to(dtype))
+        for layer, weight in replaced:
+            layer.substitute = weight
         with policy.adapters_off():
-            yield [own for own, _ in saved]
+            yield [*(own for own, _ in saved), *(weight for _, weight in replaced)]
     finally:
         reshard(policy)
+        for layer, _ in replaced:
+            layer.substitute = None
         with torch.no_grad():
             for own, before in saved:
                 own.copy_(before)

@@ -149,6 +149,7 @@ VARIANTS: dict[str, tuple[object, ...]] = {
         *("--algo.updates", 3, "--train.passes", 2),
     ),
     "lora, kl": ("--lora.rank", 2, "--algo.kl_coef", 0.1),
+    "lora on a quantized base, kl": ("--lora.rank", 2, "--lora.quantize", "nf4", "--algo.kl_coef", 0.1),
     "lora, muon, kl, warm start": (
         *("--lora.rank", 2, "--lora.targets", "q_proj", "--algo.kl_coef", 0.1, "--sft.steps", 2, "--sft.batch", 4),
         *("--optim.name", "muon", "--optim.matrix_lr", 0.01),

@@ -173,7 +173,7 @@ class RemoteEngine(RequestQueue, HttpServers, ABC):
         super().__init__(urls, timeout_s, api_key, launched)
         self.vocab_size, self.options = model.vocab_size, options
         self.ranks = ranks or Ranks(options.group)
-        self.size = sum(weight.numel() for weight in model.parameters()) * options.dtype.itemsize
+        self.size = model.parameter_count * options.dtype.itemsize
         self.transport: FolderTransport | IpcTransport | NcclTransport | None = None
         max_length = min(model.max_length, options.max_length or model.max_length)
         self.info = EngineInfo(-1, max_length, options.max_batch, options.dtype, capabilities)

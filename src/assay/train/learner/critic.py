@@ -39,8 +39,8 @@ class ValueModel(nn.Module):
         super().__init__()
         self.shared = shared
         self.trunk = policy if shared else copy.deepcopy(policy)
-        first = next(policy.parameters())
-        self.head = nn.Linear(policy.spec.hidden, 1, device=first.device, dtype=first.dtype)
+        dtype = torch.promote_types(next(policy.parameters()).dtype, torch.float32)
+        self.head = nn.Linear(policy.spec.hidden, 1, device=policy.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

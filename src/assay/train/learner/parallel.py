@@ -47,6 +47,8 @@ def parallelise(policy: PolicyModel, mesh: Mesh, mode: str = "auto", dtype: torc
 def pick_mode(mode: str, policy: PolicyModel, mesh: Mesh) -> str:
     if mode != "auto":
         return mode
+    if policy.quantized:
+        return "ddp"  # quantized weights cannot be sharded
     size = sum(weight.numel() for weight in policy.parameters())
     return "fsdp" if mesh.device.type == "cuda" and size >= LARGE else "ddp"
 

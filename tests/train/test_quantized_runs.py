@@ -1,0 +1,95 @@
+"""Runs with adapters on a base in 4 bits: files, resuming, verification of the engine's weights, refused settings."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import SmallRuns
+from train_parts import tiny_decoder
+
+from assay.mesh import Mesh
+from assay.models import Lora, fingerprint, load_adapter, load_model
+from assay.train.learner.parallel import pick_mode
+
+pytestmark = pytest.mark.usefixtures("no_curves")
+NF4 = ("--lora.quantize", "nf4", "--lora.rank", 2, "--lora.alpha", 4, "--algo.kl_coef", 0.1, "--optim.lr", 0.01)
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.toml"
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_resumed_run_equals_one_without_interruption(tmp_path: Path, dtype: str) -> None:
+    small = SmallRuns(tmp_path)
+    words = (*NF4, "--save.every", 1, "--train.steps", 3, "--dtype", dtype, "--engine.dtype", dtype)
+    assert small.train(*words) == 0
+    shutil.copytree(small.runs / "small", small.runs / "other")
+    shutil.rmtree(small.checkpoint(3, "other"))
+    small.lose_summary("other")
+    assert small.resume("other") == 0
+    small.same_run("small", "other", 3)
+    base, last = small.runs / "small" / "base", small.checkpoint(3)
+    stored = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    policy = load_model(str(base), dtype=stored)
+    policy.quantize("cpu")
+    policy.add_lora(Lora(2, 4.0))
+    load_adapter(policy, last / "adapter")
+    merged = load_file(last / "model" / "model.safetensors")
+    assert {weight.dtype for weight in merged.values()} == {stored}
+    assert fingerprint(policy.weights(), stored) == fingerprint(merged.items())
+    trained = {name.partition("|")[0] for name in load_file(last / "optimizer.safetensors")}
+    assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert not (small.runs / "small" / "reference").exists()  # the base is the reference
+
+
+def test_the_probe_accepts_the_engine(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train(*NF4, "--engine.verify", "probe") == 0
+    gaps = [row["sync/probe_gap"] for row in small.metrics() if "sync/probe_gap" in row]
+    assert gaps and max(gaps) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--lora.quantize", "nf4"), "set lora.rank above 0"),
+        ((*NF4, "--train.compile", "on"), "train.compile does not work with lora.quantize"),
+        ((*NF4, "--lora.quantize", "int3"), "lora.quantize"),
+    ],
+)
+def test_contradicting_settings_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], message: str
+) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train(*words) == 2
+    assert message in capsys.readouterr().err and not (small.runs / "small").exists()
+
+
+def test_a_quantized_model_is_not_sharded_by_itself() -> None:
+    policy = tiny_decoder()
+    policy.quantize("cpu")
+    assert pick_mode("auto", policy, Mesh()) == "ddp"
+
+
+@pytest.mark.slow
+def test_fsdp_is_refused(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    process = small.launch(2, "train", small.config, *NF4, "--parallel.mode", "fsdp")
+    output = process.communicate()[0]
+    assert process.returncode and "quantized weights cannot be sharded: set parallel.mode = 'ddp'" in output
+
+
+@pytest.mark.slow
+def test_a_quantized_model_learns_the_demo_task(tmp_path: Path) -> None:
+    """RL with adapters on the 4-bit base improves the demo's model after its warm start."""
+    small = SmallRuns(tmp_path)
+    assert small.train("--train.steps", 0, "--name", "warm", config=DEMO) == 0
+    rl = ("--sft.steps", 0, "--train.steps", 40, "--eval.every", 0, "--save.every", 0)
+    qlora = ("--lora.quantize", "nf4", "--lora.rank", 8, "--optim.lr", 5e-3)
+    words = ("--model", f"run:{small.runs}/warm@last", "--name", "rl", *rl, *qlora)
+    assert small.train(*words, config=DEMO) == 0
+    summary = small.summary("rl")
+    before, after = (summary[label]["accuracy"] for label in ("before", "after"))
+    assert after > before + 0.1, summary
