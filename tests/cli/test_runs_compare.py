@@ -142,8 +142,8 @@ def no_metrics(path: Path) -> None:
         (strange_evaluation, "the final answers cannot be compared"),
         (list_evaluation, "the final answers cannot be compared"),
         (empty_evaluation, "is empty"),
-        (cut_metrics, "damaged"),
-        (cut_config, "damaged"),
+        (cut_metrics, "two: metrics.jsonl: 1 of 1 lines cannot be read"),
+        (cut_config, "two: config.toml is not valid TOML"),
         (no_metrics, "+10 / -8"),
     ],
 )
@@ -159,6 +159,23 @@ def test_damaged_and_unfinished_runs_are_said(
         assert json.loads(out)["runs"][1]["run"] == "one"
     else:
         assert told.replace("+10 / -8", "+8 / -10" if words[0] == "two" else told) in out and "one" in out
+
+
+def test_a_damaged_config_hides_only_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, "one", range(10))
+    cut_config(make_run(tmp_path, "two", range(8, 20)))
+    make_run(tmp_path, "three", range(10), lr=2e-4)
+    assert compare(tmp_path, "compare", "one", "two") == 0
+    out = capsys.readouterr().out
+    assert "+10 / -8" in line_of(out, "two with one") and line_of(out, "state").split() == [
+        *("state", "finished", "damaged", "(finished)")
+    ]
+    assert line_of(out, "after").count("%") == 2 and out.count("▁▁▂▂▃▃▄▄▅▅▆▆▇▇██ 0.01 to 1") == 2
+    assert "The settings of two are not compared: its config.toml cannot be read." in out and "equal" not in out
+    assert compare(tmp_path, "compare", "one", "two", "three", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["differences"] == {"optim.lr": [1e-4, None, 2e-4]}
+    assert [bool(run["problems"]) for run in found["runs"]] == [False, True, False]
 
 
 def test_too_few_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

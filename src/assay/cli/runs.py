@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from assay.cli.runs_compare import compare, picture_path
-from assay.runs.console import Console, duration, fraction, percent
+from assay.runs.console import Console, duration, fraction, one_line, percent
+from assay.runs.diagnose.files import RunFiles
 from assay.runs.directory import Run, access_problem, list_runs, unreadable_folders
-from assay.runs.facts import describe, lookup
+from assay.runs.facts import RunParts, describe, facts_of, lookup
 from assay.runs.files import to_json
 from assay.runs.resolve import PREFIX, find_run, split_tag
 from assay.types import UserError
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     facts = [describe_checked(runs[0])] if len(runs) == 1 else [describe_or_mark_damaged(run) for run in runs]
     if not args.json:
         print_results(facts)
+        print_problems(facts)
     if len(runs) > 1 or args.json:
         compare(runs, facts, args.json, args.output or (picture_path(runs) if comparing else None))
     return 0
@@ -78,6 +80,7 @@ def list_all(args: argparse.Namespace) -> int:
         for fact in facts:
             if fact["error"]:
                 print(f"{fact['run']} failed: {fact['error']}")
+        print_problems(facts)
     return 0
 
 
@@ -104,13 +107,27 @@ def describe_checked(run: Run) -> dict[str, Any]:
 
 
 def describe_or_mark_damaged(run: Run) -> dict[str, Any]:
-    """A damaged run is listed as such, so that the other runs are still shown."""
+    """The facts of a run. Of a damaged one, those that can be read; `problems` says what cannot."""
     try:
-        return describe_checked(run)
+        return {**describe_checked(run), "problems": []}
     except UserError as error:
-        known = dict.fromkeys(("started", "task", "model", "algorithm", "seed", "steps_planned", "wall_s", "error"))
-        known |= dict.fromkeys(("before", "after", "paired", "tokens", "warm_start", "answers", "budget", "reward"))
-        return {**known, "run": run.name, "path": str(run.path), "state": f"damaged: {error}", "steps": 0, "config": {}}
+        return describe_readable(run, str(error))
+
+
+def describe_readable(run: Run, error: str) -> dict[str, Any]:
+    """Facts from the files of a damaged run that can be read. Unreadable settings are None."""
+    files = RunFiles(run.path)
+    documents = [files.document(f"{name}.json") for name in ("summary", "status", "environment")]
+    parts = RunParts(run.state, files.config(), files.metrics(), *documents)
+    problems = files.problems or [error]
+    try:
+        facts = facts_of(parts, run.name, str(run.path))
+        cells(facts)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError):
+        facts = facts_of(RunParts(run.state), run.name, str(run.path))
+        problems = [error]
+    config = None if any(problem.startswith("config.toml") for problem in problems) else facts["config"]
+    return {**facts, "config": config, "state": f"damaged ({run.state})", "problems": problems}
 
 
 def cells(fact: Mapping[str, Any]) -> dict[str, str]:
@@ -172,3 +189,10 @@ def print_results(facts: Sequence[Mapping[str, Any]]) -> None:
     if any(fact["error"] for fact in facts):
         rows.insert(1, ["error", *(fact["error"] or _UNKNOWN for fact in facts)])
     Console().table("Results", headings, rows)
+
+
+def print_problems(facts: Sequence[Mapping[str, Any]]) -> None:
+    """Files of damaged runs that cannot be read."""
+    for fact in facts:
+        for problem in fact.get("problems", ()):
+            print(one_line(f"{fact['run']}: {problem}"))

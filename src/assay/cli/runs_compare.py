@@ -14,6 +14,7 @@ from typing import Any
 from assay.evals.pairs import compare_evaluations
 from assay.runs.console import Console, finite, one_line
 from assay.runs.curves import draw_comparison, shown_panels
+from assay.runs.diagnose.files import RunFiles
 from assay.runs.directory import Run
 from assay.runs.facts import flattened
 from assay.runs.files import to_json
@@ -34,11 +35,11 @@ def compare(runs: Sequence[Run], facts: Sequence[dict[str, Any]], as_json: bool,
     names = labels(runs)
     finals = final_comparisons(runs, names)
     differences = config_differences(facts)
-    metrics = {name: read_rows(run) for name, run in zip(names, runs, strict=True)}
+    metrics = {name: RunFiles(run.path).metrics() for name, run in zip(names, runs, strict=True)}
     drawn = draw(metrics, picture) if picture else None
     if as_json:
-        known = {"runs": facts, "differences": differences, "final": finals, "curves": drawn and str(drawn)}
-        print(json.dumps(to_json(known), indent=2))
+        content = {"runs": facts, "differences": differences, "final": finals, "curves": drawn and str(drawn)}
+        print(json.dumps(to_json(content), indent=2))
         return
     console = Console()
     for title, rows in (
@@ -52,8 +53,12 @@ def compare(runs: Sequence[Run], facts: Sequence[dict[str, Any]], as_json: bool,
             console.table(title, headings, rows)
         if title == "Final answers":
             print_notes(finals)
-    if not differences and len(facts) > 1:
-        print("\nThe settings are equal.")
+    known = [fact for fact in facts if fact["config"] is not None]
+    for name, fact in zip(names, facts, strict=True):
+        if fact["config"] is None:
+            print(f"\nThe settings of {name} are not compared: its config.toml cannot be read.")
+    if not differences and len(known) > 1:
+        print("\nThe settings are equal." if len(known) == len(facts) else "The other settings are equal.")
     if drawn:
         print(f"\nPicture of the curves: {drawn}")
     elif picture:
@@ -144,14 +149,6 @@ def print_notes(finals: Sequence[Mapping[str, Any]]) -> None:
 # Curves
 
 
-def read_rows(run: Run) -> Rows:
-    """The metrics of a run; those of a damaged one are left out, which its state tells."""
-    try:
-        return run.read_metrics()
-    except (UserError, OSError):
-        return []
-
-
 def picture_path(runs: Sequence[Run]) -> Path:
     """Where curves are drawn if the user does not say: beside the first run."""
     joined = "-".join(run.name for run in runs)
@@ -215,11 +212,15 @@ def first_and_last(values: Sequence[float], share: bool) -> str:
 
 
 def config_differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Dotted keys whose values differ between runs, with the value of each run (None: not set)."""
-    flat = [flattened(fact["config"]) for fact in facts]
-    keys = sorted({key for config in flat for key in config} - set(IGNORED_SETTINGS))
-    values = {key: [config.get(key) for config in flat] for key in keys}
-    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+    """Dotted keys whose values differ between runs whose settings can be read.
+
+    The values are those of each run. None: not set, or not readable.
+    """
+    flat = [None if fact["config"] is None else flattened(fact["config"]) for fact in facts]
+    known = [config for config in flat if config is not None]
+    keys = sorted({key for config in known for key in config} - set(IGNORED_SETTINGS))
+    differing = [key for key in keys if any(config.get(key) != known[0].get(key) for config in known)]
+    return {key: [config and config.get(key) for config in flat] for key in differing}
 
 
 def setting(value: Any) -> str:
