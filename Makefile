@@ -8,13 +8,13 @@ VLLM_READY := .venv-vllm/.ready
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: demo test test-all test-slurm test-vllm lint format clean
+.PHONY: demo test test-all test-slurm test-vllm test-sglang lint format clean
 
 demo: $(READY)
 	$(BIN)/assay train configs/demo.toml
 
 test: $(READY)
-	$(PYTEST) -m "not slow and not gpu and not peer and not slurm and not vllm"
+	$(PYTEST) -m "not slow and not gpu and not peer and not slurm and not vllm and not sglang"
 
 test-all: $(READY)
 	$(PYTEST) -m "not slurm"
@@ -26,6 +26,10 @@ test-slurm: $(READY)
 # With ASSAY_VLLM_PYTHON, that interpreter runs vLLM, and nothing is installed.
 test-vllm: $(READY) $(if $(ASSAY_VLLM_PYTHON),,$(VLLM_READY))
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m vllm tests/real_vllm
+
+# Needs a GPU. ASSAY_SGLANG_PYTHON is the interpreter of an environment with SGLang; default: .venv-sglang/bin/python.
+test-sglang: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m sglang tests/real_sglang
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -4,9 +4,9 @@
 
 Trains the config with its own engine. Besides, there is one more engine per name in --engines and dtype in --dtypes.
 After each step it gets the weights with one defect after the other (tests/broken_sync.py), and without a defect, and
-each time it is verified by fingerprint and by probe. The engines assay and vllm are real servers; vllm needs
---vllm.python. The engine hf serves other models than the config's: without --model, a random GPT-2 is trained. With
---lora.rank, one defect is that adapters are not merged.
+each time it is verified by fingerprint and by probe. The engines assay, vllm and sglang are real servers; vllm needs
+--vllm.python, and sglang --sglang.python. The engine hf serves other models than the config's: without --model, a
+random GPT-2 is trained. With --lora.rank, one defect is that adapters are not merged.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def tested_engines(
     run.source.prompts.cursor = 0
     length = min(policy.max_length, run.collector.engine.info.max_length)
     sequences = probe_sequences(prompts, min(run.tokenizer.vocab_size, policy.vocab_size), length, cfg.seed)
-    sections = {"assay": cfg.server, "vllm": cfg.vllm}
+    sections = {"assay": cfg.server, "vllm": cfg.vllm, "sglang": cfg.sglang}
     tested = []
     try:
         for name in names:
@@ -219,7 +219,7 @@ def measure(cfg: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
-    parser.add_argument("--engines", nargs="+", default=["native"], choices=["native", "hf", "assay", "vllm"])
+    parser.add_argument("--engines", nargs="+", default=["native"], choices=["native", "hf", "assay", "vllm", "sglang"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--defects", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--begin", type=int, default=0, help="number of healthy syncs before the defect")

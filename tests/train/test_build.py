@@ -93,7 +93,7 @@ def test_a_custom_engine_serves_evaluations_and_resumed_runs(small: SmallRuns, c
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sglang", "'hf', 'assay', 'vllm', 'openai' or your own as file.py:function, not 'sglang'"),
+        ("sglan", "'hf', 'assay', 'vllm', 'sglang', 'openai' or your own as file.py:function, not 'sglan'"),
         ("my_engine.py", "file.py:function, not 'my_engine.py'"),
         ("missing.py:make", "there is no file"),
         ("my_engine.py:made", "has no 'made'"),

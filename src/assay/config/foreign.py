@@ -174,7 +174,7 @@ VERL = {
     f"{ACTOR}.kl_loss_coef": Equivalent("algo.kl_coef"),
     f"{ACTOR}.kl_loss_type": Equivalent("algo.kl", "kl: k1; mse: k2; low_var_kl: k3"),
     "actor_rollout_ref.ref.fsdp_config.param_offload": Equivalent("train.offload_reference"),
-    f"{ROLLOUT}.name": Equivalent("engine.name", "vllm uses vLLM servers; SGLang is not built in"),
+    f"{ROLLOUT}.name": Equivalent("engine.name", "vllm and sglang use servers of vLLM and SGLang"),
     f"{ROLLOUT}.n": Equivalent("train.samples"),
     f"{ROLLOUT}.temperature": Equivalent("sampling.temperature"),
     f"{ROLLOUT}.top_p": Equivalent("sampling.top_p"),

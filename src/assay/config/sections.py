@@ -305,7 +305,7 @@ class SftConfig(Section):
     """task arguments that differ for the worked solutions, e.g. sft.args.noise = 0.3"""
 
 
-BUILT_IN_ENGINES = ("auto", "native", "hf", "assay", "vllm", "openai")
+BUILT_IN_ENGINES = ("auto", "native", "hf", "assay", "vllm", "sglang", "openai")
 
 
 class SamplingConfig(Section):
@@ -407,7 +407,7 @@ class EngineConfig(Section):
     renamed: ClassVar = {"lend": "sleep_while_training"}
 
     name: Annotated[str, AfterValidator(check_engine_name)] = "auto"
-    """auto: native for the Llama and Qwen families, hf for others; assay, vllm, openai: servers; own: file.py:name"""
+    """auto: native for Llama and Qwen models, hf for others; assay, vllm, sglang, openai: servers; own: file.py:name"""
     max_batch: Count = 0
     """maximum number of sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
     memory: NonNegative = 0.0
@@ -437,7 +437,7 @@ class TrainingEngineConfig(EngineConfig):
     """The generation engine. `engine = "NAME"` is short for `engine.name`."""
 
     name: Annotated[str, AfterValidator(check_engine_name), AfterValidator(check_trains)] = "auto"
-    """auto: native for the Llama and Qwen families, hf for others; assay, vllm: servers; your own: file.py:function"""
+    """auto: native for Llama and Qwen models, hf for others; assay, vllm, sglang: servers; own: file.py:function"""
 
 
 class OpenAIConfig(EndpointConfig):
@@ -486,6 +486,41 @@ class VLLMConfig(Section):
     """address of the trainer's host, as seen by the servers, for the transport nccl"""
     sleep_level: Literal[1, 2] = 1
     """for engine.sleep_while_training. 1: move weights to CPU memory; 2: drop them, until the next weight update"""
+
+
+class SGLangConfig(Section):
+    """SGLang servers, for engine.name = "sglang"."""
+
+    urls: list[str] = Field(default_factory=list)
+    """running servers, e.g. ["http://127.0.0.1:30000"]; empty: start servers on this host and stop them at the end"""
+    servers: Positive = 1
+    """number of servers to start"""
+    python: str = ""
+    """Python interpreter of an environment with SGLang, to start servers; empty: the current one"""
+    args: list[str] = Field(default_factory=list)
+    """more arguments of the servers to start, e.g. ["--tp-size", "2"]"""
+    devices: list[str] = Field(default_factory=list)
+    """CUDA_VISIBLE_DEVICES of each server to start, e.g. ["1", "2,3"]; empty: the trainer's GPU"""
+    gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """fraction of GPU memory of each server to start, for its weights and its KV cache"""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """port of the first server to start; the next ones follow; 0: any free port"""
+    start_timeout_s: Above0 = 600.0
+    """time limit in seconds for the start of a server"""
+    api_key_env: str = ""
+    """environment variable with the API key of the servers in urls (their --admin-api-key, if they have one)"""
+    timeout_s: NonNegative = 0.0
+    """fail if a server does not answer a request within this many seconds; 0: wait without a limit"""
+    deterministic: bool = False
+    """start servers with deterministic inference, in which seeds have an effect; slower"""
+    transport: Literal["auto", "folder", "ipc", "nccl"] = "auto"
+    """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
+    folder: str = ""
+    """folder for weights that trainer and servers share; empty: a temporary one on this host"""
+    nccl_host: str = "127.0.0.1"
+    """address of the trainer's host, as seen by the servers, for the transport nccl"""
+    keep_weights: bool = True
+    """for engine.sleep_while_training: keep a copy in CPU memory; false: drop weights until the next weight update"""
 
 
 class ServerConfig(Section):
@@ -545,6 +580,7 @@ class TrainConfig(Section):
     log: LogConfig = Field(default_factory=LogConfig)
     engine: TrainingEngineConfig = Field(default_factory=TrainingEngineConfig)
     vllm: VLLMConfig = Field(default_factory=VLLMConfig)
+    sglang: SGLangConfig = Field(default_factory=SGLangConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
 
@@ -569,6 +605,7 @@ class MeasureConfig(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     vllm: VLLMConfig = Field(default_factory=VLLMConfig)
+    sglang: SGLangConfig = Field(default_factory=SGLangConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
     openai: OpenAIConfig = Field(default_factory=OpenAIConfig)
 

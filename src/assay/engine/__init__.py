@@ -79,6 +79,12 @@ def make_vllm(model: PolicyModel, **options: Any) -> Engine:
     return VLLMEngine(model, **options)
 
 
+def make_sglang(model: PolicyModel, **options: Any) -> Engine:
+    from assay.engine.remote.sglang.engine import SGLangEngine
+
+    return SGLangEngine(model, **options)
+
+
 def make_openai(model: PolicyModel, **options: Any) -> Engine:
     from assay.engine.remote.openai import NO_WEIGHTS
 
@@ -101,6 +107,7 @@ ENGINES: dict[str, Backend] = {
     "hf": without_group(make_hf, "the hf engine"),
     "assay": make_assay,
     "vllm": make_vllm,
+    "sglang": make_sglang,
     "openai": make_openai,  # commands that need no weights build it themselves
 }
 

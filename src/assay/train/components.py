@@ -383,12 +383,12 @@ def build_engine(
 
 def backend_settings(cfg: TrainConfig | MeasureConfig | ServeConfig, renderer: Renderer) -> dict[str, Any]:
     """Arguments that only the chosen backend has: its section of the settings."""
-    if cfg.engine.name not in ("assay", "vllm"):
+    if cfg.engine.name not in ("assay", "vllm", "sglang"):
         return {}
     if isinstance(cfg, ServeConfig):
         raise UserError("assay serve has its own engine: set engine.name to auto, native or hf")
-    settings = cfg.vllm if cfg.engine.name == "vllm" else cfg.server
-    return {"settings": settings, "save_tokenizer": renderer.tokenizer.save}
+    sections = {"assay": cfg.server, "vllm": cfg.vllm, "sglang": cfg.sglang}
+    return {"settings": sections[cfg.engine.name], "save_tokenizer": renderer.tokenizer.save}
 
 
 def is_custom_backend(cfg: EngineConfig) -> bool:

@@ -24,7 +24,7 @@ from assay.rewards import importing
 from assay.tasks.datasets import PREFIX as REASONING_GYM
 from assay.types import UserError
 
-SERVER_SECTIONS = {"assay": "server", "vllm": "vllm"}  # sections of engines that are programs or servers
+SERVER_SECTIONS = {"assay": "server", "vllm": "vllm", "sglang": "sglang"}  # of engines that are programs or servers
 Ask = Callable[[str], bool]  # asks the user a yes-or-no question
 
 _unconfirmed: list[RunCode] = []  # runs whose code may not be imported yet

@@ -22,7 +22,8 @@ from assay.config import VLLMConfig
 from assay.engine import make_engine
 from assay.engine.base import Finished, Request, SamplingParams, generate
 from assay.engine.check import ScaledWeights, check_engine
-from assay.engine.remote.vllm.engine import VLLMEngine, sample_seed, truncated
+from assay.engine.remote.pausable import sample_seed
+from assay.engine.remote.vllm.engine import VLLMEngine
 from assay.models.fingerprint import fingerprint
 from assay.types import Finish, UserError
 
@@ -245,8 +246,3 @@ def test_a_failed_update_resumes_the_servers() -> None:
         waiting.start()
         waiting.join(30)
         assert not waiting.is_alive()
-
-
-def test_version_spans_are_cut_with_the_tokens() -> None:
-    assert truncated([(0, 3), (1, 2), (2, 4)], 4) == [(0, 3), (1, 1)]
-    assert truncated([(0, 3)], 3) == [(0, 3)]

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from assay.config import ServerConfig, VLLMConfig
+from assay.config import ServerConfig, SGLangConfig, VLLMConfig
 from assay.endpoint import LoopThread, check_url, is_loopback, message_of, shortened
 from assay.engine.remote.launch import LaunchedServers
 from assay.types import UserError, describe_error, missing_extra
@@ -59,12 +59,17 @@ class HttpServers:
         self.servers = [Server(url, self._new_client(url, api_key)) for url in map(check_url, urls)]
         self.loop = LoopThread()
 
-    async def request(self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0) -> Any:
-        """Send a request; the JSON of the answer (None if it is empty). Raises a `ServerError`."""
+    async def request(
+        self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0, is_json: bool = True
+    ) -> Any:
+        """Send a request; the JSON of the answer (None if it is empty). Raises a `ServerError`.
+
+        `is_json`: False for an answer that is text, which is returned as it is.
+        """
         limit = timeout_s or self.timeout_s
         with self._reported(server, path, limit):
             response = await server.client.request(method, path, json=payload, timeout=timeouts(limit))
-        return self._content(server, path, response)
+        return self._content(server, path, response, is_json)
 
     async def post(self, server: Server, path: str, payload: Any = None, timeout_s: float = 0) -> Any:
         return await self.request(server, "POST", path, payload, timeout_s)
@@ -73,11 +78,13 @@ class HttpServers:
         """`request`, from another thread than that of the event loop."""
         return self.loop.call(self.request(server, method, path, payload, timeout_s))
 
-    def call_all(self, method: str, path: str, payload: Any = None, timeout_s: float = 0) -> list[Any]:
+    def call_all(
+        self, method: str, path: str, payload: Any = None, timeout_s: float = 0, is_json: bool = True
+    ) -> list[Any]:
         """Send the same request to all servers at once. Waits for all answers, then raises the first error."""
 
         async def together() -> list[Any]:
-            calls = (self.request(server, method, path, payload, timeout_s) for server in self.servers)
+            calls = (self.request(server, method, path, payload, timeout_s, is_json) for server in self.servers)
             return await asyncio.gather(*calls, return_exceptions=True)
 
         answers = self.loop.call(together())
@@ -137,7 +144,7 @@ class HttpServers:
         # A proxy that the environment names is for other hosts.
         return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, trust_env=not is_loopback(url))
 
-    def _content(self, server: Server, path: str, response: Any) -> Any:
+    def _content(self, server: Server, path: str, response: Any, is_json: bool = True) -> Any:
         if response.status_code in (429, 503):
             raise ServerBusy(f"{server.url}{path} is overloaded: {message_of(response)}")
         if response.status_code in (401, 403):
@@ -149,7 +156,7 @@ class HttpServers:
             raise ServerError(f"{server.url}{path} answered {response.status_code}: {message_of(response)}{hint}")
         if not response.content:
             return None
-        return self._json(response.text)
+        return self._json(response.text) if is_json else response.text
 
     def _json(self, text: str) -> Any:
         try:
@@ -169,7 +176,7 @@ class HttpServers:
         self.loop.stop()
 
 
-def api_key(settings: ServerConfig | VLLMConfig, section: str) -> str:
+def api_key(settings: ServerConfig | VLLMConfig | SGLangConfig, section: str) -> str:
     """The key of given servers, from the environment variable that the settings name."""
     name = settings.api_key_env
     key = os.environ.get(name, "") if name else ""

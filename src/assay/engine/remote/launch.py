@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 import time
 import weakref
@@ -12,7 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from assay.config import ServerConfig, VLLMConfig
+import torch
+
+from assay.config import ServerConfig, SGLangConfig, VLLMConfig
 from assay.engine.base import EngineOptions
 from assay.models.base import PolicyModel
 from assay.models.export import save_config
@@ -32,7 +36,7 @@ class LaunchedServers(ABC):
     section: ClassVar[str]  # section of its settings
     key = ""  # API key of the servers
 
-    def __init__(self, settings: ServerConfig | VLLMConfig, options: EngineOptions) -> None:
+    def __init__(self, settings: ServerConfig | VLLMConfig | SGLangConfig, options: EngineOptions) -> None:
         self.options, self.count, self.port = options, settings.servers, settings.port
         self.start_timeout_s = settings.start_timeout_s
         self.folder = Path(tempfile.mkdtemp(prefix="assay-servers-"))
@@ -120,3 +124,29 @@ def plain_environment() -> dict[str, str]:
     """The environment of this process without the variables of torchrun."""
     prefixes = ("TORCHELASTIC_", "GROUP_", "ROLE_")
     return {name: os.environ[name] for name in os.environ if name not in TORCHRUN and not name.startswith(prefixes)}
+
+
+def interpreter(settings: VLLMConfig | SGLangConfig, section: str, kind: str) -> str:
+    """The interpreter that runs the servers. `section`: of the settings, also the name of the package."""
+    if not settings.python:
+        spec = importlib.util.find_spec(section)
+        if spec is None or spec.origin is None:  # no origin: a folder of this name that is not a package
+            raise UserError(
+                f"{kind} is not installed in this environment: set {section}.python to the interpreter of an "
+                f"environment that has it, or {section}.urls to running servers"
+            )
+        return sys.executable
+    found = shutil.which(os.path.expanduser(settings.python))
+    if found is None:
+        raise UserError(f"{section}.python = '{settings.python}' is not a program: give the path of an interpreter")
+    return found
+
+
+def visible_devices(settings: VLLMConfig | SGLangConfig, device: torch.device, index: int) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of server `index`, if it differs from that of this process."""
+    if settings.devices:
+        return {"CUDA_VISIBLE_DEVICES": settings.devices[index % len(settings.devices)]}
+    if device.type == "cuda" and device.index:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        return {"CUDA_VISIBLE_DEVICES": visible[device.index] if visible[0] else str(device.index)}
+    return {}

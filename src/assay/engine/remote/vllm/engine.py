@@ -11,23 +11,20 @@ truncated; the other modes report it before the temperature, which cannot be con
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from assay.config import VLLMConfig
 from assay.engine.base import Capabilities, EngineOptions, WeightSource
-from assay.engine.outputs import StopStrings
-from assay.engine.remote.base import RemoteEngine
 from assay.engine.remote.http import Server, ServerError, ServerUnreachable, api_key, shortened
 from assay.engine.remote.launch import SaveTokenizer
+from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.vllm.servers import LaunchedVLLM
 from assay.engine.remote.vllm.weights import ServedModel, WeightSender
@@ -36,7 +33,7 @@ from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.fingerprint import digest_of
-from assay.types import Completion, Finish, UserError, missing_extra
+from assay.types import Finish, UserError, missing_extra
 
 COMPLETIONS = "/v1/completions"
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
@@ -53,8 +50,8 @@ CAPABILITIES = Capabilities(
 )
 
 
-class VLLMEngine(RemoteEngine):
-    kind, section = "vLLM", "vllm"
+class VLLMEngine(PausableEngine):
+    kind, section, path = "vLLM", "vllm", COMPLETIONS
     start_advice = "start a vLLM server there"
 
     def __init__(
@@ -76,7 +73,6 @@ class VLLMEngine(RemoteEngine):
         launched = LaunchedVLLM(self.settings, opts) if not self.settings.urls and ranks.is_main else None
         urls = self.settings.urls or ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
         self.tied = isinstance(model, Decoder) and model.spec.tied
-        self.stopping = StopStrings(opts.decode) if opts.decode is not None else None
         self.models: dict[str, ServedModel] = {}  # by URL
         self.sender = WeightSender(self, self.models)
         self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
@@ -84,7 +80,6 @@ class VLLMEngine(RemoteEngine):
         self.weights_dropped = False  # by a sleep of level 2
         limit = self.settings.timeout_s
         super().__init__(model, urls, opts, CAPABILITIES, timeout_s=limit, api_key=key, ranks=ranks, launched=launched)
-        self.gate = self.loop.call(open_gate())  # closed during an update: requests wait
 
     # -- start
 
@@ -148,22 +143,13 @@ class VLLMEngine(RemoteEngine):
 
     # -- requests
 
-    def _begin_update(self) -> None:
-        self.loop.call(set_gate(self.gate, False))
-
-    def _end_update(self) -> None:
-        self.loop.call(set_gate(self.gate, True))
-
-    def _payload(self, job: Job, samples: Sequence[int]) -> tuple[str, dict[str, Any]]:
-        return COMPLETIONS, self._body(job, samples[0], [])
-
-    def _body(self, job: Job, sample: int, drawn: Sequence[int]) -> dict[str, Any]:
-        """The request for the rest of a sample of which `drawn` tokens are there."""
+    def _body(self, server: Server, job: Job, sample: int, drawn: Sequence[int]) -> dict[str, Any]:
         params = job.request.params
         if 0 < params.temperature < LOWEST_TEMPERATURE:
             raise UserError(f"vLLM has no temperatures between 0 and {LOWEST_TEMPERATURE}: {params.temperature:g}")
         limit = job.limit - len(drawn)
         body: dict[str, Any] = {
+            "model": self.models[server.url].name,
             "prompt": [*job.tokens, *drawn],
             "max_tokens": limit,
             "min_tokens": min(limit, max(0, params.min_new_tokens - len(drawn))),
@@ -187,61 +173,16 @@ class VLLMEngine(RemoteEngine):
             body["seed"] = sample_seed(job.request.seed, sample, len(drawn))
         return body
 
-    async def _generate(self, server: Server, job: Job, samples: Sequence[int]) -> list[Completion]:
-        """Completions; a sample that a weight update interrupts is continued with the new weights."""
-        (sample,) = samples
-        ids: list[int] = []
-        logprobs: list[float] = []
-        spans: list[tuple[int, int]] = []
-        while True:
-            await self.gate.wait()
-            version = self.info.version
-            body = {"model": self.models[server.url].name, **self._body(job, sample, ids)}
-            answer = await self.post(server, COMPLETIONS, body)
-            new_ids, new_logprobs, reason = self._choice(answer)
-            ids += new_ids
-            logprobs += new_logprobs
-            if new_ids:
-                spans.append((version, len(new_ids)))
-            if reason != "abort":
-                return [self._end(job, ids, logprobs, spans, FINISH.get(reason), version)]
-            if version == self.info.version and self.gate.is_set():
-                raise ServerError(f"the vLLM server {server.url} aborted a request: does another program control it?")
-
-    def _choice(self, answer: Any) -> tuple[list[int], list[float], str]:
+    def _part(self, answer: Any, job: Job) -> SampledPart:
         try:
             choice = answer["choices"][0]
-            return (
-                choice["token_ids"] or [],
-                (choice["logprobs"] or {}).get("token_logprobs") or [],
-                choice["finish_reason"],
-            )
+            ids, logprobs = choice["token_ids"] or [], (choice["logprobs"] or {}).get("token_logprobs") or []
+            reason = choice["finish_reason"]
         except (KeyError, IndexError, TypeError, AttributeError):
             raise self.garbage("no token ids or no log-probabilities (vLLM 0.24 or later is needed)") from None
-
-    def _end(
-        self,
-        job: Job,
-        ids: list[int],
-        logprobs: list[float],
-        spans: list[tuple[int, int]],
-        finish: Finish | None,
-        version: int,
-    ) -> Completion:
-        if finish is None:
+        if reason not in FINISH and reason != "abort":
             raise self.garbage("an unknown finish reason")
-        params = job.request.params
-        if params.stop and self.stopping is not None and (end := first_stop(ids, params.stop, self.stopping)):
-            if end < len(ids):
-                ids, logprobs, spans = ids[:end], logprobs[:end], truncated(spans, end)
-            finish = Finish.STOP
-        first = spans[0][0] if spans else version
-        more = {"version_spans": tuple(spans)} if len(spans) > 1 else {}
-        return self._completion(job, ids, logprobs, logprobs, finish, first, **more)
-
-    def _parse(self, response: Any, job: Job, samples: Sequence[int], version: int) -> list[Completion]:
-        ids, logprobs, reason = self._choice(response)
-        return [self._end(job, ids, logprobs, [(version, len(ids))], FINISH.get(reason), version)]
+        return SampledPart(ids, logprobs, FINISH.get(reason), interrupted=reason == "abort")
 
     def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         if temperature != 1.0:
@@ -370,37 +311,3 @@ def check_served(served: ServedModel, url: str, max_length: int, dtype: torch.dt
             f"the vLLM server {url} computes in {other} and engine.dtype is {name}: set engine.dtype to {other}, or "
             f"restart the server with --dtype {name}"
         )
-
-
-def sample_seed(seed: int, sample: int, position: int) -> int:
-    """The seed of one sample, from 0 to 2**63 - 1."""
-    digest = hashlib.blake2b(f"{seed} {sample} {position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def first_stop(ids: Sequence[int], stops: tuple[str, ...], stopping: StopStrings) -> int:
-    """Number of tokens up to the one that completes a stop string; 0 if none does."""
-    for position in np.flatnonzero(stopping.suspects(np.asarray(ids), stops)).tolist():
-        if stopping.completed(ids[: position + 1], stops):
-            return position + 1
-    return 0
-
-
-def truncated(spans: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """The version spans of the first `length` tokens."""
-    kept: list[tuple[int, int]] = []
-    for version, count in spans:
-        if length > 0:
-            kept.append((version, min(count, length)))
-            length -= count
-    return kept
-
-
-async def open_gate() -> asyncio.Event:
-    gate = asyncio.Event()
-    gate.set()
-    return gate
-
-
-async def set_gate(gate: asyncio.Event, is_open: bool) -> None:
-    gate.set() if is_open else gate.clear()

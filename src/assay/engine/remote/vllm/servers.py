@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shutil
-import sys
 
 import torch
 
 from assay.config import VLLMConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.launch import LaunchedServers, plain_environment
+from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices
 from assay.engine.remote.vllm.worker import EXTENSION, stage
 from assay.models.base import PolicyModel
-from assay.types import UserError
 
 
 class LaunchedVLLM(LaunchedServers):
@@ -26,22 +22,8 @@ class LaunchedVLLM(LaunchedServers):
         self.settings = settings
 
     def _check(self, model: PolicyModel) -> None:
-        self.python = self._interpreter()
+        self.python = interpreter(self.settings, self.section, self.kind)
         stage(self.folder / "packages")
-
-    def _interpreter(self) -> str:
-        if not self.settings.python:
-            spec = importlib.util.find_spec("vllm")
-            if spec is None or spec.origin is None:  # no origin: a folder of this name that is not a package
-                raise UserError(
-                    "vLLM is not installed in this environment: set vllm.python to the interpreter of an environment "
-                    "that has it, or vllm.urls to running servers"
-                )
-            return sys.executable
-        found = shutil.which(os.path.expanduser(self.settings.python))
-        if found is None:
-            raise UserError(f"vllm.python = '{self.settings.python}' is not a program: give the path of an interpreter")
-        return found
 
     def _command(self, index: int, port: int, max_length: int) -> list[str]:
         return [self.python, "-m", "vllm.entrypoints.openai.api_server", *self._arguments(port, max_length)]
@@ -86,12 +68,8 @@ class LaunchedVLLM(LaunchedServers):
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": packages,
         }
-        if self.settings.devices:
-            environment["CUDA_VISIBLE_DEVICES"] = self.settings.devices[index % len(self.settings.devices)]
-        elif device.type == "cuda" and device.index:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            environment["CUDA_VISIBLE_DEVICES"] = visible[device.index] if visible[0] else str(device.index)
-        elif device.type == "cpu":
+        environment |= visible_devices(self.settings, device, index)
+        if device.type == "cpu" and not self.settings.devices:
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(options.memory))))

@@ -1,0 +1,162 @@
+"""Base class of engines whose servers are paused for a weight update, such as vLLM and SGLang.
+
+A paused server returns what it has sampled. `PausableEngine` requests the rest of such a sample afterwards, with the
+new weights. A backend implements `_body`, `_part`, `_publish` and `_check_servers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from assay.engine.base import Capabilities, EngineOptions
+from assay.engine.outputs import StopStrings
+from assay.engine.remote.base import RemoteEngine
+from assay.engine.remote.http import Server, ServerError
+from assay.engine.sequence import Job
+from assay.models.base import PolicyModel
+from assay.types import Completion, Finish
+
+
+@dataclass
+class SampledPart:
+    """What a server returned for a sample. Without `finish`, the sample is not complete."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish: Finish | None
+    interrupted: bool = False  # by a pause
+
+
+class PausableEngine(RemoteEngine):
+    path: ClassVar[str]  # of requests for samples
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        urls: Sequence[str],
+        options: EngineOptions,
+        capabilities: Capabilities,
+        **more: Any,
+    ) -> None:
+        self.stopping = StopStrings(options.decode) if options.decode is not None else None
+        super().__init__(model, urls, options, capabilities, **more)
+        self.gate = self.loop.call(open_gate())  # closed during an update: requests wait
+
+    @abstractmethod
+    def _body(self, server: Server, job: Job, sample: int, drawn: Sequence[int]) -> dict[str, Any]:
+        """The request for the rest of a sample of which `drawn` tokens are there."""
+
+    @abstractmethod
+    def _part(self, answer: Any, job: Job) -> SampledPart:
+        """What the server returned."""
+
+    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
+        return await self.post(server, self.path, body)
+
+    def _begin_update(self) -> None:
+        self.loop.call(set_gate(self.gate, False))
+
+    def _end_update(self) -> None:
+        self.loop.call(set_gate(self.gate, True))
+
+    def _payload(self, job: Job, samples: Sequence[int]) -> tuple[str, dict[str, Any]]:
+        return self.path, self._body(self.servers[0], job, samples[0], [])
+
+    def _parse(self, response: Any, job: Job, samples: Sequence[int], version: int) -> list[Completion]:
+        part = self._part(response, job)
+        return [self._end(job, part.token_ids, part.logprobs, [(version, len(part.token_ids))], part.finish, version)]
+
+    async def _generate(self, server: Server, job: Job, samples: Sequence[int]) -> list[Completion]:
+        """Completions; a sample that a weight update interrupts is continued with the new weights."""
+        (sample,) = samples
+        ids: list[int] = []
+        logprobs: list[float] = []
+        spans: list[tuple[int, int]] = []
+        while True:
+            await self.gate.wait()
+            version = self.info.version
+            part = self._part(await self._ask(server, self._body(server, job, sample, ids)), job)
+            ids += part.token_ids
+            logprobs += part.logprobs
+            if part.token_ids:
+                spans.append((version, len(part.token_ids)))
+            if part.finish is None and len(ids) >= job.limit:
+                part.finish = Finish.LENGTH
+            if part.finish is not None:
+                return [self._end(job, ids, logprobs, spans, part.finish, version)]
+            if part.interrupted and version == self.info.version and self.gate.is_set():
+                raise ServerError(
+                    f"the {self.kind} server {server.url} aborted a request: does another program control it?"
+                )
+
+    def _end(
+        self,
+        job: Job,
+        ids: list[int],
+        logprobs: list[float],
+        spans: list[tuple[int, int]],
+        finish: Finish | None,
+        version: int,
+    ) -> Completion:
+        if finish is None:
+            raise self.garbage("an unfinished sample")
+        params = job.request.params
+        if params.stop and self.stopping is not None and (end := first_stop(ids, params.stop, self.stopping)):
+            if end < len(ids):
+                ids, logprobs, spans = ids[:end], logprobs[:end], truncated(spans, end)
+            finish = Finish.STOP
+        spans = merged(spans)
+        first = spans[0][0] if spans else version
+        more = {"version_spans": tuple(spans)} if len(spans) > 1 else {}
+        return self._completion(job, ids, logprobs, logprobs, finish, first, **more)
+
+
+def sample_seed(seed: int, sample: int, position: int) -> int:
+    """The seed of one sample, from 0 to 2**63 - 1."""
+    digest = hashlib.blake2b(f"{seed} {sample} {position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def first_stop(ids: Sequence[int], stops: tuple[str, ...], stopping: StopStrings) -> int:
+    """Number of tokens up to the one that completes a stop string; 0 if none does."""
+    for position in np.flatnonzero(stopping.suspects(np.asarray(ids), stops)).tolist():
+        if stopping.completed(ids[: position + 1], stops):
+            return position + 1
+    return 0
+
+
+def truncated(spans: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """The version spans of the first `length` tokens."""
+    kept: list[tuple[int, int]] = []
+    for version, count in spans:
+        if length > 0:
+            kept.append((version, min(count, length)))
+            length -= count
+    return kept
+
+
+def merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The version spans, where neighbors with the same version are one."""
+    result: list[tuple[int, int]] = []
+    for version, count in spans:
+        if result and result[-1][0] == version:
+            count += result.pop()[1]
+        result.append((version, count))
+    return result
+
+
+async def open_gate() -> asyncio.Event:
+    gate = asyncio.Event()
+    gate.set()
+    return gate
+
+
+async def set_gate(gate: asyncio.Event, is_open: bool) -> None:
+    gate.set() if is_open else gate.clear()

@@ -1,0 +1,1 @@
+"""The engine "sglang": SGLang servers."""

@@ -1,0 +1,302 @@
+"""Generation with SGLang servers: given by URL, or started and stopped by this engine.
+
+Requests go to /generate, with token ids in both directions. The endpoints and fields are those of SGLang 0.5.17.
+
+SGLang reports the log-probability of a sampled token after bias and temperature and before truncation by top_k, top_p
+and min_p, unless a server has SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment: then it is before the temperature.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.config import SGLangConfig
+from assay.engine.base import Capabilities, EngineOptions
+from assay.engine.remote.http import Server, ServerError, ServerUnreachable, api_key
+from assay.engine.remote.launch import SaveTokenizer
+from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
+from assay.engine.remote.ranks import Ranks
+from assay.engine.remote.sglang.servers import MARGIN, LaunchedSGLang
+from assay.engine.remote.sglang.weights import SGLangSender, SGLangServer
+from assay.engine.sequence import Job
+from assay.models.base import PolicyModel
+from assay.models.decoder import Decoder
+from assay.models.spec import spec_to_hf
+from assay.types import Finish, UserError, missing_extra
+
+GENERATE = "/generate"
+LOWEST_TEMPERATURE = 1e-6  # SGLang samples greedily below
+FORBIDDEN_BIAS = -1e9
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NO_TOKEN = 2**31 - 1  # not in any vocabulary
+IDLE_S = 60  # time limit for requests that were aborted to leave the batch
+MEMORY = ["kv_cache", "weights"]  # what a sleep releases
+
+CAPABILITIES = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
+
+
+class SGLangEngine(PausableEngine):
+    kind, section, path = "SGLang", "sglang", GENERATE
+    start_advice = "start an SGLang server there"
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        settings: SGLangConfig | None = None,
+        save_tokenizer: SaveTokenizer | None = None,
+        **options: Any,
+    ) -> None:
+        """`options`: fields of `EngineOptions`. `save_tokenizer`: needed to start servers."""
+        opts = EngineOptions(**options)
+        self.settings = settings or SGLangConfig()
+        if opts.dtype not in DTYPES:
+            raise UserError("SGLang has no float64: set engine.dtype to float32 or bfloat16, or use another engine")
+        if importlib.util.find_spec("httpx") is None:
+            raise missing_extra("engine sglang", "sglang")
+        key = api_key(self.settings, self.section)
+        ranks = Ranks(opts.group)
+        launched = LaunchedSGLang(self.settings, opts) if not self.settings.urls and ranks.is_main else None
+        urls = self.settings.urls or ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
+        self.architecture = architecture_of(model)
+        self.served: dict[str, SGLangServer] = {}  # by URL
+        self.sender = SGLangSender(self, self.served)
+        self.weights_dropped = False  # by a sleep
+        self.aborting: set[asyncio.Task] = set()
+        limit = self.settings.timeout_s
+        super().__init__(model, urls, opts, CAPABILITIES, timeout_s=limit, api_key=key, ranks=ranks, launched=launched)
+
+    # -- start
+
+    def _check_servers(self) -> None:
+        """Without requests for samples: a server that an earlier run has left paused would not answer them."""
+        for server in self.servers:
+            info, model = (self.call(server, "GET", path, timeout_s=60) for path in ("/server_info", "/model_info"))
+            self.field(info, "max_req_input_len", int)
+            if not isinstance(model, dict):
+                raise self.garbage("no description of its model")
+            served = self.served[server.url] = SGLangServer(info, model)
+            check_served(served, server.url, self.info.max_length, self.options.dtype, self.architecture)
+
+    def _prepare(self) -> None:
+        """Choose the transport, and continue servers that an earlier run has left paused."""
+        self.call_all("POST", "/continue_generation", {})
+        for server in self.servers:
+            self._check_vocabulary(server)
+        device, dtype = torch.device(self.options.device), self.options.dtype
+        started = self.launched is not None and not self.settings.devices  # on the trainer's GPU
+        self.transport = self.sender.choose_transport(self.settings, device, dtype, self.size, started)
+
+    def _check_vocabulary(self, server: Server) -> None:
+        """The vocabulary is in the message with which SGLang rejects a token for `token_ids_logprob`.
+
+        It does not reject tokens of prompts that are not in its vocabulary.
+        """
+        sampling = {"max_new_tokens": 1, "temperature": 0.0}
+        body = {"input_ids": [0], "sampling_params": sampling, "return_logprob": True, "token_ids_logprob": [NO_TOKEN]}
+        try:
+            self.call(server, "POST", GENERATE, body, timeout_s=120)
+        except ServerUnreachable:
+            raise
+        except ServerError as error:
+            size = re.search(r"\[0, (\d+)\)", str(error))
+            if size is None:
+                raise
+            if int(size[1]) != self.vocab_size:
+                raise UserError(
+                    f"the SGLang server {server.url} serves another model: its vocabulary has {size[1]} tokens, and "
+                    f"the policy's {self.vocab_size}; start it with the model of model.source"
+                ) from None
+
+    # -- requests
+
+    def _body(self, server: Server, job: Job, sample: int, drawn: Sequence[int]) -> dict[str, Any]:
+        params = job.request.params
+        if 0 < params.temperature < LOWEST_TEMPERATURE:
+            raise UserError(f"SGLang has no temperatures between 0 and {LOWEST_TEMPERATURE}: {params.temperature:g}")
+        limit = job.limit - len(drawn)
+        # All of them: otherwise the preferred sampling parameters of the server apply.
+        sampling: dict[str, Any] = {
+            "n": 1,
+            "max_new_tokens": limit,
+            "min_new_tokens": min(limit, max(0, params.min_new_tokens - len(drawn))),
+            "temperature": params.temperature,
+            "top_k": params.top_k or -1,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(params.stop),
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": not params.stop_token_ids,  # it would also ignore the stop tokens
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        if params.forbidden_token_ids:
+            sampling["logit_bias"] = {str(token): FORBIDDEN_BIAS for token in params.forbidden_token_ids}
+        if params.temperature:
+            # The noise is a function of seed and position. It has an effect with deterministic inference only.
+            sampling["sampling_seed"] = sample_seed(job.request.seed, sample, 0)
+        return {
+            "input_ids": [*job.tokens, *drawn],
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": -1,  # of sampled tokens only
+            "top_logprobs_num": 0,
+            "stream": False,
+        }
+
+    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
+        """A request whose sample is aborted is also aborted on the server, which notices closed connections late."""
+        rid = uuid.uuid4().hex  # not the beginning of another one: SGLang aborts all that begin with it
+        try:
+            return await self.post(server, GENERATE, {**body, "rid": rid})
+        except asyncio.CancelledError:
+            task = asyncio.ensure_future(self._abort(server, rid))
+            self.aborting.add(task)
+            task.add_done_callback(self.aborting.discard)
+            raise
+
+    async def _abort(self, server: Server, rid: str) -> None:
+        with suppress(ServerError):  # the closed connection has the same effect
+            await self.post(server, "/abort_request", {"rid": rid}, timeout_s=30)
+
+    def _part(self, answer: Any, job: Job) -> SampledPart:
+        """From the log-probabilities, which have all tokens: a stop string can be missing among the output ids."""
+        try:
+            meta = answer["meta_info"]
+            reason, rows = meta["finish_reason"], meta.get("output_token_logprobs") or []
+            pairs = [(int(row[1]), row[0]) for row in rows]
+            kind, matched = reason["type"], reason.get("matched")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            raise self.garbage("no finish reason or no log-probabilities (SGLang 0.5.17 was tested)") from None
+        ids, logprobs = [token for token, _ in pairs], [value for _, value in pairs]
+        if kind == "length":
+            return SampledPart(ids, logprobs, Finish.LENGTH)
+        if kind == "stop":
+            # The end tokens of the server's model also end a request; if the run has others, it continues.
+            foreign = isinstance(matched, int) and matched not in job.request.params.stop_token_ids
+            return SampledPart(ids, logprobs, None if foreign and ids else Finish.STOP)
+        if kind != "abort":
+            raise self.garbage(f"the finish reason {kind!r:.30}")
+        return SampledPart(ids, logprobs, None, interrupted=True)
+
+    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        if temperature != 1.0:
+            raise UserError("SGLang scores given tokens at temperature 1 only")
+
+        async def score(sequence: Sequence[int]) -> list[float]:
+            ids = [int(token) for token in sequence]
+            sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+            body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+            answer = await self.post(server, GENERATE, body)
+            try:
+                rows = answer["meta_info"]["input_token_logprobs"]
+                if [row[1] for row in rows] != ids:
+                    raise ValueError
+                return [float(row[0]) for row in rows[1:]]
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise self.garbage("no log-probabilities of the prompt") from None
+
+        async def score_all() -> list[list[float]]:
+            return await asyncio.gather(*(score(sequence) for sequence in sequences))
+
+        return self.loop.call(score_all())
+
+    # -- weights
+
+    def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        assert self.transport is not None
+        with self._paused():
+            if self.asleep:
+                self.call_all("POST", "/resume_memory_occupation", {"tags": ["weights"]})
+            self.sender.send(self.transport, weights, version)
+            if self.asleep:
+                self.call_all("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
+                self.asleep = False
+            self._reset_prefix_cache()
+        self.weights_dropped = False
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Requests that are running return what they have, and are continued by `_generate`."""
+        self.call_all("POST", "/pause_generation", {"mode": "abort"})
+        try:
+            yield
+        finally:
+            self.call_all("POST", "/continue_generation", {})
+
+    # -- memory
+
+    def _sleep(self) -> None:
+        if not all(served.info.get("enable_memory_saver") for served in self.served.values()):
+            raise UserError(
+                "engine.sleep_while_training needs SGLang servers with --enable-memory-saver: restart them with it, "
+                "or switch the setting off"
+            )
+        with self._paused():  # SGLang ends if it has requests when it releases memory
+            self._reset_prefix_cache()
+            self.call_all("POST", "/release_memory_occupation", {"tags": MEMORY})
+        self.weights_dropped = not all(served.info.get("enable_weights_cpu_backup") for served in self.served.values())
+
+    def _wake(self) -> None:
+        if self.weights_dropped:
+            raise UserError(
+                "the servers have dropped their weights: update them before sampling, or start servers with "
+                "--enable-weights-cpu-backup (sglang.keep_weights = true)"
+            )
+        self.call_all("POST", "/resume_memory_occupation", {"tags": MEMORY})
+
+    def _reset_prefix_cache(self) -> None:
+        self.call_all("POST", f"/flush_cache?timeout={IDLE_S}", is_json=False)
+
+    def close(self) -> None:
+        if self.asleep and self.launched is None and self.ranks.is_main:
+            with suppress(ServerError):  # the next run cannot find out that they sleep
+                self.call_all("POST", "/resume_memory_occupation", {"tags": MEMORY}, timeout_s=60)
+        super().close()
+
+
+def architecture_of(model: PolicyModel) -> str:
+    """Its name in the config of the model; empty if it is unknown."""
+    names = (
+        spec_to_hf(model.spec)["architectures"]
+        if isinstance(model, Decoder)
+        else getattr(getattr(getattr(model, "hf", None), "config", None), "architectures", None)
+    )
+    return str(names[0]) if names else ""
+
+
+def check_served(served: SGLangServer, url: str, max_length: int, dtype: torch.dtype, architecture: str) -> None:
+    """Raise a `UserError` that says how to restart a server that does not fit."""
+    theirs = served.model.get("architectures") or []
+    if architecture and theirs and architecture not in theirs:
+        raise UserError(
+            f"the SGLang server {url} serves another model ({theirs[0]}, and the policy is a {architecture}): start "
+            "it with the model of model.source"
+        )
+    if served.max_prompt <= max_length:
+        raise UserError(
+            f"the SGLang server {url} accepts prompts of {served.max_prompt - 1} tokens, and the run needs sequences "
+            f"of {max_length}: restart it with --context-length {max_length + MARGIN} (and more memory, if it still "
+            f"accepts less), or set model.max_length = {served.max_prompt - 1}"
+        )
+    name = str(dtype).removeprefix("torch.")
+    if (other := served.info.get("dtype")) != name:
+        raise UserError(
+            f"the SGLang server {url} has --dtype {other} and engine.dtype is {name}: restart it with --dtype {name}, "
+            "or change engine.dtype"
+        )
+    if int(served.info.get("dp_size") or 1) > 1 and not served.info.get("enable_dp_attention"):
+        raise UserError(
+            f"the SGLang server {url} has --dp-size above 1: start one server per GPU instead (sglang.urls)"
+        )

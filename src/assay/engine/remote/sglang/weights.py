@@ -1,0 +1,210 @@
+"""How weights get into SGLang servers: from a folder, from shared GPU memory, or through NCCL."""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from assay.config import SGLangConfig
+from assay.engine.remote.http import HttpServers, Server, ServerError, ServerUnreachable
+from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport
+from assay.types import UserError
+
+GROUP = "assay_weights"  # name of the process group of trainer and servers
+
+
+@dataclass(frozen=True)
+class SGLangServer:
+    """What a server reports about itself."""
+
+    info: dict[str, Any]  # /server_info: its arguments, by name, and more
+    model: dict[str, Any]  # /model_info
+
+    @property
+    def max_prompt(self) -> int:
+        """Prompts must be shorter."""
+        return int(self.info["max_req_input_len"])
+
+    @property
+    def workers(self) -> int:
+        return int(self.info.get("tp_size") or 1) * int(self.info.get("pp_size") or 1)
+
+
+class SGLangSender:
+    """Sends weights to all servers."""
+
+    def __init__(self, http: HttpServers, served: Mapping[str, SGLangServer]) -> None:
+        """`served`: what each server reports about itself, by URL."""
+        self.http, self.served = http, served
+
+    def choose_transport(
+        self, settings: SGLangConfig, device: torch.device, dtype: torch.dtype, size: int, share_gpu: bool
+    ) -> FolderTransport | IpcTransport | NcclTransport:
+        """The one in the settings, or the fastest that is possible.
+
+        `size`: bytes of all weights. `share_gpu`: the servers are known to be on the trainer's GPU.
+        """
+        kind = settings.transport
+        single = all(served.workers == 1 for served in self.served.values())
+        if kind == "nccl":
+            return self._connect(GroupTransport(device, dtype, settings.nccl_host))
+        if kind == "ipc" and (device.type != "cuda" or not single):
+            need = "servers with one worker each" if device.type == "cuda" else "a GPU"
+            raise UserError(f"sglang.transport = 'ipc' needs {need}: use 'folder'")
+        if kind == "ipc" or (kind == "auto" and device.type == "cuda" and single and share_gpu):
+            return IpcTransport(device, dtype)
+        return FolderTransport(settings.folder, dtype, size)
+
+    def send(
+        self,
+        transport: FolderTransport | IpcTransport | NcclTransport,
+        weights: Iterator[tuple[str, Tensor]],
+        version: int,
+    ) -> None:
+        """Replace all weights. Cached prefixes are not dropped."""
+        match transport:
+            case FolderTransport():
+                with transport.written(weights, version) as folder:
+                    body = {"model_path": str(folder), "load_format": "auto", "flush_cache": False}
+                    for server in self.http.servers:
+                        self._update(server, "/update_weights_from_disk", {**body, "weight_version": str(version)})
+            case IpcTransport():
+                for buffer, layout in transport.chunks(weights):
+                    for server in self.http.servers:
+                        payload = shared_bucket(buffer, layout)  # each may be opened once
+                        body = {"serialized_named_tensors": [base64.b64encode(payload).decode()]}
+                        body |= {"load_format": "flattened_bucket", "flush_cache": False}
+                        self._update(server, "/update_weights_from_tensor", {**body, "weight_version": str(version)})
+                if transport.device.type == "cuda":
+                    torch.cuda.ipc_collect()
+            case NcclTransport():
+                self._broadcast(transport, weights, version)
+
+    def _update(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        try:
+            answer = self.http.call(server, "POST", path, body)
+        except ServerUnreachable:
+            raise
+        except ServerError as error:
+            raise UserError(
+                f"the SGLang server {server.url} cannot load the weights ({error}): it must serve the same model, and "
+                "for the transport folder see the same folder (sglang.folder); its log has the cause"
+            ) from None
+        if not self.http.field(answer, "success", bool):
+            raise self.http.garbage("an update without success")
+
+    def _connect(self, transport: GroupTransport) -> GroupTransport:
+        world = 1 + sum(served.workers for served in self.served.values())
+        offset, threads = 1, []
+        for server in self.http.servers:
+            body = {"master_address": transport.host, "master_port": transport.port, "rank_offset": offset}
+            body |= {"world_size": world, "group_name": GROUP, "backend": transport.backend}
+            threads.append(self._in_thread(server, "/init_weights_update_group", body))
+            offset += self.served[server.url].workers
+        transport.connect(world)
+        for thread in threads:
+            thread.join()
+        return transport
+
+    def _broadcast(self, transport: NcclTransport, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        for chunk in transport.chunks(weights):
+            body = {
+                "names": [name for name, _ in chunk],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
+                "shapes": [list(tensor.shape) for _, tensor in chunk],
+                "group_name": GROUP,
+                "flush_cache": False,
+                "weight_version": str(version),
+            }
+            path = "/update_weights_from_distributed"
+            threads = [self._in_thread(server, path, body) for server in self.http.servers]
+            transport.broadcast(chunk)
+            for thread in threads:
+                thread.join()
+
+    def _in_thread(self, server: Server, path: str, body: dict[str, Any]) -> threading.Thread:
+        """Send a request whose answer comes only after this process has joined a collective."""
+        thread = threading.Thread(target=self._update, args=(server, path, body), daemon=True)
+        thread.start()
+        return thread
+
+
+class BucketPickler(pickle.Pickler):
+    """Pickles CUDA tensors as handles that another process opens.
+
+    The device is the identifier of the GPU, as SGLang expects, because indices differ between processes.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device.type != "cuda":
+            return NotImplemented
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        rebuild, arguments = reduce_tensor(value)
+        gpu = str(torch.cuda.get_device_properties(value.device).uuid)
+        return rebuild, (*arguments[:6], gpu, *arguments[7:])
+
+
+def shared_bucket(buffer: Tensor, layout: Mapping[str, list[Any]]) -> bytes:
+    """The weights in a buffer (see `IpcTransport.chunks`) in SGLang's format "flattened_bucket".
+
+    SGLang reads attributes of the descriptions, so they need not be instances of its own class.
+    """
+    if buffer.device.type == "cuda":
+        torch.cuda.synchronize(buffer.device)
+    descriptions = []
+    for name, dtype_name, shape, start in zip(*layout.values(), strict=True):
+        dtype, size = getattr(torch, dtype_name), torch.Size(shape)
+        end = start + size.numel() * dtype.itemsize
+        place = {"start_idx": start, "end_idx": end, "numel": end - start}
+        descriptions.append(SimpleNamespace(name=name, shape=size, dtype=dtype, **place))
+    stream = io.BytesIO()
+    BucketPickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump({"flattened_tensor": buffer, "metadata": descriptions})
+    return stream.getvalue()
+
+
+class GroupTransport(NcclTransport):
+    """Broadcasts from this process to the workers of all servers, in a process group of torch.
+
+    Never run with SGLang: it needs a second GPU. The tests join with another process on CPUs (gloo).
+    """
+
+    backend = "nccl"
+
+    def connect(self, world_size: int) -> None:
+        self.communicator = weight_group(self.host, self.port, 0, world_size, self.backend)
+
+    def broadcast(self, chunk: Any) -> None:
+        for _, tensor in chunk:
+            dist.broadcast(tensor, group=self.communicator, group_src=0)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def weight_group(host: str, port: int, rank: int, world_size: int, backend: str) -> dist.ProcessGroup:
+    """A process group beside the default one, with processes that are not in the default one.
+
+    torch has no public function for it. SGLang's workers make theirs with the same calls, and keys of the store must be
+    the same on both ends.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    limit = {"timeout": c10d.default_pg_timeout}
+    store, _, _ = next(c10d.rendezvous(f"tcp://{host}:{port}", rank, world_size, **limit))
+    store.set_timeout(c10d.default_pg_timeout)
+    keys = c10d.PrefixStore(GROUP, store)
+    group, _ = c10d._new_process_group_helper(
+        world_size, rank, [], c10d.Backend(backend), keys, group_name=c10d.GroupName(GROUP), **limit
+    )
+    c10d._world.pg_group_ranks[group] = {one: one for one in range(world_size)}
+    return group

@@ -1,0 +1,377 @@
+"""The engine sglang, with a strict stand-in for the server: requests, updates while requests run, bad servers.
+
+Real SGLang servers are used in tests/real_sglang.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_parts import logits_after, small_decoder, small_spec
+from http_parts import SmallServer, small_server
+from sglang_parts import RULES, FakeSGLang, problem_of
+
+from assay.config import SGLangConfig
+from assay.engine import make_engine
+from assay.engine.base import Finished, Request, SamplingParams, generate
+from assay.engine.check import ScaledWeights, check_engine
+from assay.engine.remote.sglang.engine import SGLangEngine, architecture_of
+from assay.engine.remote.transport import IpcTransport
+from assay.models.fingerprint import fingerprint
+from assay.types import Finish, UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+POLICY = small_decoder(small_spec())
+PROMPT = [3, 1, 4, 1, 5]
+CPU = torch.device("cpu")
+
+
+def decode(ids: Any) -> str:
+    return "".join(chr(ord("A") + int(token)) for token in ids)
+
+
+@contextmanager
+def sglang(
+    *fakes: FakeSGLang, policy: Any = POLICY, **settings: Any
+) -> Iterator[tuple[SGLangEngine, list[SmallServer]]]:
+    options = {"device": "cpu", "dtype": torch.float32, "decode": decode} | settings.pop("options", {})
+    with ExitStack() as stack:
+        servers = [stack.enter_context(small_server(fake)) for fake in fakes]
+        config = SGLangConfig(urls=[server.url for server in servers], **settings)
+        engine = make_engine("sglang", policy, {"settings": config}, **options)
+        stack.callback(engine.close)
+        assert isinstance(engine, SGLangEngine)
+        yield engine, servers
+        assert [fake.refused for fake in fakes] == [[] for _ in fakes]  # all requests were valid
+
+
+def bodies(server: SmallServer, path: str = "/generate") -> list[Any]:
+    return [body for one, body in server.requests if one.split("?")[0] == path]
+
+
+def test_the_engine_satisfies_the_interface() -> None:
+    other = small_decoder(small_spec(), seed=5)  # the first update must replace the server's weights
+    with sglang(FakeSGLang(other, decode), FakeSGLang(other, decode)) as (engine, _):
+        assert check_engine(engine, PROMPT, POLICY, decode) == []
+        able = engine.info.capabilities
+        assert (able.temperature_logprobs, able.truncated_logprobs, able.fingerprint) == (True, False, False)
+
+
+def test_log_probabilities_are_those_of_the_policy_at_the_sampling_temperature() -> None:
+    with sglang(FakeSGLang(POLICY, decode)) as (engine, _):
+        params = SamplingParams(n=4, temperature=0.7, max_new_tokens=6)
+        for completion in generate(engine, [Request(PROMPT, params, seed=1)])[0]:
+            rows = (logits_after(POLICY, [*PROMPT, *completion.token_ids])[len(PROMPT) - 1 : -1] / 0.7).log_softmax(-1)
+            expected = rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            assert torch.allclose(torch.tensor(completion.engine_logprobs), expected, atol=1e-5)
+
+
+def test_every_sampling_parameter_is_sent_so_that_no_default_of_the_server_applies() -> None:
+    with sglang(FakeSGLang(POLICY, decode)) as (engine, servers):
+        generate(engine, [Request(PROMPT, SamplingParams(n=2, max_new_tokens=3), seed=9)])
+        sent = [body["sampling_params"] for body in bodies(servers[0])[-2:]]
+        expected = {"n": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        expected |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "max_new_tokens": 3, "min_new_tokens": 0}
+        for params in sent:
+            assert {name: params[name] for name in expected} == expected
+        assert sent[0]["sampling_seed"] != sent[1]["sampling_seed"]
+
+
+def test_requests_of_both_servers_are_spread_and_samples_stay_in_order() -> None:
+    fakes = [FakeSGLang(POLICY, decode), FakeSGLang(POLICY, decode)]
+    with sglang(*fakes) as (engine, servers):
+        greedy = SamplingParams(n=2, temperature=0.0, max_new_tokens=4)
+        prompts = [[token, 2, 3] for token in range(6)]
+        groups = generate(engine, [Request(prompt, greedy, 0) for prompt in prompts])
+        for prompt, group in zip(prompts, groups, strict=True):
+            ids: list[int] = []
+            for _ in range(4):
+                ids.append(int(logits_after(POLICY, [*prompt, *ids])[-1].argmax()))
+            assert [one.token_ids for one in group] == [ids, ids]
+        assert [len(bodies(server)) - 1 for server in servers] == [6, 6]  # and one question about the vocabulary
+
+
+def test_end_tokens_of_the_server_that_are_not_stop_tokens_do_not_end_a_sample() -> None:
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=8)
+    with sglang(FakeSGLang(POLICY, decode)) as (engine, _):
+        ids = generate(engine, [Request(PROMPT, greedy, 0)])[0][0].token_ids
+    stop = next(token for token in range(61) if token not in ids)
+    with sglang(FakeSGLang(POLICY, decode, end_tokens=(ids[2],))) as (engine, servers):
+        (whole,) = generate(engine, [Request(PROMPT, replace(greedy, stop_token_ids=(stop,)), 0)])[0]
+        assert whole.token_ids == ids and whole.finish is Finish.LENGTH and len(whole.versions) == 1
+        assert len(bodies(servers[0])) > 2  # the sample was continued
+        (cut,) = generate(engine, [Request(PROMPT, replace(greedy, stop_token_ids=(ids[2],)), 0)])[0]
+        assert cut.token_ids == ids[: ids.index(ids[2]) + 1] and cut.finish is Finish.STOP
+
+
+def test_tokens_after_a_stop_string_are_removed() -> None:
+    class Late(FakeSGLang):
+        def sample(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+            return super().sample(rid, prompt, params | {"stop": []})
+
+    with sglang(Late(POLICY, decode)) as (engine, _):
+        greedy = SamplingParams(temperature=0.0, max_new_tokens=8)
+        ids = generate(engine, [Request(PROMPT, greedy, 0)])[0][0].token_ids
+        stop = decode(ids[2:4])
+        cut = generate(engine, [Request(PROMPT, replace(greedy, stop=(stop,)), 0)])[0][0]
+        assert cut.token_ids == ids[: decode(ids).index(stop) + 2] and cut.finish is Finish.STOP
+        assert len(cut.engine_logprobs) == len(cut.token_ids) < 8
+
+
+def test_an_aborted_sample_is_aborted_on_the_server() -> None:
+    fake = FakeSGLang(POLICY, decode, token_s=0.02)
+    with sglang(fake) as (engine, servers):
+        request = engine.add(Request(PROMPT, SamplingParams(n=2, max_new_tokens=40), 0))
+        while len(fake.running) < 2:
+            time.sleep(0.005)
+        engine.abort([(request, 0)])
+        while not fake.aborted:
+            time.sleep(0.005)
+        (event,) = engine.step()
+        assert isinstance(event, Finished) and event.sample == 1 and len(event.completion.token_ids) == 40
+        assert fake.aborted == [body["rid"] for body in bodies(servers[0], "/abort_request")]
+        assert len(fake.aborted) == 1
+
+
+def test_a_request_that_an_update_interrupts_is_continued_with_the_new_weights() -> None:
+    fake = FakeSGLang(POLICY, decode, token_s=0.02)
+    with sglang(fake) as (engine, _):
+        engine.add(Request(PROMPT, SamplingParams(n=2, temperature=0.0, max_new_tokens=20), 0))
+        while len(fake.running) < 2:
+            time.sleep(0.005)
+        time.sleep(0.1)
+        engine.update_weights(ScaledWeights(POLICY), 7)
+        assert fake.version == "7"
+        new = small_decoder(small_spec())
+        with torch.no_grad():
+            for (_, target), (_, weight) in zip(new.weights(), ScaledWeights(POLICY).weights(), strict=True):
+                target.copy_(weight)
+        for event in [event for _ in range(2) for event in engine.step()]:
+            assert isinstance(event, Finished)
+            ids = event.completion.token_ids
+            (first, before), (second, after) = event.completion.versions
+            assert (first, second) == (0, 7) and before + after == 20 and 0 < before < 20
+            expected = torch.cat((rows_of(POLICY, ids)[:before], rows_of(new, ids)[before:]))
+            assert torch.allclose(torch.tensor(event.completion.engine_logprobs), expected, atol=1e-4)
+
+
+def rows_of(model: Any, ids: list[int]) -> torch.Tensor:
+    rows = logits_after(model, [*PROMPT, *ids])[len(PROMPT) - 1 : -1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("transport", ["folder", "shared"])
+def test_an_update_replaces_all_weights_of_all_servers(transport: str) -> None:
+    other = small_decoder(small_spec(), seed=5)
+    fakes = [FakeSGLang(POLICY, decode), FakeSGLang(POLICY, decode)]
+    with sglang(*fakes) as (engine, servers):
+        if transport == "shared":  # without a GPU, the bytes themselves are sent
+            engine.transport = IpcTransport(CPU, torch.float32, chunk_bytes=3000)
+        engine.update_weights(other, 3)
+        expected = fingerprint(other.weights())
+        assert [fingerprint(fake.model.weights()) for fake in fakes] == [expected, expected]
+        assert [fake.version for fake in fakes] == ["3", "3"]
+        kept = [call for call in fakes[0].calls if "update_weights" not in call][-3:]
+        assert kept == ["/pause_generation", "/flush_cache", "/continue_generation"]
+        if transport == "shared":
+            assert len(bodies(servers[0], "/update_weights_from_tensor")) > 3
+
+
+def test_scores_of_each_server_show_which_one_differs() -> None:
+    fakes = [FakeSGLang(POLICY, decode), FakeSGLang(POLICY, decode)]
+    with sglang(*fakes) as (engine, servers):
+        with torch.no_grad():
+            next(fakes[1].model.parameters()).mul_(1.1)
+        scores = engine.score_each([PROMPT])
+        assert list(scores) == [server.url for server in servers]
+        expected = logits_after(POLICY, PROMPT)[:-1].log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+        close = [torch.allclose(torch.tensor(scores[server.url][0]), expected, atol=1e-5) for server in servers]
+        assert close == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": 60}, r"prompts of 53 tokens, .* sequences of 96: restart it with --context-length 112"),
+        ({"dtype": "bfloat16"}, r"has --dtype bfloat16 and engine.dtype is float32: restart it with --dtype float32"),
+        ({"architecture": "OPTForCausalLM"}, r"serves another model \(OPTForCausalLM, and the policy is a Qwen3"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused_before_the_run(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message), sglang(FakeSGLang(POLICY, decode, **changes)):
+        pass
+
+
+@pytest.mark.parametrize("size", [60, 64])
+def test_a_server_with_another_vocabulary_is_refused(size: int) -> None:
+    other = small_decoder(small_spec(vocab_size=size))
+    with (
+        pytest.raises(UserError, match=f"its vocabulary has {size} tokens, and the policy's 61"),
+        sglang(FakeSGLang(other, decode)),
+    ):
+        pass
+
+
+def test_a_server_with_another_model_is_refused_at_the_first_update() -> None:
+    model = small_decoder(small_spec(hidden=16))
+    with (
+        pytest.raises(UserError, match=r"cannot load the weights \(.*size mismatch.*same model"),
+        sglang(FakeSGLang(model, decode)),
+    ):
+        pass
+
+
+def test_a_server_that_is_not_reachable_or_something_else_is_refused() -> None:
+    with pytest.raises(UserError, match=r"is not reachable .*: start an SGLang server there, or correct sglang.urls"):
+        make_engine(
+            "sglang", POLICY, {"settings": SGLangConfig(urls=["http://127.0.0.1:9"])}, device="cpu", dtype=torch.float32
+        )
+    for answer, message in (
+        (b"<html>", "something that is not JSON"),
+        ({"version": "1"}, "no valid 'max_req_input_len'"),
+        ([1], "no valid 'max_req_input_len'"),
+    ):
+        content = partial(same_answer, answer)
+        with small_server(content) as server, pytest.raises(UserError, match=message):
+            config = SGLangConfig(urls=[server.url])
+            make_engine("sglang", POLICY, {"settings": config}, device="cpu", dtype=torch.float32)
+
+
+def same_answer(answer: Any, path: str, body: Any) -> tuple[int, Any]:
+    return 200, answer
+
+
+def test_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    for settings, message in (
+        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
+        ({"transport": "ipc"}, "needs a GPU: use 'folder'"),
+        ({"options": {"dtype": torch.float64}}, "SGLang has no float64"),
+    ):
+        with pytest.raises(UserError, match=message), sglang(FakeSGLang(POLICY, decode), **settings):
+            pass
+
+
+def test_garbage_in_answers_fails_the_request_alone() -> None:
+    class Broken(FakeSGLang):
+        def sample(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+            answer = super().sample(rid, prompt, params)
+            match params["max_new_tokens"]:
+                case 3:
+                    del answer["meta_info"]["finish_reason"]
+                case 4:
+                    answer["meta_info"]["output_token_logprobs"][0][0] = None
+                case 5:
+                    answer["meta_info"]["output_token_logprobs"] = []
+                case 6:
+                    answer["meta_info"]["finish_reason"] = {"type": "odd"}
+                case 7:
+                    answer["meta_info"]["output_token_logprobs"][0][1] = 61
+            return answer
+
+    with sglang(Broken(POLICY, decode)) as (engine, _):
+        for length, message in (
+            (3, "no finish reason or no log-probabilities"),
+            (4, "not one finite log-probability per token"),
+            (5, "0 tokens, where 1 to 5"),
+            (6, "the finish reason 'odd'"),
+            (7, "tokens, where 1 to 7 of the vocabulary"),
+        ):
+            with pytest.raises(UserError, match=message):
+                generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=length), 0)])
+        assert generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+
+
+def test_a_slow_server_is_reported_after_the_time_limit() -> None:
+    fake = FakeSGLang(POLICY, decode)
+    with sglang(fake, timeout_s=0.5) as (engine, _):
+        fake.token_s = 0.2
+        with pytest.raises(UserError, match=r"/generate sent nothing for 0.5 s: .* raise sglang.timeout_s"):
+            generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=20), 0)])
+        fake.token_s = 0.0
+
+
+@pytest.mark.parametrize("backup", [True, False])
+def test_sleeping_servers_are_woken_for_an_update_and_paused_around_it(backup: bool) -> None:
+    fake = FakeSGLang(POLICY, decode, cpu_backup=backup)
+    with sglang(fake, options={"sleep_while_training": True}) as (engine, _):
+        engine.sleep()
+        assert fake.released == {"kv_cache", "weights"}
+        if backup:
+            engine.wake()
+            assert not fake.released and generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+            engine.sleep()
+        else:
+            with pytest.raises(UserError, match=r"have dropped their weights: update them before sampling"):
+                engine.wake()
+        fake.calls.clear()
+        engine.update_weights(POLICY, 1)
+        resume = "/resume_memory_occupation"
+        expected = ["/pause_generation", resume, "/update_weights_from_disk", resume, "/flush_cache"]
+        assert fake.calls == [*expected, "/continue_generation"]
+        assert not fake.released and generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+
+
+def test_a_server_without_memory_saver_cannot_sleep_and_one_that_sleeps_is_woken_at_the_end() -> None:
+    fake = FakeSGLang(POLICY, decode, memory_saver=False)
+    needed = "needs SGLang servers with --enable-memory-saver"
+    with sglang(fake, options={"sleep_while_training": True}) as (engine, _), pytest.raises(UserError, match=needed):
+        engine.sleep()
+    fake = FakeSGLang(POLICY, decode)
+    with sglang(fake, options={"sleep_while_training": True}) as (engine, _):
+        engine.sleep()
+        assert fake.released
+    assert not fake.released
+
+
+def test_a_failed_update_continues_the_servers() -> None:
+    fake = FakeSGLang(POLICY, decode)
+    with sglang(fake) as (engine, _):
+        wrong = small_decoder(small_spec(intermediate=64))
+        with pytest.raises(UserError, match="size mismatch"):
+            engine.update_weights(wrong, 1)
+        assert not fake.paused and engine.info.version == 0
+        waiting = threading.Thread(target=lambda: generate(engine, [Request(PROMPT, SamplingParams(), 0)]))
+        waiting.start()
+        waiting.join(30)
+        assert not waiting.is_alive()
+
+
+def test_a_server_that_an_earlier_run_has_left_paused_is_continued() -> None:
+    fake = FakeSGLang(POLICY, decode)
+    fake.paused = True
+    with sglang(fake) as (engine, _):
+        assert generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+
+
+def test_the_architecture_is_that_of_the_config() -> None:
+    assert architecture_of(POLICY) == "Qwen3ForCausalLM" and architecture_of(object()) == ""  # type: ignore[arg-type]
+
+
+def test_the_stand_in_refuses_what_sglang_would_not_accept() -> None:
+    fields = RULES["endpoints"]["/generate"]["fields"]
+    assert problem_of(fields, {"input_ids": [1], "sampling_params": {}, "rid": "a"}) == ""
+    assert problem_of(fields, {"input_ids": ["a"]}) and problem_of(fields, {"inputs": [1]})
+    disk = RULES["endpoints"]["/update_weights_from_disk"]["fields"]
+    assert "'model_path' is missing" in problem_of(disk, {"load_format": "auto"})
+    assert problem_of(RULES["endpoints"]["/pause_generation"]["fields"], {"mode": "wait"})
+    assert problem_of(RULES["sampling_params"], {"temperature": "1"})
+
+
+@pytest.mark.skipif("ASSAY_SGLANG_SOURCE" not in os.environ, reason="ASSAY_SGLANG_SOURCE names no source of SGLang")
+def test_the_rules_of_the_stand_in_are_those_of_the_source() -> None:
+    command = [sys.executable, str(ROOT / "dev" / "sglang_requests.py"), os.environ["ASSAY_SGLANG_SOURCE"]]
+    shown = subprocess.run(command, capture_output=True, check=True).stdout.decode()
+    assert shown == (Path(__file__).parent / "sglang_requests.json").read_text()

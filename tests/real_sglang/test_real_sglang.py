@@ -1,0 +1,227 @@
+"""The engine sglang with real servers on a GPU: samples, log-probabilities, weight updates, memory, training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_run import SmallRuns
+
+from assay.engine.base import Finished, Request, SamplingParams, generate
+from assay.engine.remote.sglang.engine import SGLangEngine
+from assay.engine.remote.transport import FolderTransport, IpcTransport
+from assay.models import Decoder
+from assay.runs.rollouts import read_rollouts
+from assay.text import Tokenizer
+from assay.types import Finish, UserError
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.gpu]
+ROOT = Path(__file__).resolve().parent.parent.parent
+TEXT = "Tom has 3 apples ."
+MEAN_GAP = 0.03  # of log-probabilities in bfloat16, in nats
+FEW = (
+    *("--train.prompts", 2, "--train.samples", 4, "--train.steps", 3, "--sampling.max_new_tokens", 16),
+    *("--eval.every", 0, "--eval.examples", 2, "--eval.final_examples", 2, "--save.every", 0, "--engine.max_batch", 16),
+    # Rewards that differ also for a model that solves nothing.
+    *("--reward.length", 1.0, "--reward.target_length", 20, "--engine.name", "sglang"),
+)
+
+
+@torch.no_grad()
+def scores(policy: Decoder, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    tokens = torch.tensor(ids, device=policy.device)
+    rows = (policy.unembed(policy.hidden(tokens, [len(ids)]))[:-1].double() / temperature).log_softmax(-1)
+    return rows.gather(1, tokens[1:, None])[:, 0].cpu()
+
+
+def gap_of_scores(engine: SGLangEngine, policy: Decoder, tokenizer: Tokenizer) -> float:
+    ids = [*tokenizer.encode(TEXT), *range(5, 25)]
+    return float((torch.tensor(engine.score([ids])[0]) - scores(policy, ids)).abs().mean())
+
+
+def test_log_probabilities_at_temperature_0_7_are_those_of_the_trainer(
+    engine: SGLangEngine, policy: Decoder, tokenizer: Tokenizer
+) -> None:
+    engine.update_weights(policy, 1)
+    prompt = tokenizer.encode(TEXT)
+    params = SamplingParams(n=8, temperature=0.7, max_new_tokens=24)
+    completions = generate(engine, [Request(prompt, params, seed=3)])[0]
+    assert len({tuple(one.token_ids) for one in completions}) > 1
+    for completion in completions:
+        ids = [*prompt, *completion.token_ids]
+        expected = scores(policy, ids, 0.7)[len(prompt) - 1 :]
+        gap = (torch.tensor(completion.engine_logprobs) - expected).abs()
+        assert gap.mean() < MEAN_GAP and gap.max() < 10 * MEAN_GAP
+        cold = scores(policy, ids)[len(prompt) - 1 :]  # at temperature 1: must fit worse
+        assert (cold - expected).abs().mean() > 2 * gap.mean()
+
+
+def test_greedy_tokens_are_those_of_the_trainer_up_to_ties(
+    engine: SGLangEngine, policy: Decoder, tokenizer: Tokenizer
+) -> None:
+    engine.update_weights(policy, 2)
+    prompt = tokenizer.encode(TEXT)
+    (completion,) = generate(engine, [Request(prompt, SamplingParams(temperature=0.0, max_new_tokens=16), 0)])[0]
+    assert len(completion.token_ids) == 16 and completion.finish is Finish.LENGTH
+    tokens = torch.tensor([*prompt, *completion.token_ids], device=policy.device)
+    with torch.no_grad():
+        rows = policy.unembed(policy.hidden(tokens, [len(tokens)])).float()[len(prompt) - 1 : -1]
+    chosen = rows.gather(1, tokens[len(prompt) :, None])[:, 0]
+    assert (rows.max(-1).values - chosen).max() < 0.2
+
+
+def test_stop_tokens_stop_strings_and_forbidden_tokens(
+    engine: SGLangEngine, policy: Decoder, tokenizer: Tokenizer
+) -> None:
+    engine.update_weights(policy, 3)
+    prompt = tokenizer.encode(TEXT)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=12)
+    ids = generate(engine, [Request(prompt, greedy, 0)])[0][0].token_ids
+    (cut,) = generate(engine, [Request(prompt, replace(greedy, stop_token_ids=(ids[3],)), 0)])[0]
+    assert cut.token_ids == ids[: ids.index(ids[3]) + 1] and cut.finish is Finish.STOP
+    stop = tokenizer.decode(ids[2:4])
+    (cut,) = generate(engine, [Request(prompt, replace(greedy, stop=(stop,)), 0)])[0]
+    assert stop in tokenizer.decode(cut.token_ids) and cut.token_ids == ids[: len(cut.token_ids)]
+    assert stop not in tokenizer.decode(cut.token_ids[:-1]) and cut.finish is Finish.STOP
+    (other,) = generate(engine, [Request(prompt, replace(greedy, forbidden_token_ids=(ids[0],)), 0)])[0]
+    assert ids[0] not in other.token_ids
+    (late,) = generate(engine, [Request(prompt, replace(greedy, stop_token_ids=(ids[0],), min_new_tokens=5), 0)])[0]
+    assert len(late.token_ids) >= 5
+
+
+@pytest.mark.parametrize("kind", ["folder", "ipc"])
+def test_every_weight_is_replaced_by_an_update(
+    engine: SGLangEngine, policy: Decoder, tokenizer: Tokenizer, kind: str
+) -> None:
+    chosen = engine.transport
+    assert isinstance(chosen, IpcTransport)  # by "auto": the server is on the trainer's GPU
+    engine.transport = chosen if kind == "ipc" else FolderTransport("", torch.bfloat16)
+    chosen.chunk_bytes = 2**20  # many chunks, some of which end within a fused layer
+    try:
+        for version, name in enumerate([None, *dict(policy.weights())][:14], start=10):
+            before = None
+            if name is not None:
+                weight = dict(policy.weights())[name]
+                before = scores(policy, [*tokenizer.encode(TEXT), *range(5, 25)])
+                with torch.no_grad():
+                    noise = torch.rand(weight.shape, generator=torch.Generator().manual_seed(version))
+                    weight.mul_(1.0 + 0.4 * noise.to(weight))
+            engine.update_weights(policy, version)
+            gap = gap_of_scores(engine, policy, tokenizer)
+            assert gap < 5 * MEAN_GAP, name
+            if before is not None:  # the old weight would have been noticed
+                changed = (scores(policy, [*tokenizer.encode(TEXT), *range(5, 25)]) - before).abs().mean()
+                print(f"{name}: gap {gap:.4f}, effect of the change {changed:.4f}")
+    finally:
+        if isinstance(engine.transport, FolderTransport):
+            engine.transport.close()
+        engine.transport = chosen
+
+
+@pytest.mark.parametrize("backup", [True, False])
+def test_memory_is_released_while_the_engine_sleeps(
+    engine: SGLangEngine, policy: Decoder, tokenizer: Tokenizer, backup: bool
+) -> None:
+    """The server has a copy of its weights in CPU memory. Without `backup`, new ones are sent all the same."""
+    engine.update_weights(policy, 30)
+    free = torch.cuda.mem_get_info()[0]
+    engine.sleep()
+    released = torch.cuda.mem_get_info()[0] - free
+    assert released > 2**30, released  # the KV cache
+    if backup:
+        engine.wake()
+    else:
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.mul_(1.01)
+        engine.update_weights(policy, 31)
+    assert gap_of_scores(engine, policy, tokenizer) < 5 * MEAN_GAP
+    assert generate(engine, [Request(tokenizer.encode(TEXT), SamplingParams(max_new_tokens=4), 0)])
+
+
+def test_an_update_interrupts_running_requests_which_are_continued(
+    engine: SGLangEngine, policy: Decoder, tokenizer: Tokenizer
+) -> None:
+    engine.update_weights(policy, 40)
+    prompt = tokenizer.encode(TEXT)
+    engine.add(Request(prompt, SamplingParams(n=8, max_new_tokens=240 - len(prompt)), 0))
+    time.sleep(0.15)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(1.05)
+    engine.update_weights(policy, 41)
+    completions = []
+    while len(completions) < 8:
+        completions += [event.completion for event in engine.step() if isinstance(event, Finished)]
+    print("version spans:", [one.versions for one in completions])
+    assert all(len(one.token_ids) == 240 - len(prompt) for one in completions)
+    for one in completions:
+        new = one.versions[-1]
+        if new[0] == 41 and new[1] > 8:
+            expected = scores(policy, [*prompt, *one.token_ids])[-new[1] :]
+            assert (torch.tensor(one.engine_logprobs[-new[1] :]) - expected).abs().mean() < 2 * MEAN_GAP
+
+
+def test_aborted_requests_leave_the_server(engine: SGLangEngine, policy: Decoder, tokenizer: Tokenizer) -> None:
+    engine.update_weights(policy, 50)
+    prompt = tokenizer.encode(TEXT)
+    request = engine.add(Request(prompt, SamplingParams(n=8, max_new_tokens=240 - len(prompt)), 0))
+    time.sleep(0.1)
+    engine.abort([request])
+    engine.reset_prefix_cache()  # an error if requests are running
+    assert generate(engine, [Request(prompt, SamplingParams(max_new_tokens=4), 0)])
+
+
+def test_training_through_the_command_line_uses_a_running_server(
+    engine: SGLangEngine, model_folder: Path, tmp_path: Path
+) -> None:
+    small = SmallRuns(tmp_path)
+    words = ("--model", model_folder, "--model.max_length", 256, "--sft.steps", 0, "--optim.lr", 1e-4)
+    run = small.process("train", ROOT / "configs/demo.toml", *FEW, *words, "--sglang.urls", engine.servers[0].url)
+    output = run.communicate(timeout=1500)[0]
+    assert run.returncode == 0, output
+    compare_logprobs(small, "demo", steps=3)
+
+
+def test_training_starts_and_stops_its_own_server(
+    engine: SGLangEngine, sglang_python: str, sglang_args: list[str], model_folder: Path, tmp_path: Path
+) -> None:
+    """With updates through GPU memory, and sleeping during updates."""
+    small = SmallRuns(tmp_path)
+    words = ["--model", model_folder, "--model.max_length", 256, "--sft.steps", 0, "--optim.lr", 1e-4]
+    words += ["--sglang.python", sglang_python, "--sglang.gpu_memory", 0.1, "--engine.sleep_while_training", "true"]
+    words += [f"--sglang.args={sglang_args}".replace("'", '"'), "--sglang.transport", "ipc"]
+    run = small.process("train", ROOT / "configs/demo.toml", *FEW, *words)
+    output = run.communicate(timeout=1500)[0]
+    assert run.returncode == 0, output
+    compare_logprobs(small, "demo", steps=3)
+
+
+def compare_logprobs(small: SmallRuns, name: str, steps: int) -> None:
+    """Log-probabilities of engine and trainer agree in every step, so each step used the weights of the one before."""
+    trained = 0
+    for step in range(1, steps + 1):
+        for group in read_rollouts(small.runs / name, step):
+            for rollout in group.rollouts:
+                if rollout.trainer_logprobs is not None:
+                    engine = [value for turn in rollout.turns for value in turn.completion.engine_logprobs]
+                    assert np.abs(np.asarray(rollout.trainer_logprobs) - engine).mean() < 5 * MEAN_GAP
+                    trained += 1
+    assert trained
+    norms = [row.get("optim/grad_norm", 0) for row in small.metrics(name)]
+    assert sum(norm > 0 for norm in norms) >= 2  # the weights have changed
+
+
+def test_a_server_that_dies_is_named_with_its_log(engine: SGLangEngine, tokenizer: Tokenizer) -> None:
+    """Last: no server is left."""
+    assert engine.launched is not None
+    (program,) = engine.launched.programs.values()
+    os.kill(program.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"is not reachable .* it ended \(killed by SIGKILL\): .* \(see .*\.log\)"):
+        generate(engine, [Request(tokenizer.encode(TEXT), SamplingParams(max_new_tokens=4), 0)])
