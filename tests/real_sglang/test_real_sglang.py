@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from small_run import SmallRuns
 
 from assay.engine.base import Finished, Request, SamplingParams, generate
 from assay.engine.remote.sglang.engine import SGLangEngine
-from assay.engine.remote.transport import FolderTransport, IpcTransport
+from assay.engine.remote.transport import CHUNK_BYTES, FolderTransport, IpcTransport
 from assay.models import Decoder
 from assay.runs.rollouts import read_rollouts
 from assay.text import Tokenizer
@@ -95,33 +98,59 @@ def test_stop_tokens_stop_strings_and_forbidden_tokens(
     assert len(late.token_ids) >= 5
 
 
+def checksums(engine: SGLangEngine) -> dict[str, str]:
+    """SGLang's own checksums of the weights in the server's memory, where q, k and v, or gate and up, are one."""
+    answer = engine.call(engine.servers[0], "POST", "/weights_checker", {"action": "checksum"})
+    (rank,) = answer["ranks"]
+    return rank["checksums"]
+
+
+@contextmanager
+def using(engine: SGLangEngine, kind: str) -> Iterator[None]:
+    """Send weights through GPU memory in many chunks, some of which end within a fused layer, or through a folder."""
+    chosen = engine.transport
+    assert isinstance(chosen, IpcTransport)  # by "auto": the server is on the trainer's GPU
+    folder = FolderTransport("", torch.bfloat16)
+    engine.transport = chosen if kind == "ipc" else folder
+    chosen.chunk_bytes = 2**18
+    try:
+        yield
+    finally:
+        folder.close()
+        engine.transport, chosen.chunk_bytes = chosen, CHUNK_BYTES
+
+
 @pytest.mark.parametrize("kind", ["folder", "ipc"])
 def test_every_weight_is_replaced_by_an_update(
     engine: SGLangEngine, policy: Decoder, tokenizer: Tokenizer, kind: str
 ) -> None:
-    chosen = engine.transport
-    assert isinstance(chosen, IpcTransport)  # by "auto": the server is on the trainer's GPU
-    engine.transport = chosen if kind == "ipc" else FolderTransport("", torch.bfloat16)
-    chosen.chunk_bytes = 2**20  # many chunks, some of which end within a fused layer
-    try:
-        for version, name in enumerate([None, *dict(policy.weights())][:14], start=10):
-            before = None
-            if name is not None:
-                weight = dict(policy.weights())[name]
-                before = scores(policy, [*tokenizer.encode(TEXT), *range(5, 25)])
-                with torch.no_grad():
-                    noise = torch.rand(weight.shape, generator=torch.Generator().manual_seed(version))
-                    weight.mul_(1.0 + 0.4 * noise.to(weight))
+    """A changed weight changes exactly one checksum: a stale weight would change none."""
+    with using(engine, kind):
+        engine.update_weights(policy, 10)
+        before = checksums(engine)
+        for version, (name, weight) in enumerate(policy.weights(), start=11):
+            with torch.no_grad():
+                weight.view(-1)[-1] += 0.5  # the last element: also the end of each part of a fused weight
             engine.update_weights(policy, version)
-            gap = gap_of_scores(engine, policy, tokenizer)
-            assert gap < 5 * MEAN_GAP, name
-            if before is not None:  # the old weight would have been noticed
-                changed = (scores(policy, [*tokenizer.encode(TEXT), *range(5, 25)]) - before).abs().mean()
-                print(f"{name}: gap {gap:.4f}, effect of the change {changed:.4f}")
-    finally:
-        if isinstance(engine.transport, FolderTransport):
-            engine.transport.close()
-        engine.transport = chosen
+            after = checksums(engine)
+            changed = [one for one in after if after[one] != before[one]]
+            assert len(changed) == 1, (name, changed)
+            before = after
+        assert gap_of_scores(engine, policy, tokenizer) < 5 * MEAN_GAP
+
+
+def test_both_transports_give_the_same_weights(engine: SGLangEngine, policy: Decoder) -> None:
+    results = []
+    for version, (kind, factor) in enumerate([("folder", 1.0), ("ipc", 1.5), ("ipc", 1.0), ("folder", 1.0)], 100):
+        scaled = copy.deepcopy(policy)
+        with torch.no_grad():
+            for weight in scaled.parameters():
+                weight.mul_(factor)
+        with using(engine, kind):
+            engine.update_weights(scaled, version)
+        results.append(checksums(engine))
+    first, other, *rest = results
+    assert all(other[name] != first[name] for name in first) and rest == [first, first]
 
 
 @pytest.mark.parametrize("backup", [True, False])

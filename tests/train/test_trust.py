@@ -258,9 +258,10 @@ def test_the_user_is_asked_at_a_terminal(answer: str, trusted: bool, make_gift) 
     assert str(gift.file).encode() in shown and b"[y/N]" in shown
 
 
-def test_programs_and_servers_of_a_foreign_run_need_consent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_programs_and_servers_of_a_foreign_run_need_consent(tmp_path: Path, engine: str) -> None:
     plain = TrainConfig()
-    cfg = TrainConfig.model_validate({"engine": "vllm", "vllm": {"python": "/evil/python"}})
+    cfg = TrainConfig.model_validate({"engine": engine, engine: {"python": "/evil/python"}})
     for one, asked in ((plain, False), (cfg, True)):
         run = trust.guard_run(one, tmp_path)
         assert run is not None
@@ -272,5 +273,5 @@ def test_programs_and_servers_of_a_foreign_run_need_consent(tmp_path: Path) -> N
     trust.remember_trust(cfg, started=True)  # a run of the user
     assert trust.guard_run(cfg, tmp_path) is None
     for changes in ({"python": "/other/python"}, {"args": ["--x"]}, {"urls": ["http://evil"]}, {"folder": "/x"}):
-        changed = cfg.model_copy(update={"vllm": cfg.vllm.model_copy(update=changes)})
+        changed = cfg.model_copy(update={engine: getattr(cfg, engine).model_copy(update=changes)})
         assert trust.guard_run(changed, tmp_path) is not None
