@@ -221,11 +221,11 @@ class FakeSGLang:
                 return 400, {"error": {"message": f"{text} [0, {self.model.vocab_size})."}}
         if len(input_ids) >= self.context - 6:
             return 400, {"error": {"message": "The input is longer than the model's context length"}}
-        if self.released:
-            return self.refuse(500, "SGLang would end here: its memory is released")
         rid = rid or str(time.monotonic_ns())
         with self.awake:
-            self.awake.wait_for(lambda: not self.paused, timeout=30)
+            self.awake.wait_for(lambda: not self.paused, timeout=30)  # as SGLang, before anything else is done
+            if self.released:
+                return self.refuse(500, "SGLang would end here: its memory is released")
             self.running[rid] = False
         try:
             answer = self.sample(rid, input_ids, SAMPLING_DEFAULTS | sampling_params)

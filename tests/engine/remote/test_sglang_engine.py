@@ -336,6 +336,42 @@ def test_a_server_without_memory_saver_cannot_sleep_and_one_that_sleeps_is_woken
     assert not fake.released
 
 
+def test_an_update_that_failed_while_servers_slept_can_be_repeated() -> None:
+    """SGLang ends if memory is resumed twice; the stand-in refuses it."""
+    fake = FakeSGLang(POLICY, decode)
+    with sglang(fake, options={"sleep_while_training": True}) as (engine, _):
+        engine.sleep()
+        with pytest.raises(UserError, match="size mismatch"):
+            engine.update_weights(small_decoder(small_spec(intermediate=64)), 1)
+        assert fake.released == {"kv_cache"}
+        engine.update_weights(POLICY, 2)
+        assert not fake.released and generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+
+
+def test_servers_stay_paused_while_they_sleep() -> None:
+    """A request of another program, such as a health check, would end a server without memory."""
+    fake = FakeSGLang(POLICY, decode)
+    with sglang(fake, options={"sleep_while_training": True}) as (engine, _):
+        engine.sleep()
+        assert fake.paused
+        engine.wake()
+        assert not fake.paused
+
+
+def test_a_process_does_not_wake_servers_that_it_shares_with_others() -> None:
+    fake = FakeSGLang(POLICY, decode)
+    with sglang(fake, options={"sleep_while_training": True}) as (engine, _):
+        engine.sleep()
+        fake.calls.clear()
+        engine.add(Request(PROMPT, SamplingParams(max_new_tokens=2), 0))
+        engine.ranks.world = object()  # type: ignore[assignment]
+        with pytest.raises(UserError, match="several processes sleep: update weights or call wake"):
+            engine.step()
+        engine.ranks.world = None
+        assert "/resume_memory_occupation" not in fake.calls
+        assert engine.step()  # alone, it wakes them
+
+
 def test_a_failed_update_continues_the_servers() -> None:
     fake = FakeSGLang(POLICY, decode)
     with sglang(fake) as (engine, _):

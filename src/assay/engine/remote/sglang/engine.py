@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from assay.config import SGLangConfig
-from assay.engine.base import Capabilities, EngineOptions
+from assay.engine.base import Capabilities, EngineOptions, Event
 from assay.engine.remote.http import Server, ServerError, ServerUnreachable, api_key
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
@@ -70,6 +70,7 @@ class SGLangEngine(PausableEngine):
         self.served: dict[str, SGLangServer] = {}  # by URL
         self.sender = SGLangSender(self, self.served)
         self.weights_dropped = False  # by a sleep
+        self.released: set[str] = set()  # memory that this process has released on the servers
         self.aborting: set[asyncio.Task] = set()
         limit = self.settings.timeout_s
         super().__init__(model, urls, opts, CAPABILITIES, timeout_s=limit, api_key=key, ranks=ranks, launched=launched)
@@ -217,12 +218,9 @@ class SGLangEngine(PausableEngine):
     def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         assert self.transport is not None
         with self._paused():
-            if self.asleep:
-                self.call_all("POST", "/resume_memory_occupation", {"tags": ["weights"]})
+            self._resume("weights")
             self.sender.send(self.transport, weights, version)
-            if self.asleep:
-                self.call_all("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
-                self.asleep = False
+            self._resume("kv_cache")
             self._reset_prefix_cache()
         self.weights_dropped = False
 
@@ -243,10 +241,18 @@ class SGLangEngine(PausableEngine):
                 "engine.sleep_while_training needs SGLang servers with --enable-memory-saver: restart them with it, "
                 "or switch the setting off"
             )
-        with self._paused():  # SGLang ends if it has requests when it releases memory
-            self._reset_prefix_cache()
-            self.call_all("POST", "/release_memory_occupation", {"tags": MEMORY})
+        # SGLang ends if it has requests when it releases memory, or gets one afterwards; while it is paused, they wait.
+        self.call_all("POST", "/pause_generation", {"mode": "abort"})
+        self._reset_prefix_cache()
+        self.call_all("POST", "/release_memory_occupation", {"tags": MEMORY})
+        self.released = set(MEMORY)
         self.weights_dropped = not all(served.info.get("enable_weights_cpu_backup") for served in self.served.values())
+
+    def _resume(self, *tags: str) -> None:
+        """Allocate memory that was released. SGLang ends if memory is to be resumed that was not released."""
+        if wanted := [tag for tag in tags if tag in self.released]:
+            self.call_all("POST", "/resume_memory_occupation", {"tags": wanted})
+            self.released -= set(wanted)
 
     def _wake(self) -> None:
         if self.weights_dropped:
@@ -254,15 +260,22 @@ class SGLangEngine(PausableEngine):
                 "the servers have dropped their weights: update them before sampling, or start servers with "
                 "--enable-weights-cpu-backup (sglang.keep_weights = true)"
             )
-        self.call_all("POST", "/resume_memory_occupation", {"tags": MEMORY})
+        self._resume(*MEMORY)
+        self.call_all("POST", "/continue_generation", {})
+
+    def _step(self, wait: bool) -> list[Event]:
+        if self.asleep and self.running and self.ranks.world is not None:  # only the main rank knows what is released
+            raise UserError("SGLang servers of several processes sleep: update weights or call wake before sampling")
+        return super()._step(wait)
 
     def _reset_prefix_cache(self) -> None:
         self.call_all("POST", f"/flush_cache?timeout={IDLE_S}", is_json=False)
 
     def close(self) -> None:
-        if self.asleep and self.launched is None and self.ranks.is_main:
+        if self.released and self.launched is None:
             with suppress(ServerError):  # the next run cannot find out that they sleep
-                self.call_all("POST", "/resume_memory_occupation", {"tags": MEMORY}, timeout_s=60)
+                self._resume(*MEMORY)
+                self.call_all("POST", "/continue_generation", {}, timeout_s=60)
         super().close()
 
 
