@@ -105,6 +105,11 @@ class Algorithm:
         for component in self.components:
             component.check_replay()
 
+    def check_staleness(self) -> None:
+        """Raise a UserError if the algorithm cannot train on groups that earlier weights have sampled."""
+        for component in self.components:
+            component.check_staleness()
+
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
         """Pairs of a reason and the settings that have no effect because of it."""
         if not self.needs.reference:

@@ -143,6 +143,9 @@ class Component(Generic[S]):
     def check_replay(self) -> None:
         """Raise a UserError if the component cannot be used with groups of an earlier policy."""
 
+    def check_staleness(self) -> None:
+        """Raise a UserError if the component cannot be used with groups that earlier weights have sampled."""
+
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
         """Pairs of a reason and the settings that have no effect because of it."""
         yield from ()

@@ -57,6 +57,12 @@ class PolicyGradient(LossTerm[AlgoConfig]):
             raise UserError(f"dual_clip = {self.settings.dual_clip} must be above 1, e.g. 3, or 0 for none.")
 
     def check_replay(self) -> None:
+        self._check_ratio("so groups of earlier steps cannot be replayed: set")
+
+    def check_staleness(self) -> None:
+        self._check_ratio("so groups of earlier weights cannot be trained on: set source.max_staleness = 0,")
+
+    def _check_ratio(self, consequence: str) -> None:
         settings = self.settings
         if settings.correction is not None or not (settings.recompute_logprobs or settings.policy_loss in ON_POLICY):
             return
@@ -66,8 +72,8 @@ class PolicyGradient(LossTerm[AlgoConfig]):
             else f"algo.policy_loss = {settings.policy_loss!r} has no importance ratio"
         )
         raise UserError(
-            f"{why}, so groups of earlier steps cannot be replayed: "
-            "set algo.correction = 'token_truncate', or algo.policy_loss = 'ppo_clip' without algo.recompute_logprobs"
+            f"{why}, {consequence} algo.correction = 'token_truncate', or algo.policy_loss = 'ppo_clip' without "
+            "algo.recompute_logprobs"
         )
 
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:

@@ -189,6 +189,17 @@ class ReplayConfig(Section):
     """folder of a saved buffer to start from: written by ReplayBuffer.save, or replay/ of a checkpoint"""
 
 
+class SourceConfig(Section):
+    """Where the groups of a step come from. `source = "NAME"` is short for `source.name`."""
+
+    short_form: ClassVar = "name"
+
+    name: Literal["on_policy", "async"] = "on_policy"
+    """on_policy: sample, then train; async: sample the groups of later steps while training"""
+    max_staleness: Count = 1
+    """async: largest age of a group in steps when it is trained; 0: as on_policy. Needs a loss with a ratio"""
+
+
 class CriticConfig(Section):
     """The critic (value model) that estimates advantages per token when algo.critic is on (PPO)."""
 
@@ -570,6 +581,7 @@ class TrainConfig(Section):
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
+    source: SourceConfig = Field(default_factory=SourceConfig)
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from assay.engine.base import CountReport, Engine, Request, SamplingParams, gene
 from assay.envs.base import Env
 from assay.mesh import Mesh
 from assay.rewards import Judging, check_verdicts
-from assay.rollout.episodes import EpisodeRunner, Limits, as_group, request_seed
+from assay.rollout.episodes import Episode, EpisodeRunner, Limits, as_group, request_seed
 from assay.text import Renderer
 from assay.types import Completion, Finish, Group, Progress, Prompt, Rollout, Status, Turn, UserError, Verdict
 
@@ -63,6 +64,7 @@ class Collector:
     first_failure: str = ""  # detail of the first verdict with status error
     progress: Progress | None = None  # receives how many answers of this rank are finished and judged
     keep_failures: bool = False  # answers to a request that failed get status error; False: an error is raised
+    judging: threading.Lock = field(default_factory=threading.Lock)  # the judge serves one thread at a time
 
     def __enter__(self) -> Self:
         return self
@@ -91,6 +93,15 @@ class Collector:
         Every rank is given the same prompts, serves a part of them, and returns all groups.
         A prompt that is repeated within a step gets different noise; `seen` carries the counts over several calls.
         """
+        requests = self.requests_for(prompts, params, seed, seen)
+        groups = self._serve_on_all_ranks(requests, what)
+        self.check_verdicts(groups)
+        return groups
+
+    def requests_for(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seed: tuple[int, int], seen: Counter[str] | None = None
+    ) -> list[tuple[Prompt, Request]]:
+        """The requests of `collect`, with their prompts."""
         seen = Counter() if seen is None else seen
         params = with_stops(params, self.renderer, self.env)
         contexts = self.renderer.all_prompt_ids(prompts)
@@ -100,12 +111,14 @@ class Collector:
             suffix = f"#{seen[prompt.id]}" if seen[prompt.id] else ""
             requests.append((prompt, Request(ids, params, request_seed(*seed, prompt.id + suffix), name=prompt.id)))
             seen[prompt.id] += 1
-        groups = self._serve_on_all_ranks(requests, what)
+        return requests
+
+    def check_verdicts(self, groups: Sequence[Group]) -> None:
+        """Raise a `UserError` if a reward is not finite; remember the first failure of the judge."""
         verdicts = [r.verdict for group in groups for r in group.rollouts if r.verdict]
         failures = (verdict.detail for verdict in verdicts if verdict.status is Status.ERROR)
         self.first_failure = self.first_failure or next(failures, "")
         check_verdicts(verdicts, self.reward_source, *(("the environment",) if self.env else ()))
-        return groups
 
     @property
     def reward_source(self) -> str:
@@ -161,35 +174,52 @@ class Collector:
             return []
         for index in failures:
             completions[index] = [Completion([], [], [], Finish.STOP) for _ in range(requests[index][1].params.n)]
+        groups = self.as_groups(requests, completions)
+        self.judge_groups([group for index, group in enumerate(groups) if index not in failures], started)
+        for index, error in failures.items():
+            for rollout in groups[index].rollouts:
+                rollout.verdict = Verdict(0.0, Status.ERROR, detail=error)
+        return groups
+
+    def as_groups(
+        self, requests: Sequence[tuple[Prompt, Request]], completions: Sequence[Sequence[Completion]]
+    ) -> list[Group]:
+        """Groups of decoded completions, which are not judged yet."""
         texts = iter(self.renderer.decode_all([c.token_ids for samples in completions for c in samples]))
         groups = []
         for (prompt, request), samples in zip(requests, completions, strict=True):
             context = list(request.prompt_ids)
             turns = [Turn(context, completion, next(texts)) for completion in samples]
             groups.append(Group(prompt, [Rollout(prompt, sample, [turn]) for sample, turn in enumerate(turns)]))
-        served = [group for index, group in enumerate(groups) if index not in failures]
-        judged = self._judge(
-            [(group.prompt, [rollout.text for rollout in group.rollouts]) for group in served], started
-        )
-        for group, verdicts in zip(served, judged, strict=True):
+        return groups
+
+    def judge_groups(self, groups: Sequence[Group], started: float | None = None) -> None:
+        """Set the verdicts of groups whose rollouts have one turn. `started`: see `_judge`."""
+        answers = [(group.prompt, [rollout.text for rollout in group.rollouts]) for group in groups]
+        for group, verdicts in zip(groups, self._judge(answers, started), strict=True):
             for rollout, verdict in zip(group.rollouts, verdicts, strict=True):
                 rollout.verdict, rollout.reward = verdict, verdict.reward
-        for index, error in failures.items():
-            for rollout in groups[index].rollouts:
-                rollout.verdict = Verdict(0.0, Status.ERROR, detail=error)
-        return groups
 
     def _run_episodes(
         self, requests: Sequence[tuple[Prompt, Request]], env: Env, report: CountReport | None
     ) -> list[Group]:
         """Run episodes; answers that the environment leaves to the run's judge are judged together at the end."""
         started = time.perf_counter()
+        groups = self.episode_runner(self.engine, env).run(requests, report)
+        if self.mesh.tp_rank:
+            return []
+        return self.judge_episodes([prompt for prompt, _ in requests], groups, started)
+
+    def episode_runner(self, engine: Engine, env: Env) -> EpisodeRunner:
         # With threads the order depends on the clock. So there are none on CPUs, where runs are reproducible to the
         # last bit, nor where several ranks have to make the same calls.
         threads = STEP_THREADS if self.mesh.device.type != "cpu" and self.mesh.tp_size == 1 else 0
-        groups = EpisodeRunner(self.engine, self.renderer, env, self.limits, threads).run(requests, report)
-        if self.mesh.tp_rank:
-            return []
+        return EpisodeRunner(engine, self.renderer, env, self.limits, threads)
+
+    def judge_episodes(
+        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Episode]], started: float | None = None
+    ) -> list[Group]:
+        """Groups of finished episodes, whose answers are judged if the environment leaves that to the run's judge."""
         pending = [[(episode, episode.answer) for episode in group if episode.answer is not None] for group in groups]
         pending = [answered for answered in pending if answered]
         answers = [(answered[0][0].prompt, [answer for _, answer in answered]) for answered in pending]
@@ -197,15 +227,23 @@ class Collector:
             for (episode, _), verdict in zip(answered, verdicts, strict=True):
                 episode.verdict = verdict
                 episode.turns[-1].reward += verdict.reward
-        return [as_group(prompt, episodes) for (prompt, _), episodes in zip(requests, groups, strict=True)]
+        return [as_group(prompt, episodes) for prompt, episodes in zip(prompts, groups, strict=True)]
 
-    def _judge(self, answers: Sequence[tuple[Prompt, list[str]]], started: float) -> list[list[Verdict]]:
-        """Judge the answers to each prompt, whose generation began at `started`; record how long both took."""
+    def _judge(self, answers: Sequence[tuple[Prompt, list[str]]], started: float | None) -> list[list[Verdict]]:
+        """Judge the answers to each prompt; record how long it took.
+
+        `started`: when the generation of these answers began, whose duration is recorded as well.
+        """
         generated = time.perf_counter()
         items = [(texts, prompt.answer, self.judge.fields(prompt)) for prompt, texts in answers]
-        verdicts = self.judge.judge_groups(items, None if self.progress is None else partial(self.progress, "judging"))
-        for part, spent in (("generate", generated - started), ("judge", time.perf_counter() - generated)):
-            self.seconds[part] = self.seconds.get(part, 0.0) + spent
+        progress = None if self.progress is None or started is None else partial(self.progress, "judging")
+        with self.judging:
+            verdicts = self.judge.judge_groups(items, progress)
+            spent = {"judge": time.perf_counter() - generated}
+            if started is not None:
+                spent["generate"] = generated - started
+            for part, seconds in spent.items():
+                self.seconds[part] = self.seconds.get(part, 0.0) + seconds
         return verdicts
 
     def check_lengths(self, prompts: Sequence[Prompt], contexts: Sequence[Sequence[int]]) -> None:

@@ -133,6 +133,7 @@ class Episode:
     cut_off: str = ""  # the limit that ended it
     bootstrap_ids: list[int] | None = None  # context that would have followed without the limit
     began: float = field(default_factory=time.monotonic)
+    dropped: bool = False  # a step of it that is under way is ignored
 
     @property
     def over(self) -> bool:
@@ -302,15 +303,15 @@ class EpisodeBatch:
 
     def run(self) -> None:
         """Run all episodes to their end; then raise a `RequestError` if some of their requests have failed."""
-        self._start_episodes()
+        self.start_episodes()
         while self.requests or self.stepper.busy:
             if self.requests:
                 wait = not self.stepper.busy
                 events = self.engine.step(wait)
                 assert events or not wait, "the engine has no work left, but some requests are unfinished"
-                self._process(events)
-            self._apply_steps(wait=not self.requests)
-            self._start_episodes()
+                self.process(events)
+            self.apply_steps(wait=not self.requests)
+            self.start_episodes()
             self.counter.show()
         if self.errors:
             raise RequestError(self.errors)
@@ -326,7 +327,19 @@ class EpisodeBatch:
             ]
         )
 
-    def _process(self, events: Iterable[Event]) -> None:
+    def drop(self, episodes: Iterable[Episode]) -> None:
+        """Abandon episodes: abort their requests, and ignore the steps of their environments that are under way."""
+        unwanted = {id(episode): episode for episode in episodes if not episode.over}
+        for episode in unwanted.values():
+            episode.dropped = True
+        ids = [one for one, samples in self.requests.items() if any(id(e) in unwanted for e in samples.values())]
+        for request_id in ids:
+            del self.requests[request_id]
+        self.engine.abort(ids)
+        self.engine.release(kept_handles(unwanted.values()))
+        self.active -= len(unwanted)
+
+    def process(self, events: Iterable[Event]) -> None:
         """Pass new completions to the environments, in the order of requests and samples."""
         foreign = False
         for event in events:
@@ -356,9 +369,9 @@ class EpisodeBatch:
         self.active -= len(episodes)
         self.engine.release(kept_handles(episodes))
 
-    def _apply_steps(self, wait: bool) -> None:
+    def apply_steps(self, wait: bool) -> None:
         """Apply completed environment steps and request the next turns."""
-        stepped = self.stepper.done(wait)
+        stepped = [(episode, step) for episode, step in self.stepper.done(wait) if not episode.dropped]
         for episode, step in stepped:
             self.runner.apply_step(episode, step)
         over = [episode for episode, _ in stepped if episode.over]
@@ -372,7 +385,7 @@ class EpisodeBatch:
             if not episode.over:
                 self._add(self.runner.next_request(episode), [episode])
 
-    def _start_episodes(self) -> None:
+    def start_episodes(self) -> None:
         """Start waiting episodes that the engine can decode besides the active ones; samples of a prompt together."""
         while self.waiting:
             prompt, first = self.waiting[0]

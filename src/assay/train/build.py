@@ -17,6 +17,7 @@ from assay.algos import Algorithm, LengthLimits
 from assay.config import RewardConfig, TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import Engine
+from assay.engine.dispatch import Dispatcher
 from assay.mesh import Mesh
 from assay.models import Decoder, Lora, PolicyModel, load_adapter, pick_dtype
 from assay.models.device import free_memory
@@ -31,6 +32,7 @@ from assay.tasks import Task
 from assay.tasks.base import prompts_of
 from assay.text import Renderer, Tokenizer
 from assay.train import checkpoint, checks, components, trial
+from assay.train.async_source import AsyncSource
 from assay.train.evaluation import RunEvaluator
 from assay.train.faults import check_loaded
 from assay.train.learner.critic import make_critic
@@ -43,7 +45,7 @@ from assay.train.progress import Schedule, Stopping
 from assay.train.recorder import Recorder
 from assay.train.reference import load_reference
 from assay.train.run import TrainingRun
-from assay.train.sources import OnPolicySource, PromptStream, Replay
+from assay.train.sources import GroupSource, OnPolicySource, PromptStream, Replay
 from assay.train.sync import PROBE_PROMPTS, WeightSync, probe_sequences, verify_method
 from assay.train.trust import remember_trust
 from assay.types import Prompt, UserError, plural
@@ -142,6 +144,7 @@ def load_tensors(run: TrainingRun, step: int) -> None:
         learner.critic.load(checkpoints.folder(path, step))
     if run.replay.buffer is not None:
         checkpoint.load_replay(path, step, run.replay.buffer)
+    run.source.load_groups(checkpoint.load_queue(path, step))
     run.sync()
 
 
@@ -221,7 +224,7 @@ def assemble(
         directory=directory,
         schedule=schedule,
         collector=collector,
-        source=OnPolicySource(cfg, algo, collector, PromptStream(train, cfg.seed), schedule, stopping),
+        source=build_source(cfg, algo, collector, PromptStream(train, cfg.seed), schedule, stopping),
         learner=Learner(cfg, algo, updater, schedule, critic),
         replay=Replay(cfg.replay, cfg.seed),
         weight_sync=weight_sync,
@@ -230,6 +233,26 @@ def assemble(
         stopping=stopping,
         demonstrations=demonstrations,
     )
+
+
+def build_source(
+    cfg: TrainConfig,
+    algo: Algorithm,
+    collector: Collector,
+    prompts: PromptStream,
+    schedule: Schedule,
+    stopping: Stopping,
+) -> GroupSource:
+    """The source of groups. An asynchronous one shares the engine with evaluations, through a dispatcher."""
+    if cfg.source.name == "on_policy":
+        return OnPolicySource(cfg, algo, collector, prompts, schedule, stopping)
+    if collector.mesh.world > 1:
+        raise UserError(
+            f"source = 'async' needs one training process, not {collector.mesh.world}: set source = 'on_policy'"
+        )
+    dispatcher = Dispatcher(collector.engine)
+    collector.engine = dispatcher.connect()
+    return AsyncSource(cfg, algo, collector, prompts, schedule, dispatcher, stopping)
 
 
 def load_problems(

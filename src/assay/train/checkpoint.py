@@ -7,7 +7,7 @@ of processes, whatever number has saved it.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
@@ -23,13 +23,14 @@ from assay.models import PolicyModel, save_adapter, save_model
 from assay.models.export import shard_name, split, write_files
 from assay.runs import checkpoints
 from assay.runs.resolve import SETTINGS
+from assay.runs.rollouts import read_rollouts, write_rollouts
 from assay.text import Tokenizer
 from assay.train.checks import check_replicas
 from assay.train.learner.critic import Critic
 from assay.train.learner.optim import allocate_optimizer_state, optimizer_tensors
 from assay.train.learner.parallel import is_sharded, load_sharded, save_sharded, saved_shapes
 from assay.train.sources import ReplayBuffer
-from assay.types import UserError
+from assay.types import Group, UserError
 
 STATE = "state.json"  # in a checkpoint: counters and everything else that is neither tensors nor rollouts
 WHOLE = "optimizer"  # in a checkpoint: the stem of the file, or files, with optimizer state
@@ -38,6 +39,7 @@ PARTS = "optimizer"  # in a checkpoint: the folder of optimizer state if the mod
 ADAPTER = "adapter"  # in a checkpoint: LoRA adapters, in the format of PEFT
 REFERENCE = "reference"  # in a checkpoint if the reference is dynamic, else in the run directory
 REPLAY = "replay"  # in a checkpoint: the replay buffer
+QUEUE = "queue"  # in a checkpoint of an asynchronous run: finished groups that are not trained yet
 BASE = "base"  # in the directory of a run with LoRA: the model that the adapters were added to
 COUNTERS = ("step", "cursor", "tokens", "answers", "skipped")  # entries of the state that are equal on all ranks
 
@@ -53,11 +55,12 @@ def save(
     replay: ReplayBuffer | None = None,
     critic: Critic | None = None,
     settings: str = "",
+    queue: Sequence[Group] = (),
 ) -> None:
     """Write a checkpoint; all ranks call this together. The model is gathered, optimizer state is written in shards.
 
     `state`: the content of state.json (`TrainingRun.state_dict`). `reference`: given if it is dynamic; a fixed one is
-    stored once, in the run directory. `settings`: as TOML.
+    stored once, in the run directory. `settings`: as TOML. `queue`: sampled groups that are not trained yet.
     """
     mesh, step = mesh or Mesh(), state["step"]
     reshard(policy)
@@ -80,6 +83,9 @@ def save(
             critic.save(folder)
         if mesh.is_main and replay is not None:
             replay.save(folder / REPLAY)
+        if mesh.is_main and queue:
+            (folder / QUEUE).mkdir()
+            write_rollouts(folder / QUEUE, 0, list(queue))
         if mesh.is_main:
             tokenizer.save(folder / "model")
             write_state(folder, state)
@@ -153,6 +159,12 @@ def load_replay(run_path: Path, step: int, replay: ReplayBuffer) -> None:
     folder = checkpoints.folder(run_path, step) / REPLAY
     if folder.exists():
         replay.add(list(ReplayBuffer.load(folder)))
+
+
+def load_queue(run_path: Path, step: int) -> list[Group]:
+    """The finished groups of an asynchronous run that were not trained."""
+    folder = checkpoints.folder(run_path, step) / QUEUE
+    return read_rollouts(folder, 0) if folder.exists() else []
 
 
 def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:

@@ -101,6 +101,11 @@ def check_capabilities(cfg: TrainConfig, engine: Engine, trains: bool, verify: M
             f"engine {name} reports log-probabilities after truncation (truncated_logprobs), which training cannot "
             "use: switch off sampling.top_k, top_p, min_p and min_new_tokens, or set engine.name to auto"
         )
+    if cfg.source.name == "async" and cfg.source.max_staleness and not has.inflight_updates:
+        raise UserError(
+            f"engine {name} cannot update weights while it generates (inflight_updates), which asynchronous training "
+            "needs: set source.max_staleness = 0, or engine.name to native, assay, vllm or sglang"
+        )
     if not has.exact_seeds:
         console.warn(
             f"engine {name} has no exact seeds (exact_seeds): the same seed may give different tokens, and a resumed "

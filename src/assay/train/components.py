@@ -433,6 +433,8 @@ def build_algorithm(cfg: TrainConfig) -> Algorithm:
     algo.check_samples(cfg.train.samples)
     if cfg.replay.groups:
         algo.check_replay()
+    if cfg.source.name == "async" and cfg.source.max_staleness:
+        algo.check_staleness()
     return algo
 
 

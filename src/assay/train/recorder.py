@@ -177,6 +177,7 @@ def rollout_metrics(sampled: SampledGroups, algo: Algorithm, engine: Capabilitie
         **task_metrics(answers),
         **({"reward/greedy": sum(greedy) / len(greedy)} if greedy else {}),
         **({"turns/masked": masked / len(completions)} if masked else {}),
+        **sampled.metrics,
         **{f"time/{part}": seconds for part, seconds in sampled.seconds.items()},
         **({"time/tokens_per_s": sum(lengths) / generate_s} if (generate_s := sampled.seconds.get("generate")) else {}),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -70,7 +70,14 @@ class TrainingRun:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Hold the run directory, judge and environment. A stop request saves a checkpoint and ends the run."""
-        with self.directory, self._status(), self.collector, gc_threshold(GC_THRESHOLD), self.stopping.watching():
+        with (
+            self.directory,
+            self._status(),
+            self.collector,
+            closing(self.source),
+            gc_threshold(GC_THRESHOLD),
+            self.stopping.watching(),
+        ):
             try:
                 yield
             except Stopped as stopped:
@@ -183,6 +190,7 @@ class TrainingRun:
             self.replay.buffer,
             learner.critic,
             to_toml(self.cfg),
+            self.source.saved_groups(),
         )
         if self.mesh.is_main:
             if best and state.best:

@@ -31,7 +31,7 @@ class PromptStream:
         self._order: Sequence[int] = ()
 
     def next(self, count: int) -> list[Prompt]:
-        prompts = [self._at(index) for index in range(self.cursor, self.cursor + count)]
+        prompts = [self.at(index) for index in range(self.cursor, self.cursor + count)]
         self.cursor += count
         return prompts
 
@@ -40,7 +40,8 @@ class PromptStream:
         """Number of generated prompts that a filter has rejected so far in this process."""
         return self.prompts.rejected if isinstance(self.prompts, LazyPrompts) else 0
 
-    def _at(self, index: int) -> Prompt:
+    def at(self, index: int) -> Prompt:
+        """The prompt at this position of the stream."""
         epoch, position = divmod(index, len(self.prompts))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._epoch_order(epoch)
@@ -62,6 +63,7 @@ class SampledGroups:
     dropped: list[Group] = field(default_factory=list)  # removed by the algorithm's filter
     seconds: dict[str, float] = field(default_factory=dict)  # time spent, by part: generate, judge
     long_prompts: int = 0  # generated prompts that were replaced, because they had too many tokens
+    metrics: dict[str, float] = field(default_factory=dict)  # of the source
 
     @property
     def all_groups(self) -> list[Group]:
@@ -84,6 +86,15 @@ class GroupSource(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None: ...
+
+    def saved_groups(self) -> list[Group]:
+        """Sampled groups that belong to `state_dict`, because they were not trained yet."""
+
+    def load_groups(self, groups: Sequence[Group]) -> None:
+        """Restore these groups, after `load_state_dict`."""
+
+    def close(self) -> None:
+        """End work in other threads."""
 
 
 class OnPolicySource:
@@ -113,7 +124,8 @@ class OnPolicySource:
         sampled, baselines, rejected = SampledGroups([]), list[Group](), self.prompts.rejected
         seen: Counter[str] = Counter()
         for _ in range(self.algo.sampling_rounds):
-            prompts = self._next_accepted(self.prompts_per_step - len(sampled.groups), state.step)
+            accepted = self._next_accepted(self.prompts_per_step - len(sampled.groups), state.step)
+            prompts = [prompt for _, prompt in accepted]
             judged = self.collector.collect(prompts, self.params, (self.seed, state.step), seen=seen)
             kept, dropped = self.algo.keep(judged)
             if self.algo.needs.greedy_rollouts and kept:
@@ -137,14 +149,18 @@ class OnPolicySource:
         self.cursor = self.prompts.cursor
         return prompts
 
-    def _next_accepted(self, count: int, step: int) -> list[Prompt]:
-        """The next prompts that the algorithm accepts. After a whole epoch of rejected prompts, any prompt is used."""
-        accepted: list[Prompt] = []
+    def _next_accepted(self, count: int, step: int) -> list[tuple[int, Prompt]]:
+        """The next prompts that the algorithm accepts, with their positions in the stream.
+
+        After a whole epoch of rejected prompts, any prompt is used.
+        """
+        accepted: list[tuple[int, Prompt]] = []
         rejected = 0
         while len(accepted) < count:
+            position = self.prompts.cursor
             (prompt,) = self.prompts.next(1)
             if rejected >= len(self.prompts.prompts) or self.algo.accepts_prompt(prompt.id, step):
-                accepted.append(prompt)
+                accepted.append((position, prompt))
             else:
                 rejected += 1
         return accepted
@@ -161,6 +177,15 @@ class OnPolicySource:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.cursor = self.prompts.cursor = saved.get("cursor", 0)
+
+    def saved_groups(self) -> list[Group]:
+        return []
+
+    def load_groups(self, groups: Sequence[Group]) -> None:
+        """A checkpoint has none."""
+
+    def close(self) -> None:
+        pass
 
 
 SETTINGS = "buffer.json"  # in a saved buffer's folder, beside its rollouts

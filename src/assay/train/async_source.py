@@ -1,0 +1,364 @@
+"""Asynchronous training: a producer samples groups while the learner updates the policy.
+
+Groups are started with the weights that the engine serves at that moment, and may be finished by later weights: the
+engine is updated while it generates. The staleness of a group is the version of the learner that trains on it minus the
+version that sampled its oldest token. It never exceeds `source.max_staleness` = k:
+
+- When the learner has version v, at most (k + 1) batches of groups are being sampled or wait to be trained. They fill
+  the batches of versions v to v + k.
+- A batch consists of the groups that are finished first, and of the oldest of these if there are more.
+- A group that would become too old is sampled again from its start, with the same seed. After `MAX_RESTARTS` of these,
+  the learner waits for the group instead, so that long answers cannot be restarted forever.
+
+With k = 0 a batch is sampled completely, in the same way and with the same seeds, by one version: such a run equals one
+with `source = "on_policy"`, bit by bit, if the engine has exact seeds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from assay.algos import Algorithm
+from assay.config import TrainConfig
+from assay.engine.base import Request
+from assay.engine.dispatch import Dispatcher
+from assay.rollout import Collector
+from assay.rollout.stream import Ticket, open_stream
+from assay.train.progress import RunState, Schedule, Stopping
+from assay.train.sources import OnPolicySource, PromptStream, SampledGroups, version_of
+from assay.types import Group, Prompt, UserError
+
+MAX_RESTARTS = 2  # of a group, before the learner waits for it
+QUARTERS = 4  # restarted sequences are counted by their length, in quarters of the limit
+
+
+@dataclass
+class Activity:
+    """What happened since the last batch, for metrics."""
+
+    began: float = field(default_factory=time.perf_counter)
+    waited_s: float = 0.0  # the learner waited for groups
+    idle_s: float = 0.0  # nothing was being sampled
+    sampled_tokens: int = 0  # of finished groups
+    restarted: list[int] = field(default_factory=list)  # lengths of sequences that were sampled again
+    expired: int = 0  # finished groups that were sampled again
+
+
+@dataclass(frozen=True)
+class SavedTicket:
+    """A `Ticket` as JSON: its prompt is found by its position."""
+
+    number: int
+    position: int
+    seed: int
+    version: int
+    restarts: int
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> SavedTicket:
+        return cls(ticket.number, ticket.position, ticket.request.seed, ticket.version, ticket.restarts)
+
+
+class AsyncSource(OnPolicySource):
+    """Takes batches of the groups that a thread samples. See the description of this module."""
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        algo: Algorithm,
+        collector: Collector,
+        prompts: PromptStream,
+        schedule: Schedule,
+        dispatcher: Dispatcher,
+        stopping: Stopping | None = None,
+    ) -> None:
+        """`dispatcher`: of the engine; `collector.engine` is one of its clients."""
+        super().__init__(cfg, algo, collector, prompts, schedule, stopping)
+        self.max_staleness = cfg.source.max_staleness
+        self.dispatcher = dispatcher
+        self.stream = open_stream(collector, dispatcher.connect())
+        self._arrived = threading.Condition()  # guards the next five
+        self._running: dict[int, Ticket] = {}  # by number
+        self._finished: deque[tuple[Ticket, Group]] = deque()  # judged, not yet seen by the learner
+        self._error: BaseException | None = None
+        self._closed = False
+        self._activity = Activity()
+        self._ready: list[tuple[Ticket, Group]] = []  # kept by the algorithm's filter, not yet trained
+        self._unstarted: list[Ticket] = []  # of a resumed run
+        self._next_number = 0
+        self._seen: Counter[str] = Counter()  # prompts started with the weights of version `_seen_version`
+        self._seen_version = -1
+        self._idle_since = time.perf_counter()
+        self._thread: threading.Thread | None = None
+        self._before: tuple[dict[str, Any], list[Group]] | None = None  # state at the start of an interrupted `next`
+        self._loaded: list[Ticket] = []  # of the finished groups of a checkpoint
+
+    # -- the learner's side
+
+    def next(self, state: RunState) -> SampledGroups:
+        """Wait for the groups of a batch, and start those of later batches."""
+        if self.stopping:
+            self.stopping.check()
+        self._before = self._state()
+        if not self.max_staleness:
+            self.collector.engine.reset_prefix_cache()  # as in a resumed run, which has no cached prompts
+        self._start_thread()
+        self._restart_stale(state.step)
+        sampled, baselines, rejected = SampledGroups([]), list[Group](), self.prompts.rejected
+        answers, rounds = 0, 0.0
+        while self._needs_more(state.step) and rounds < self.algo.sampling_rounds:
+            self._start_groups(state)
+            arrived = self._wait()
+            if not arrived:
+                break  # the run needs no more groups
+            groups = [group for _, group in arrived]
+            self.collector.check_verdicts(groups)
+            kept, dropped = self.algo.keep(groups)
+            if self.algo.needs.greedy_rollouts and kept:
+                baselines += self._sample_greedy_baselines(kept, state.step)
+            is_kept = set(map(id, kept))
+            self._ready += [(ticket, group) for ticket, group in arrived if id(group) in is_kept]
+            sampled.dropped += dropped
+            rounds += 1 if not self.max_staleness else len(arrived) / self.prompts_per_step
+            waiting = [*(group for _, group in self._ready), *sampled.dropped, *baselines]
+            answers = sum(len(group.rollouts) for group in waiting)
+            if self.schedule.done(state, answers):
+                break
+        batch = self._take_batch()
+        sampled.groups = [group for _, group in batch]
+        used = [rollout for group in (*sampled.all_groups, *baselines) for rollout in group.rollouts]
+        state.answers += len(used)
+        state.tokens += sum(rollout.length for rollout in used)
+        if self.max_staleness:
+            self._start_groups(state, ahead=1)  # the engine goes on while the learner updates
+        else:
+            self.dispatcher.sleep()
+        sampled.long_prompts = self.prompts.rejected - rejected
+        self._measure(sampled, batch, state.step)
+        self._before = None
+        return sampled
+
+    def _needs_more(self, step: int) -> bool:
+        """Whether the batch is incomplete, or a group must be waited for because it cannot be restarted again."""
+        if len(self._ready) < self.prompts_per_step:
+            return True
+        with self._arrived:
+            tickets = [*self._running.values(), *(ticket for ticket, _ in self._finished)]
+        return any(t.restarts >= MAX_RESTARTS and step - t.version >= self.max_staleness for t in tickets)
+
+    def _wait(self) -> list[tuple[Ticket, Group]]:
+        """Groups that have finished, in order; at staleness 0 all that were started. Empty if none is being sampled."""
+        started = time.perf_counter()
+        if self.stopping:
+            arrived = self.stopping.interruptible(self._take_finished)
+            if arrived is None:
+                self.stopping.check()
+                raise RuntimeError("sampling was interrupted without a stop request")
+        else:
+            arrived = self._take_finished()
+        self._activity.waited_s += time.perf_counter() - started
+        return sorted(arrived, key=lambda pair: pair[0].number)
+
+    def _take_finished(self) -> list[tuple[Ticket, Group]]:
+        with self._arrived:
+            while self._running and self._error is None and (not self._finished or not self.max_staleness):
+                self._arrived.wait()
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            arrived, self._finished = list(self._finished), deque()
+            return arrived
+
+    def _take_batch(self) -> list[tuple[Ticket, Group]]:
+        """The oldest groups that are ready, in the order in which they were started."""
+        self._ready.sort(key=lambda pair: (pair[0].version, pair[0].number))
+        batch, self._ready = self._ready[: self.prompts_per_step], self._ready[self.prompts_per_step :]
+        return sorted(batch, key=lambda pair: pair[0].number)
+
+    def _restart_stale(self, step: int) -> None:
+        """Sample groups again that would be staler than allowed in the next batch."""
+
+        def is_stale(ticket: Ticket) -> bool:
+            return step - ticket.version > self.max_staleness
+
+        with self._arrived:
+            stale = [ticket for ticket in self._running.values() if is_stale(ticket)]
+            for ticket in stale:
+                del self._running[ticket.number]
+            expired = [ticket for ticket, _ in (*self._ready, *self._finished) if is_stale(ticket)]
+            self._ready = [pair for pair in self._ready if not is_stale(pair[0])]
+            self._finished = deque(pair for pair in self._finished if not is_stale(pair[0]))
+        self._activity.restarted += self.stream.drop(stale)
+        self._activity.expired += len(expired)
+        self._start([replace(one, version=step, restarts=one.restarts + 1) for one in (*stale, *expired)])
+
+    def _start_groups(self, state: RunState, ahead: int = 0) -> None:
+        """Start as many groups as may be sampled now. `ahead`: batches that were just taken."""
+        if self._unstarted:
+            self._start([replace(one, version=state.step) for one in self._unstarted])
+            self._unstarted = []
+        with self._arrived:
+            running, waiting = len(self._running), len(self._ready) + len(self._finished)
+        if self.max_staleness:
+            allowed = self.prompts_per_step * (self.max_staleness + 1 - ahead) - running - waiting
+            allowed = min(allowed, self._groups_left(state, ahead) - running - waiting)
+        else:
+            allowed = 0 if running else self.prompts_per_step - waiting
+        if allowed > 0:
+            self._start(self._new_tickets(allowed, state.step))
+
+    def _groups_left(self, state: RunState, ahead: int) -> int:
+        """Number of groups that the rest of the run needs, at least."""
+        if self.schedule.budget:
+            return -(-(self.schedule.budget - state.answers) // self.params.n)
+        return (self.schedule.total_steps - state.step - ahead) * self.prompts_per_step
+
+    def _new_tickets(self, count: int, step: int) -> list[Ticket]:
+        if self._seen_version != step:
+            self._seen, self._seen_version = Counter(), step
+        accepted = self._next_accepted(count, step)
+        prompts = [prompt for _, prompt in accepted]
+        requests = self._requests(prompts, step, self._seen)
+        numbers = range(self._next_number, self._next_number + count)
+        self._next_number += count
+        return [
+            Ticket(number, position, prompt, request, step)
+            for number, (position, _), (prompt, request) in zip(numbers, accepted, requests, strict=True)
+        ]
+
+    def _requests(self, prompts: Sequence[Prompt], step: int, seen: Counter[str]) -> list[tuple[Prompt, Request]]:
+        """Requests that report their tokens as they are sampled, if they may be restarted."""
+        requests = self.collector.requests_for(prompts, self.params, (self.seed, step), seen)
+        return [(prompt, replace(request, stream=self.max_staleness > 0)) for prompt, request in requests]
+
+    def _start(self, tickets: Sequence[Ticket]) -> None:
+        if not tickets:
+            return
+        now = time.perf_counter()
+        with self._arrived:
+            if not self._running:
+                self._activity.idle_s += now - max(self._idle_since, self._activity.began)
+            self._running |= {ticket.number: ticket for ticket in tickets}
+            self.stream.start(tickets)
+            self._arrived.notify_all()
+
+    def _measure(self, sampled: SampledGroups, batch: Sequence[tuple[Ticket, Group]], step: int) -> None:
+        """Set the metrics of a batch."""
+        done, now = self._activity, time.perf_counter()
+        with self._arrived:
+            self._activity = Activity(now)
+            running, waiting = len(self._running), len(self._ready) + len(self._finished)
+            sampled.seconds, self.collector.seconds = dict(self.collector.seconds), {}
+        ages = [step - version_of(group) for _, group in batch]
+        elapsed = max(now - done.began, 1e-9)
+        limit = self.params.max_new_tokens
+        quarters = Counter(min(QUARTERS * length // limit, QUARTERS - 1) for length in done.restarted)
+        sampled.seconds["wait"] = done.waited_s
+        sampled.metrics = {
+            "async/staleness": sum(ages) / max(len(ages), 1),
+            "async/staleness_max": float(max(ages, default=0)),
+            **{f"async/staleness_{age}": ages.count(age) / len(ages) for age in range(self.max_staleness + 1) if ages},
+            "async/queued": float(waiting),
+            "async/running": float(running),
+            "async/engine_idle": min(done.idle_s / elapsed, 1.0),
+            "async/learner_idle": min(done.waited_s / elapsed, 1.0),
+            "async/tokens_per_s": done.sampled_tokens / elapsed,
+            "async/restarted": float(len(done.restarted)),
+            "async/expired": float(done.expired),
+            **{f"async/restarted_q{quarter + 1}": float(count) for quarter, count in sorted(quarters.items())},
+        }
+
+    # -- the producer's thread
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._produce, name="producer", daemon=True)
+            self._thread.start()
+
+    def _produce(self) -> None:
+        """Pass finished groups to the learner, until the source is closed or an error occurs."""
+        while True:
+            with self._arrived:
+                while not self._running and not self._closed:
+                    self._arrived.wait()
+                if self._closed:
+                    return
+            try:
+                finished = self.stream.next()
+            except BaseException as error:  # of any kind: the learner must not wait forever
+                with self._arrived:
+                    self._error = error
+                    self._running.clear()
+                    self._arrived.notify_all()
+                return
+            with self._arrived:
+                for ticket, group in finished:
+                    if self._running.get(ticket.number) is ticket:  # else it was restarted in the meantime
+                        del self._running[ticket.number]
+                        self._finished.append((ticket, group))
+                        self._activity.sampled_tokens += sum(rollout.length for rollout in group.rollouts)
+                if not self._running:
+                    self._idle_since = time.perf_counter()
+                self._arrived.notify_all()
+
+    def close(self) -> None:
+        """End the thread and close the engine. Groups that are being sampled are dropped."""
+        with self._arrived:
+            self._closed = True
+            self._running.clear()
+            self._arrived.notify_all()
+        self.stream.close()
+        if self._thread is not None:
+            self._thread.join()
+        self.dispatcher.close()
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Includes every group that was started and not trained. If `next` was interrupted: as before that."""
+        return (self._before or self._state())[0]
+
+    def saved_groups(self) -> list[Group]:
+        """The finished groups of `state_dict`, in its order."""
+        return (self._before or self._state())[1]
+
+    def _state(self) -> tuple[dict[str, Any], list[Group]]:
+        with self._arrived:
+            running = sorted([*self._running.values(), *self._unstarted], key=lambda ticket: ticket.number)
+            finished = [*self._ready, *self._finished]
+        own = {
+            "next_number": self._next_number,
+            "running": [asdict(SavedTicket.of(ticket)) for ticket in running],
+            "finished": [asdict(SavedTicket.of(ticket)) for ticket, _ in finished],
+            "seen": dict(self._seen),
+            "seen_version": self._seen_version,
+        }
+        return {"cursor": self.prompts.cursor, "source": own}, [group for _, group in finished]
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        super().load_state_dict(saved)
+        own = saved.get("source") or {}
+        self._next_number = own.get("next_number", 0)
+        self._seen, self._seen_version = Counter(own.get("seen", {})), own.get("seen_version", -1)
+        self._unstarted = [self._restored(SavedTicket(**one)) for one in own.get("running", ())]
+        self._loaded = [self._restored(SavedTicket(**one)) for one in own.get("finished", ())]
+
+    def load_groups(self, groups: Sequence[Group]) -> None:
+        """The finished groups of the checkpoint whose state was loaded."""
+        if len(groups) != len(self._loaded):
+            raise UserError(
+                f"the checkpoint has {len(groups)} finished groups, and its state names {len(self._loaded)}: resume "
+                "from another checkpoint"
+            )
+        self._finished.extend(zip(self._loaded, groups, strict=True))
+
+    def _restored(self, saved: SavedTicket) -> Ticket:
+        prompt = self.prompts.at(saved.position)
+        ((_, request),) = self._requests([prompt], 0, Counter())
+        request = replace(request, seed=saved.seed)
+        return Ticket(saved.number, saved.position, prompt, request, saved.version, saved.restarts)

@@ -1,0 +1,358 @@
+"""Asynchronous training: which groups are trained when, exactly once and never too stale; resumed and killed runs."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import SmallRuns, gpt2_folder
+from test_env_runs import GUESS
+
+from assay.algos import make_algorithm
+from assay.config import TrainConfig
+from assay.engine import make_engine
+from assay.engine.dispatch import Dispatcher
+from assay.models import build_preset
+from assay.rewards import JudgePool
+from assay.rollout import Collector
+from assay.rollout.stream import Ticket
+from assay.runs.rollouts import read_rollouts
+from assay.tasks import make_task
+from assay.text import Renderer, word_tokenizer
+from assay.train.async_source import MAX_RESTARTS, AsyncSource
+from assay.train.progress import RunState, Schedule
+from assay.train.sources import PromptStream, SampledGroups, version_of
+from assay.types import Completion, Finish, Group, Rollout, Status, Turn, UserError, Verdict
+
+pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
+TASK: Any = make_task("abacus", train_size=400, eval_size=4)
+PROMPTS = 3
+
+
+class ScriptedStream:
+    """Finishes groups when the test says so."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.sampling: dict[Ticket, None] = {}
+        self.started: list[Ticket] = []
+        self.finished: deque[tuple[Ticket, Group]] = deque()
+        self.closed = False
+
+    def start(self, tickets: Sequence[Ticket]) -> None:
+        with self.changed:
+            self.sampling |= dict.fromkeys(tickets)
+            self.started += tickets
+
+    def next(self) -> list[tuple[Ticket, Group]]:
+        with self.changed:
+            while self.sampling and not self.finished and not self.closed:
+                self.changed.wait(0.01)
+            taken, self.finished = list(self.finished), deque()
+            return taken
+
+    def drop(self, tickets: Iterable[Ticket]) -> list[int]:
+        with self.changed:
+            dropped = [ticket for ticket in tickets if self.sampling.pop(ticket, 0) is None]
+            return [5] * (2 * len(dropped))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def finish(self, *numbers: int) -> None:
+        """Finish these groups, or all of them; a group has the version that it was started with."""
+        with self.changed:
+            for ticket in [one for one in self.sampling if one.number in numbers or not numbers]:
+                del self.sampling[ticket]
+                completions = [Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], Finish.STOP, ticket.version)] * 2
+                rollouts = [
+                    Rollout(ticket.prompt, index, [Turn([0], one, "x")], Verdict(float(index), Status.WRONG), index)
+                    for index, one in enumerate(completions)
+                ]
+                self.finished.append((ticket, Group(ticket.prompt, rollouts)))
+            self.changed.notify_all()
+
+    @property
+    def numbers(self) -> list[int]:
+        return sorted(ticket.number for ticket in self.sampling)
+
+
+class Parts:
+    """A source with a scripted stream."""
+
+    def __init__(self, max_staleness: int, steps: int = 1000, algo: str = "grpo", budget: int = 0) -> None:
+        settings = {"source": {"name": "async", "max_staleness": max_staleness}, "device": "cpu"}
+        self.cfg = TrainConfig(**settings, train={"prompts": PROMPTS, "samples": 2, "steps": steps, "budget": budget})
+        tokenizer = word_tokenizer(TASK.words())
+        policy, renderer = build_preset("nano", tokenizer.vocab_size, 64, seed=3), Renderer(tokenizer)
+        engine = make_engine("native", policy, device="cpu", dtype=torch.float32, max_length=64, decode=renderer.decode)
+        dispatcher = Dispatcher(engine)
+        collector = Collector(dispatcher.connect(), renderer, JudgePool(TASK.judge(), 0, 5.0))
+        schedule = Schedule(steps, PROMPTS * 2, budget)
+        stream = PromptStream(TASK.prompts("train"), 0)
+        self.source = AsyncSource(self.cfg, make_algorithm(algo), collector, stream, schedule, dispatcher)
+        self.source.stream = self.stream = ScriptedStream()
+        self.state = RunState()
+
+    def next(self, *numbers: int) -> SampledGroups:
+        """The batch of a step during which these groups finish (none: all), and the step that trains it."""
+        timer = threading.Timer(0.02, self.stream.finish, numbers)
+        timer.start()
+        sampled = self.source.next(self.state)
+        timer.join()
+        self.state.step += 1
+        return sampled
+
+
+@pytest.fixture
+def make_parts() -> Iterator[Any]:
+    made: list[Parts] = []
+
+    def make(*args: Any, **options: Any) -> Parts:
+        made.append(Parts(*args, **options))
+        return made[-1]
+
+    yield make
+    for parts in made:
+        parts.source.close()
+
+
+def test_groups_of_later_batches_are_started_before_the_learner_updates(make_parts: Any) -> None:
+    parts = make_parts(max_staleness=2)
+    parts.next(0, 1, 2)
+    assert parts.stream.numbers == [3, 4, 5, 6, 7, 8]  # those of the next two batches
+    parts.next(3, 4, 5)
+    assert parts.stream.numbers == [6, 7, 8, 9, 10, 11]
+    assert [ticket.version for ticket in parts.stream.started] == [0] * 9 + [1] * 3
+
+
+def test_the_groups_that_finish_first_are_trained_first(make_parts: Any) -> None:
+    parts = make_parts(max_staleness=2)
+    sampled = parts.next(1, 4, 7)
+    wanted = [ticket.prompt.id for ticket in parts.stream.started if ticket.number in (1, 4, 7)]
+    assert [group.prompt.id for group in sampled.groups] == wanted
+    assert sampled.metrics["async/staleness"] == 0
+
+
+def test_without_staleness_a_batch_is_sampled_by_one_version(make_parts: Any) -> None:
+    parts = make_parts(max_staleness=0)
+    for step in range(3):
+        sampled = parts.next()
+        assert {version_of(group) for group in sampled.groups} == {step} and not parts.stream.numbers
+
+
+def test_the_end_of_the_run_is_not_sampled_past(make_parts: Any) -> None:
+    parts = make_parts(max_staleness=2, steps=4)
+    while not parts.source.schedule.done(parts.state):
+        parts.next()
+    assert len(parts.stream.started) == 4 * PROMPTS and not parts.stream.numbers
+
+
+def test_a_budget_of_answers_is_not_sampled_past(make_parts: Any) -> None:
+    parts = make_parts(max_staleness=2, steps=4, budget=4 * PROMPTS * 2)
+    while not parts.source.schedule.done(parts.state):
+        parts.next()
+    assert len(parts.stream.started) == 4 * PROMPTS and parts.state.answers == 4 * PROMPTS * 2
+
+
+def test_a_slow_group_is_restarted_with_its_seed_and_then_waited_for(make_parts: Any) -> None:
+    parts = make_parts(max_staleness=1)
+    restarts = Counter[int]()
+    for _ in range(20):
+        waits = any(one.restarts == MAX_RESTARTS for one in parts.stream.sampling)
+        sampled = parts.next(*([] if waits else [number for number in range(1000) if number]))
+        restarts.update({"restarted": int(sampled.metrics["async/restarted"])})
+        if any(group.prompt.id == parts.stream.started[0].prompt.id for group in sampled.groups):
+            break
+    else:
+        pytest.fail("the slow group was never trained")
+    tries = [ticket for ticket in parts.stream.started if ticket.number == 0]
+    assert len(tries) == 1 + MAX_RESTARTS and len({ticket.request.seed for ticket in tries}) == 1
+    assert [ticket.version for ticket in tries] == [0, 2, 4]
+    assert restarts["restarted"] == 2 * MAX_RESTARTS  # both samples of the group, each time
+    assert sampled.metrics["async/staleness_max"] <= 1
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+def test_every_group_is_trained_once_and_none_is_too_stale(make_parts: Any, max_staleness: int) -> None:
+    parts, draw = make_parts(max_staleness=max_staleness, steps=40), random.Random(max_staleness)
+    trained: list[str] = []
+    stop = threading.Event()
+
+    def finish_some() -> None:
+        while not stop.is_set():
+            time.sleep(0.001)
+            numbers = parts.stream.numbers
+            if numbers:
+                parts.stream.finish(draw.choice(numbers))
+
+    thread = threading.Thread(target=finish_some)
+    thread.start()
+    try:
+        while not parts.source.schedule.done(parts.state):
+            sampled = parts.source.next(parts.state)
+            assert len(sampled.groups) == PROMPTS
+            assert all(0 <= parts.state.step - version_of(group) <= max_staleness for group in sampled.groups)
+            trained += [group.prompt.id for group in sampled.groups]
+            parts.state.step += 1
+    finally:
+        stop.set()
+        thread.join()
+    assert Counter(trained) == Counter(prompt.id for prompt in PromptStream(TASK.prompts("train"), 0).next(120))
+
+
+def test_a_resumed_source_trains_every_group_once(make_parts: Any) -> None:
+    first = make_parts(max_staleness=2, steps=6)
+    trained = [group.prompt.id for _ in range(2) for group in first.next(1, 2, 4, 5, 7, 8).groups]
+    first.stream.finish(9)
+    while not first.source._finished:
+        time.sleep(0.001)
+    saved, groups = first.source.state_dict(), first.source.saved_groups()
+    assert len(saved["source"]["running"]) + len(groups) == 2 * PROMPTS and groups
+    second = make_parts(max_staleness=2, steps=6)
+    second.state = replace(first.state)
+    second.source.load_state_dict(saved)
+    second.source.load_groups(groups)
+    while not second.source.schedule.done(second.state):
+        trained += [group.prompt.id for group in second.next().groups]
+    assert Counter(trained) == Counter(prompt.id for prompt in PromptStream(TASK.prompts("train"), 0).next(18))
+    seeds = {ticket.number: ticket.request.seed for ticket in first.stream.started}
+    again = {ticket.number: ticket.request.seed for ticket in second.stream.started if ticket.number in seeds}
+    assert again and again.items() <= seeds.items()
+
+
+def test_a_queue_that_lacks_a_group_is_refused(make_parts: Any) -> None:
+    first, second = make_parts(max_staleness=2), make_parts(max_staleness=2)
+    first.next(0, 1, 2, 3)
+    second.source.load_state_dict(first.source.state_dict())
+    with pytest.raises(UserError, match="resume from another checkpoint"):
+        second.source.load_groups([])
+
+
+def test_an_interrupted_step_is_saved_as_it_was_before(make_parts: Any) -> None:
+    parts = make_parts(max_staleness=0)
+    parts.next()
+    before = parts.source.state_dict()
+    parts.source.stopping = Interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        parts.source.next(parts.state)
+    assert parts.source.state_dict() == before
+
+
+class Interrupt:
+    """Stops the run while it waits for groups."""
+
+    def check(self) -> None: ...
+
+    def interruptible(self, work: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_an_error_of_the_producer_is_raised_by_the_learner(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = make_parts(max_staleness=1)
+
+    def fail() -> list[Any]:
+        raise UserError("no server is left")
+
+    monkeypatch.setattr(parts.stream, "next", fail)
+    with pytest.raises(UserError, match="no server is left"):
+        parts.source.next(parts.state)
+
+
+def same_but_async(runs: SmallRuns, one: str, other: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`SmallRuns.same_run`, without the metrics that only asynchronous runs have."""
+    metrics = SmallRuns.metrics
+
+    def without(self: SmallRuns, name: str = "small") -> list[dict[str, Any]]:
+        return [{k: v for k, v in row.items() if not k.startswith("async/")} for row in metrics(self, name)]
+
+    monkeypatch.setattr(SmallRuns, "metrics", without)
+    runs.same_run(one, other, steps)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--algo", "dapo", "--algo.resample", 3, "--sampling.max_new_tokens", 2],
+        ["--algo", "remax"],
+        ["--algo", "ppo"],
+        ["--eval.every", 1, "--train.budget", 40],
+    ],
+    ids=["grpo", "dapo", "remax", "ppo", "budget"],
+)
+def test_without_staleness_a_run_equals_the_synchronous_one(
+    tmp_path: Path, words: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, common = SmallRuns(tmp_path), ["--train.steps", 3, "--save.every", 1]
+    common = [word for word in common if "--train.budget" not in words or word not in ("--train.steps", 3)]
+    assert runs.train("--name", "sync", *common, *words) == 0
+    assert runs.train("--name", "async", *common, *words, "--source", "async", "--source.max_staleness", 0) == 0
+    same_but_async(runs, "sync", "async", runs.summary("sync")["steps"], monkeypatch)
+
+
+def test_episodes_without_staleness_equal_the_synchronous_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = SmallRuns(tmp_path)
+    runs.config.write_text(GUESS)
+    assert runs.train("--name", "sync") == 0
+    assert runs.train("--name", "async", "--source", "async", "--source.max_staleness", 0) == 0
+    same_but_async(runs, "sync", "async", 4, monkeypatch)
+
+
+@pytest.mark.parametrize("config", ["completions", "episodes"])
+def test_a_stale_run_trains_every_prompt_once_per_epoch(tmp_path: Path, config: str) -> None:
+    runs = SmallRuns(tmp_path)
+    if config == "episodes":
+        runs.config.write_text(GUESS.replace("prompts = 3", "prompts = 2"))
+    steps = 8 if config == "completions" else 4
+    assert runs.train("--train.steps", steps, "--source", "async", "--source.max_staleness", 2, "--eval.every", 2) == 0
+    rows = [row for row in runs.metrics() if "async/staleness" in row]
+    assert len(rows) == steps and all(row["async/staleness_max"] <= 2 for row in rows)
+    groups = [group for step in range(1, steps + 1) for group in read_rollouts(runs.runs / "small", step)]
+    ids = [group.prompt.id for group in groups]
+    expected = 24 if config == "completions" else 8
+    assert len(ids) == expected and (config == "episodes" or len(set(ids)) == 24)
+    for step in range(1, steps + 1):
+        for group in read_rollouts(runs.runs / "small", step):
+            assert 0 <= step - 1 - version_of(group) <= 2
+
+
+def test_a_killed_run_resumes_with_its_queue(tmp_path: Path) -> None:
+    runs = SmallRuns(tmp_path)
+    words = ["--train.steps", 8, "--source", "async", "--source.max_staleness", 2, "--save.every", 1, "--save.keep", 9]
+    process = runs.process("train", runs.config, *words)
+    while not runs.checkpoint(3).exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert runs.resume("small") == 0
+    ids = [g.prompt.id for step in range(1, 9) for g in read_rollouts(runs.runs / "small", step)]
+    assert len(ids) == len(set(ids)) == 24  # one epoch: none is lost, none is trained twice
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--algo", "reinforce"], "set source.max_staleness = 0"),
+        (["--engine", "hf"], "cannot update weights while it generates"),
+    ],
+)
+def test_what_cannot_be_trained_asynchronously_is_refused(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = SmallRuns(tmp_path)
+    if "hf" in words:
+        words = [*words, "--model", str(gpt2_folder(tmp_path / "gpt2"))]
+    assert runs.train("--source", "async", *words) == 2
+    assert message in capsys.readouterr().err
+    assert not (runs.runs / "small").exists()
