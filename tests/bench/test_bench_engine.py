@@ -111,7 +111,7 @@ def test_sequences_are_evenly_spaced_and_split_by_tokens() -> None:
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", "matmul"),
         ("_rms_norm", "norm_rope_activation"),
         ("_rope_store", "norm_rope_activation"),
-        ("_silu_mul", "norm_rope_activation"),
+        ("_activation", "norm_rope_activation"),
         ("draw_kernel", "sampling"),
         ("truncate_kernel", "sampling"),
         ("void cunn_SoftMaxForward<4, float>", "sampling"),

@@ -37,6 +37,25 @@ def small_spec(family: str = "qwen3", **changes: object) -> ModelSpec:
     return ModelSpec(**(values | changes))  # type: ignore[arg-type]
 
 
+# Families whose layers differ from those of Llama and Qwen; windows are shorter than most sequences of the tests.
+UNUSUAL_SPECS = {
+    "mistral": small_spec("mistral", layers=2, windows=(9, 9), head_dim=12, tied=False),
+    "gemma3": small_spec(
+        "gemma3_text",
+        windows=(6, 0, 6),
+        rope_theta=500.0,
+        local_rope_theta=50.0,
+        query_scalar=5,
+        qk_norm=True,
+        tied=False,
+    ),
+    "smollm3": small_spec("smollm3", no_rope=(1,)),
+    "olmo2": small_spec("olmo2", layers=2, qk_norm=True, tied=False),
+    "phi3": small_spec("phi3", layers=2, windows=(11, 11), rotary=6, tied=False),
+    "glm4": small_spec("glm4", layers=2, rotary=4, qkv_bias=True, tied=False),
+}
+
+
 def small_decoder(spec: ModelSpec, seed: int = 0) -> Decoder:
     """Random weights large enough that attention and every bias matter."""
     model = Decoder(spec)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from engine_parts import assert_same_tokens, logits_after, small_spec
+from engine_parts import UNUSUAL_SPECS, assert_same_tokens, logits_after, small_spec
 from torch import Tensor
 
 from assay.engine import Engine, Event, Finished, NativeEngine, Request, SamplingParams, TokenChunk, make_engine
@@ -37,6 +37,7 @@ SPECS = {
     ),
     "qwen2": small_spec("qwen2", layers=2, kv_heads=1),
     "qwen3": small_spec("qwen3", layers=2, head_dim=12),
+    **UNUSUAL_SPECS,
 }
 
 
@@ -101,7 +102,7 @@ def engine_for(
 def transformers_model(spec: ModelSpec, model: Decoder) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = spec_to_hf(spec)
+    values = spec_to_hf(spec) | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values)).eval()
     hf.load_state_dict(dict(model.state_dict()))
     return hf

@@ -41,9 +41,23 @@ def tiny_config(family: str, scaling: str | None = None, **changes: Any) -> Any:
         "rope_parameters": rope,
         "bos_token_id": None,
         "eos_token_id": None,
+        "pad_token_id": None,
     }
-    if family == "qwen3":
+    if family in ("qwen3", "gemma3_text", "glm4"):
         sizes["head_dim"] = 8
+    if family == "gemma3_text":
+        sizes |= {"query_pre_attn_scalar": 5, "sliding_window": 6, "num_hidden_layers": 3}
+        sizes |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        sizes["rope_parameters"] = {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        }
+    if family in ("phi3", "mistral"):
+        sizes["sliding_window"] = None
+    if family == "smollm3":
+        sizes |= {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}
+    if family == "glm4":
+        rope["partial_rotary_factor"] = 0.5
     return AutoConfig.for_model(family, **(sizes | changes))
 
 

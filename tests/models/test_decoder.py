@@ -26,6 +26,30 @@ CASES = {
     "qwen3 tied, wide heads": ("qwen3", None, {"tie_word_embeddings": True, "head_dim": 16}),
     "qwen3 biases": ("qwen3", None, {"attention_bias": True}),
     "qwen3 llama3 scaling": ("qwen3", "llama3", {}),
+    "mistral": ("mistral", None, {"head_dim": 12}),
+    "mistral window": ("mistral", None, {"sliding_window": 9}),
+    "gemma 3": ("gemma3_text", None, {}),
+    "gemma 3 scaling, usual query scale": ("gemma3_text", "linear", {"query_pre_attn_scalar": 8}),
+    "gemma 3 untied, biases": ("gemma3_text", None, {"tie_word_embeddings": False, "attention_bias": True}),
+    "smollm3": ("smollm3", None, {}),
+    "smollm3 every second, biases": (
+        "smollm3",
+        None,
+        {"no_rope_layers": None, "no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True},
+    ),
+    "olmo 2": ("olmo2", None, {}),
+    "olmo 2 biases": ("olmo2", None, {"attention_bias": True, "num_key_value_heads": 4}),
+    "phi 3": ("phi3", None, {}),
+    "phi 3 window, partial rotary": (
+        "phi3",
+        None,
+        {
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "glm 4": ("glm4", None, {}),
+    "glm 4 without biases": ("glm4", None, {"attention_bias": False, "head_dim": 16}),
 }
 
 

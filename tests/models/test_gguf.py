@@ -10,34 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from assay.models import Decoder, HFModel, load_model, spec_from_hf
+from assay.models import Decoder, load_model, spec_from_hf
 from assay.models.decoder import llama3_frequencies, rope_frequencies
+from assay.models.fallback import load_fallback
 from assay.types import UserError
 
 gguf = pytest.importorskip("gguf")
 Q8, Q4, F32, F16 = (getattr(gguf.GGMLQuantizationType, name) for name in ("Q8_0", "Q4_0", "F32", "F16"))
-HF_TO_GGUF = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
 
-def gguf_name(name: str) -> str:
-    outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    if name in outer or name == "lm_head.weight":
-        return outer.get(name, "output.weight")
-    layer, part = name.removeprefix("model.layers.").split(".", 1)
-    part, kind = part.rsplit(".", 1)
-    return f"blk.{layer}.{HF_TO_GGUF[part]}.{kind}"
+def gguf_name(name: str, arch: str) -> str:
+    """By the table of the gguf package, which llama.cpp's converter uses. Unknown architectures: as Llama."""
+    known = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
+    found = gguf.get_tensor_name_map(known.get(arch, gguf.MODEL_ARCH.LLAMA), 9).get_name(name, (".weight", ".bias"))
+    assert found is not None, name
+    return found
 
 
 def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -67,17 +54,20 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
     for name, value in metadata.items():
         getattr(writer, name)(value)
-    tensors = {gguf_name(name): weight.detach().numpy() for name, weight in hf.named_parameters()}
+    tensors = {gguf_name(name, arch): weight.detach().numpy() for name, weight in hf.named_parameters()}
     for name, value in {**tensors, **(extra or {})}.items():
-        if arch == "llama" and ".attn_q." in name:
+        if arch in ("llama", "smollm3") and ".attn_q." in name:
             value = interleave(value, config.num_attention_heads)
-        if arch == "llama" and ".attn_k." in name:
+        if arch in ("llama", "smollm3") and ".attn_k." in name:
             value = interleave(value, config.num_key_value_heads)
+        if arch == "gemma3" and "norm" in name:
+            value = value + 1
         kind = (kinds or {}).get(name, F32)
         writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(value), kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -112,6 +102,70 @@ def test_spec_and_weights_come_back_exactly(arch, changes, make_hf, logit_differ
     assert logit_difference(model, hf) < 1e-4
 
 
+SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
+OTHERS = {  # architecture of the file, family, changes of the config, metadata
+    "gemma 3": ("gemma3", "gemma3_text", {"num_hidden_layers": 7}, {"add_sliding_window": 6}),
+    "gemma 3, all metadata": (
+        "gemma3",
+        "gemma3_text",
+        {"layer_types": SLIDING},
+        {"add_sliding_window": 6, "add_sliding_window_pattern": [True, True, False], "add_rope_freq_base_swa": 50.0},
+    ),
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}, {}),
+    "olmo 2": ("olmo2", "olmo2", {}, {}),
+    "phi 3": ("phi3", "phi3", {}, {"add_sliding_window": 0, "add_rope_dimension_count": 8}),
+    "phi 3 window, partial rotary": (
+        "phi3",
+        "phi3",
+        {
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75},
+        },
+        {"add_sliding_window": 5, "add_rope_dimension_count": 6},
+    ),
+    "glm 4": ("glm4", "glm4", {}, {"add_rope_dimension_count": 4}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_files_of_other_families_come_back(case, make_hf, logit_difference, tmp_path):
+    arch, family, changes, metadata = OTHERS[case]
+    if case == "gemma 3":  # what its files leave out
+        changes = changes | {
+            "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 8,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        }
+    elif arch == "gemma3":
+        changes = changes | {"query_pre_attn_scalar": 8}
+    hf = make_hf(family, **changes)
+    write_gguf(tmp_path / "m.gguf", hf, arch, **metadata)
+    model = load_model(str(tmp_path / "m.gguf"))
+    assert isinstance(model, Decoder)
+    assert model.spec == spec_from_hf(hf.config.to_dict())
+    for name, weight in model.weights():  # adding and subtracting 1 rounds
+        torch.testing.assert_close(weight, dict(hf.named_parameters())[name], rtol=0, atol=2e-7, msg=name)
+    assert logit_difference(model, hf) < 1e-4
+
+
+def test_mistral_files_are_read_as_llama(make_hf, logit_difference, tmp_path):
+    hf = make_hf("mistral", head_dim=12)
+    write_gguf(tmp_path / "m.gguf", hf, "llama")
+    model = load_model(str(tmp_path / "m.gguf"))
+    assert isinstance(model, Decoder) and model.spec.family == "llama"
+    assert logit_difference(model, hf) < 1e-4
+
+
+def test_longrope_is_named(make_hf, tmp_path):
+    factors = {"rope_factors_long.weight": np.ones(4, dtype=np.float32)}
+    write_gguf(tmp_path / "m.gguf", make_hf("phi3"), "phi3", extra=factors)
+    with pytest.raises(UserError, match="longrope"):
+        load_model(str(tmp_path / "m.gguf"))
+
+
 def test_quantised_weights_are_dequantised_in_place(make_hf, tmp_path):
     hf = make_hf("llama", hidden_size=64, intermediate_size=64, tie_word_embeddings=True)
     kinds = {"token_embd.weight": Q8, "blk.0.attn_q.weight": Q8, "blk.1.ffn_up.weight": F16}
@@ -123,7 +177,7 @@ def test_quantised_weights_are_dequantised_in_place(make_hf, tmp_path):
     for name, exact in hf.state_dict().items():
         if name == "lm_head.weight":
             continue
-        kind = kinds.get(gguf_name(name), F32)
+        kind = kinds.get(gguf_name(name, "llama"), F32)
         bound = {F32: 0.0, F16: 1e-3, Q8: 0.01}[kind] * float(exact.abs().max())
         error = float((weights[name] - exact).abs().max())
         assert error <= bound and (kind == F32 or error > 0), name
@@ -241,11 +295,18 @@ def test_smollm2_equals_transformers(real_models):
 
 
 @pytest.mark.slow
-def test_gemma3_comes_through_transformers(real_models):
+def test_gemma3_equals_transformers(real_models):
     path = real_model(real_models, "gemma-3-270m.q4_k_m.gguf")
     model = load_model(str(path))
-    assert isinstance(model, HFModel) and model.vocab_size == 262_144 and model.max_length == 32_768
+    assert isinstance(model, Decoder) and model.vocab_size == 262_144 and model.max_length == 32_768
+    hf = load_fallback(path.parent, device="cpu", dtype=torch.float32, gguf_file=path.name)
+    theirs = dict(hf.weights())
+    assert all(torch.equal(weight, theirs.pop(name)) for name, weight in model.weights()) and not theirs
     ids = torch.tensor([2, 818, 5279, 529, 7001, 563])  # <bos>The capital of France is
+    long = torch.cat((ids, torch.randint(1000, 5000, (700,), generator=torch.Generator().manual_seed(0))))
     with torch.no_grad():
-        likely = model.unembed(model.hidden(ids, [6]))[-1].topk(5).indices.tolist()
-    assert 9079 in likely  # " Paris"
+        logits = model.unembed(model.hidden(ids, [6]))
+        assert 9079 in logits[-1].topk(5).indices.tolist()  # " Paris"
+        assert (logits - hf.hidden(ids, [6])).abs().max() < 1e-3  # they are as large as 30
+        window, expected = (m.unembed(m.hidden(long, [706])[-3:]) for m in (model, hf))
+    assert (window - expected).abs().max() < 1e-3  # longer than the window of 512 tokens

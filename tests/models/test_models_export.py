@@ -18,6 +18,15 @@ CASES = [
     ("qwen2", None, {"tie_word_embeddings": True}),
     ("qwen2", None, {}),
     ("qwen3", "llama3", {"head_dim": 16}),
+    ("mistral", None, {"sliding_window": 9, "head_dim": 12}),
+    ("mistral", None, {}),
+    ("gemma3_text", "linear", {}),
+    ("gemma3_text", None, {"layer_types": ["full_attention"] * 3, "query_pre_attn_scalar": 8}),
+    ("smollm3", None, {}),
+    ("olmo2", None, {}),
+    ("phi3", None, {"sliding_window": 9}),
+    ("phi3", None, {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0, "partial_rotary_factor": 0.75}}),
+    ("glm4", None, {}),
 ]
 
 

@@ -17,6 +17,7 @@ from assay.types import UserError
 
 LENGTHS = [5, 1, 9]
 QWEN3 = ModelSpec("qwen3", 23, 16, 2, 4, 2, 4, 24, 64, qk_norm=True)
+GEMMA3 = replace(QWEN3, family="gemma3_text", windows=(3, 0), local_rope_theta=50.0, query_scalar=3)
 LLAMA = replace(QWEN3, family="llama", tied=False, qk_norm=False, qkv_bias=True, out_bias=True, mlp_bias=True)
 
 
@@ -62,6 +63,7 @@ def compare(mesh: Mesh, spec: ModelSpec) -> None:
 def both(mesh: Mesh) -> None:
     compare(mesh, QWEN3)
     compare(mesh, LLAMA)
+    compare(mesh, GEMMA3)
 
 
 @pytest.mark.slow
@@ -76,6 +78,9 @@ def test_values_gradients_and_weights_are_those_of_the_whole() -> None:
         ({}, 4, "tp = 4 does not divide the 2 key-value heads of this model: choose 1 or 2"),
         ({"intermediate": 25}, 2, "tp = 2 does not divide the 25 MLP units of this model: choose 1"),
         ({"kv_heads": 4, "vocab_size": 5}, 4, "tp = 4 is too much for a vocabulary of 5"),
+        ({"family": "phi3"}, 2, "phi3 models cannot be split over ranks"),
+        ({"family": "glm4"}, 2, "glm4 models cannot be split over ranks"),
+        ({"family": "olmo2"}, 2, "olmo2 models cannot be split over ranks"),
     ],
 )
 def test_a_model_that_cannot_be_split_is_told(changes: dict[str, int], tp: int, said: str) -> None:

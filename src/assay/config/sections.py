@@ -418,7 +418,7 @@ class EngineConfig(Section):
     renamed: ClassVar = {"lend": "sleep_while_training"}
 
     name: Annotated[str, AfterValidator(check_engine_name)] = "auto"
-    """auto: native for Llama and Qwen models, hf for others; assay, vllm, sglang, openai: servers; own: file.py:name"""
+    """auto: native for the families it has, hf for others; assay, vllm, sglang, openai: servers; own: file.py:name"""
     max_batch: Count = 0
     """maximum number of sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
     memory: NonNegative = 0.0
@@ -448,7 +448,7 @@ class TrainingEngineConfig(EngineConfig):
     """The generation engine. `engine = "NAME"` is short for `engine.name`."""
 
     name: Annotated[str, AfterValidator(check_engine_name), AfterValidator(check_trains)] = "auto"
-    """auto: native for Llama and Qwen models, hf for others; assay, vllm, sglang: servers; own: file.py:function"""
+    """auto: native for the families it has, hf for others; assay, vllm, sglang: servers; own: file.py:function"""
 
 
 class OpenAIConfig(EndpointConfig):

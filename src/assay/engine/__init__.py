@@ -57,7 +57,7 @@ Backend = Callable[..., Engine]  # called with a model and the fields of `Engine
 
 def make_native(model: PolicyModel, **options: Any) -> Engine:
     if not isinstance(model, Decoder):
-        raise UserError("the native engine serves the Llama, Qwen2 and Qwen3 families: use engine 'hf' for this model")
+        raise UserError("the native engine does not implement this model's family: use engine 'hf' for this model")
     return NativeEngine(model.spec, **options)
 
 

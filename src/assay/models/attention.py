@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,7 +21,7 @@ from assay.models.device import upload
 
 
 class PackedCausal:
-    """Each token attends to itself and to the earlier tokens of its own sequence.
+    """Each token attends to itself and to the earlier tokens of its own sequence; with a `window`, to so many tokens.
 
     `shared[i]`: number of leading tokens that sequence i has in common with its leader, the nearest earlier sequence
     whose entry is 0. They are computed once. All sequences with the same leader have the same entry.
@@ -32,6 +32,7 @@ class PackedCausal:
         segments = Segments.of(lengths, shared)
         self.device = torch.device(device)
         self.padded = Padded(segments.lengths, self.device)
+        self.longest = max(lengths)  # a larger window has no effect
         starts = [0, *accumulate(segments.lengths)]
         positions = positions_within(segments.lengths) + np.repeat(segments.offsets, segments.lengths)
         self.positions = upload(torch.from_numpy(positions), self.device)  # of the computed tokens
@@ -45,10 +46,19 @@ class PackedCausal:
             if any(prefix >= 0 for prefix in segments.prefixes):  # false if all sequences equal their leaders
                 self.prefixes = Prefixes(segments, starts, self.device)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if has_varlen(q.device, q.dtype):
-            return _FlashAttention.apply(q, k, v, self.starts, self.padded.longest, self.prefixes)
-        return self.padded.attend(q, k, v) if self.prefixes is None else self.prefixes.attend(q, k, v)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0, scale: float | None = None) -> Tensor:
+        """`scale`: factor of the scores; None: 1 / sqrt(d)."""
+        window = 0 if window >= self.longest else window
+        if not has_varlen(q.device, q.dtype):
+            rows = self.padded if self.prefixes is None else self.prefixes
+            return rows.attend(q, k, v, window, scale)
+        starts, longest, prefixes = self.starts, self.padded.longest, self.prefixes
+        if not window or prefixes is None:
+            return _FlashAttention.apply(q, k, v, starts, starts, (longest, longest), prefixes, window, scale)
+        # The window of a suffix ends somewhere in its prefix: each suffix gets its own copy of the prefix.
+        tokens, key_starts, most = prefixes.repeated
+        keys, values = k.index_select(0, tokens), v.index_select(0, tokens)
+        return _FlashAttention.apply(q, keys, values, starts, key_starts, (longest, most), None, window, scale)
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,7 @@ class Padded:
         self.lengths, self.device = lengths, device
         self.batch, self.longest = len(lengths), max(lengths)
         self.even = min(lengths) == self.longest
+        self.masks: dict[int, Tensor] = {}  # by window
 
     @cached_property
     def slots(self) -> Tensor:
@@ -119,9 +130,19 @@ class Padded:
         x = x.transpose(1, 2).flatten(0, 1)
         return x if self.even else x.index_select(0, self.slots)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        gqa = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(self.pad(q), self.pad(k), self.pad(v), is_causal=True, enable_gqa=gqa)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0, scale: float | None = None) -> Tensor:
+        mask = None
+        if 0 < window < self.longest:
+            if window not in self.masks:
+                self.masks[window] = upload(seen_within(torch.arange(self.longest), window), self.device)
+            mask = self.masks[window]
+        out = F.scaled_dot_product_attention(
+            *(self.pad(q), self.pad(k), self.pad(v)),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
         return self.unpad(out)
 
 
@@ -142,6 +163,7 @@ class Prefixes:
         # Bounds of each prefix's suffixes within `query_tokens`, and of each prefix within `key_tokens`.
         self.query_starts, self.key_starts = self._bounds(queries), self._bounds(keys)
         self.longest = max(queries), max(keys)
+        self.masks: dict[int, Tensor] = {}  # by window
 
     def _tokens(self, segments: list[int]) -> Tensor:
         return upload(torch.cat([self.spans[i] for i in segments]), self.device)
@@ -150,24 +172,40 @@ class Prefixes:
         return upload(torch.tensor([0, *sizes]).cumsum(0).int(), self.device)
 
     @cached_property
-    def rows(self) -> tuple[Tensor, Padded, Padded, Tensor, Tensor]:
-        """For `attend`: tokens of the segments without a prefix, these as rows, suffixes as rows, keys and mask."""
+    def repeated(self) -> tuple[Tensor, Tensor, int]:
+        """The tokens that each segment sees, its prefix included: indices, bounds of the segments, largest number."""
+        pairs = list(zip(self.spans, self.segments.prefixes, strict=True))
+        tokens = [own if prefix < 0 else torch.cat((self.spans[prefix], own)) for own, prefix in pairs]
+        sizes = [len(one) for one in tokens]
+        return upload(torch.cat(tokens), self.device), self._bounds(sizes), max(sizes)
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Padded, Padded, Tensor]:
+        """For `attend`: tokens of the segments without a prefix, these as rows, suffixes as rows, and their keys."""
         lengths = self.segments.lengths
         roots = [i for i, prefix in enumerate(self.segments.prefixes) if prefix < 0]
         root_rows = Padded([lengths[i] for i in roots], self.device)
         suffix_rows = Padded([lengths[i] for i in self.followers], self.device)
-        prefixes = [self.spans[self.segments.prefixes[i]] for i in self.followers]
-        keys, mask = keys_and_mask(prefixes, [self.spans[i] for i in self.followers])
-        return self._tokens(roots), root_rows, suffix_rows, upload(keys, self.device), upload(mask, self.device)
+        keys, self.masks[0] = self.keys_and_mask()
+        return self._tokens(roots), root_rows, suffix_rows, keys
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keys_and_mask(self, window: int = 0) -> tuple[Tensor, Tensor]:
+        prefixes = [self.spans[self.segments.prefixes[i]] for i in self.followers]
+        pair = keys_and_mask(prefixes, [self.spans[i] for i in self.followers], window)
+        return upload(pair[0], self.device), upload(pair[1], self.device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0, scale: float | None = None) -> Tensor:
         """In torch, for any device and dtype."""
-        roots, root_rows, suffix_rows, tokens, mask = self.rows
-        first = root_rows.attend(*(x.index_select(0, roots) for x in (q, k, v)))
+        roots, root_rows, suffix_rows, tokens = self.rows
+        if window not in self.masks:
+            self.masks[window] = self.keys_and_mask(window)[1]
+        mask = self.masks[window]
+        own_q, own_k, own_v = (x.index_select(0, roots) for x in (q, k, v))
+        first = root_rows.attend(own_q, own_k, own_v, window, scale)
         keys, values = (x.index_select(0, tokens.flatten()).unflatten(0, tokens.shape).transpose(1, 2) for x in (k, v))
         queries = suffix_rows.pad(q.index_select(0, self.query_tokens))
         gqa = q.shape[1] != k.shape[1]
-        rest = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=gqa)
+        rest = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=gqa)
         out = torch.empty_like(q).index_copy(0, roots, first)
         return out.index_copy(0, self.query_tokens, suffix_rows.unpad(rest))
 
@@ -178,7 +216,13 @@ def positions_within(lengths: Sequence[int]) -> np.ndarray:
     return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
 
 
-def keys_and_mask(prefixes: list[Tensor], suffixes: list[Tensor]) -> tuple[Tensor, Tensor]:
+def seen_within(positions: Tensor, window: int) -> Tensor:
+    """Which tokens each token of a sequence sees: [T, T]."""
+    distances = positions[:, None] - positions
+    return (distances >= 0) & (distances < window)
+
+
+def keys_and_mask(prefixes: list[Tensor], suffixes: list[Tensor], window: int = 0) -> tuple[Tensor, Tensor]:
     """Key tokens [rows, prefix + suffix] of each row of queries, padded, and the mask of the keys each query sees."""
     width, height = max(len(prefix) for prefix in prefixes), max(len(suffix) for suffix in suffixes)
     tokens = torch.zeros(len(suffixes), width + height, dtype=torch.int64)
@@ -188,6 +232,9 @@ def keys_and_mask(prefixes: list[Tensor], suffixes: list[Tensor]) -> tuple[Tenso
         tokens[row, : len(prefix)], tokens[row, width : width + len(suffix)] = prefix, suffix
         mask[row, 0, :, : len(prefix)] = True
         mask[row, 0, :, width:] = causal
+        if window:
+            positions = torch.cat((torch.arange(width), len(prefix) + torch.arange(height)))
+            mask[row, 0] &= positions[width:, None] - positions < window
     return tokens, mask
 
 
@@ -203,21 +250,42 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def varlen_attention(
-    q: Tensor, keys: Tensor, values: Tensor, query_starts: Tensor, key_starts: Tensor, longest: tuple[int, int]
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    longest: tuple[int, int],
+    window: int = 0,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention, aligned at the ends of the sequences. No gradients.
 
     q [N, H, d], keys and values [M, K, d]; `query_starts`, `key_starts`: bounds of the sequences (int32); `longest`:
     largest number of queries and of keys of a sequence.
     """
-    return flash(q, keys, values, query_starts, key_starts, longest, causal=True)[0]
+    return flash(q, keys, values, query_starts, key_starts, longest, causal=True, **options(window, scale))[0]
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, longest: tuple[int, int], *, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    longest: tuple[int, int],
+    *,
+    causal: bool,
+    **more: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result [N, H, d], log-partition sums [H, N], and the random state, which the backward pass takes."""
-    return torch.ops.aten._flash_attention_forward(q, k, v, query_starts, key_starts, *longest, 0.0, causal, False)[:4]
+    forward = torch.ops.aten._flash_attention_forward
+    return forward(q, k, v, query_starts, key_starts, *longest, 0.0, causal, False, **more)[:4]
+
+
+def options(window: int, scale: float | None) -> dict[str, Any]:
+    """Arguments of torch's flash operators. They take the number of earlier tokens, without the token itself."""
+    return {"scale": scale} | ({"window_size_left": window - 1, "window_size_right": 0} if window else {})
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -229,39 +297,48 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, prefixes: Prefixes | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        key_starts: Tensor,
+        longest: tuple[int, int],
+        prefixes: Prefixes | None,
+        window: int,
+        scale: float | None,
     ) -> Tensor:
-        out, sums, seed, unused = flash(q, k, v, starts, starts, (longest, longest), causal=True)
+        ctx.options = options(window, scale)
+        out, sums, seed, unused = flash(q, k, v, starts, key_starts, longest, causal=True, **ctx.options)
         if prefixes is not None:
             queries, tokens = prefixes.query_tokens, prefixes.key_tokens
             bounds = prefixes.query_starts, prefixes.key_starts, prefixes.longest
             part = q.index_select(0, queries), k.index_select(0, tokens), v.index_select(0, tokens)
-            prefix_out, prefix_sums, _, _ = flash(*part, *bounds, causal=False)
+            prefix_out, prefix_sums, _, _ = flash(*part, *bounds, causal=False, scale=scale)
             own_sums = sums.index_select(1, queries)
             combined = torch.logaddexp(own_sums, prefix_sums)
             own_weight, prefix_weight = ((x - combined).exp().t()[:, :, None] for x in (own_sums, prefix_sums))
             mixed = out.index_select(0, queries) * own_weight + prefix_out * prefix_weight
             out.index_copy_(0, queries, mixed.to(out.dtype))
             sums.index_copy_(1, queries, combined)
-        ctx.save_for_backward(q, k, v, out, sums, starts, seed, unused)
+        ctx.save_for_backward(q, k, v, out, sums, starts, key_starts, seed, unused)
         ctx.longest, ctx.prefixes = longest, prefixes
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums, starts, seed, unused = ctx.saved_tensors
-        grad, prefixes, longest = grad.contiguous(), ctx.prefixes, ctx.longest
-        backward = torch.ops.aten._flash_attention_backward
-        grads = backward(
-            grad, q, k, v, out, sums.contiguous(), starts, starts, longest, longest, 0.0, True, seed, unused
-        )
+        q, k, v, out, sums, starts, key_starts, seed, unused = ctx.saved_tensors
+        grad, prefixes = grad.contiguous(), ctx.prefixes
+        backward = partial(torch.ops.aten._flash_attention_backward, grad)
+        bounds = starts, key_starts, *ctx.longest
+        grads = backward(q, k, v, out, sums.contiguous(), *bounds, 0.0, True, seed, unused, **ctx.options)
         if prefixes is not None:
             queries, tokens = prefixes.query_tokens, prefixes.key_tokens
+            backward = partial(torch.ops.aten._flash_attention_backward, grad.index_select(0, queries))
             bounds = prefixes.query_starts, prefixes.key_starts, *prefixes.longest
-            part = grad.index_select(0, queries), q.index_select(0, queries)
-            keys, values = k.index_select(0, tokens), v.index_select(0, tokens)
+            part = q.index_select(0, queries), k.index_select(0, tokens), v.index_select(0, tokens)
             results = out.index_select(0, queries), sums.index_select(1, queries).contiguous()
-            more = backward(*part, keys, values, *results, *bounds, 0.0, False, seed, unused)
+            more = backward(*part, *results, *bounds, 0.0, False, seed, unused, scale=ctx.options["scale"])
             for total, added, at in zip(grads, more, (queries, tokens, tokens), strict=True):
                 total.index_add_(0, at, added)
-        return *grads, None, None, None
+        return *grads, None, None, None, None, None, None

@@ -1,4 +1,4 @@
-"""The decoder of the Llama, Qwen2 and Qwen3 families that the trainer computes with.
+"""The decoder that the trainer computes with, for all families of `spec.FAMILIES`.
 
 The same architecture has three forward passes: this one, with gradients, for training and scoring; the fused network of
 the native engine (`engine.native.network`); and C code for decoding small models on a CPU (`engine.native.compiled`).
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -26,81 +28,116 @@ from assay.models.base import LoadReport, PolicyModel, autocast_dtype
 from assay.models.spec import LLAMA3_SCALING, ModelSpec
 from assay.types import UserError
 
-# (queries [N, heads, d], keys [N, kv_heads, d], values [N, kv_heads, d]) -> [N, heads, d]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (queries [N, heads, d], keys [N, kv_heads, d], values [N, kv_heads, d], window, scale) -> [N, heads, d]
+Attend = Callable[[Tensor, Tensor, Tensor, int, float | None], Tensor]
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 class Norm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, spec: ModelSpec) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.offset = spec.norm_eps, spec.design.norm_offset
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - self.offset))
 
     def forward(self, x: Tensor) -> Tensor:
-        # Under autocast x is bfloat16 and the weight float32: the fused kernel wants one dtype.
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps, self.offset)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    if offset:  # in at least 32 bits: in 16, the sum would lose most digits of the weight
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), (x.shape[-1],), weight.to(wide) + offset, eps).to(x.dtype)
+    # Under autocast x is bfloat16 and the weight float32: the fused kernel wants one dtype.
+    return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
 
 
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.head_dim = spec.head_dim
+        self.head_dim, self.design = spec.head_dim, spec.design
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(spec.hidden, queries, bias=spec.qkv_bias)
-        self.k_proj = nn.Linear(spec.hidden, keys, bias=spec.qkv_bias)
-        self.v_proj = nn.Linear(spec.hidden, keys, bias=spec.qkv_bias)
+        self.sizes = [queries, keys, keys]
+        if self.design.fused_qkv:
+            self.qkv_proj = nn.Linear(spec.hidden, sum(self.sizes), bias=spec.qkv_bias)
+        else:
+            self.q_proj = nn.Linear(spec.hidden, queries, bias=spec.qkv_bias)
+            self.k_proj = nn.Linear(spec.hidden, keys, bias=spec.qkv_bias)
+            self.v_proj = nn.Linear(spec.hidden, keys, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(queries, spec.hidden, bias=spec.out_bias)
-        self.q_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = Norm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        widths = (queries, keys) if self.design.qk_norm_over_heads else (spec.head_dim, spec.head_dim)
+        self.q_norm = Norm(widths[0], spec) if spec.qk_norm else None
+        self.k_norm = Norm(widths[1], spec) if spec.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [N, heads, d]."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        if self.design.fused_qkv:
+            q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.design.qk_norm_over_heads:
+            q, k = self.normed(q, k)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        if not self.design.qk_norm_over_heads:
+            q, k = self.normed(q, k)
+        interleaved = self.design.interleaved_rope
+        return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved), v
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
 
 class Mlp(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden, spec.intermediate, bias=spec.mlp_bias)
-        self.up_proj = nn.Linear(spec.hidden, spec.intermediate, bias=spec.mlp_bias)
+        self.fused, self.activation = spec.design.fused_gate_up, GATES[spec.design.activation]
+        if self.fused:
+            self.gate_up_proj = nn.Linear(spec.hidden, 2 * spec.intermediate, bias=spec.mlp_bias)
+        else:
+            self.gate_proj = nn.Linear(spec.hidden, spec.intermediate, bias=spec.mlp_bias)
+            self.up_proj = nn.Linear(spec.hidden, spec.intermediate, bias=spec.mlp_bias)
         self.down_proj = nn.Linear(spec.intermediate, spec.hidden, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1) if self.fused else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(self.activation(gate) * up)
 
 
 class Layer(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
+        self.window, self.scale, self.rope_table = spec.window(index), spec.attention_scale, spec.rope_table(index)
         self.self_attn = Attention(spec)
         self.mlp = Mlp(spec)
-        self.input_layernorm = Norm(spec.hidden, spec.norm_eps)
-        self.post_attention_layernorm = Norm(spec.hidden, spec.norm_eps)
+        self.norms = spec.design.norms
+        for name in filter(None, self.norms):
+            self.add_module(name, Norm(spec.hidden, spec))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        return self.post_attention(x, attend(*self.pre_attention(x, cos, sin)))
+        return self.post_attention(x, attend(*self.pre_attention(x, cos, sin), self.window, self.scale))
 
     def pre_attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn(self.input_layernorm(x), cos, sin)
+        return self.self_attn(self.norm(0, x), cos, sin)
 
     def post_attention(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + self.self_attn.o_proj(attended.flatten(-2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.norm(1, self.self_attn.o_proj(attended.flatten(-2)))
+        return x + self.norm(3, self.mlp(self.norm(2, x)))
+
+    def norm(self, place: int, x: Tensor) -> Tensor:
+        """Apply the norm at one of the four places of `BlockDesign.norms`, if there is one."""
+        name = self.norms[place]
+        return getattr(self, name)(x) if name else x
 
 
 class Trunk(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden)
-        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
-        self.norm = Norm(spec.hidden, spec.norm_eps)
+        self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.layers))
+        self.norm = Norm(spec.hidden, spec)
 
 
 class Decoder(PolicyModel):
-    inv_freq: Tensor
+    inv_freq: Tensor  # [tables, rotated / 2]: see `rope_tables`
     supports_prefix_sharing = True
     recompute = False  # activation checkpointing: store only the inputs of layers; less memory, a third more time
     compiled_bridge: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None  # see `compile_layers`
@@ -113,12 +150,12 @@ class Decoder(PolicyModel):
         self.lm_head = nn.Linear(spec.hidden, spec.vocab_size, bias=False)
         if spec.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.register_buffer("inv_freq", rope_frequencies(spec).to(torch.get_default_device()), persistent=False)
+        self.register_buffer("inv_freq", rope_tables(spec).to(torch.get_default_device()), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         """Move or cast without rounding the rotary frequencies or separating a tied head (as `to_empty` would)."""
         super()._apply(fn, recurse)
-        self.inv_freq = rope_frequencies(self.spec).to(self.inv_freq.device)
+        self.inv_freq = rope_tables(self.spec).to(self.inv_freq.device)
         if self.spec.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         return self
@@ -127,26 +164,30 @@ class Decoder(PolicyModel):
         """Hidden states [N, D] for token ids [N] at positions [N]."""
         x = self.model.embed_tokens(ids)
         x = x.to(autocast_dtype(x))  # the residual stream has this dtype too, as in an engine
-        angles = positions[:, None].float() * self.inv_freq.float()  # [N, d/2]
-        cos, sin = angles.cos()[:, None].to(x.dtype), angles.sin()[:, None].to(x.dtype)  # [N, 1, d/2]
-        if self.recompute and torch.is_grad_enabled():
-            for layer in self.model.layers:
+        if self.spec.design.scaled_embedding:
+            x = x * embedding_scale(self.spec, x.dtype)
+        angles = positions[:, None].float() * self.inv_freq.float()[:, None]  # [tables, N, rotated / 2]
+        rotations = [(one.cos()[:, None].to(x.dtype), one.sin()[:, None].to(x.dtype)) for one in angles]  # [N, 1, *]
+        if self.compiled_bridge is not None and not (self.recompute and torch.is_grad_enabled()):
+            return self.model.norm(self._forward_bridged(x, rotations, attend))
+        for layer in self.model.layers:
+            assert isinstance(layer, Layer)
+            cos, sin = rotations[layer.rope_table]
+            if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
-        elif self.compiled_bridge is not None:
-            x = self._forward_bridged(x, cos, sin, attend)
-        else:
-            for layer in self.model.layers:
+            else:
                 x = layer(x, cos, sin, attend)
         return self.model.norm(x)
 
-    def _forward_bridged(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def _forward_bridged(self, x: Tensor, rotations: list[tuple[Tensor, Tensor]], attend: Attend) -> Tensor:
         """The layers, with everything between two attention operations as one compiled call."""
         assert self.compiled_bridge is not None
         layers: list[Layer] = list(self.model.layers)  # type: ignore[arg-type]
-        q, k, v = Layer.pre_attention(layers[0], x, cos, sin)
+        q, k, v = Layer.pre_attention(layers[0], x, *rotations[layers[0].rope_table])
         for layer, following in pairwise(layers):
-            x, q, k, v = self.compiled_bridge(layer, following, x, attend(q, k, v), cos, sin)
-        return Layer.post_attention(layers[-1], x, attend(q, k, v))
+            attended = attend(q, k, v, layer.window, layer.scale)
+            x, q, k, v = self.compiled_bridge(layer, following, x, attended, *rotations[following.rope_table])
+        return Layer.post_attention(layers[-1], x, attend(q, k, v, layers[-1].window, layers[-1].scale))
 
     def compile_layers(self, bridged: bool = True) -> None:
         """Compile what surrounds products and attention. All layers share the code compiled for the first one.
@@ -189,7 +230,7 @@ class Decoder(PolicyModel):
             elif name.endswith("bias"):
                 weight.zero_()
             else:
-                weight.fill_(1.0)
+                weight.fill_(1.0 - self.spec.design.norm_offset)
 
 
 def bridge(
@@ -200,15 +241,36 @@ def bridge(
     return x, *Layer.pre_attention(following, x, cos, sin)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding in the half-split layout that Hugging Face checkpoints use."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary position embedding of the first 2 x cos.shape[-1] dimensions, in the layout of Hugging Face checkpoints:
+    the two numbers of a pair are half of these dimensions apart, or neighbors if `interleaved`.
+    """
+    size = 2 * cos.shape[-1]
+    turned, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
+    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return turned if rest is None else torch.cat((turned, rest), dim=-1)
+
+
+def rope_tables(spec: ModelSpec) -> Tensor:
+    """Frequencies [tables, rotated / 2] of the kinds of layers that the model has (see `ModelSpec.rope_table`)."""
+    tables = [rope_frequencies(spec)]
+    if spec.local_rope_theta:
+        tables.append(rope_frequencies(replace(spec, rope_theta=spec.local_rope_theta, rope_scaling=())))
+    if spec.no_rope:
+        tables.append(torch.zeros_like(tables[0]))  # rotates by an angle of 0
+    return torch.stack(tables)
+
+
+def embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """The square root of the hidden size, rounded as transformers does."""
+    return torch.tensor(math.sqrt(spec.hidden), dtype=torch.float32, device="cpu").to(dtype).item()
 
 
 def rope_frequencies(spec: ModelSpec) -> Tensor:
-    steps = torch.arange(0, spec.head_dim, 2, dtype=torch.int64, device="cpu").float()
-    freq = 1.0 / (spec.rope_theta ** (steps / spec.head_dim))
+    steps = torch.arange(0, spec.rotated, 2, dtype=torch.int64, device="cpu").float()
+    freq = 1.0 / (spec.rope_theta ** (steps / spec.rotated))
     scaling = dict(spec.rope_scaling)
     kind = scaling.get("rope_type", "default")
     if kind == "linear":

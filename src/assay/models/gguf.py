@@ -15,26 +15,31 @@ from torch import Tensor
 from assay.models.base import LoadReport, PolicyModel
 from assay.models.decoder import WeightLoader, llama3_frequencies
 from assay.models.fallback import load_fallback
-from assay.models.spec import FAMILIES, LLAMA3_SCALING, ModelSpec, checked_size
+from assay.models.spec import FAMILIES, LLAMA3_SCALING, Family, ModelSpec, checked_size
 from assay.types import UserError
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
+ARCHITECTURES = {  # of GGUF files -> our families. (Mistral's files are Llama's.)
+    **{name: name for name in ("llama", "qwen2", "qwen3", "smollm3", "olmo2", "phi3", "glm4")},
+    "gemma3": "gemma3_text",
+}
+PERMUTED = ("llama", "smollm3")  # their files have the rows of queries and keys in the order of interleaved pairs
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
-    "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # at the places of `BlockDesign.norms`
 LLAMA3_USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 PLAIN = ("F32", "F16", "BF16")
 VALUES_AT_ONCE = 1 << 24  # 64 MiB in float32
@@ -52,7 +57,7 @@ def load_gguf(
     dtype: torch.dtype,
     report: LoadReport | None = None,
 ) -> PolicyModel:
-    """`Decoder` for Llama, Qwen2 and Qwen3 files; transformers for other architectures. `report`: see `load_model`."""
+    """`Decoder` for files of its families; transformers for other architectures. `report`: see `load_model`."""
     reader = open_gguf(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     spec = spec_from_gguf(reader, tensors, path)
@@ -64,9 +69,13 @@ def load_gguf(
     for name, tensor in tensors.items():
         if name == "rope_freqs.weight" or (name == "token_embd.weight" and spec.tied and "output.weight" in tensors):
             continue  # part of the spec; of the two copies of a tied embedding, the output is more precise
-        target = "model.embed_tokens.weight" if name == "output.weight" and spec.tied else hf_name(name)
-        permuted = spec.family == "llama" and name.split(".")[-2] in ("attn_q", "attn_k")
-        write = partial(write_permuted, spec) if permuted else write_rows
+        target = "model.embed_tokens.weight" if name == "output.weight" and spec.tied else hf_name(name, spec)
+        part = name.split(".")[-2]
+        write: Callable[[ReaderTensor, Tensor], None] = write_rows
+        if spec.family in PERMUTED and part in ("attn_q", "attn_k"):
+            write = partial(write_permuted, spec)
+        elif spec.design.norm_offset and part.endswith("norm"):
+            write = partial(write_norm, spec)
         try:
             loader.load(target, tensor.shape.tolist()[::-1], partial(write, tensor))
         except (NotImplementedError, KeyError) as error:
@@ -109,16 +118,18 @@ def value_of(reader: GGUFReader, key: str, default: Any = None) -> Any:
 
 def spec_from_gguf(reader: GGUFReader, tensors: dict[str, ReaderTensor], path: Path) -> ModelSpec | None:
     """The spec, or None if `Decoder` does not cover the architecture."""
-    family = value_of(reader, "general.architecture")
+    architecture = value_of(reader, "general.architecture")
 
     def number(key: str, default: Any = None) -> Any:
-        value = value_of(reader, f"{family}.{key}", default)
+        value = value_of(reader, f"{architecture}.{key}", default)
         if value is None:
-            raise UserError(f"'{path}' lacks {family}.{key} in its metadata: fetch it again")
+            raise UserError(f"'{path}' lacks {architecture}.{key} in its metadata: fetch it again")
         return value
 
-    if family not in FAMILIES or value_of(reader, f"{family}.expert_count", 0):
+    if architecture not in ARCHITECTURES or value_of(reader, f"{architecture}.expert_count", 0):
         return None
+    name = ARCHITECTURES[architecture]
+    family = FAMILIES[name]
     if "token_embd.weight" not in tensors:
         raise UserError(f"'{path}' has no token embedding: it is not a complete language model")
 
@@ -126,28 +137,46 @@ def spec_from_gguf(reader: GGUFReader, tensors: dict[str, ReaderTensor], path: P
         return checked_size(number(key, default), key, f"'{path}'")
 
     heads, hidden = size("attention.head_count"), size("embedding_length")
-    head_dim = size("attention.key_length", hidden // heads)
-    if number("rope.dimension_count", head_dim) != head_dim:
+    head_dim, layers = size("attention.key_length", hidden // heads), size("block_count")
+    rotary = size("rope.dimension_count", head_dim)
+    if rotary != head_dim and not family.partial_rotary:
         return None
     return ModelSpec(
-        family=family,
+        family=name,
         vocab_size=int(tensors["token_embd.weight"].shape[1]),
         hidden=hidden,
-        layers=size("block_count"),
+        layers=layers,
         heads=heads,
         kv_heads=size("attention.head_count_kv", heads),
         head_dim=head_dim,
         intermediate=size("feed_forward_length"),
         max_length=size("context_length"),
         rope_theta=shortest(number("rope.freq_base", 10_000.0)),
-        rope_scaling=rope_scaling(number, tensors, head_dim, path),
+        rope_scaling=rope_scaling(number, tensors, rotary, path),
         norm_eps=shortest(number("attention.layer_norm_rms_epsilon", 1e-6)),
         tied=is_tied(tensors),
         qkv_bias="blk.0.attn_q.bias" in tensors,
         out_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        windows=windows(number, family, layers),
+        local_rope_theta=shortest(number("rope.freq_base_swa", family.local_rope_theta)),
+        no_rope=tuple(range(3, layers, 4)) if family.no_rope else (),  # not in the metadata: as in llama.cpp
+        rotary=0 if rotary == head_dim else rotary,
+        # Not in the metadata: of Gemma 3's sizes, the one with 62 layers has another scale.
+        query_scalar=hidden // heads if family.query_scalar and layers == 62 else 0,
     )
+
+
+def windows(number: Callable[..., Any], family: Family, layers: int) -> tuple[int, ...]:
+    """The sliding window of each layer; which ones have it is rarely in the metadata."""
+    window = int(number("attention.sliding_window", 0)) if family.windows else 0
+    if not window or family.windows == "all":
+        return (window,) * layers if window else ()
+    pattern = number("attention.sliding_window_pattern", 6)
+    if not isinstance(pattern, list):
+        pattern = [(layer + 1) % int(pattern) != 0 for layer in range(layers)]
+    return tuple(window * bool(slides) for slides in pattern)
 
 
 def shortest(value: float) -> float:
@@ -156,12 +185,12 @@ def shortest(value: float) -> float:
 
 
 def rope_scaling(
-    number: Callable[..., Any], tensors: dict[str, ReaderTensor], head_dim: int, path: Path
+    number: Callable[..., Any], tensors: dict[str, ReaderTensor], rotary: int, path: Path
 ) -> tuple[tuple[str, Any], ...]:
-    kind = number("rope.scaling.type", "none")
+    kind = "longrope" if "rope_factors_long.weight" in tensors else number("rope.scaling.type", "none")
     if "rope_freqs.weight" in tensors:
         divisors = dequantise(tensors["rope_freqs.weight"])
-        return llama3_scaling(divisors, float(number("rope.freq_base", 10_000.0)), head_dim, path)
+        return llama3_scaling(divisors, float(number("rope.freq_base", 10_000.0)), rotary, path)
     if kind == "linear":
         return (("factor", float(number("rope.scaling.factor"))), ("rope_type", "linear"))
     if kind != "none":
@@ -169,12 +198,12 @@ def rope_scaling(
     return ()
 
 
-def llama3_scaling(divisors: Tensor, theta: float, head_dim: int, path: Path) -> tuple[tuple[str, Any], ...]:
+def llama3_scaling(divisors: Tensor, theta: float, rotary: int, path: Path) -> tuple[tuple[str, Any], ...]:
     """Llama 3.x files store the divisor of each frequency: find the parameters that give these divisors."""
     if bool((divisors == 1.0).all()):
         return ()
     rule: dict[str, Any] = {"factor": float(divisors.max()), **LLAMA3_USUAL}
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    frequencies = 1.0 / theta ** (torch.arange(0, rotary, 2).float() / rotary)
     expected = frequencies / llama3_frequencies(frequencies, **rule)
     if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-3):
         raise UserError(f"'{path}' has unknown rotary frequencies: load the original Hugging Face folder")
@@ -202,10 +231,13 @@ def dequantise(tensor: ReaderTensor, rows: slice = slice(None)) -> Tensor:
     return torch.from_numpy(values if values.flags.writeable else values.copy())  # a read-only view of the file
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, spec: ModelSpec) -> str:
+    inner = INNER | dict(zip(NORMS, spec.design.norms, strict=True))
+    if spec.design.fused_gate_up:
+        inner["ffn_up"] = "mlp.gate_up_proj"
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, part, kind = match.groups()
-        return f"model.layers.{layer}.{INNER.get(part, part)}.{kind}"
+        return f"model.layers.{layer}.{inner.get(part) or part}.{kind}"
     part, _, kind = name.rpartition(".")
     return f"{OUTER.get(part, part)}.{kind}"
 
@@ -218,8 +250,13 @@ def write_rows(tensor: ReaderTensor, target: Tensor) -> None:
         target[rows].copy_(dequantise(tensor, rows))
 
 
+def write_norm(spec: ModelSpec, tensor: ReaderTensor, target: Tensor) -> None:
+    """Files have the weights with the offset that the model adds."""
+    target.copy_(dequantise(tensor) - spec.design.norm_offset)
+
+
 def write_permuted(spec: ModelSpec, tensor: ReaderTensor, target: Tensor) -> None:
-    """Llama files interleave the two halves of each head's rotary pairs; Hugging Face separates the halves."""
+    """Some files interleave the two halves of each head's rotary pairs; Hugging Face separates the halves."""
     heads = spec.heads if ".attn_q." in tensor.name else spec.kv_heads
     interleaved = dequantise(tensor)
     pairs = interleaved.view(heads, spec.head_dim // 2, 2, *interleaved.shape[1:])

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from assay.mesh import Mesh, copy_to, local_tensor, reduce_from
 from assay.models.base import autocast_dtype
-from assay.models.decoder import Decoder, Norm
+from assay.models.decoder import Decoder, Norm, rms_norm
 from assay.models.logprobs import at_least_float32, gradient_of
 from assay.models.spec import ModelSpec
 from assay.types import UserError
@@ -209,7 +209,7 @@ class Part(nn.Module):
         self.weight = split(whole.weight, mesh, split_dim(f"{name}.weight"))
         bias = getattr(whole, "bias", None)
         self.bias = None if bias is None else split(bias, mesh, split_dim(f"{name}.bias"))
-        self.eps = getattr(whole, "eps", 0.0)
+        self.eps, self.offset = getattr(whole, "eps", 0.0), getattr(whole, "offset", 0.0)
 
 
 class ColumnLinear(Part):
@@ -231,7 +231,7 @@ class WholeNorm(Part):
     """A norm that every rank computes identically."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), local_tensor(self.weight).to(x.dtype), self.eps)
+        return rms_norm(x, local_tensor(self.weight), self.eps, self.offset)
 
 
 class EntryNorm(WholeNorm):
@@ -246,15 +246,16 @@ class HeadNorm(Part):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = copy_to(local_tensor(self.weight), self.group)
-        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.eps)
+        return rms_norm(x, weight, self.eps, self.offset)
 
 
 def shard_decoder(decoder: Decoder, mesh: Mesh) -> None:
     """Replace the decoder's layers by this rank's parts, in place. All ranks must hold the same weights. Names stay."""
     check_sizes(decoder.spec, mesh.tp_size)
     for layer in decoder.model.layers:
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            swap(layer, norm, EntryNorm, mesh)
+        for name, kind in zip(decoder.spec.design.norms, (EntryNorm, WholeNorm, EntryNorm, WholeNorm), strict=True):
+            if name:
+                swap(layer, name, kind, mesh)
         for name, module in list(layer.named_modules()):
             if isinstance(module, nn.Linear):
                 swap(layer, name, ColumnLinear if name.split(".")[-1] in COLUMN_PARALLEL else RowLinear, mesh)
@@ -289,6 +290,9 @@ def split(weight: Tensor, mesh: Mesh, dim: int | None) -> nn.Parameter:
 
 def check_sizes(spec: ModelSpec, tp: int) -> None:
     """Heads and MLP must divide evenly. The vocabulary need not, as long as every rank gets some of it."""
+    design = spec.design
+    if tp > 1 and (design.fused_qkv or design.fused_gate_up or design.qk_norm_over_heads or not design.norms[0]):
+        raise UserError(f"{spec.family} models cannot be split over ranks: set parallel.tp = 1")
     sizes = {"attention heads": spec.heads, "key-value heads": spec.kv_heads, "MLP units": spec.intermediate}
     most = math.gcd(*sizes.values())
     fitting = [str(size) for size in range(1, most + 1) if most % size == 0]

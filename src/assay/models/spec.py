@@ -11,21 +11,100 @@ from assay.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
+class BlockDesign:
+    """What the layers of a family have in common, whatever their sizes."""
+
+    # Norms before and after attention, before and after the MLP: their Hugging Face names; "": there is none.
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    norm_offset: float = 0.0  # added to the weights of all norms
+    activation: str = "silu"  # of the MLP's gate: a key of ACTIVATIONS
+    scaled_embedding: bool = False  # embeddings are multiplied by the square root of the hidden size
+    qk_norm_over_heads: bool = False  # norms of queries and keys are over all heads together, not over each one
+    fused_qkv: bool = False  # checkpoints have one weight for queries, keys and values,
+    fused_gate_up: bool = False  # and one for gate and up
+    interleaved_rope: bool = False  # rotary pairs are neighbors, not half of the rotated part apart
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """How the Hugging Face config of a model family maps to `ModelSpec`."""
 
     architecture: str  # class of transformers
+    design: BlockDesign = BlockDesign()
     qk_norm: bool = False
     qkv_bias: bool | None = None  # None: the value of `attention_bias`
     out_bias: bool | None = None  # None: the value of `attention_bias`
     head_dim: int | None = None  # default of configs without it; None: hidden_size / num_attention_heads
+    tied: bool = False  # this and the next: defaults of configs without them
+    rope_theta: float = 10_000.0
+    partial_rotary: float = 0.0  # the config has `partial_rotary_factor`, with this default
+    windows: str = ""  # layers to which `sliding_window` applies: "all", or "some" (by `layer_types`)
+    local_rope_theta: float = 0.0  # layers with a window have their own RoPE base, with this default
+    query_scalar: bool = False  # the config has `query_pre_attn_scalar`
+    no_rope: bool = False  # the config has `no_rope_layers`
+    activation_key: str = "hidden_act"
     fixed: tuple[tuple[str, Any], ...] = ()  # further keys, with the only values that the decoder supports
 
 
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # our names -> those of configs
 FAMILIES = {  # by `model_type`
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, out_bias=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+    "mistral": Family("MistralForCausalLM", qkv_bias=False, out_bias=False, windows="all"),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        BlockDesign(
+            norms=(
+                *("input_layernorm", "post_attention_layernorm"),
+                *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            ),
+            norm_offset=1.0,
+            activation="gelu_tanh",
+            scaled_embedding=True,
+        ),
+        qk_norm=True,
+        head_dim=256,
+        tied=True,
+        rope_theta=1_000_000.0,
+        windows="some",
+        local_rope_theta=10_000.0,
+        query_scalar=True,
+        activation_key="hidden_activation",
+        fixed=(
+            ("attn_logit_softcapping", None),
+            ("final_logit_softcapping", None),
+            ("use_bidirectional_attention", False),
+        ),
+    ),
+    "smollm3": Family("SmolLM3ForCausalLM", tied=True, rope_theta=2_000_000.0, no_rope=True),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        BlockDesign(norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"), qk_norm_over_heads=True),
+        qk_norm=True,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        BlockDesign(fused_qkv=True, fused_gate_up=True),
+        qkv_bias=False,
+        out_bias=False,
+        partial_rotary=1.0,
+        windows="all",
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        BlockDesign(
+            norms=(
+                *("input_layernorm", "post_self_attn_layernorm"),
+                *("post_attention_layernorm", "post_mlp_layernorm"),
+            ),
+            fused_gate_up=True,
+            interleaved_rope=True,
+        ),
+        out_bias=False,
+        head_dim=128,
+        partial_rotary=0.5,
+    ),
 }
 SIZES = {  # field of `ModelSpec` -> key of a Hugging Face config
     "vocab_size": "vocab_size",
@@ -39,6 +118,8 @@ SIZES = {  # field of `ModelSpec` -> key of a Hugging Face config
 }
 MAX_SIZE = 1 << 30  # of vocabulary, hidden size, context length or number of layers
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_KEYS: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": LLAMA3_SCALING}
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +141,35 @@ class ModelSpec:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    windows: tuple[int, ...] = ()  # by layer, how many tokens a token sees, itself included (0: all); (): all layers 0
+    local_rope_theta: float = 0.0  # RoPE base of layers with a window; 0: as all others, which is without scaling
+    no_rope: tuple[int, ...] = ()  # layers without rotary embedding
+    rotary: int = 0  # leading dimensions of a head that are rotated; 0: all
+    query_scalar: int = 0  # scores of attention are divided by its square root; 0: by that of `head_dim`
+
+    @property
+    def design(self) -> BlockDesign:
+        return FAMILIES[self.family].design
+
+    @property
+    def rotated(self) -> int:
+        """Number of leading dimensions of a head that are rotated."""
+        return self.rotary or self.head_dim
+
+    @property
+    def attention_scale(self) -> float | None:
+        """The factor of attention's scores; None: the usual one, 1 / sqrt(head_dim)."""
+        return self.query_scalar**-0.5 if self.query_scalar else None
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def rope_table(self, layer: int) -> int:
+        """Which of the tables of `decoder.rope_tables` the layer uses: the general one, the local one, no rotation."""
+        local = bool(self.local_rope_theta)
+        if layer in self.no_rope:
+            return 1 + local
+        return int(local and self.window(layer) > 0)
 
     @property
     def parameters(self) -> int:
@@ -67,57 +177,118 @@ class ModelSpec:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * queries + 2 * keys)
         attention += (queries + 2 * keys) * self.qkv_bias + self.hidden * self.out_bias
-        attention += 2 * self.head_dim * self.qk_norm
+        attention += (queries + keys if self.design.qk_norm_over_heads else 2 * self.head_dim) * self.qk_norm
         mlp = 3 * self.hidden * self.intermediate + (2 * self.intermediate + self.hidden) * self.mlp_bias
         embeddings = self.vocab_size * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.layers * (attention + mlp + 2 * self.hidden) + self.hidden
+        norms = sum(bool(name) for name in self.design.norms)
+        return embeddings + self.layers * (attention + mlp + norms * self.hidden) + self.hidden
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
     """The spec of a Hugging Face config, or None if `Decoder` does not cover the model."""
     name = str(config.get("model_type", ""))
     family = FAMILIES.get(name)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise UserError(f"config.json: rope_parameters must be an object, not {rope!r:.80}")
-    scaling = dict(rope)
-    theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
     if (
         family is None
-        or any(key not in config or config[key] != value for key, value in family.fixed)
-        or kind not in ("default", "linear", "llama3")
+        or any(config.get(key, value) != value for key, value in family.fixed)
         or config.get("use_sliding_window")
-        or scaling.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0) != 1.0
-        or config.get("hidden_act", "silu") != "silu"
+        or config.get(family.activation_key) not in (None, ACTIVATIONS[family.design.activation])
         or config.get("quantization_config")
     ):
         return None
-    needed = {"default": (), "linear": ("factor",), "llama3": LLAMA3_SCALING}[kind]
-    absent = [f"rope_parameters.{key}" for key in needed if key not in scaling]
+    rope = read_rope(config, family)
+    if rope is None:
+        return None
     optional = ("kv_heads", "head_dim", "max_length")
-    absent += [key for field, key in SIZES.items() if field not in optional and config.get(key) is None]
+    absent = [key for field, key in SIZES.items() if field not in optional and config.get(key) is None]
     if absent:
         raise UserError(f"config.json of this {name} model lacks {', '.join(absent)}: fetch the model again")
     heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
     defaults = dict(zip(optional, (heads, family.head_dim or max(hidden // heads, 1), 2048), strict=True))
     sizes: dict[str, Any] = {field: size_of(config, key, defaults.get(field)) for field, key in SIZES.items()}
+    rotary = int(sizes["head_dim"] * rope.pop("partial"))
+    windows = windows_of(config, family, sizes["layers"])
+    if windows is None or rotary % 2 or not 0 < rotary <= sizes["head_dim"]:
+        return None
     bias = bool(config.get("attention_bias", False))
+    scalar = size_of(config, "query_pre_attn_scalar", sizes["head_dim"])
     return ModelSpec(
         family=name,
         **sizes,
-        rope_theta=positive("rope_theta", theta),
-        rope_scaling=()
-        if kind == "default"
-        else (*((key, positive(key, scaling[key])) for key in sorted(needed)), ("rope_type", kind)),
+        **rope,
         norm_eps=positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         out_bias=bias if family.out_bias is None else family.out_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
+        windows=windows,
+        no_rope=no_rope_layers(config, sizes["layers"]) if family.no_rope else (),
+        rotary=0 if rotary == sizes["head_dim"] else rotary,
+        query_scalar=scalar if family.query_scalar and scalar != sizes["head_dim"] else 0,
     )
+
+
+def read_rope(config: Mapping[str, Any], family: Family) -> dict[str, Any] | None:
+    """Fields of `ModelSpec`, and the rotated part of a head as `partial`; None for a scaling that is not supported."""
+    stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    local = stored.get("sliding_attention") if isinstance(stored, Mapping) else None
+    if isinstance(stored, Mapping) and family.local_rope_theta and FULL in stored:
+        stored = stored[FULL]
+    if not isinstance(stored, Mapping) or not isinstance(local or {}, Mapping):
+        raise UserError(f"config.json: rope_parameters must be an object, not {stored!r:.80}")
+    scaling = dict(stored)
+    theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or family.rope_theta
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    part = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or family.partial_rotary or 1.0
+    if (
+        kind not in ROPE_KEYS
+        or (local or {}).get("rope_type", "default") != "default"
+        or (part != 1.0 and not family.partial_rotary)
+    ):
+        return None
+    absent = [f"rope_parameters.{key}" for key in ROPE_KEYS[kind] if key not in scaling]
+    if absent:
+        raise UserError(f"config.json lacks {', '.join(absent)}: fetch the model again")
+    items = ((key, positive(key, scaling[key])) for key in sorted(ROPE_KEYS[kind]))
+    local_theta = (local or {}).get("rope_theta") or config.get("rope_local_base_freq") or family.local_rope_theta
+    return {
+        "rope_theta": positive("rope_theta", theta),
+        "rope_scaling": () if kind == "default" else (*items, ("rope_type", kind)),
+        "local_rope_theta": positive("rope_theta", local_theta) if family.local_rope_theta else 0.0,
+        "partial": positive("partial_rotary_factor", part),
+    }
+
+
+def windows_of(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...] | None:
+    """The sliding window of each layer; None if a layer has another kind of attention."""
+    if not family.windows or config.get("sliding_window") is None:
+        return ()
+    window = size_of(config, "sliding_window")
+    if family.windows == "all":
+        return (window,) * layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        every = config.get("sliding_window_pattern") or 6
+        kinds = [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(layers)]
+    per_layer("layer_types", kinds, layers)
+    if not set(kinds) <= {FULL, SLIDING}:
+        return None
+    return tuple(window * (kind == SLIDING) for kind in kinds) if SLIDING in kinds else ()
+
+
+def no_rope_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    uses = config.get("no_rope_layers")  # despite its name: 1 for a layer with rotary embedding
+    if uses is None:
+        every = config.get("no_rope_layer_interval") or 4
+        uses = [(layer + 1) % every != 0 for layer in range(layers)]
+    per_layer("no_rope_layers", uses, layers)
+    return tuple(layer for layer, use in enumerate(uses) if not use)
+
+
+def per_layer(key: str, values: Any, layers: int) -> None:
+    if not isinstance(values, list) or len(values) != layers:
+        raise UserError(f"config.json: {key} must be a list with one entry for each of the {layers} layers")
 
 
 def size_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -147,20 +318,38 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
     if spec.family not in FAMILIES:
         raise UserError(f"unknown model family '{spec.family}': choose one of {', '.join(FAMILIES)}")
     family = FAMILIES[spec.family]
-    rope = dict(spec.rope_scaling) or {"rope_type": "default"}
-    return {
+    rope = {**(dict(spec.rope_scaling) or {"rope_type": "default"}), "rope_theta": spec.rope_theta}
+    config = {
         "architectures": [family.architecture],
         "model_type": spec.family,
         **{key: getattr(spec, field) for field, key in SIZES.items()},
         # transformers 5 reads `rope_parameters`; version 4 and most other tools read the other two.
-        "rope_parameters": {**rope, "rope_theta": spec.rope_theta},
+        "rope_parameters": rope,
         "rope_theta": spec.rope_theta,
         "rope_scaling": dict(spec.rope_scaling) or None,
         "rms_norm_eps": spec.norm_eps,
         "tie_word_embeddings": spec.tied,
         "attention_bias": spec.qkv_bias and family.qkv_bias is None,
         "mlp_bias": spec.mlp_bias,
-        "hidden_act": "silu",
+        family.activation_key: ACTIVATIONS[family.design.activation],
         "use_cache": True,
         **dict(family.fixed),
     }
+    if family.partial_rotary:
+        factor = spec.rotated / spec.head_dim
+        if int(spec.head_dim * factor) < spec.rotated:  # a quotient that was rounded down
+            factor = math.nextafter(factor, 1.0)
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"] = factor
+    if family.windows:
+        config["sliding_window"] = max(spec.windows, default=0) or None
+    if family.windows == "some":
+        config["sliding_window"] = config["sliding_window"] or spec.max_length
+        config["layer_types"] = [SLIDING if spec.window(layer) else FULL for layer in range(spec.layers)]
+    if family.local_rope_theta:
+        local = {"rope_type": "default", "rope_theta": spec.local_rope_theta}
+        config |= {"rope_parameters": {FULL: rope, SLIDING: local}, "rope_local_base_freq": spec.local_rope_theta}
+    if family.query_scalar:
+        config["query_pre_attn_scalar"] = spec.query_scalar or spec.head_dim
+    if family.no_rope:
+        config["no_rope_layers"] = [int(layer not in spec.no_rope) for layer in range(spec.layers)]
+    return config

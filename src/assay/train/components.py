@@ -320,7 +320,9 @@ def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> 
     """Set up compilation and activation recomputation for training."""
     if not isinstance(policy, Decoder):
         if cfg.recompute or cfg.compile == "on":
-            raise UserError("train.recompute and train.compile are for the Llama and Qwen families: remove them")
+            raise UserError(
+                "train.recompute and train.compile are not for models that run through transformers: remove them"
+            )
         return
     policy.recompute = cfg.recompute
     if policy.quantized:

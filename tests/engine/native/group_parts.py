@@ -30,6 +30,7 @@ FAMILIES: dict[str, ModelSpec] = {
     "qwen2": small_spec("qwen2", layers=2),
     "qwen3": small_spec("qwen3", layers=2, head_dim=12),
     "llama": replace(SPECS["llama"], vocab_size=64),
+    "gemma3": SPECS["gemma3"],
 }
 MIXED = SamplingParams(n=2, temperature=0.8, max_new_tokens=40, stop_token_ids=(3, 5, 7, 11))
 KINDS = [

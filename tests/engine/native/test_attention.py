@@ -41,14 +41,17 @@ def random_cache(blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype, 
     return torch.randn(2, kv_heads, blocks, SIZE, head_dim, generator=generator).to(dtype)
 
 
-def exact(kv: Tensor, query: Tensor, blocks: Sequence[int], length: int) -> Tensor:
+def exact(
+    kv: Tensor, query: Tensor, blocks: Sequence[int], length: int, window: int = 0, scale: float | None = None
+) -> Tensor:
     """What one query [H, d] sees of the first `length` tokens in these blocks: [H, d] in float64."""
-    slots = [blocks[place // SIZE] * SIZE + place % SIZE for place in range(length)]
+    first = max(length - window, 0) if window else 0
+    slots = [blocks[place // SIZE] * SIZE + place % SIZE for place in range(first, length)]
     keys, values = kv.flatten(2, 3)[:, :, slots].double()
     shared = query.shape[0] // keys.shape[0]
     out = []
     for head, q in enumerate(query.double()):
-        weights = (keys[head // shared] @ q / math.sqrt(len(q))).softmax(-1)
+        weights = (keys[head // shared] @ q * (scale or 1 / math.sqrt(len(q)))).softmax(-1)
         out.append(weights @ values[head // shared])
     return torch.stack(out)
 
@@ -92,6 +95,23 @@ def test_row_attention_equals_the_float64_reference(
         kv = random_cache(30, kv_heads, head_dim, dtype, seed=3)
 
 
+WINDOWS = [1, 3, 8, 100]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), ROWS)
+def test_row_attention_with_sliding_windows_and_a_scale(kind: str, dtype: torch.dtype) -> None:
+    lengths = [1, 9, 4, 13, 16, 2]
+    kv = random_cache(30, 2, 40, dtype)
+    tables = some_tables(lengths, 30, seed=1)
+    queries = torch.randn(6, 4, 40, generator=torch.Generator().manual_seed(2)).to(dtype)
+    attend = row_attention(kind, dtype, table_tensor(tables, 7, filler=29), lengths)
+    for window in (0, *WINDOWS, 3):  # layers with several windows
+        out = attend(kv, queries, window, 0.3)
+        for row, length in enumerate(lengths):
+            expected = exact(kv, queries[row], tables[row], length, window, 0.3)
+            assert (out[row].double() - expected).abs().max() < TOLERANCE[dtype]
+
+
 def chunks_of(parts: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]]) -> list[Chunk]:
     return [Chunk([0] * (stop + 3), start, stop, table) for (start, stop), table in zip(parts, tables, strict=True)]
 
@@ -123,6 +143,21 @@ def test_chunk_attention_equals_the_float64_reference(
     ]
     for query, row, (table, length) in zip(queries, out, sees, strict=True):
         assert (row.double() - exact(kv, query, table, length)).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", PARTS)
+def test_chunk_attention_with_sliding_windows_and_a_scale(kind: str, dtype: torch.dtype) -> None:
+    parts = PARTS[kind]
+    kv = random_cache(30, 2, 12, dtype)
+    tables = some_tables([stop for _, stop in parts], 30, seed=4)
+    sees = [(table, i + 1) for (start, stop), table in zip(parts, tables, strict=True) for i in range(start, stop)]
+    queries = torch.randn(len(sees), 4, 12, generator=torch.Generator().manual_seed(5)).to(dtype)
+    attend = ChunkAttention(chunks_of(parts, tables), SIZE, CPU, dtype)
+    for window in (0, *WINDOWS, 3):
+        out = attend(kv, queries, window, 0.3)
+        for query, row, (table, length) in zip(queries, out, sees, strict=True):
+            assert (row.double() - exact(kv, query, table, length, window, 0.3)).abs().max() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_parts import assert_same_tokens, logits_after, needed_library, random_prompts, small_decoder, small_spec
+from engine_parts import (
+    UNUSUAL_SPECS,
+    assert_same_tokens,
+    logits_after,
+    needed_library,
+    random_prompts,
+    small_decoder,
+    small_spec,
+)
 from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate
@@ -110,16 +118,16 @@ SPECS = {
     "qwen2": small_spec("qwen2", heads=3, kv_heads=1, head_dim=20),
     "qwen3": small_spec("qwen3"),
 }
+WAYS = [*((name, whole) for name in SPECS for whole in (True, False)), *((name, False) for name in UNUSUAL_SPECS)]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("name", "whole"), WAYS)
 def test_an_engine_without_a_compiler_generates_the_same(
     name: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With whole steps in C, and with matrix products in torch."""
     needed_library()
-    model = small_decoder(SPECS[name], seed=3)
+    model = small_decoder((SPECS | UNUSUAL_SPECS)[name], seed=3)
     if not whole:
         monkeypatch.setattr(compiled, "SMALL_PRODUCT", 0)
     plain = SamplingParams(n=3, temperature=1.1, max_new_tokens=12, stop_token_ids=(1, 2))
@@ -163,6 +171,13 @@ def test_logits_of_a_step_in_c_equal_those_of_torch(monkeypatch: pytest.MonkeyPa
 
 def logits_scale(model: Decoder) -> float:
     return logits_after(model, list(range(20))).abs().max().item()
+
+
+@pytest.mark.parametrize("name", UNUSUAL_SPECS)
+def test_other_families_are_computed_operation_by_operation(name: str) -> None:
+    needed_library()
+    runner = engine_of(small_decoder(UNUSUAL_SPECS[name]), CompiledRunner).runner
+    assert isinstance(runner, CompiledRunner) and runner.small is None
 
 
 @pytest.mark.parametrize("changes", [{"vocab_size": 9000}, {"intermediate": 5000}])

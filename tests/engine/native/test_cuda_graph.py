@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_parts import small_decoder, small_spec
+from engine_parts import UNUSUAL_SPECS, small_decoder, small_spec
 from native_parts import Consumer
 from test_added_while_running import model as talker
 from test_added_while_running import talks
@@ -86,9 +86,10 @@ def share_of_equals(ours: list[Completion], theirs: list[Completion]) -> float:
     return sum(a.token_ids == b.token_ids for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *UNUSUAL_SPECS])
 def test_cuda_graphs_generate_the_same_as_the_cpu_for_all_sampling_parameters(family: str) -> None:
-    model = small_decoder(small_spec(family, head_dim=64, max_length=160), seed=3)
+    spec = UNUSUAL_SPECS.get(family) or small_spec(family)
+    model = small_decoder(replace(spec, head_dim=64, rotary=8 * spec.rotary, max_length=160), seed=3)
     plain = SamplingParams(n=3, temperature=0.9, max_new_tokens=30, stop_token_ids=(1, 2))
     kinds = [
         plain,
@@ -137,7 +138,7 @@ def test_shared_prefixes_do_not_change_samples() -> None:
     asked = [Request(p, SamplingParams(n=128, max_new_tokens=12), seed=i) for i, p in enumerate(prompts)]
     engine = native(model, "cuda", torch.bfloat16, max_batch=256)
     together = flat(generate(engine, asked))
-    assert (256, True, 1) in engine.runner.graphs  # type: ignore[attr-defined]
+    assert (256, True, 1, False) in engine.runner.graphs  # type: ignore[attr-defined]
     engine.runner.min_shared_blocks = 1 << 20  # type: ignore[attr-defined]
     engine.update_weights(model, 1)
     alone = flat(generate(engine, asked))
@@ -147,6 +148,25 @@ def test_shared_prefixes_do_not_change_samples() -> None:
     same = torch.tensor([a.token_ids[0] == b.token_ids[0] for a, b in zip(together, alone, strict=True)])
     assert same.float().mean() > 0.9
     assert (first[same, 0] - first[same, 1]).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("name", UNUSUAL_SPECS)
+def test_bfloat16_serving_of_other_families_equals_the_trainer(name: str) -> None:
+    """Prompts are computed by flash attention, with windows; rows share the prefixes of layers without one."""
+    spec = replace(UNUSUAL_SPECS[name], head_dim=64, rotary=8 * UNUSUAL_SPECS[name].rotary, max_length=512)
+    spec = replace(spec, windows=tuple(30 * window for window in spec.windows))
+    model = small_decoder(spec, seed=5).to("cuda", torch.bfloat16)
+    prompts = [[(i + 3) * j % 61 for j in range(300 + 50 * i)] for i in range(2)]
+    asked = [Request(p, SamplingParams(n=128, max_new_tokens=12), seed=i) for i, p in enumerate(prompts)]
+    engine = native(model, "cuda", torch.bfloat16, max_batch=256)
+    for request, group in zip(asked, generate(engine, asked), strict=True):
+        for completion in group[:4]:
+            ids = torch.tensor([*request.prompt_ids, *completion.token_ids], device="cuda")
+            with torch.no_grad():
+                logprobs = model.unembed(model.hidden(ids, [len(ids)])).float().log_softmax(-1)
+            start = len(request.prompt_ids)
+            expected = logprobs[start - 1 : -1].gather(-1, ids[start:, None])[:, 0].cpu()
+            assert (expected - torch.tensor(completion.engine_logprobs)).abs().mean() < 0.1
 
 
 def test_continuations_streaming_and_errors_on_cuda() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_parts import (
+    UNUSUAL_SPECS,
     assert_same_tokens,
     greedy_by_transformers,
     logits_after,
@@ -55,7 +56,11 @@ WAYS = [
         pytest.param("qwen3", mode, marks=() if mode in ("plain", "all at once") else pytest.mark.slow)
         for mode in MODES
     ),
-    *((name, "all at once") for name in SPECS if name != "qwen3"),
+    *(
+        pytest.param(name, "all at once", marks=pytest.mark.slow if name in UNUSUAL_SPECS else ())
+        for name in SPECS
+        if name != "qwen3"
+    ),
 ]
 
 

@@ -90,6 +90,8 @@ def test_split_dim_of_every_weight() -> None:
         "model.norm.weight": None,
         "input_layernorm.weight": None,
         "post_attention_layernorm.weight": None,
+        "pre_feedforward_layernorm.weight": None,
+        "post_feedforward_layernorm.weight": None,
         "self_attn.q_norm.weight": None,
         "self_attn.k_norm.weight": None,
         **{f"self_attn.{one}_proj.{kind}": 0 for one in "qkv" for kind in ("weight", "bias")},

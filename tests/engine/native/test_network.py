@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,9 +42,13 @@ def test_canonical_weights_are_views_with_the_names_and_values_of_the_decoder() 
         weights = dict(model.weights())
         assert network.canonical().keys() == weights.keys()
         assert all(torch.equal(weight, weights[name].double()) for name, weight in network.weights())
-        network.canonical()["model.layers.1.self_attn.k_proj.weight"].fill_(7.0)
-        queries = spec.heads * spec.head_dim
-        assert (network.layers[1].qkv[queries : queries + spec.kv_heads * spec.head_dim] == 7.0).all()
+        if spec.design.fused_qkv:
+            network.canonical()["model.layers.1.self_attn.qkv_proj.weight"].fill_(7.0)
+            assert (network.layers[1].qkv == 7.0).all()
+        else:
+            network.canonical()["model.layers.1.self_attn.k_proj.weight"].fill_(7.0)
+            queries = spec.heads * spec.head_dim
+            assert (network.layers[1].qkv[queries : queries + spec.kv_heads * spec.head_dim] == 7.0).all()
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -78,7 +83,7 @@ def test_fingerprint_equals_that_of_the_canonical_weights(name: str, dtype: torc
     assert isinstance(engine, NativeEngine) and engine.info.version == 0
     assert engine.fingerprint() == fingerprint(model.weights(), dtype)
     with torch.no_grad():
-        dict(model.weights())["model.layers.1.mlp.up_proj.weight"][3, 2] += 1.0
+        dict(model.weights())["model.layers.1.mlp.down_proj.weight"][3, 2] += 1.0
     assert engine.fingerprint() != fingerprint(model.weights(), dtype)
 
 
@@ -99,7 +104,7 @@ def test_weights_of_another_model_are_named_in_the_error() -> None:
         generate(empty, requests_for([[1]], SamplingParams()))
 
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 0.05}  # angles are float32 in all of them
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 2e-6, torch.bfloat16: 0.05}  # angles are float32 in all of them
 KINDS = [*(("torch", dtype) for dtype in TOLERANCE), ("compiled", torch.float32)]
 SPEC = small_spec(heads=4, kv_heads=2, head_dim=8, max_length=96)
 
@@ -124,13 +129,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotated(x: Tensor, position: int, spec: ModelSpec) -> Tensor:
-    """Pairs half a head apart, turned by the position's angles, one pair after the other: [heads, d]."""
-    half = spec.head_dim // 2
+    """Pairs half of the rotated numbers apart, or neighbors, turned by the position's angles: [heads, d]."""
     out = x.double().clone()
     for pair, frequency in enumerate(rope_frequencies(spec).double().tolist()):
         cos, sin = math.cos(position * frequency), math.sin(position * frequency)
-        a, b = x[:, pair].double(), x[:, pair + half].double()
-        out[:, pair], out[:, pair + half] = a * cos - b * sin, b * cos + a * sin
+        i, j = (2 * pair, 2 * pair + 1) if spec.family == "glm4" else (pair, pair + spec.rotated // 2)
+        a, b = x[:, i].double(), x[:, j].double()
+        out[:, i], out[:, j] = a * cos - b * sin, b * cos + a * sin
     return out
 
 
@@ -145,15 +150,30 @@ def test_norm_and_activation(kind: str, dtype: torch.dtype, monkeypatch: pytest.
     assert (ops.activate(together).double() - expected).abs().max() < TOLERANCE[dtype]
     assert torch.equal(together, torch.cat((gate, up), dim=-1))  # its input is left alone
 
+    gemma = made(SPECS["gemma3"], kind, dtype, monkeypatch)
+    normed = rms_norm(x, 1 + weight.double(), SPEC.norm_eps)
+    assert (gemma.norm(x, weight).double() - normed).abs().max() < TOLERANCE[dtype]
+    gelu = torch.nn.functional.gelu(gate.double(), approximate="tanh") * up.double()
+    assert (gemma.activate(together).double() - gelu).abs().max() < TOLERANCE[dtype]
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
+
+LINEAR = (("factor", 2.0), ("rope_type", "linear"))
+ROTATIONS = {
+    "qwen2": small_spec("qwen2", head_dim=8),
+    "qwen2 scaled": small_spec("qwen2", head_dim=8, rope_scaling=LINEAR),
+    "qwen3": small_spec("qwen3", head_dim=8),
+    "gemma3": SPECS["gemma3"],
+    "phi3": SPECS["phi3"],
+    "glm4": SPECS["glm4"],
+    "glm4 whole": small_spec("glm4", head_dim=8),
+}
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_rotating_and_storing(
-    kind: str, dtype: torch.dtype, normed: bool, scaled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scaling = (("factor", 2.0), ("rope_type", "linear")) if scaled else ()
-    spec = small_spec("qwen3" if normed else "qwen2", head_dim=8, rope_scaling=scaling)
+def test_rotating_and_storing(kind: str, dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ROTATIONS[name]
+    normed, offset = spec.qk_norm, 1.0 if name == "gemma3" else 0.0
     ops = made(spec, kind, dtype, monkeypatch)
     positions = torch.tensor([0, 5, 95, 17, 31])
     slots = torch.tensor([3, 2 * BLOCK_SIZE + 5, -1, BLOCK_SIZE, -1])
@@ -165,7 +185,8 @@ def test_rotating_and_storing(
     for token, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist(), strict=True)):
         query, key = q[token].double(), k[token].double()
         if q_norm is not None and k_norm is not None:
-            query, key = rms_norm(query, q_norm, spec.norm_eps), rms_norm(key, k_norm, spec.norm_eps)
+            query = rms_norm(query, offset + q_norm.double(), spec.norm_eps)
+            key = rms_norm(key, offset + k_norm.double(), spec.norm_eps)
         assert (out[token].double() - rotated(query, position, spec)).abs().max() < TOLERANCE[dtype]
         if slot >= 0:
             stored = cache.flatten(2, 3)[:, :, slot].double()
@@ -175,11 +196,30 @@ def test_rotating_and_storing(
     assert (cache.flatten(2, 3)[:, :, untouched] == 7.0).all()
 
 
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_each_layer_has_its_own_rotary_table(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's layers with a window have another base; layers of SmolLM3 may have no rotation."""
+    for name, bases in (("gemma3", {0: 50.0, 1: 500.0, 2: 50.0}), ("smollm3", {0: 10_000.0, 1: None})):
+        spec = SPECS[name]
+        ops = made(spec, kind, dtype, monkeypatch)
+        places = ops.token_positions(torch.tensor([31]), torch.tensor([-1]))
+        for layer, base in bases.items():
+            qkv, cache = normal(1, 8 * 8, dtype=dtype), torch.zeros((2, 2, 1, BLOCK_SIZE, 8), dtype=dtype)
+            out = ops.rotate_and_store(qkv.clone(), places, None, None, cache, spec.rope_table(layer))
+            query = qkv.view(8, 8)[:4]
+            expected = query.double() if base is None else rotated(query, 31, replace(spec, rope_theta=base))
+            assert (out[0].double() - expected).abs().max() < TOLERANCE[dtype]
+
+
 def test_activation_of_extreme_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = made(SPEC, "compiled", torch.float32, monkeypatch)
     gate = torch.tensor([[-1e30, -200.0, -88.5, -30.0, -1e-30, 0.0, 1e-30, 30.0, 200.0, 1e30, math.nan]])
     out = ops.activate(torch.cat((gate, torch.ones_like(gate)), dim=-1))
     assert torch.allclose(out, torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-30, equal_nan=True)
+    gemma = made(SPECS["gemma3"], "compiled", torch.float32, monkeypatch)
+    out = gemma.activate(torch.cat((gate, torch.ones_like(gate)), dim=-1))
+    expected = torch.nn.functional.gelu(gate.double(), approximate="tanh").float()
+    assert torch.allclose(out, expected, rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
 def test_triton_is_for_cuda_alone() -> None:

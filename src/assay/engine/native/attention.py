@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -54,37 +55,51 @@ class RowAttention:
     def __init__(self, tables: Tensor, lengths: Tensor, span: int, block_size: int, dtype: torch.dtype) -> None:
         """`tables` [B, *]: blocks of the rows; `lengths` [B]: number of keys that each row sees, at most `span`."""
         self.rows, blocks = tables.shape[0], -(-span // block_size)
-        self.span = blocks * block_size
+        self.span, self.lengths, self.dtype = blocks * block_size, lengths, dtype
         self.gather = Gather(tables[:, :blocks].reshape(-1))
-        unseen = torch.arange(self.span, device=tables.device) >= lengths[:, None]
-        self.bias = torch.zeros(unseen.shape, device=tables.device, dtype=dtype).masked_fill_(unseen, -math.inf)
         self.last = lengths[:, None] - 1
         # In float32 with MKL, two batched products are faster than the fused kernel. In bfloat16 the fused kernel is
         # needed for its float32 accumulation. Libraries without batched products need one call per row and head.
         self.plain = dtype != torch.bfloat16 and tables.device.type == "cpu" and mkl.is_available()
-        self.wide_bias: Tensor | None = None
+        self.biases: dict[int, Tensor] = {}  # by window, the same for all layers with this window
+        self.wide_biases: dict[int, Tensor] = {}
 
-    def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
+    def __call__(self, kv: Tensor, q: Tensor, window: int = 0, scale: float | None = None) -> Tensor:
+        """`window`: number of last tokens that each query sees; 0: all. `scale`: see `PackedCausal`."""
+        window = 0 if window >= self.span else window
         kv_heads, head_dim = kv.shape[1], kv.shape[-1]
         keys, values = self.gather(kv).view(2, kv_heads, self.rows, self.span, head_dim)
         # Query heads that share a key-value head take the place of the query sequence, so that no key is repeated.
         queries = q.view(self.rows, kv_heads, -1, head_dim).transpose(0, 1)
-        out = attend_without_unseen(self._attend, queries, keys, values, self.last)
+        attend = partial(self._attend, window, scale)
+        out = attend_without_unseen(attend, queries, keys, values, self.last)
         return out.transpose(0, 1).reshape(q.shape)
 
-    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, window: int, scale: float | None, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if self.plain:
-            return self._products(*(x.flatten(0, 1) for x in (queries, keys, values))).view(queries.shape)
+            flat = (x.flatten(0, 1) for x in (queries, keys, values))
+            return self._products(window, scale or 1 / math.sqrt(queries.shape[-1]), *flat).view(queries.shape)
         # Rows first: with heads first, the mask makes it slow.
         q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias[:, None, None]).transpose(0, 1)
+        bias = self._bias(window)[:, None, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale).transpose(0, 1)
 
-    def _products(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if self.wide_bias is None:  # the same for every layer
+    def _bias(self, window: int) -> Tensor:
+        if window not in self.biases:
+            places = torch.arange(self.span, device=self.lengths.device)
+            unseen = places >= self.lengths[:, None]
+            if window:
+                unseen |= places < self.lengths[:, None] - window
+            self.biases[window] = torch.zeros(unseen.shape, device=unseen.device, dtype=self.dtype)
+            self.biases[window].masked_fill_(unseen, -math.inf)
+        return self.biases[window]
+
+    def _products(self, window: int, scale: float, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if window not in self.wide_biases:
             copies, shared = queries.shape[0] // self.rows, queries.shape[1]
-            wide = self.bias[None, :, None].expand(copies, -1, shared, -1)
-            self.wide_bias = wide.reshape(-1, shared, self.span)
-        scores = torch.baddbmm(self.wide_bias, queries, keys.transpose(1, 2), alpha=1 / math.sqrt(queries.shape[-1]))
+            wide = self._bias(window)[None, :, None].expand(copies, -1, shared, -1)
+            self.wide_biases[window] = wide.reshape(-1, shared, self.span)
+        scores = torch.baddbmm(self.wide_biases[window], queries, keys.transpose(1, 2), alpha=scale)
         return torch.bmm(scores.softmax(-1), values)
 
 
@@ -104,30 +119,46 @@ class ChunkAttention:
         self.query_index = torch.from_numpy(np.flatnonzero(is_query)).to(device)  # of queries in the padded batch
         last = starts[:, None] + np.arange(self.longest)
         self.last = torch.from_numpy(last).to(device)[:, None]
-        self.bias: Tensor | None = None
-        if starts.any():
-            seen = np.arange(self.span) <= last[:, :, None]
-            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~torch.from_numpy(seen), -math.inf)
-            self.bias = bias[:, None].to(device)
+        self.dtype = dtype
+        self.biases: dict[int, Tensor] = {}  # by window
+        self.causal = not starts.any()
 
-    def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
+    def _bias(self, window: int) -> Tensor | None:
+        if self.causal and not window:
+            return None
+        if window not in self.biases:
+            last = self.last[:, 0, :, None].cpu()
+            places = torch.arange(self.span)
+            unseen = places > last
+            if window:
+                unseen |= places <= last - window
+            bias = torch.zeros(unseen.shape, dtype=self.dtype).masked_fill_(unseen, -math.inf)
+            self.biases[window] = bias[:, None].to(self.last.device)
+        return self.biases[window]
+
+    def __call__(self, kv: Tensor, q: Tensor, window: int = 0, scale: float | None = None) -> Tensor:
+        """`window`, `scale`: see `RowAttention`."""
+        window = 0 if window >= self.span else window
         kv_heads, head_dim = kv.shape[1], kv.shape[-1]
         keys, values = self.gather(kv).view(2, kv_heads, self.count, self.span, head_dim)
         padded = q
         if not self.even:
             padded = q.new_zeros(self.count * self.longest, *q.shape[1:]).index_copy_(0, self.query_index, q)
         queries = padded.view(self.count, self.longest, *q.shape[1:]).transpose(1, 2)
-        out = attend_without_unseen(self._attend, queries, keys.transpose(0, 1), values.transpose(0, 1), self.last)
+        attend = partial(self._attend, window, scale)
+        out = attend_without_unseen(attend, queries, keys.transpose(0, 1), values.transpose(0, 1), self.last)
         out = out.transpose(1, 2).flatten(0, 1)
         return out if self.even else out.index_select(0, self.query_index)
 
-    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, window: int, scale: float | None, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        bias = self._bias(window)
         return F.scaled_dot_product_attention(
             queries,
             keys,
             values,
-            attn_mask=self.bias,
-            is_causal=self.bias is None,
+            attn_mask=bias,
+            is_causal=bias is None,
+            scale=scale,
             enable_gqa=queries.shape[1] != keys.shape[1],
         )
 
@@ -160,9 +191,9 @@ class VarlenAttention:
         host = [np.array(queries, dtype=np.int32), np.array(keys, dtype=np.int32), slots]
         self.queries, self.keys, self.slots = (upload(values) for values in host)
 
-    def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
+    def __call__(self, kv: Tensor, q: Tensor, window: int = 0, scale: float | None = None) -> Tensor:
         keys, values = kv.view(2, kv.shape[1], -1, kv.shape[-1]).index_select(2, self.slots).transpose(1, 2)
-        return varlen_attention(q, keys, values, self.queries, self.keys, self.most)
+        return varlen_attention(q, keys, values, self.queries, self.keys, self.most, window, scale)
 
 
 def slots_of(chunk: Chunk, start: int, stop: int, block_size: int) -> np.ndarray:

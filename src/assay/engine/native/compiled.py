@@ -7,6 +7,7 @@ To force this, set the environment variable CC to a command that is not a compil
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shlex
 import subprocess
@@ -26,7 +27,7 @@ from assay.engine.native.runner import Runner
 from assay.engine.rows import LOG_STEPS, Rows
 from assay.engine.sampler import BLOCK, GOLDEN, MULTIPLIERS
 from assay.engine.sequence import BLOCK_SIZE, WIDTH, Column, RowState
-from assay.models.spec import ModelSpec
+from assay.models.spec import BlockDesign, ModelSpec
 
 SOURCE = Path(__file__).parent / "kernels" / "cpu.c"
 DEFINES = {
@@ -45,10 +46,10 @@ THREAD_WORK = 2**21  # numbers to read per thread, about a millisecond: less is 
 Pointer, Int, Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, Sequence[Any]] = {
     "place_rows": (Pointer, Pointer, Int, Int, Int, Pointer, Pointer),
-    "rms_norm": (Pointer, Pointer, Int, Int, Float, Pointer),
-    "silu_mul": (Pointer, Int, Int, Pointer),
-    "rope_store": (Pointer, *[Int] * 4, *[Pointer] * 5, Float, Pointer, Int),
-    "attend_rows": (Pointer, Int, Pointer, Int, Int, Pointer, Int, Pointer, *[Int] * 5, Pointer, Pointer),
+    "rms_norm": (Pointer, Pointer, Int, Int, Float, Float, Pointer),
+    "gated": (Pointer, Int, Int, Int, Pointer),
+    "rope_store": (Pointer, *[Int] * 6, *[Pointer] * 5, Float, Float, Pointer, Int),
+    "attend_rows": (Pointer, Int, Pointer, Int, Int, Pointer, Int, Pointer, *[Int] * 6, Float, Pointer, Pointer),
     "decode_rows": (Pointer, Float, Pointer, Pointer, *[Int] * 3, Pointer, Int, Int, *[Pointer] * 4),
     "sample_rows": (Pointer, Int, Pointer, Pointer, Int, Pointer, Pointer, Int, Pointer, Pointer),
 }
@@ -88,25 +89,27 @@ class CompiledOperations:
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        self.library.rms_norm(x.data_ptr(), weight.data_ptr(), *x.shape, self.spec.norm_eps, out.data_ptr())
+        offsets = self.spec.norm_eps, self.spec.design.norm_offset
+        self.library.rms_norm(x.data_ptr(), weight.data_ptr(), *x.shape, *offsets, out.data_ptr())
         return out
 
     def activate(self, gate_up: Tensor) -> Tensor:
         rows, size = gate_up.shape
         out = gate_up.new_empty(rows, size // 2)
-        self.library.silu_mul(gate_up.data_ptr(), rows, size // 2, out.data_ptr())
+        gelu = self.spec.design.activation == "gelu_tanh"
+        self.library.gated(gate_up.data_ptr(), rows, size // 2, gelu, out.data_ptr())
         return out
 
     def rotate_and_store(
-        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
+        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor, table: int = 0
     ) -> Tensor:
         heads, kv_heads, size = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
-        rows = qkv.shape[0]
+        rows, design = qkv.shape[0], self.spec.design
         self.library.rope_store(
-            *(qkv.data_ptr(), rows, heads, kv_heads, size),
-            *(at.positions.data_ptr(), at.slots.data_ptr(), self.rotations.data_ptr()),
+            *(qkv.data_ptr(), rows, heads, kv_heads, size, self.spec.rotated, design.interleaved_rope),
+            *(at.positions.data_ptr(), at.slots.data_ptr(), self.rotations[table].data_ptr()),
             *(None if norm is None else norm.data_ptr() for norm in (q_norm, k_norm)),
-            *(self.spec.norm_eps, kv.data_ptr(), kv.shape[2] * kv.shape[3]),
+            *(self.spec.norm_eps, design.norm_offset, kv.data_ptr(), kv.shape[2] * kv.shape[3]),
         )
         return qkv.view(rows, -1, size)[:, :heads]
 
@@ -117,7 +120,7 @@ class CompiledAttention:
     def __init__(self, library: ctypes.CDLL, tables: Tensor, positions: Tensor, span: int) -> None:
         self.library, self.tables, self.positions, self.span = library, tables, positions, span
 
-    def __call__(self, kv: Tensor, q: Tensor) -> Tensor:
+    def __call__(self, kv: Tensor, q: Tensor, window: int = 0, scale: float | None = None) -> Tensor:
         rows, heads, size = q.shape
         _, kv_heads, blocks, block, _ = kv.shape
         out = torch.empty(rows, heads, size)
@@ -127,7 +130,8 @@ class CompiledAttention:
             self.library.attend_rows(
                 *(address(q, start), q.stride(0), kv.data_ptr(), blocks, block),
                 *(address(self.tables, start), self.tables.stride(0), address(self.positions, start), self.span),
-                *(stop - start, heads, kv_heads, size, scores.data_ptr(), address(out, start)),
+                *(stop - start, heads, kv_heads, size, window, scale or 1 / math.sqrt(size)),
+                *(scores.data_ptr(), address(out, start)),
             )
 
         in_threads(attend, rows, self.span * heads * size)
@@ -141,8 +145,8 @@ class SmallModel:
         spec = network.spec
         layers = [
             (
-                *(layer.input_norm, layer.qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.out, layer.out_bias),
-                *(layer.mlp_norm, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias),
+                *(layer.norms[0], layer.qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.out, layer.out_bias),
+                *(layer.norms[2], layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias),
             )
             for layer in network.layers
         ]
@@ -154,8 +158,11 @@ class SmallModel:
 
     @staticmethod
     def fits(network: FusedDecoder) -> bool:
+        """Only for the usual layers: all others are computed operation by operation."""
+        spec = network.spec
+        usual = spec.design == BlockDesign() and not (spec.windows or spec.no_rope or spec.rotary or spec.query_scalar)
         matrices = [w for layer in network.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return network.shard is None and all(w.t().is_contiguous() for w in (*matrices, network.head))
+        return usual and network.shard is None and all(w.t().is_contiguous() for w in (*matrices, network.head))
 
     def logits(self, library: ctypes.CDLL, rows: Rows, kv: Tensor, size: int, span: int) -> Tensor:
         spec, tables = self.spec, rows.tables

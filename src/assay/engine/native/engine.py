@@ -28,7 +28,7 @@ from assay.engine.native.scheduler import Lockstep, Plan, Scheduler, min_over_ra
 from assay.engine.outputs import OutputProcessor
 from assay.engine.rows import LOG_STEPS, Rows, StepOutput
 from assay.engine.sequence import BLOCK_SIZE, Kept, RowState, Sample, Stats
-from assay.models.decoder import rope_frequencies
+from assay.models.decoder import rope_tables
 from assay.models.device import uses_triton
 from assay.models.parallel import TPShard
 from assay.models.spec import ModelSpec
@@ -327,7 +327,7 @@ class NativeEngine(LocalEngine):
 
 
 def make_operations(spec: ModelSpec, max_length: int, device: torch.device, dtype: torch.dtype) -> Operations:
-    angles = torch.arange(max_length, device=device)[:, None].float() * rope_frequencies(spec).to(device)
+    angles = torch.arange(max_length, device=device)[:, None].float() * rope_tables(spec).to(device)[:, None]
     if uses_triton(device):
         return TritonOperations(spec, torch.cat((angles.cos(), angles.sin()), dim=-1))
     if library := library_for(device, dtype):

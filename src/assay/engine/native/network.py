@@ -24,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from assay.models.decoder import GATES, embedding_scale, rms_norm
 from assay.models.parallel import TPShard, own_rows
 from assay.models.spec import ModelSpec
 
 SMALL_MATRIX = 2**18  # elements that fit into the cache of one core
-# (a layer's cache [2, K, blocks, block size, d], queries [N, H, d]) -> [N, H, d]
-Attend = Callable[[Tensor, Tensor], Tensor]
+# (a layer's cache [2, K, blocks, block size, d], queries [N, H, d], window, scale) -> [N, H, d]
+Attend = Callable[[Tensor, Tensor, int, float | None], Tensor]
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class TokenPositions:
 
     positions: Tensor  # [N]
     slots: Tensor  # [N]
-    cos: Tensor | None = None  # [N, 1, d], only for `TorchOperations`
+    cos: Tensor | None = None  # [tables, N, 1, rotated], only for `TorchOperations`
     sin: Tensor | None = None
 
 
@@ -47,48 +48,70 @@ class Operations(Protocol):
     def norm(self, x: Tensor, weight: Tensor) -> Tensor: ...
     def activate(self, gate_up: Tensor) -> Tensor: ...
     def rotate_and_store(
-        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
+        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor, table: int = 0
     ) -> Tensor:
-        """Rotated queries [N, H, d]; keys and values are stored in a layer's cache [2, K, blocks, block size, d]."""
+        """Rotated queries [N, H, d]; keys and values are stored in a layer's cache [2, K, blocks, block size, d].
+
+        `table`: of the model's rotary tables (`decoder.rope_tables`), the one of this layer.
+        """
 
 
 class TorchOperations:
     def __init__(self, spec: ModelSpec, angles: Tensor, dtype: torch.dtype) -> None:
+        """`angles` [tables, max_length, rotated / 2]"""
         self.spec = spec
         cos, sin = angles.cos(), angles.sin()
-        self.cos = torch.cat((cos, cos), dim=-1)[:, None].to(dtype)
-        self.sin = torch.cat((-sin, sin), dim=-1)[:, None].to(dtype)
+        # The second of each pair of numbers has a positive sine, the first a negative one.
+        join = partial(torch.stack, dim=-1) if spec.design.interleaved_rope else partial(torch.cat, dim=-1)
+        shape = (*angles.shape[:2], 1, spec.rotated)
+        self.cos, self.sin = join((cos, cos)).view(shape).to(dtype), join((-sin, sin)).view(shape).to(dtype)
 
     def token_positions(self, positions: Tensor, slots: Tensor) -> TokenPositions:
-        return TokenPositions(positions, slots, self.cos[positions], self.sin[positions])
+        return TokenPositions(positions, slots, self.cos[:, positions], self.sin[:, positions])
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
+        return rms_norm(x, weight, self.spec.norm_eps, self.spec.design.norm_offset)
 
     def activate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return GATES[self.spec.design.activation](gate).mul_(up)
 
     def rotate_and_store(
-        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
+        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor, table: int = 0
     ) -> Tensor:
         heads, kv_heads, size = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
         qkv = qkv.view(-1, heads + 2 * kv_heads, size)
         rotated = qkv[:, : heads + kv_heads]
         if q_norm is not None and k_norm is not None:
             scales = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
-            rotated = F.rms_norm(rotated, (size,), None, self.spec.norm_eps) * scales
-        assert at.cos is not None and at.sin is not None
-        rotated = torch.addcmul(rotated * at.cos, rotated.roll(size // 2, dims=-1), at.sin)
+            if offset := self.spec.design.norm_offset:
+                wide = torch.promote_types(qkv.dtype, torch.float32)
+                normed = F.rms_norm(rotated.to(wide), (size,), None, self.spec.norm_eps)
+                rotated = (normed * (scales.to(wide) + offset)).to(qkv.dtype)
+            else:
+                rotated = F.rms_norm(rotated, (size,), None, self.spec.norm_eps) * scales
+        rotated = self.rotate(rotated, at, table)
         # A slot of -1 is the last one of the cache, in a block that no sequence uses.
         slots = kv.view(2, kv_heads, -1, size)
         slots[0].index_copy_(1, at.slots % slots.shape[2], rotated[:, heads:].transpose(0, 1))
         slots[1].index_copy_(1, at.slots % slots.shape[2], qkv[:, heads + kv_heads :].transpose(0, 1))
         return rotated[:, :heads]
 
+    def rotate(self, x: Tensor, at: TokenPositions, table: int) -> Tensor:
+        assert at.cos is not None and at.sin is not None
+        size = self.spec.rotated
+        part = x[..., :size]
+        if self.spec.design.interleaved_rope:
+            swapped = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        else:
+            swapped = part.roll(size // 2, dims=-1)
+        part = torch.addcmul(part * at.cos[table], swapped, at.sin[table])
+        return part if size == x.shape[-1] else torch.cat((part, x[..., size:]), dim=-1)
+
 
 class TritonOperations:
     def __init__(self, spec: ModelSpec, rotations: Tensor) -> None:
+        """`rotations` [tables, max_length, rotated]: cosines, then sines"""
         from assay.engine.native.kernels import layers
 
         self.spec, self.rotations, self.kernels = spec, rotations, layers
@@ -97,16 +120,19 @@ class TritonOperations:
         return TokenPositions(positions, slots)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.kernels.rms_norm(x, weight, self.spec.norm_eps)
+        return self.kernels.rms_norm(x, weight, self.spec.norm_eps, self.spec.design.norm_offset)
 
     def activate(self, gate_up: Tensor) -> Tensor:
-        return self.kernels.silu_mul(gate_up)
+        return self.kernels.gated(gate_up, self.spec.design.activation)
 
     def rotate_and_store(
-        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor
+        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor, table: int = 0
     ) -> Tensor:
+        design = self.spec.design
         return self.kernels.rope_store(
-            qkv, at.positions, at.slots, self.rotations, q_norm, k_norm, self.spec.norm_eps, kv
+            *(qkv, at.positions, at.slots, self.rotations[table], q_norm, k_norm, self.spec.norm_eps, kv),
+            offset=design.norm_offset,
+            interleaved=design.interleaved_rope,
         )
 
 
@@ -116,25 +142,25 @@ class FusedLayer:
     ) -> None:
         new = partial(new_weight, device=device, dtype=dtype)
         self.spec, self.index, self.shard = spec, index, shard
+        self.window, self.scale, self.rope_table = spec.window(index), spec.attention_scale, spec.rope_table(index)
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.sizes = [queries, keys, keys]
         self.qkv, self.out = new(queries + 2 * keys, spec.hidden), new(spec.hidden, queries)
         self.qkv_bias = new(queries + 2 * keys) if spec.qkv_bias else None
         self.out_bias = new(spec.hidden) if spec.out_bias else None
         self.gate_up, self.down = new(2 * spec.intermediate, spec.hidden), new(spec.hidden, spec.intermediate)
         self.gate_up_bias = new(2 * spec.intermediate) if spec.mlp_bias else None
         self.down_bias = new(spec.hidden) if spec.mlp_bias else None
-        self.input_norm, self.mlp_norm = new(spec.hidden), new(spec.hidden)
-        self.q_norm = new(spec.head_dim) if spec.qk_norm else None
-        self.k_norm = new(spec.head_dim) if spec.qk_norm else None
+        self.norms = [new(spec.hidden) if name else None for name in spec.design.norms]
+        widths = (queries, keys) if spec.design.qk_norm_over_heads else (spec.head_dim, spec.head_dim)
+        self.q_norm = new(widths[0]) if spec.qk_norm else None
+        self.k_norm = new(widths[1]) if spec.qk_norm else None
 
     def canonical(self) -> dict[str, Tensor]:
         """Views of the weights under their Hugging Face names."""
-        spec, prefix = self.spec, f"model.layers.{self.index}."
-        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        split = [queries, keys, keys]
+        design, prefix = self.spec.design, f"model.layers.{self.index}."
         names: dict[str, Tensor | None] = {
-            "input_layernorm.weight": self.input_norm,
-            "post_attention_layernorm.weight": self.mlp_norm,
+            **{f"{name}.weight": norm for name, norm in zip(design.norms, self.norms, strict=True)},
             "self_attn.q_norm.weight": self.q_norm,
             "self_attn.k_norm.weight": self.k_norm,
             "self_attn.o_proj.weight": self.out,
@@ -143,24 +169,50 @@ class FusedLayer:
             "mlp.down_proj.bias": self.down_bias,
         }
         for kind, qkv, gate_up in (("weight", self.qkv, self.gate_up), ("bias", self.qkv_bias, self.gate_up_bias)):
-            if qkv is not None:
-                parts = qkv.split(split)
+            if qkv is not None and design.fused_qkv:
+                names[f"self_attn.qkv_proj.{kind}"] = qkv
+            elif qkv is not None:
+                parts = qkv.split(self.sizes)
                 names |= {f"self_attn.{n}_proj.{kind}": part for n, part in zip("qkv", parts, strict=True)}
-            if gate_up is not None:
+            if gate_up is not None and design.fused_gate_up:
+                names[f"mlp.gate_up_proj.{kind}"] = gate_up
+            elif gate_up is not None:
                 gate, up = gate_up.chunk(2)
                 names |= {f"mlp.gate_proj.{kind}": gate, f"mlp.up_proj.{kind}": up}
         return {prefix + name: value for name, value in names.items() if value is not None}
 
     def forward(self, x: Tensor, at: TokenPositions, ops: Operations, kv: Tensor, attend: Attend) -> Tensor:
         q = self.store(x, at, ops, kv)
-        x = residual(x, attend(kv, q).flatten(1), self.out, self.out_bias, self.shard)
-        gate_up = F.linear(ops.norm(x, self.mlp_norm), self.gate_up, self.gate_up_bias)
-        return residual(x, ops.activate(gate_up), self.down, self.down_bias, self.shard)
+        attended = attend(kv, q, self.window, self.scale).flatten(1)
+        x = self.add(x, attended, self.out, self.out_bias, self.norms[1], ops)
+        gate_up = F.linear(self.normed(x, 2, ops), self.gate_up, self.gate_up_bias)
+        return self.add(x, ops.activate(gate_up), self.down, self.down_bias, self.norms[3], ops)
 
     def store(self, x: Tensor, at: TokenPositions, ops: Operations, kv: Tensor) -> Tensor:
         """Return the queries; keys and values are stored in the cache."""
-        qkv = F.linear(ops.norm(x, self.input_norm), self.qkv, self.qkv_bias)
-        return ops.rotate_and_store(qkv, at, self.q_norm, self.k_norm, kv)
+        qkv = F.linear(self.normed(x, 0, ops), self.qkv, self.qkv_bias)
+        if not self.spec.design.qk_norm_over_heads:
+            return ops.rotate_and_store(qkv, at, self.q_norm, self.k_norm, kv, self.rope_table)
+        for part, weight in zip(qkv.split(self.sizes, dim=1), (self.q_norm, self.k_norm), strict=False):
+            if weight is not None:
+                part.copy_(ops.norm(part.contiguous(), weight))
+        return ops.rotate_and_store(qkv, at, None, None, kv, self.rope_table)
+
+    def normed(self, x: Tensor, place: int, ops: Operations) -> Tensor:
+        """`x` after the norm at one of the four places of `BlockDesign.norms`, if there is one."""
+        weight = self.norms[place]
+        return x if weight is None else ops.norm(x, weight)
+
+    def add(
+        self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, ops: Operations
+    ) -> Tensor:
+        """x + norm(y @ weight.T + bias), in place."""
+        if norm is None:
+            return residual(x, y, weight, bias, self.shard)
+        y = F.linear(y, weight)
+        if self.shard is not None:
+            y = self.shard.sum_(y)
+        return x.add_(ops.norm(y if bias is None else y.add_(bias), norm))
 
 
 class FusedDecoder:
@@ -178,6 +230,7 @@ class FusedDecoder:
         self.embedding = new_weight(tokens, spec.hidden, device=device, dtype=dtype)
         self.head = self.embedding if spec.tied else torch.zeros_like(self.embedding)
         self.norm = torch.zeros(spec.hidden, device=device, dtype=dtype)
+        self.scale = embedding_scale(spec, dtype) if spec.design.scaled_embedding else None
         self.layers = [FusedLayer(spec, index, device, dtype, self.shard) for index in range(spec.layers)]
 
     def canonical(self) -> dict[str, Tensor]:
@@ -210,9 +263,11 @@ class FusedDecoder:
 
     def embed(self, ids: Tensor) -> Tensor:
         if self.shard is None:
-            return F.embedding(ids, self.embedding)
-        rows, here = own_rows(ids, self.shard.first_token, self.shard.tokens)
-        return self.shard.sum_(F.embedding(rows, self.embedding).masked_fill_(~here[:, None], 0.0))
+            x = F.embedding(ids, self.embedding)
+        else:
+            rows, here = own_rows(ids, self.shard.first_token, self.shard.tokens)
+            x = self.shard.sum_(F.embedding(rows, self.embedding).masked_fill_(~here[:, None], 0.0))
+        return x if self.scale is None else x.mul_(self.scale)
 
     def unembed(self, hidden: Tensor) -> Tensor:
         logits = F.linear(hidden, self.head)

@@ -155,8 +155,9 @@ class GraphRunner(Runner):
         self.counters = torch.zeros(rows.size, spec.kv_heads, dtype=torch.int32, device=kv.device)
         self.scratch = sampling.Scratch(rows.size, network.spec.vocab_size, kv.device)
         self.sizes = sizes_up_to(rows.size)
-        # By number of rows, whether prefixes are shared, and number of ranges per sequence.
-        self.graphs: dict[tuple[int, bool, int], torch.cuda.CUDAGraph] = {}
+        # By number of rows, whether prefixes are shared, number of ranges per sequence, and whether any sequence may be
+        # longer than a sliding window.
+        self.graphs: dict[tuple[int, bool, int, bool], torch.cuda.CUDAGraph] = {}
         self.sharing = False
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -179,7 +180,8 @@ class GraphRunner(Runner):
         rows, kv_heads = next(one for one in self.sizes if one >= size), self.network.spec.kv_heads
         # For few rows, splitting sequences is faster; float32 products leave no registers for shared prefixes.
         sharing = self.sharing and rows * kv_heads >= SHARING_PROGRAMS and self.dtype.itemsize == 2
-        key = rows, sharing, 1 if sharing else self.attention.default_splits(rows, kv_heads, span)
+        splits = 1 if sharing else self.attention.default_splits(rows, kv_heads, span)
+        key = rows, sharing, splits, any(0 < window < span for window in self.network.spec.windows)
         if key not in self.graphs:
             self.graphs[key] = self._record(*key)
         for _ in range(steps):
@@ -189,38 +191,39 @@ class GraphRunner(Runner):
         self.graphs.clear()
         super().close()
 
-    def _record(self, size: int, sharing: bool, splits: int) -> torch.cuda.CUDAGraph:
-        self._warm_up(size, sharing, splits)
+    def _record(self, size: int, sharing: bool, splits: int, windowed: bool) -> torch.cuda.CUDAGraph:
+        self._warm_up(size, sharing, splits, windowed)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            self._whole_step(size, sharing, splits)
+            self._whole_step(size, sharing, splits, windowed)
         return graph
 
-    def _warm_up(self, size: int, sharing: bool, splits: int) -> None:
+    def _warm_up(self, size: int, sharing: bool, splits: int, windowed: bool) -> None:
         """Run once before capture, so that all kernels are compiled and loaded; with idle rows this has no effect."""
         states = self.rows.ints[:, Column.STATE]
         before = states.clone()
         states.fill_(int(RowState.IDLE))
-        self._whole_step(size, sharing, splits)
+        self._whole_step(size, sharing, splits, windowed)
         states.copy_(before)
         self.rows.step -= 1
         torch.cuda.synchronize()
 
-    def _whole_step(self, size: int, sharing: bool, splits: int) -> None:
+    def _whole_step(self, size: int, sharing: bool, splits: int, windowed: bool = True) -> None:
         rows, device = self.rows, self.device
         positions, slots, ids = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
         lengths = torch.empty(size, dtype=torch.int32, device=device)
         self.layers.start_step(rows.ints, rows.tables, size, BLOCK_SIZE, positions, lengths, slots, ids)
 
-        shared = self.shared if sharing else None
-
-        def attend(kv: Tensor, q: Tensor) -> Tensor:
+        def attend(kv: Tensor, q: Tensor, window: int, scale: float | None) -> Tensor:
+            window = window if windowed else 0
             return self.attention.decode_attention(
                 *(q, kv, rows.tables, lengths),
                 splits=splits,
                 counters=self.counters,
                 order=self.order,
-                shared=shared,
+                shared=self.shared if sharing and not window else None,
+                window=window,
+                scale=scale,
             )
 
         hidden = self.network.forward(ids, TokenPositions(positions, slots), self.kv, attend)

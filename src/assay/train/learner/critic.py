@@ -201,7 +201,7 @@ def make_critic(
     limits = {
         "train.process = 'separate': leave it out": cfg.train.process == "separate",
         "adapters: set lora.rank = 0, or critic.trunk = 'shared'": policy.lora is not None and not shared,
-        "models outside the Llama and Qwen families: choose another model": not isinstance(policy, Decoder),
+        "models that run through transformers: choose another model": not isinstance(policy, Decoder),
     }
     for limit in (limit for limit, applies in limits.items() if applies):
         raise UserError(f"a critic cannot be combined with {limit}, or set algo.critic = false")

@@ -33,7 +33,9 @@ def parallelise(policy: PolicyModel, mesh: Mesh, mode: str = "auto", dtype: torc
     """
     if mesh.tp_size > 1:
         if not isinstance(policy, Decoder):
-            raise UserError("parallel.tp is for the Llama and Qwen families: set it to 1 and parallel.mode to 'fsdp'")
+            raise UserError(
+                "parallel.tp is not for models that run through transformers: set it to 1 and parallel.mode to 'fsdp'"
+            )
         if policy.lora is not None:
             raise UserError("adapters cannot be sharded by parallel.tp: set it to 1, or lora.rank to 0")
         from assay.models.parallel import shard_decoder

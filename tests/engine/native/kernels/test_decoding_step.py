@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from engine_parts import assert_same_tokens, random_prompts, small_decoder, small_spec
+from engine_parts import UNUSUAL_SPECS, assert_same_tokens, random_prompts, small_decoder, small_spec
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate
 from assay.engine.native.network import TritonOperations
 from assay.engine.native.runner import GraphRunner, sizes_up_to
-from assay.models.decoder import Decoder, rope_frequencies
+from assay.models.decoder import Decoder, rope_tables
 
 
 class SteppedRunner(GraphRunner):
@@ -36,7 +36,7 @@ class SteppedRunner(GraphRunner):
 def kernel_engine(model: Decoder, window: int, splits: int, **options: object) -> NativeEngine:
     engine = NativeEngine(model.spec, device="cpu", dtype=torch.float32, **options)  # type: ignore[arg-type]
     engine.update_weights(model, 0)
-    angles = torch.arange(model.spec.max_length)[:, None].float() * rope_frequencies(model.spec)
+    angles = torch.arange(model.spec.max_length)[:, None].float() * rope_tables(model.spec)[:, None]
     engine.network.ops = TritonOperations(model.spec, torch.cat((angles.cos(), angles.sin()), dim=-1))
     engine.runner = SteppedRunner(engine, window, splits)
     return engine
@@ -50,11 +50,12 @@ def kernel_engine(model: Decoder, window: int, splits: int, **options: object) -
         pytest.param("qwen2", 1, 2, 5, marks=pytest.mark.slow),
         pytest.param("qwen3", 1, 2, 5, marks=pytest.mark.slow),
         pytest.param("llama", 2, 2, 5, marks=pytest.mark.slow),
+        *(pytest.param(family, splits, 3, 5, marks=pytest.mark.slow) for family in UNUSUAL_SPECS for splits in (1, 2)),
     ],
 )
 def test_decoding_in_kernels_equals_decoding_in_torch(family: str, splits: int, layers: int, steps: int) -> None:
     """With one split, rows that begin with the same blocks form a prefix group."""
-    model = small_decoder(small_spec(family, layers=layers), seed=3)
+    model = small_decoder(UNUSUAL_SPECS.get(family) or small_spec(family, layers=layers), seed=3)
     plain = SamplingParams(n=4, temperature=1.1, max_new_tokens=steps, stop_token_ids=(1, 2))
     kinds = [
         plain,

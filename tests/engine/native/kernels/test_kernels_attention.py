@@ -47,15 +47,18 @@ def cache_and_tables(lengths: list[int], kv_heads: int, size: int, dtype: torch.
     return kv.to(DEVICE), tables.to(DEVICE)
 
 
-def reference(q: Tensor, kv: Tensor, tables: Tensor, lengths: list[int]) -> Tensor:
+def reference(
+    q: Tensor, kv: Tensor, tables: Tensor, lengths: list[int], window: int = 0, scale: float | None = None
+) -> Tensor:
     """In 64 bits, one head of one sequence at a time."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     group = q.shape[1] // kv.shape[1]
     for row, length in enumerate(lengths):
         blocks = tables[row, : -(-length // BLOCK_SIZE)].long()
         for head in range(q.shape[1]):
-            keys, values = kv[:, head // group, blocks].double().flatten(1, 2)[:, :length]
-            weights = torch.softmax(keys @ q[row, head].double() / math.sqrt(q.shape[2]), dim=0)
+            first = max(length - window, 0) if window else 0
+            keys, values = kv[:, head // group, blocks].double().flatten(1, 2)[:, first:length]
+            weights = torch.softmax(keys @ q[row, head].double() * (scale or 1 / math.sqrt(q.shape[2])), dim=0)
             out[row, head] = weights @ values
     return out
 
@@ -83,6 +86,18 @@ def test_decode_attention_equals_the_float64_reference(
     out = decode_attention(q, kv, tables, lengths, splits=splits, block_n=32)
     assert out.dtype == dtype and out[0].count_nonzero() == 0
     assert_near(out, reference(q, kv, tables, LENGTHS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("window", [1, 13, 64, 500])
+def test_decode_attention_with_a_sliding_window_and_a_scale(window: int, splits: int, dtype: torch.dtype) -> None:
+    kv, tables = cache_and_tables(LENGTHS, 1, 64, dtype)
+    q = queries(len(LENGTHS), 4, 64, dtype)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    out = decode_attention(q, kv, tables, lengths, splits=splits, block_n=32, window=window, scale=0.2)
+    assert out[0].count_nonzero() == 0
+    assert_near(out, reference(q, kv, tables, LENGTHS, window, 0.2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.engine.native.kernels.layers import rms_norm, rope_store, silu_mul, start_step
+from assay.engine.native.kernels.layers import gated, rms_norm, rope_store, start_step
 from assay.engine.sequence import BLOCK_SIZE, WIDTH, Column, RowState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,16 +33,18 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     y = x.double()
     expected = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     assert_near(rms_norm(x, weight, 1e-6), expected)
+    assert_near(rms_norm(x, weight, 1e-6, 1.0), expected / weight.double() * (1 + weight.double()))
     assert rms_norm(x[:0], weight, 1e-6).shape == (0, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [12, 1024, 1536])
-def test_silu_mul(size: int, dtype: torch.dtype) -> None:
+def test_gated(size: int, dtype: torch.dtype) -> None:
     gate_up = 5 * normal(3, 2 * size, dtype=dtype)
     gate_up[0, :2] = torch.tensor([-120.0, 120.0])  # where a careless exponential overflows
     gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_near(silu_mul(gate_up), F.silu(gate) * up)
+    assert_near(gated(gate_up), F.silu(gate) * up)
+    assert_near(gated(gate_up, "gelu_tanh"), F.gelu(gate, approximate="tanh") * up)
 
 
 def rope_table(size: int, length: int = 200) -> Tensor:
@@ -51,15 +53,26 @@ def rope_table(size: int, length: int = 200) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1).float().to(DEVICE)
 
 
-def turned(x: Tensor, norm: Tensor | None, eps: float, positions: Tensor, rotations: Tensor) -> Tensor:
+def turned(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    rotations: Tensor,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> Tensor:
     """Reference in 64 bits, as complex numbers. [N, heads, d]"""
     x = x.double()
     if norm is not None:
-        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
-    a, b = x.chunk(2, dim=-1)
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (norm.double() + offset)
+    x, rest = x[..., : rotations.shape[1]], x[..., rotations.shape[1] :]
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     cos, sin = rotations[positions].double()[:, None].chunk(2, dim=-1)
     product = torch.complex(a, b) * torch.complex(cos, sin)
-    return torch.cat((product.real, product.imag), dim=-1)
+    pairs = product.real, product.imag
+    done = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
+    return torch.cat((done, rest), dim=-1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,6 +102,37 @@ def test_rope_store(heads: int, kv_heads: int, size: int, norm: bool, dtype: tor
     others = torch.ones(blocks * BLOCK_SIZE, dtype=torch.bool, device=DEVICE)
     others[slots[used]] = False
     assert torch.equal(new[:, :, others], old[:, :, others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("size", "rotated", "norm", "offset", "interleaved"),
+    [
+        (64, 64, True, 1.0, False),  # Gemma 3
+        (256, 256, True, 1.0, False),
+        (96, 96, False, 0.0, True),
+        (128, 64, False, 0.0, True),  # GLM-4
+        (128, 96, False, 0.0, False),  # Phi-4-mini
+        (12, 2, False, 0.0, False),
+    ],
+)
+def test_rope_store_of_other_layouts(
+    size: int, rotated: int, norm: bool, offset: float, interleaved: bool, dtype: torch.dtype
+) -> None:
+    heads, kv_heads, eps = 3, 2, 1e-3
+    qkv = normal(4, (heads + 2 * kv_heads) * size, dtype=dtype)
+    positions, slots = torch.tensor([3, 0, 199, 17], device=DEVICE), torch.arange(4, device=DEVICE)
+    q_norm, k_norm = (normal(size, dtype=dtype, seed=seed) if norm else None for seed in (1, 2))
+    cache, rotations = normal(2, kv_heads, 1, BLOCK_SIZE, size, dtype=dtype, seed=3), rope_table(rotated)
+    q = rope_store(
+        *(qkv, positions, slots, rotations, q_norm, k_norm, eps, cache), offset=offset, interleaved=interleaved
+    )
+    parts = qkv.view(4, -1, size).split([heads, kv_heads, kv_heads], dim=1)
+    roundings = 4 if norm else 1
+    layout = positions, rotations, offset, interleaved
+    assert_near(q, turned(parts[0], q_norm, eps, *layout), roundings)
+    assert_near(cache[0, :, 0, :4], turned(parts[1], k_norm, eps, *layout).transpose(0, 1), roundings)
+    assert torch.equal(cache[1, :, 0, :4], parts[2].transpose(0, 1))
 
 
 def test_rope_store_of_nothing_stored_leaves_the_cache_alone() -> None:

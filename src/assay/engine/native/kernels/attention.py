@@ -101,10 +101,14 @@ def decode_attention(
     order: Tensor | None = None,
     shared: SharedPrefixes | None = None,
     block_n: int | None = None,
+    window: int = 0,
+    scale: float | None = None,
 ) -> Tensor:
     """q [N, H, d] over the first lengths [N] tokens of each row of `tables`, in kv_layer [2, K, blocks, block_size, d].
 
     A row of length 0 gives zeros. `shared`: shared prefixes, which are read once; then `splits` is 1.
+    `window`: only the last tokens of each row, so many, are seen (0: all); not with `shared`.
+    `scale`: factor of the scores; None: 1 / sqrt(d).
     `counters` [N, K] int32 are zeros before and after the call; they are allocated if needed and not given.
     `order` [N] int32: rows in the order in which their programs start; longest first avoids a long row at the end.
     """
@@ -115,10 +119,10 @@ def decode_attention(
         out = torch.empty_like(q)
     if splits is None:
         splits = default_splits(rows, kv_heads, tables.shape[1] * block_size) if shared is None else 1
-    assert shared is None or splits == 1
+    assert shared is None or (splits == 1 and not window)
     tile, warps, stages = tuning(size)
     if shared is not None:
-        attend_shared(q, kv_layer, tables, shared)
+        attend_shared(q, kv_layer, tables, shared, scale)
     partial, stats = out, out
     if splits > 1:
         if counters is None:
@@ -131,7 +135,8 @@ def decode_attention(
         lengths if order is None else order,
         *((shared.skip, shared.maxima, shared.sums, shared.partials) if shared else [out] * 4),
         *(blocks * block_size * size, min_range(rows, kv_heads)),
-        **constants(q, kv_layer, tile, MIN_DOT) | ({"TILE": block_n} if block_n else {}),
+        **constants(q, kv_layer, tile, MIN_DOT, scale) | ({"TILE": block_n} if block_n else {}),
+        WINDOW=window,
         SPLITS=splits,
         ORDERED=order is not None,
         SHARED=shared is not None,
@@ -141,12 +146,12 @@ def decode_attention(
     return out
 
 
-def constants(q: Tensor, kv_layer: Tensor, tile: int, min_group: int) -> dict[str, Any]:
+def constants(q: Tensor, kv_layer: Tensor, tile: int, min_group: int, scale: float | None) -> dict[str, Any]:
     """Constants of both kernels. `tile`: keys per tile in 16 bits; `min_group`: of query heads per key-value head."""
     _, heads, size = q.shape
     group = heads // kv_layer.shape[1]
     return {
-        "SCALE": math.log2(math.e) / math.sqrt(size),  # exponents are to base 2
+        "SCALE": math.log2(math.e) * (scale or 1 / math.sqrt(size)),  # exponents are to base 2
         "HEADS": heads,
         "GROUP": group,
         "GROUP_BLOCK": max(triton.next_power_of_2(group), min_group),
@@ -158,7 +163,9 @@ def constants(q: Tensor, kv_layer: Tensor, tile: int, min_group: int) -> dict[st
     }
 
 
-def attend_shared(q: Tensor, kv_layer: Tensor, tables: Tensor, shared: SharedPrefixes) -> None:
+def attend_shared(
+    q: Tensor, kv_layer: Tensor, tables: Tensor, shared: SharedPrefixes, scale: float | None = None
+) -> None:
     """Partial results of the shared prefixes, which `_attend` continues from."""
     _, kv_heads, blocks, block_size, size = kv_layer.shape
     tiles, height = shared.rows.shape
@@ -167,7 +174,7 @@ def attend_shared(q: Tensor, kv_layer: Tensor, tables: Tensor, shared: SharedPre
         *(q, kv_layer, tables, tables.stride(0), shared.rows, shared.tokens),
         *(shared.maxima, shared.sums, shared.partials, len(q), blocks * block_size * size),
         # A tile has at least as many queries as a product on tensor cores has rows.
-        **constants(q, kv_layer, tile, triton.cdiv(MIN_DOT, height)),
+        **constants(q, kv_layer, tile, triton.cdiv(MIN_DOT, height), scale),
         ROWS=height,
         num_warps=warps,
         num_stages=stages,
@@ -200,6 +207,7 @@ def _attend(
     SIZE_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     ORDERED: tl.constexpr,
     SHARED: tl.constexpr,
@@ -211,12 +219,15 @@ def _attend(
         row = tl.load(order + row).to(tl.int64)
     length = tl.load(lengths + row)
     first, last, ranges = 0, length, 1
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
     if SPLITS > 1:
-        share = tl.maximum(tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE, least)
-        ranges = tl.maximum(tl.cdiv(length, share), 1)
+        seen = length - first
+        share = tl.maximum(tl.cdiv(tl.cdiv(seen, TILE), SPLITS) * TILE, least)
+        ranges = tl.maximum(tl.cdiv(seen, share), 1)
         if tl.program_id(2) >= ranges:
             return
-        first = tl.program_id(2) * share
+        first += tl.program_id(2) * share
         last = tl.minimum(first + share, length)
 
     member = tl.arange(0, GROUP_BLOCK)

@@ -53,10 +53,10 @@ static inline float dot(const float *a, const float *b, int64_t size) {
     return sum;
 }
 
-static inline void scaled(const float *x, const float *weight, int64_t size, float eps, float *out) {
+static inline void scaled(const float *x, const float *weight, int64_t size, float eps, float offset, float *out) {
     float scale = 1.0f / sqrtf(dot(x, x, size) / (float)size + eps);
     SIMD
-    for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
+    for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * (weight[i] + offset);
 }
 
 // Position of the next token of each row and its slot in the cache; -1 if it is stored already or not to be stored.
@@ -70,41 +70,51 @@ void place_rows(const int64_t *table, const int32_t *blocks, int64_t width, int6
 }
 
 // x, out [rows, size]
-void rms_norm(const float *x, const float *weight, int64_t rows, int64_t size, float eps, float *out) {
-    for (int64_t row = 0; row < rows; row++) scaled(x + row * size, weight, size, eps, out + row * size);
+void rms_norm(const float *x, const float *weight, int64_t rows, int64_t size, float eps, float offset, float *out) {
+    for (int64_t row = 0; row < rows; row++) scaled(x + row * size, weight, size, eps, offset, out + row * size);
 }
 
-// gate_up [rows, 2 size], out [rows, size]
-void silu_mul(const float *gate_up, int64_t rows, int64_t size, float *out) {
+// gate_up [rows, 2 size], out [rows, size]: x times the logistic function of x (silu), or of 2 sqrt(2 / pi)
+// (x + 0.044715 x^3) with `gelu` (its approximation by tanh), times up.
+void gated(const float *gate_up, int64_t rows, int64_t size, int64_t gelu, float *out) {
     for (int64_t row = 0; row < rows; row++) {
         const float *gate = gate_up + 2 * row * size, *up = gate + size;
         float *y = out + row * size;
-        SIMD
-        for (int64_t i = 0; i < size; i++) {
-            float x = gate[i], weight = exponential(-fabsf(x));
-            y[i] = x * up[i] * (x < 0.0f ? weight : 1.0f) / (1.0f + weight);
+        if (gelu) {
+            SIMD
+            for (int64_t i = 0; i < size; i++) {
+                float x = gate[i], weight = exponential(-fabsf(x * (1.5957691216f + 0.0713548163f * x * x)));
+                y[i] = x * up[i] * (x < 0.0f ? weight : 1.0f) / (1.0f + weight);
+            }
+        } else {
+            SIMD
+            for (int64_t i = 0; i < size; i++) {
+                float x = gate[i], weight = exponential(-fabsf(x));
+                y[i] = x * up[i] * (x < 0.0f ? weight : 1.0f) / (1.0f + weight);
+            }
         }
     }
 }
 
 // Rotates the queries in qkv [rows, heads + 2 kv_heads, size] in place; rotated keys, and values, are stored in the
-// cache [2, kv_heads, capacity, size] at `slots`, unless these are negative. rotations [*, size]: cosines, sines.
-void rope_store(float *qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t size, const int64_t *positions,
-                const int64_t *slots, const float *rotations, const float *q_norm, const float *k_norm, float eps,
-                float *kv, int64_t capacity) {
-    int64_t half = size / 2;
+// cache [2, kv_heads, capacity, size] at `slots`, unless these are negative. rotations [*, rotated]: cosines, sines.
+// Pairs of the first `rotated` numbers of a head are half of them apart, or neighbors if `interleaved`.
+void rope_store(float *qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t size, int64_t rotated,
+                int64_t interleaved, const int64_t *positions, const int64_t *slots, const float *rotations,
+                const float *q_norm, const float *k_norm, float eps, float offset, float *kv, int64_t capacity) {
+    int64_t half = rotated / 2, step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
     for (int64_t row = 0; row < rows; row++) {
         float *start = qkv + row * (heads + 2 * kv_heads) * size;
-        const float *cosines = rotations + positions[row] * size, *sines = cosines + half;
+        const float *cosines = rotations + positions[row] * rotated, *sines = cosines + half;
         for (int64_t head = 0; head < heads + kv_heads; head++) {
             float *x = start + head * size;
             const float *weight = head < heads ? q_norm : k_norm;
-            if (weight) scaled(x, weight, size, eps, x);
+            if (weight) scaled(x, weight, size, eps, offset, x);
             SIMD
             for (int64_t i = 0; i < half; i++) {
-                float a = x[i], b = x[i + half];
-                x[i] = a * cosines[i] - b * sines[i];
-                x[i + half] = b * cosines[i] + a * sines[i];
+                float a = x[step * i], b = x[step * i + apart];
+                x[step * i] = a * cosines[i] - b * sines[i];
+                x[step * i + apart] = b * cosines[i] + a * sines[i];
             }
         }
         for (int64_t i = 0; slots[row] >= 0 && i < 2 * kv_heads; i++)
@@ -112,25 +122,25 @@ void rope_store(float *qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64
     }
 }
 
-// One row and head: a query over `seen` keys and values in the cache blocks listed in `table`.
+// One row and head: a query over the keys and values `first` .. `seen` in the cache blocks listed in `table`.
 INLINE void attend(
-    const float *query, const float *keys, const float *values, const int32_t *table, int64_t block, int64_t seen,
-    int64_t size, float *scores, float *out) {
-    float scale = 1.0f / sqrtf((float)size), largest = -INFINITY, total = 0.0f;
-    for (int64_t t = 0; t < seen; t += block) {
-        const float *key = keys + table[t / block] * block * size;
-        int64_t stop = t + block < seen ? t + block : seen;
+    const float *query, const float *keys, const float *values, const int32_t *table, int64_t block, int64_t first,
+    int64_t seen, int64_t size, float scale, float *scores, float *out) {
+    float largest = -INFINITY, total = 0.0f;
+    for (int64_t t = first; t < seen; t = (t / block + 1) * block) {
+        const float *key = keys + (table[t / block] * block + t % block) * size;
+        int64_t stop = (t / block + 1) * block < seen ? (t / block + 1) * block : seen;
         for (int64_t i = t; i < stop; i++, key += size) scores[i] = dot(query, key, size) * scale;
     }
-    for (int64_t t = 0; t < seen; t++) largest = scores[t] > largest ? scores[t] : largest;
+    for (int64_t t = first; t < seen; t++) largest = scores[t] > largest ? scores[t] : largest;
     SIMD_SUM(total)
-    for (int64_t t = 0; t < seen; t++) total += scores[t] = exponential(scores[t] - largest);
+    for (int64_t t = first; t < seen; t++) total += scores[t] = exponential(scores[t] - largest);
     memset(out, 0, size * sizeof(float));
     for (int64_t j = 0; j + 4 * LANES <= size; j += 4 * LANES) {  // several columns of values at a time, in registers
         Lanes a = {0.0f}, b = {0.0f}, c = {0.0f}, d = {0.0f};
-        for (int64_t t = 0; t < seen; t += block) {
-            const float *value = values + table[t / block] * block * size + j;
-            int64_t stop = t + block < seen ? t + block : seen;
+        for (int64_t t = first; t < seen; t = (t / block + 1) * block) {
+            const float *value = values + (table[t / block] * block + t % block) * size + j;
+            int64_t stop = (t / block + 1) * block < seen ? (t / block + 1) * block : seen;
             for (int64_t i = t; i < stop; i++, value += size) {
                 a += scores[i] * AT(value, 0);
                 b += scores[i] * AT(value, 1);
@@ -142,17 +152,18 @@ INLINE void attend(
         memcpy(out + j, sums, sizeof sums);
     }
     for (int64_t j = size / (4 * LANES) * (4 * LANES); j < size; j++) {  // the remaining columns
-        for (int64_t t = 0; t < seen; t++)
+        for (int64_t t = first; t < seen; t++)
             out[j] += scores[t] * values[(table[t / block] * block + t % block) * size + j];
         out[j] /= total;
     }
 }
 
 // Queries q [rows, heads, size], with `stride` numbers between rows, each over positions 0 .. positions[row], at most
-// `span`, of its blocks in the cache [2, kv_heads, blocks, block, size]. scores [span]: work buffer.
+// `span`, of its blocks in the cache [2, kv_heads, blocks, block, size], or over the last `window` of these unless it is
+// 0. scores [span]: work buffer.
 void attend_rows(const float *q, int64_t stride, const float *kv, int64_t blocks, int64_t block, const int32_t *tables,
                  int64_t width, const int64_t *positions, int64_t span, int64_t rows, int64_t heads,
-                 int64_t kv_heads, int64_t size, float *scores, float *out) {
+                 int64_t kv_heads, int64_t size, int64_t window, float scale, float *scores, float *out) {
     int64_t head_stride = blocks * block * size;  // numbers per head
     for (int64_t head = 0; head < heads; head++) {  // the outer loop, because consecutive rows weight blocks
         const float *keys = kv + head / (heads / kv_heads) * head_stride, *values = keys + kv_heads * head_stride;
@@ -161,10 +172,11 @@ void attend_rows(const float *q, int64_t stride, const float *kv, int64_t blocks
             const int32_t *table = tables + row * width;
             float *y = out + (row * heads + head) * size;
             int64_t seen = positions[row] < span ? positions[row] + 1 : span;
+            int64_t first = window && window < seen ? seen - window : 0;
             // The same code for each size; the compiler unrolls it for constant sizes.
-            if (size == 32) attend(query, keys, values, table, block, seen, 32, scores, y);
-            else if (size == 64) attend(query, keys, values, table, block, seen, 64, scores, y);
-            else attend(query, keys, values, table, block, seen, size, scores, y);
+            if (size == 32) attend(query, keys, values, table, block, first, seen, 32, scale, scores, y);
+            else if (size == 64) attend(query, keys, values, table, block, first, seen, 64, scale, scores, y);
+            else attend(query, keys, values, table, block, first, seen, size, scale, scores, y);
         }
     }
 }
@@ -223,20 +235,20 @@ void decode_rows(const Model *m, float eps, const int64_t *table, const int32_t 
         for (int64_t i = 0; i < m->hidden; i++)
             x[row * m->hidden + i] = m->embedding[i * m->vocabulary + table[row * WIDTH + TOKEN]];
     for (const Layer *l = m->layer; l < m->layer + m->layers; l++) {
-        rms_norm(x, l->norm, rows, m->hidden, eps, y);
+        rms_norm(x, l->norm, rows, m->hidden, eps, 0.0f, y);
         product(y, rows, m->hidden, l->qkv, l->qkv_bias, qkv, 0, wide);
-        rope_store(wide, rows, m->heads, m->kv_heads, m->size, positions, slots, m->rotations, l->q_norm, l->k_norm, eps, kv,
-                   blocks * block);
+        rope_store(wide, rows, m->heads, m->kv_heads, m->size, m->size, 0, positions, slots, m->rotations, l->q_norm,
+                   l->k_norm, eps, 0.0f, kv, blocks * block);
         attend_rows(wide, qkv, kv, blocks, block, tables, width, positions, span, rows, m->heads, m->kv_heads, m->size,
-                    scores, narrow);
+                    0, 1.0f / sqrtf((float)m->size), scores, narrow);
         product(narrow, rows, heads, l->out, l->out_bias, m->hidden, 1, x);
-        rms_norm(x, l->mlp_norm, rows, m->hidden, eps, y);
+        rms_norm(x, l->mlp_norm, rows, m->hidden, eps, 0.0f, y);
         product(y, rows, m->hidden, l->gate_up, l->gate_up_bias, 2 * m->inner, 0, wide);
-        silu_mul(wide, rows, m->inner, narrow);
+        gated(wide, rows, m->inner, 0, narrow);
         product(narrow, rows, m->inner, l->down, l->down_bias, m->hidden, 1, x);
         kv += 2 * m->kv_heads * blocks * block * m->size;
     }
-    rms_norm(x, m->norm, rows, m->hidden, eps, y);
+    rms_norm(x, m->norm, rows, m->hidden, eps, 0.0f, y);
     product(y, rows, m->hidden, m->head, 0, m->vocabulary, 0, logits);
 }
 

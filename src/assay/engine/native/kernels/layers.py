@@ -9,7 +9,7 @@ from torch import Tensor
 
 from assay.engine.sequence import Column, RowState
 
-MLP_BLOCK = 1024  # elements of a row per program of silu_mul
+MLP_BLOCK = 1024  # elements of a row per program of gated
 HEADS_BLOCK = 8  # heads per program of rope_store
 STEP_BLOCK = 128  # rows per program of start_step
 LANE = 256  # elements per warp: each thread loads 16 bytes of 16-bit numbers at once
@@ -24,46 +24,50 @@ def warps_for(elements: int) -> int:
     return min(max(elements // LANE, 1), 16)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [N, D] divided by its root mean square, times weight [D]; rounded once."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x [N, D] divided by its root mean square, times weight [D] + offset; rounded once."""
     assert x.is_contiguous()
     out = torch.empty_like(x)
     size = x.shape[1]
     block = triton.next_power_of_2(size)
-    _rms_norm[(x.shape[0],)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=warps_for(block))
+    _rms_norm[(x.shape[0],)](x, weight, out, eps, OFFSET=offset, SIZE=size, BLOCK=block, num_warps=warps_for(block))
     return out
 
 
 @triton.jit
-def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(x, weight, out, eps, OFFSET: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + OFFSET
     value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * scale
     tl.store(out + row + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [N, 2I], gate first; rounded once. [N, I]"""
+def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """silu(gate) * up of [N, 2I], gate first; rounded once. [N, I]. Or "gelu_tanh": GELU, approximated by tanh."""
     assert gate_up.is_contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), device=gate_up.device, dtype=gate_up.dtype)
     block = min(triton.next_power_of_2(size), MLP_BLOCK)
     grid = (rows, triton.cdiv(size, block))
-    _silu_mul[grid](gate_up, out, SIZE=size, BLOCK=block, num_warps=warps_for(block))
+    gelu = activation == "gelu_tanh"
+    _activation[grid](gate_up, out, GELU=gelu, SIZE=size, BLOCK=block, num_warps=warps_for(block))
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _activation(gate_up, out, GELU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     gate = tl.load(gate_up + 2 * row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + 2 * row + SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    exponent = gate
+    if GELU:  # gate times the logistic function of 2 sqrt(2 / pi) (gate + 0.044715 gate^3)
+        exponent = gate * (1.5957691216 + 0.0713548163 * gate * gate)
+    value = gate / (1.0 + tl.exp(-exponent)) * up
     tl.store(out + row + column, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -76,12 +80,16 @@ def rope_store(
     k_norm: Tensor | None,
     eps: float,
     kv_layer: Tensor,
+    *,
+    offset: float = 0.0,
+    interleaved: bool = False,
 ) -> Tensor:
     """Rotated queries [N, H, d] of qkv [N, (H+2K)*d]; rotated keys, and values, are stored in the cache.
 
-    `positions` [N] are rows of `rotations` [max_length, d]: cosines in the first half, sines in the second.
+    `positions` [N] are rows of `rotations` [max_length, r]: cosines in the first half, sines in the second. The first r
+    numbers of a head are rotated, in pairs that are r/2 apart, or neighbors if `interleaved`.
     `slots` [N] index kv_layer [2, K, blocks, block_size, d]; -1: not stored. With `q_norm` and `k_norm` [d], every head
-    is normalized first.
+    is normalized first; their weights are increased by `offset`.
     """
     assert qkv.is_contiguous() and positions.is_contiguous() and slots.is_contiguous()
     assert rotations.is_contiguous() and kv_layer.is_contiguous()
@@ -89,7 +97,9 @@ def rope_store(
     rows, all_heads = qkv.shape[0], qkv.shape[1] // size
     heads = all_heads - 2 * kv_heads
     q = torch.empty((rows, heads, size), device=qkv.device, dtype=qkv.dtype)
-    half = triton.next_power_of_2(size // 2)
+    half = rotations.shape[1] // 2
+    # Numbers that are not rotated follow; without a rest, no column is one of them.
+    half_block, rest_block = triton.next_power_of_2(half), triton.next_power_of_2(max(size - 2 * half, 1))
     group = min(triton.next_power_of_2(all_heads), HEADS_BLOCK)
     _rope_store[(rows, triton.cdiv(all_heads, group))](
         *(qkv, positions, slots, rotations),
@@ -97,12 +107,16 @@ def rope_store(
         q if k_norm is None else k_norm,
         *(eps, kv_layer, q, blocks * block_size * size),
         NORM=q_norm is not None,
+        OFFSET=offset,
+        INTERLEAVED=interleaved,
         HEADS=heads,
         KV_HEADS=kv_heads,
-        HALF=size // 2,
+        SIZE=size,
+        HALF=half,
         HEADS_BLOCK=group,
-        HALF_BLOCK=half,
-        num_warps=warps_for(group * half),
+        HALF_BLOCK=half_block,
+        REST_BLOCK=rest_block,
+        num_warps=warps_for(group * half_block),
     )
     return q
 
@@ -120,52 +134,70 @@ def _rope_store(
     q,
     head_stride,  # elements of one head in the cache
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
     HALF: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
 ):
     """One token and HEADS_BLOCK of its heads, which may be queries, keys and values."""
-    SIZE: tl.constexpr = 2 * HALF
+    ROTATED: tl.constexpr = 2 * HALF
+    APART: tl.constexpr = 1 if INTERLEAVED else HALF  # of the two numbers of a pair
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
-    column = tl.arange(0, HALF_BLOCK)[None, :]
-    inside = (head < HEADS + 2 * KV_HEADS) & (column < HALF)
+    pair = tl.arange(0, HALF_BLOCK)[None, :]
+    column = 2 * pair if INTERLEAVED else pair
+    inside = (head < HEADS + 2 * KV_HEADS) & (pair < HALF)
     dtype = q.dtype.element_ty
 
-    source = qkv + row * ((HEADS + 2 * KV_HEADS) * SIZE) + head * SIZE + column
-    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    start = qkv + row * ((HEADS + 2 * KV_HEADS) * SIZE) + head * SIZE
+    a = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(start + column + APART, mask=inside, other=0.0).to(tl.float32)
+    is_value = head >= HEADS + KV_HEADS
+    target = q + row * (HEADS * SIZE) + head * SIZE
+    slot = tl.load(slots + row)
+    # The cache has keys and values in the order in which they follow the queries.
+    place = kv + (head - HEADS).to(tl.int64) * head_stride + slot * SIZE
     kept_a, kept_b = a, b
     if NORM:
+        tl.static_assert(ROTATED == SIZE)
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / SIZE + eps)[:, None]
-        weight_a = tl.where(head < HEADS, _line(q_norm, column, HALF), _line(k_norm, column, HALF))
-        weight_b = tl.where(head < HEADS, _line(q_norm + HALF, column, HALF), _line(k_norm + HALF, column, HALF))
-        # Rounded twice, as if the norm and its weight were two operations.
-        a = ((a * scale).to(dtype).to(tl.float32) * weight_a).to(dtype).to(tl.float32)
-        b = ((b * scale).to(dtype).to(tl.float32) * weight_b).to(dtype).to(tl.float32)
+        is_query = head < HEADS
+        weight_a = tl.where(is_query, _line(q_norm, column, pair, HALF), _line(k_norm, column, pair, HALF))
+        weight_b = tl.where(
+            is_query, _line(q_norm + APART, column, pair, HALF), _line(k_norm + APART, column, pair, HALF)
+        )
+        if OFFSET != 0:
+            a, b = a * scale * (weight_a + OFFSET), b * scale * (weight_b + OFFSET)
+        else:  # rounded twice, as if the norm and its weight were two operations
+            a, b = (a * scale).to(dtype).to(tl.float32) * weight_a, (b * scale).to(dtype).to(tl.float32) * weight_b
+        a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
 
-    rotation = rotations + tl.load(positions + row) * SIZE
-    cos, sin = _line(rotation, column, HALF), _line(rotation + HALF, column, HALF)
-    is_value = head >= HEADS + KV_HEADS
+    rotation = rotations + tl.load(positions + row) * ROTATED
+    cos, sin = _line(rotation, pair, pair, HALF), _line(rotation + HALF, pair, pair, HALF)
     rotated_a = tl.where(is_value, kept_a, a * cos - b * sin).to(dtype)
     rotated_b = tl.where(is_value, kept_b, b * cos + a * sin).to(dtype)
 
-    target = q + row * (HEADS * SIZE) + head * SIZE + column
-    tl.store(target, rotated_a, mask=inside & (head < HEADS))
-    tl.store(target + HALF, rotated_b, mask=inside & (head < HEADS))
-    slot = tl.load(slots + row)
-    # The cache has keys and values in the order in which they follow the queries.
-    place = kv + (head - HEADS).to(tl.int64) * head_stride + slot * SIZE + column
+    tl.store(target + column, rotated_a, mask=inside & (head < HEADS))
+    tl.store(target + column + APART, rotated_b, mask=inside & (head < HEADS))
     stored = inside & (head >= HEADS) & (slot >= 0)
-    tl.store(place, rotated_a, mask=stored)
-    tl.store(place + HALF, rotated_b, mask=stored)
+    tl.store(place + column, rotated_a, mask=stored)
+    tl.store(place + column + APART, rotated_b, mask=stored)
+    if ROTATED < SIZE:
+        column = ROTATED + tl.arange(0, REST_BLOCK)[None, :]
+        inside = (head < HEADS + 2 * KV_HEADS) & (column < SIZE)
+        rest = tl.load(start + column, mask=inside, other=0.0)
+        tl.store(target + column, rest, mask=inside & (head < HEADS))
+        tl.store(place + column, rest, mask=inside & (head >= HEADS) & (slot >= 0))
 
 
 @triton.jit
-def _line(start, column, SIZE: tl.constexpr):
-    return tl.load(start + column, mask=column < SIZE, other=0.0).to(tl.float32)
+def _line(start, column, pair, HALF: tl.constexpr):
+    return tl.load(start + column, mask=pair < HALF, other=0.0).to(tl.float32)
 
 
 def start_step(
