@@ -20,7 +20,14 @@ from assay.types import UserError
 IDS, LENGTHS = torch.randint(61, (30,), generator=torch.Generator().manual_seed(0)), [11, 4, 15]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 SEVEN = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-FAMILIES = {"qwen2": {}, "llama": {"tie_word_embeddings": True}, "gemma": {"head_dim": 8}}  # the last is a fallback
+FAMILIES = {
+    "qwen2": {},
+    "llama": {"tie_word_embeddings": True},
+    "gemma3_text": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {},
+    "gemma": {"head_dim": 8},  # a fallback
+}
+TARGETS = {"phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}  # of the others: SEVEN
 
 Loader = Callable[..., PolicyModel]
 
@@ -56,13 +63,14 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fresh_adapters_change_nothing_and_learn_alone(base: Loader, family: str) -> None:
-    plain, policy = base(family), adapt(base(family), trained=False)
+    targets = TARGETS.get(family, SEVEN)
+    plain, policy = base(family), adapt(base(family), False, targets)
     assert torch.equal(logits(policy), logits(plain)) and policy.adapters_are_zero()
     logits(policy).square().sum().backward()
     graded = {name for name, p in policy.named_parameters() if p.grad is not None}
     adapters = {name for name, _ in policy.named_parameters() if ".lora_" in name}
     assert graded == adapters == {name for name, p in policy.named_parameters() if p.requires_grad}
-    assert len(adapters) == 2 * len(SEVEN) * 2  # layers, A and B
+    assert len(adapters) == 2 * len(targets) * 2  # layers, A and B
     assert all(
         p.grad is not None and bool(p.grad.any()) for n, p in policy.named_parameters() if n.endswith("lora_B.weight")
     )
@@ -73,7 +81,7 @@ def test_fresh_adapters_change_nothing_and_learn_alone(base: Loader, family: str
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merged_weights_give_the_logits_of_the_adapters(base: Loader, family: str, tmp_path: Path) -> None:
-    plain, policy = base(family), adapt(base(family))
+    plain, policy = base(family), adapt(base(family), targets=TARGETS.get(family, SEVEN))
     before = fingerprint(plain.weights())
     expected = logits(policy)
     assert difference(expected, logits(plain)) > 0.1
@@ -205,7 +213,7 @@ def test_peft_computes_the_same_from_the_saved_adapter(base: Loader, family: str
     peft = pytest.importorskip("peft", reason="the package peft is not installed")
     from transformers import AutoModelForCausalLM
 
-    policy = adapt(base(family))
+    policy = adapt(base(family), targets=TARGETS.get(family, SEVEN))
     save_adapter(policy, tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.float64)
     adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
