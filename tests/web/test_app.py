@@ -202,6 +202,9 @@ def test_lists_over_http(full: TestClient) -> None:
 def test_single_rollouts_and_groups_over_http(full: TestClient) -> None:
     assert full.get("/api/runs/one/rollouts/train/2/1").json()["text"] == "Second Try 1"
     assert full.get(f"/api/runs/one/rollouts/{AFTER}/3/0").json()["changed"] == "lost"
+    found = full.get("/api/runs/one/neighbors/train/2/0?status=ok&sort=reward&order=desc").json()
+    assert (found["position"], found["total"], found["next"]["step"]) == (3, 7, 3)
+    assert full.get(f"/api/runs/one/neighbors/{AFTER}/3/0").json()["total"] == 2  # by default the list of its source
     assert len(full.get("/api/runs/one/groups/1/1").json()["rollouts"]) == 3
     assert full.get(f"/api/runs/one/groups/3/1?source={AFTER}").json()["prompt"]["id"] == "q1"
 

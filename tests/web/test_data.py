@@ -11,6 +11,7 @@ from web_parts import CONFIG, HOSTILE, answer, group_of, make_run, prompt_of, st
 
 from assay.runs import Run, rollouts, write_rollouts
 from assay.text import char_tokenizer, load_tokenizer
+from assay.train import faults
 from assay.types import Completion, Finish, Group, Rollout, Turn
 from assay.web.data import RunView, ViewError, curve, plain, shortened
 from assay.web.table import RolloutFilter
@@ -110,7 +111,6 @@ def test_one_rollout_with_its_tokens(view: RunView) -> None:
     view.tokens(60.0)
     rollout = view.rollout("train", 2, 1)
     assert (rollout["text"], rollout["status"], rollout["prompt_id"]) == ("Second Try 1", "wrong", "p1")
-    assert (rollout["previous"], rollout["next"]) == (0, None)
     tokens = rollout["tokens"]
     assert tokens["text"] is None and "no tokenizer" in rollout["tokens_problem"]
     assert sum(tokens["sampled"]) == sum(tokens["mask"]) == rollout["length"] == 13
@@ -121,6 +121,59 @@ def test_one_rollout_with_its_tokens(view: RunView) -> None:
     assert tokens["advantages"][-1] == 0.5 and tokens["ref_logprobs"] is None
     assert rollout["turns"][0] == {"role": "context", "text": None, "tokens": context}
     assert rollout["turns"][1]["text"] == "Second Try 1"
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("sort", ["step", "reward", "length"])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        RolloutFilter(),
+        RolloutFilter(statuses=("ok",)),
+        RolloutFilter(search="SECOND"),
+        RolloutFilter(first_step=3, last_step=3),
+        RolloutFilter(source="eval"),
+        RolloutFilter(source="step-000003-after-test"),
+    ],
+)
+def test_neighbors_are_those_of_the_list(view: RunView, wanted: RolloutFilter, sort: str, descending: bool) -> None:
+    rows = view.rollouts(wanted, sort, descending)["rows"]
+    places = [{name: row[name] for name in ("source", "step", "index")} for row in rows]
+    assert len(places) > 1
+    for number, place in enumerate(places):
+        found = view.neighbors((place["source"], place["step"], place["index"]), wanted, sort, descending)
+        assert (found["position"], found["total"]) == (number, len(places))
+        assert found["previous"] == (places[number - 1] if number else None)
+        assert found["next"] == (places[number + 1] if number + 1 < len(places) else None)
+
+
+def test_a_rollout_that_is_not_in_the_list_has_no_neighbors(view: RunView) -> None:
+    for place in (("train", 1, 0), ("train", 99, 0), ("train", 1, 99), ("other", 1, 0)):
+        found = view.neighbors(place, RolloutFilter(statuses=("ok",)))
+        assert (found["position"], found["previous"], found["next"]) == (None, None, None) and found["total"] == 7
+    with pytest.raises(ViewError, match="no evaluation 'other'"):
+        view.neighbors(("other", 1, 0), RolloutFilter(source="other"))
+
+
+def test_skipped_batches_are_shown_and_told_apart(tmp_path: Path) -> None:
+    path = standard_run(tmp_path / "runs")
+    before = RunView("one", path)
+    prompts, total = before.prompts(), before.rollouts()["total"]
+    faults.dump_batch(path, 2, [group_of("p1", ["ok", "ok"], "skipped")], [faults.Fault(float("nan"), 1.0, [], [])])
+    view = RunView("one", path)
+    assert view.detail()["skipped"] == [{"step": 2, "reason": "an update was skipped, because the loss is not finite"}]
+    assert [place["name"] for place in view.detail()["evals"]] == [place["name"] for place in before.detail()["evals"]]
+    assert view.rollouts()["total"] == total and view.prompts() == prompts  # training does not count them
+    rows = view.rollouts(RolloutFilter(source="skipped"))["rows"]
+    assert [(row["source"], row["step"], row["preview"]) for row in rows] == [
+        *(("skipped", 2, "skipped 0"), ("skipped", 2, "skipped 1"))
+    ]
+    rollout = view.rollout("skipped", 2, 1)
+    assert rollout["tokens"]["ids"] and "the loss is not finite" in rollout["skipped"]
+    assert view.rollout("train", 2, 1)["skipped"] is None
+    assert view.neighbors(("skipped", 2, 0), RolloutFilter(source="skipped"))["next"]["index"] == 1
+    assert len(view.group("skipped", 2, 0)["rollouts"]) == 2
+    assert RunView("one", standard_run(tmp_path / "other")).rollouts(RolloutFilter(source="skipped"))["total"] == 0
 
 
 def test_texts_of_tokens(view: RunView) -> None:
@@ -158,7 +211,7 @@ def test_an_episode_with_several_turns(tmp_path: Path) -> None:
 def test_evaluations_have_no_tokens(view: RunView) -> None:
     rollout = view.rollout("step-000003-after-test", 3, 1)
     assert rollout["tokens"] is None and rollout["tokens_problem"] == "evaluations are saved without tokens"
-    assert (rollout["text"], rollout["changed"], rollout["previous"]) == ("after 0", "gained", 0)
+    assert (rollout["text"], rollout["changed"]) == ("after 0", "gained")
     assert rollout["turns"] == [{"role": "action", "text": "after 0", "tokens": 8, "finish": "stop"}]
 
 

@@ -76,7 +76,9 @@ def test_only_new_and_changed_files_are_read(tmp_path: Path, monkeypatch: pytest
     updated(path)
     read: list[str] = []
     original = index_module.read_file
-    monkeypatch.setattr(index_module, "read_file", lambda folder, name: read.append(name) or original(folder, name))
+    monkeypatch.setattr(
+        index_module, "read_file", lambda folder, name, pause: read.append(name) or original(folder, name)
+    )
     index = updated(path)
     assert read == [] and indexed(index) == STANDARD
     write_rollouts(path, 4, [group_of("p3", ["error"])])

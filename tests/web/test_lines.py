@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from assay.web.lines import cleaned, context_spans, token_columns, turns_of
+from assay.web.lines import cleaned, context_spans, skip_reason, token_columns, turns_of
 
 TURNS = [
     {"text": "a", "context_tokens": 2, "tokens": 1, "masked": True},
@@ -88,3 +88,17 @@ def test_numbers_that_are_not_finite_are_none() -> None:
     assert line["verdict"] == {"reward": None, "parts": {"accuracy": None, "format": 1.0}}
     assert line["turns"] == [{"reward": None, "entropy": 0.5}]
     assert cleaned({"verdict": None, "turns": 3})["turns"] == []
+
+
+@pytest.mark.parametrize(
+    ("updates", "told"),
+    [
+        ([{"loss": 1.0, "weights": ["layer.0"]}], "an update was skipped, because the weight layer.0 is not finite"),
+        ([{"loss": "NaN"}, {}], "2 updates were skipped, because the loss is not finite"),
+        ([{"loss": 0.5, "grad_norm": "Infinity"}], "an update was skipped, because the gradient is not finite"),
+        (None, "its update was skipped"),
+        (["x"], "its update was skipped"),
+    ],
+)
+def test_why_an_update_was_skipped(updates: object, told: str) -> None:
+    assert skip_reason({"updates": updates}) == told

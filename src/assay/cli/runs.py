@@ -117,8 +117,8 @@ def describe_or_mark_damaged(run: Run) -> dict[str, Any]:
 def describe_readable(run: Run, error: str) -> dict[str, Any]:
     """Facts from the files of a damaged run that can be read. Unreadable settings are None."""
     files = RunFiles(run.path)
-    documents = [files.document(f"{name}.json") for name in ("summary", "status", "environment")]
-    parts = RunParts(run.state, files.config(), files.metrics(), *documents)
+    summary, status, environment = (files.document(f"{name}.json") for name in ("summary", "status", "environment"))
+    parts = RunParts(run.state, files.config(), files.metrics(), summary, status, environment)
     problems = files.problems or [error]
     try:
         facts = facts_of(parts, run.name, str(run.path))

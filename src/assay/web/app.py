@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from assay.listen import limit_headers
 from assay.types import describe_error
+from assay.web.activity import activity
 from assay.web.compare import SHOWN
 from assay.web.data import RunView, ViewError, plain
 from assay.web.index import TRAIN
@@ -208,6 +209,26 @@ class Query:
         return number
 
 
+def wanted_list(query: Query, source: str) -> tuple[RolloutFilter, str, bool]:
+    """Filter, order, and whether it is descending. `source`: the default."""
+    step = query.integer("step")
+    wanted = RolloutFilter(
+        source=query.text("source", source),
+        first_step=query.integer("from") if step is None else step,
+        last_step=query.integer("to") if step is None else step,
+        search=query.text("search"),
+        prompt=query.text("prompt") or None,
+        statuses=tuple(query.names("status")),
+        min_reward=query.number("min_reward"),
+        max_reward=query.number("max_reward"),
+        min_length=query.number("min_length"),
+        max_length=query.number("max_length"),
+        truncated={"": None, "0": False, "1": True}[query.choice("truncated", ("", "0", "1"))],
+        changed=query.choice("changed", ("", "gained", "lost", "any")),
+    )
+    return wanted, query.choice("sort", SORTS), query.choice("order", ("asc", "desc")) == "desc"
+
+
 class Endpoints:
     """The requests of the page, by path."""
 
@@ -223,6 +244,7 @@ class Endpoints:
             "/api/runs/{run}/prompts": self.prompts,
             "/api/runs/{run}/rollouts": self.rollouts,
             "/api/runs/{run}/rollouts/{source}/{step:int}/{index:int}": self.rollout,
+            "/api/runs/{run}/neighbors/{source}/{step:int}/{index:int}": self.neighbors,
             "/api/runs/{run}/groups/{step:int}/{group:int}": self.group,
             "/api/runs/{run}/compare": self.compare,
         }
@@ -249,24 +271,11 @@ class Endpoints:
 
     def rollouts(self, request: Request) -> Any:
         query = Query(request)
-        step = query.integer("step")
-        wanted = RolloutFilter(
-            source=query.text("source", TRAIN),
-            first_step=query.integer("from") if step is None else step,
-            last_step=query.integer("to") if step is None else step,
-            search=query.text("search"),
-            prompt=query.text("prompt") or None,
-            statuses=tuple(query.names("status")),
-            min_reward=query.number("min_reward"),
-            max_reward=query.number("max_reward"),
-            min_length=query.number("min_length"),
-            max_length=query.number("max_length"),
-            truncated={"": None, "0": False, "1": True}[query.choice("truncated", ("", "0", "1"))],
-            changed=query.choice("changed", ("", "gained", "lost", "any")),
-        )
-        sort = query.choice("sort", SORTS)
-        descending = query.choice("order", ("asc", "desc")) == "desc"
-        return self.view(request).rollouts(wanted, sort, descending, *query.page())
+        return self.view(request).rollouts(*wanted_list(query, TRAIN), *query.page())
+
+    def neighbors(self, request: Request) -> Any:
+        source, step, index = (request.path_params[name] for name in ("source", "step", "index"))
+        return self.view(request).neighbors((source, step, index), *wanted_list(Query(request), source))
 
     def rollout(self, request: Request) -> Any:
         return self.view(request).rollout(*(request.path_params[name] for name in ("source", "step", "index")))
@@ -302,7 +311,8 @@ def answering(endpoint: Callable[[Request], Any]) -> Callable[[Request], Respons
 
     def respond(request: Request) -> Response:
         try:
-            return answer(endpoint(request))
+            with activity:
+                return answer(endpoint(request))
         except ViewError as error:
             return answer({"error": str(error)}, error.status)
         except OSError as error:  # a file that was deleted in the meantime

@@ -23,10 +23,12 @@ from assay.runs.curves import X_LABELS, shown_panels
 from assay.runs.diagnose import diagnose_run
 from assay.runs.directory import Run
 from assay.types import describe_error
+from assay.web.activity import activity
 from assay.web.folder import MAX_DEPTH, RunFolder, is_deeper, stamp_of
 from assay.web.index import (
     ARRAY_ERRORS,
     FOLDERS,
+    SKIPPED,
     STATUSES,
     TRAIN,
     IndexedFile,
@@ -37,7 +39,7 @@ from assay.web.index import (
     read_arrays,
     read_file,
 )
-from assay.web.lines import cleaned, context_spans, problem_of_arrays, token_columns, turns_of
+from assay.web.lines import cleaned, context_spans, problem_of_arrays, skip_reason, token_columns, turns_of
 from assay.web.table import ALL_EVALUATIONS, CHANGES, OK, RolloutFilter, RolloutTable, TextSearch
 from assay.web.tokens import RunTokenizer, load_tokens
 
@@ -96,7 +98,8 @@ class RunView:
 
     @cached_property
     def index(self) -> RunIndex:
-        return RunIndex(self.folder)
+        in_thread = self._request_index is not None
+        return RunIndex(self.folder, activity.give_way) if in_thread else RunIndex(self.folder)
 
     @cached_property
     def search(self) -> TextSearch:
@@ -109,6 +112,7 @@ class RunView:
         more = self.index.update(seconds)
         files = self.index.files
         if files is not self._table_files and (not more or time.monotonic() > self._table_due):
+            self.index.pause()
             start = time.monotonic()
             table = RolloutTable(list(files.values()))
             table.prepare()
@@ -157,11 +161,19 @@ class RunView:
             "findings": findings,
             "findings_pending": self._diagnosing is not None and not self._diagnosing.done(),
             "train_steps": [place.step for place in names if place.source == TRAIN],
-            "evals": [self._listed_evaluation(place) for place in names if place.source != TRAIN],
+            "skipped": [self._skipped(place.step) for place in names if place.source == SKIPPED],
+            "evals": [self._listed_evaluation(place) for place in names if place.is_evaluation],
             "metrics": sorted(set(self.folder.metrics.columns) - {"step"}),
             "indexed": self.index.progress,
             "problems": shortened(problems),
             "cursor": self.folder.metrics.size,
+        }
+
+    def _skipped(self, step: int) -> dict[str, Any]:
+        """A batch whose update was skipped, and why."""
+        return {
+            "step": step,
+            "reason": skip_reason(self.folder.document(f"{FOLDERS[SKIPPED]}/step-{step:06d}.json")[0]),
         }
 
     def _listed_evaluation(self, place: Place) -> dict[str, Any]:
@@ -252,17 +264,45 @@ class RunView:
     ) -> dict[str, Any]:
         """One page of a list of rollouts, and the number of all by status."""
         table = self.current_table()
-        if wanted.source not in (TRAIN, ALL_EVALUATIONS) and wanted.source not in table.sources:
+        numbers, statuses, searched = self._selected(table, wanted, sort, descending)
+        page = numbers[offset : offset + limit].tolist()
+        previews = self.index.store.previews([table.preview_place(number) for number in page])
+        rows = [table.row(number, preview) for number, preview in zip(page, previews, strict=True)]
+        return {"total": len(numbers), "rows": rows, "statuses": statuses, "searched": searched}
+
+    def _selected(
+        self, table: RolloutTable, wanted: RolloutFilter, sort: str, descending: bool
+    ) -> tuple[np.ndarray, dict[str, int], dict[str, int] | None]:
+        """Numbers of the rows of a list in its order, counts by status, and how far the search is."""
+        if wanted.source not in (TRAIN, SKIPPED, ALL_EVALUATIONS) and wanted.source not in table.sources:
             self._check_source(wanted.source)
-            return {"total": 0, "rows": [], "statuses": {}, "searched": None}
+            return np.empty(0, np.int64), {}, None
         found, searched = None, None
         if wanted.search:
             found, searched = self.search.find(table, wanted.search)
         numbers, statuses = table.select(wanted, found)
-        page = table.ordered(numbers, sort, descending)[offset : offset + limit].tolist()
-        previews = self.index.store.previews([table.preview_place(number) for number in page])
-        rows = [table.row(number, preview) for number, preview in zip(page, previews, strict=True)]
-        return {"total": len(numbers), "rows": rows, "statuses": statuses, "searched": searched}
+        return table.ordered(numbers, sort, descending), statuses, searched
+
+    def neighbors(
+        self,
+        place: tuple[str, int, int],
+        wanted: RolloutFilter = _EVERYTHING,
+        sort: str = "step",
+        descending: bool = False,
+    ) -> dict[str, Any]:
+        """The rollouts before and after the one of a source, step and index in a list, and its position, from 0.
+
+        All are None if it is not in the list.
+        """
+        table = self.current_table()
+        numbers, _, searched = self._selected(table, wanted, sort, descending)
+        found = np.flatnonzero(numbers == table.number_of(*place)).tolist()
+        position = found[0] if found else None
+        beside = [] if position is None else [position - 1, position + 1]
+        places = [table.place_of_row(int(numbers[at])) if 0 <= at < len(numbers) else None for at in beside]
+        previous, following = places or (None, None)
+        total = len(numbers)
+        return {"position": position, "total": total, "previous": previous, "next": following, "searched": searched}
 
     def _check_source(self, source: str) -> None:
         """Raise if there is no such evaluation; it may only be not indexed yet."""
@@ -286,7 +326,6 @@ class RunView:
         file = self._file(source, step)
         line = self.line(file, index)
         position = int(np.searchsorted(file.rows["index"], index))
-        others = file.rows["index"]
         tokens, tokens_problem, context_texts = self._token_table(file, index, line)
         return {
             **line,
@@ -295,8 +334,7 @@ class RunView:
             "tokens": tokens,
             "tokens_problem": tokens_problem,
             "tokens_pending": tokens_problem == LOADING,
-            "previous": int(others[position - 1]) if position > 0 else None,
-            "next": int(others[position + 1]) if position + 1 < len(others) else None,
+            "skipped": self._skipped(step)["reason"] if source == SKIPPED else None,
             "problems": file.problems,
         }
 
@@ -350,12 +388,12 @@ class RunView:
         return self._read_now(f"{FOLDERS['eval']}/{name}.jsonl")
 
     def _file(self, source: str, step: int) -> IndexedFile:
-        if source != TRAIN:
+        if source not in (TRAIN, SKIPPED):
             file = self.evaluation(source)
             if file.place.step != step:
                 raise ViewError(f"{source} is an evaluation of step {file.place.step}, not {step}")
             return file
-        name = f"{FOLDERS[TRAIN]}/step-{step:06d}.jsonl"
+        name = f"{FOLDERS[source]}/step-{step:06d}.jsonl"
         known = {file.name: file for file in self.current_table().files}
         return known[name] if name in known else self._read_now(name)
 
@@ -399,7 +437,7 @@ class RunView:
         self, file: IndexedFile, index: int, line: Mapping[str, Any]
     ) -> tuple[dict[str, Any] | None, str | None, list[str] | None]:
         """Arrays of the tokens, what is missing, and the texts of the context of each turn."""
-        if file.place.source != TRAIN:
+        if file.place.is_evaluation:
             return None, "evaluations are saved without tokens", None
         try:
             arrays = self._step_arrays(file)

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,7 +34,8 @@ from assay.web.folder import Refused, RunFolder, finite_number, stamp_of
 
 VERSION = 1  # of the database; another version is rebuilt
 TRAIN = "train"  # name of the source of training rollouts; evaluations are named after their files
-FOLDERS = {TRAIN: "rollouts", "eval": "evals"}
+SKIPPED = "skipped"  # batches whose update was skipped
+FOLDERS = {TRAIN: "rollouts", SKIPPED: "skipped", "eval": "evals"}
 STATUSES = ("", *map(str, Status))  # by code; 0 for answers without a verdict
 FINISHES = ("", *map(str, Finish))
 LABELS = ("start", "before", "eval", "after")  # of evaluations, in the order in which they take place
@@ -87,16 +88,21 @@ class IndexedFile:
 class Place:
     """What the name of a rollout file says."""
 
-    source: str  # "train", or the name of the evaluation
+    source: str  # "train", "skipped", or the name of the evaluation
     step: int
     label: str = ""
     split: str = ""
 
     @property
-    def order(self) -> tuple[bool, int, int, str]:
-        """Training steps first, then evaluations, each in the order in which they took place."""
+    def is_evaluation(self) -> bool:
+        return self.source not in (TRAIN, SKIPPED)
+
+    @property
+    def order(self) -> tuple[int, int, int, str]:
+        """Training steps first, then skipped batches, then evaluations, each in the order in which they took place."""
+        kind = 2 if self.is_evaluation else int(self.source == SKIPPED)
         rank = LABELS.index(self.label) if self.label in LABELS else len(LABELS)
-        return self.source != TRAIN, self.step, rank, self.source
+        return kind, self.step, rank, self.source
 
 
 def place_of(name: str) -> Place | None:
@@ -105,8 +111,8 @@ def place_of(name: str) -> Place | None:
     match = _STEP_FILE.fullmatch(file)
     if match is None or f"{int(match[1]):06d}" != match[1]:
         return None
-    if folder == FOLDERS[TRAIN]:
-        return None if match[2] else Place(TRAIN, int(match[1]))
+    if folder in (FOLDERS[TRAIN], FOLDERS[SKIPPED]):
+        return None if match[2] else Place(TRAIN if folder == FOLDERS[TRAIN] else SKIPPED, int(match[1]))
     label, _, split = (match[2] or "").partition("-")
     return Place(file.removesuffix(".jsonl"), int(match[1]), label, split)
 
@@ -125,16 +131,22 @@ class Content:
 # Reading rollout files
 
 
-def read_file(folder: RunFolder, name: str) -> Content:
-    """Read the lines of a rollout file, and check that its arrays match. Problems are described, not raised."""
-    is_training = name.startswith(f"{FOLDERS[TRAIN]}/")
-    reader = _Reader(with_questions=not is_training)
+def nothing() -> None: ...
+
+
+def read_file(folder: RunFolder, name: str, pause: Callable[[], None] = nothing) -> Content:
+    """Read the lines of a rollout file, and check that its arrays match. Problems are described, not raised.
+
+    `pause` is called after each line.
+    """
+    has_arrays = not name.startswith(f"{FOLDERS['eval']}/")
+    reader = _Reader(with_questions=not has_arrays)
     try:
         with folder.open(name) as file:
-            reader.read(file, name)
+            reader.read(file, name, pause)
     except OSError as error:
         reader.problems.append(reason_of(name, error))
-    if is_training and (problem := arrays_problem(folder, name, reader.lines)):
+    if has_arrays and (problem := arrays_problem(folder, name, reader.lines)):
         reader.problems.append(problem)
     return reader.content()
 
@@ -154,7 +166,7 @@ class _Reader:
         self._text_end = self._preview_end = 0
         self._prompts: dict[str, tuple[int, str]] = {}
 
-    def read(self, file: IO[bytes], name: str) -> None:
+    def read(self, file: IO[bytes], name: str, pause: Callable[[], None]) -> None:
         start, bad, newest = 0, 0, 1
         while line := file.readline(MAX_LINE):
             is_complete = line.endswith(b"\n")
@@ -169,6 +181,7 @@ class _Reader:
                 self._add(value, start, len(line))
             start += len(line)
             self.lines += 1
+            pause()
         if bad > LISTED:
             self.problems.append(f"{name}: {bad} lines cannot be read")
         if newest > SCHEMA:
@@ -459,8 +472,9 @@ class Store:
 class RunIndex:
     """The index of a run, which `update` keeps equal to the files of the run."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
+    def __init__(self, folder: RunFolder, pause: Callable[[], None] = nothing) -> None:
+        """`pause` is called often while files are read."""
+        self.folder, self.pause = folder, pause
         self.store = Store.of(folder.root)
         self.names: dict[str, str] = {}  # stamps of the rollout files of the run, in the order in which they are read
         self.files: dict[int, IndexedFile] = {}
@@ -495,7 +509,7 @@ class RunIndex:
         waiting = [name for name, stamp in self.names.items() if current.get(name) != stamp]
         done = 0
         for name in waiting:
-            self.store.write(name, self.names[name], read_file(self.folder, name))
+            self.store.write(name, self.names[name], read_file(self.folder, name, self.pause))
             done += 1
             if time.monotonic() > deadline:
                 break
@@ -504,12 +518,12 @@ class RunIndex:
         return done < len(waiting)
 
     def _listed(self) -> Iterator[tuple[str, str]]:
-        """Names and stamps of the rollout files: evaluations first, because they are few."""
+        """Names and stamps of the rollout files: training is the last, because its files are many."""
         for folder in reversed(FOLDERS.values()):
             for name in self.folder.names(folder):
                 path = f"{folder}/{name}"
                 if place_of(path) and (stamp := stamp_of(self.folder.root / path)):
-                    has_arrays = folder == FOLDERS[TRAIN]
+                    has_arrays = folder != FOLDERS["eval"]
                     arrays = stamp_of((self.folder.root / path).with_suffix(".npz")) if has_arrays else None
                     yield path, repr((stamp, arrays))
 

@@ -21,6 +21,19 @@ def problem_of_arrays(file: IndexedFile, error: BaseException) -> str:
     return f"{name} is missing: its tokens cannot be shown" if missing else reason_of(name, error)
 
 
+def skip_reason(document: Mapping[str, Any]) -> str:
+    """Why updates with a batch were skipped, from the file next to the batch."""
+    updates = [update for update in document.get("updates") or () if isinstance(update, dict)]
+    if not updates:
+        return "its update was skipped"
+    first, count = updates[0], f"{len(updates)} updates were" if len(updates) > 1 else "an update was"
+    if isinstance(first.get("weights"), list) and first["weights"]:
+        what = f"the weight {first['weights'][0]}"
+    else:
+        what = "the loss" if finite_number(first.get("loss")) is None else "the gradient"
+    return f"{count} skipped, because {what} is not finite"
+
+
 def context_spans(line: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Begin and end of the context of each turn, in tokens of the rollout."""
     spans, at = [], 0

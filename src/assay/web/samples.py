@@ -44,7 +44,7 @@ class Samples:
 
 def first_and_last(view: RunView) -> tuple[IndexedFile, IndexedFile] | None:
     """The evaluations before and after training, on the same split."""
-    files = [file for file in view.current_table().files if file.place.source != TRAIN]
+    files = [file for file in view.current_table().files if file.place.is_evaluation]
     after = [file for file in files if file.place.label == "after"]
     before = [file for file in files if file.place.label == "before"]
     same = [(b, a) for a in after[-1:] for b in before if b.place.split == a.place.split]
@@ -121,7 +121,7 @@ def listed_rollouts(view: RunView, wanted: RolloutFilter, sort: str, descending:
 
 
 def last_evaluation(view: RunView) -> str | None:
-    return next((file.place.source for file in reversed(view.table.files) if file.place.source != TRAIN), None)
+    return next((file.place.source for file in reversed(view.table.files) if file.place.is_evaluation), None)
 
 
 def changed_questions(view: RunView, change: str, limits: ReportLimits) -> list[Samples]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from assay.web.index import END, FINISHES, ROW, STATUSES, TRAIN, IndexedFile, fold
+from assay.web.activity import activity
+from assay.web.index import END, FINISHES, ROW, SKIPPED, STATUSES, TRAIN, IndexedFile, Place, fold
 
 OK = STATUSES.index("ok")
 ALL_EVALUATIONS = "eval"  # as a source
 GAINED, LOST = 1, -1
+_RANK = {TRAIN: 0, SKIPPED: 1, ALL_EVALUATIONS: 2}  # order of the files
 CHANGES = {GAINED: "gained", LOST: "lost"}
 SORTS = ("step", "reward", "length", "advantage")
 PROMPT_SORTS = ("id", "pass_rate", "change", "seen")
@@ -82,10 +84,10 @@ class RolloutTable:
     def _compare_with_previous(self, counts: Sequence[int]) -> None:
         """Group answers by prompt and time, and compare each with the majority at the previous time.
 
-        Training is one series; evaluations of the same split are another one.
+        Training is one series; skipped batches, and evaluations of the same split, are others.
         """
-        splits = sorted({file.place.split for file in self.files if file.place.source != TRAIN})
-        series = [0 if file.place.source == TRAIN else 1 + splits.index(file.place.split) for file in self.files]
+        splits = sorted({file.place.split for file in self.files if file.place.is_evaluation})
+        series = [self._series(file.place, splits) for file in self.files]
         times = np.arange(len(self.files))  # files are in the order of time
         rows_series = np.repeat(np.array(series, np.int64), counts)
         rows_time = np.repeat(times, counts)
@@ -109,6 +111,13 @@ class RolloutTable:
         )
         self.changed = changed
 
+    @staticmethod
+    def _series(place: Place, splits: Sequence[str]) -> int:
+        """0 for training, -1 for skipped batches, else the number of the split."""
+        if place.is_evaluation:
+            return 1 + splits.index(place.split)
+        return 0 if place.source == TRAIN else -1
+
     @cached_property
     def prompt_rank(self) -> np.ndarray:
         """Position of each prompt in the order of ids, where numbers count as numbers."""
@@ -123,12 +132,30 @@ class RolloutTable:
     # Lists of rollouts
 
     def file_rows(self, source: str) -> slice:
-        """The rows of training, of all evaluations, or of one of them."""
-        training = int(self.first[sum(file.place.source == TRAIN for file in self.files)])
-        if source in (TRAIN, ALL_EVALUATIONS):
-            return slice(0, training) if source == TRAIN else slice(training, len(self.rows))
-        number = self.sources[source]
-        return slice(int(self.first[number]), int(self.first[number + 1]))
+        """The rows of training, of skipped batches, of all evaluations, or of one of them."""
+        kinds = [ALL_EVALUATIONS if file.place.is_evaluation else file.place.source for file in self.files]
+        if source in (TRAIN, SKIPPED, ALL_EVALUATIONS):  # their files follow each other
+            begin = bisect_left(kinds, _RANK[source], key=_RANK.__getitem__)
+            end = bisect_right(kinds, _RANK[source], key=_RANK.__getitem__)
+        else:
+            begin, end = self.sources[source], self.sources[source] + 1
+        return slice(int(self.first[begin]), int(self.first[end]))
+
+    def number_of(self, source: str, step: int, index: int) -> int | None:
+        """The number of a row; None if there is none."""
+        file = next(
+            (n for n, one in enumerate(self.files) if one.place.source == source and one.place.step == step), None
+        )
+        if file is None:
+            return None
+        indices = self.files[file].rows["index"]
+        position = int(np.searchsorted(indices, index))
+        there = position < len(indices) and indices[position] == index
+        return int(self.first[file]) + position if there else None
+
+    def place_of_row(self, number: int) -> dict[str, Any]:
+        place = self.files[self.file[number]].place
+        return {"source": place.source, "step": place.step, "index": int(self.rows["index"][number])}
 
     def select(self, wanted: RolloutFilter, found: np.ndarray | None) -> tuple[np.ndarray, dict[str, int]]:
         """Numbers of the rows that pass the filter, and counts by status of those that pass all else.
@@ -206,7 +233,7 @@ class RolloutTable:
         self, evaluations: bool, search: str, sort: str, descending: bool, offset: int, limit: int
     ) -> dict[str, Any]:
         """Pass rates of prompts over time, in training or in evaluations."""
-        chosen = np.flatnonzero((self.rate_series > 0) == evaluations)
+        chosen = np.flatnonzero(self.rate_series > 0 if evaluations else self.rate_series == 0)
         prompt, count = self.rate_prompt[chosen], self.rate_count[chosen]
         correct = self.rate_correct[chosen]
         order = np.argsort(prompt, kind="stable")
@@ -275,7 +302,7 @@ class TextSearch:
     def find(self, table: RolloutTable, text: str, seconds: float = SEARCH_S) -> tuple[np.ndarray, dict[str, int]]:
         """Whether each row has the text, in its answer or question; and how many files were searched so far."""
         folded = fold(text)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + activity.share(seconds)
         found = np.isin(table.prompt, table.matching_prompts(folded))
         with self._lock:
             results = self._searches.setdefault(folded, {})

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from assay.runs.rollouts import write_rollouts
+from assay.runs.rollouts import read_rollouts, write_rollouts
+from assay.train.faults import Fault, dump_batch
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 # Random models solve nothing. This reward depends on the letters, so that rewards differ within every group.
@@ -83,7 +84,8 @@ def assay(*words: str, folder: Path) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="session")
 def browser_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with runs: small and other (tasks), guess (episodes), hostile, damaged, long (100,000 tokens)."""
+    """A folder with runs: small and other (tasks), guess (episodes), hostile, damaged, long (100,000 tokens),
+    skipped (a batch that was not trained)."""
     folder = tmp_path_factory.mktemp("browser")
     (folder / "reward.py").write_text(REWARD)
     (folder / "small.toml").write_text(SMALL + f'function = "{folder}/reward.py:reward"\n')
@@ -96,6 +98,7 @@ def browser_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_hostile(runs)
     make_damaged(runs)
     make_long(runs)
+    make_skipped(runs)
     return runs
 
 
@@ -141,6 +144,13 @@ def make_long(runs: Path) -> None:
     text = " ".join(str(number) for number in range(20_000))
     rollout = Rollout(prompt, 0, [Turn([1, 2, 3], completion, text)], Verdict(0.0, Status.WRONG))
     write_rollouts(run, 7, [Group(prompt, [rollout])])
+
+
+def make_skipped(runs: Path) -> None:
+    """A run in which the update of step 3 was skipped."""
+    run = runs / "skipped"
+    shutil.copytree(runs / "small", run)
+    dump_batch(run, 3, read_rollouts(run, 3), [Fault(float("nan"), 1.0, [], [])])
 
 
 class View:

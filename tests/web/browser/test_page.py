@@ -412,6 +412,7 @@ def test_runs_are_compared(tab: Tab, browser_runs: Path) -> None:
 def test_reload_restores_every_view(tab: Tab) -> None:
     for fragment in EVERY_VIEW:
         page = tab.open(fragment.format(run="small"))
+        tab.until("!document.querySelector('main [role=status]')")  # the doctor has examined the run
         before, url = tab.text("main"), page.url
         page.reload()
         tab.until(f"document.querySelector('main').innerText === {json.dumps(before)}")
@@ -617,3 +618,91 @@ def test_other_tokens_are_refused_with_an_explanation(tab: Tab) -> None:
     tab.context.clear_cookies()
     tab.page.evaluate("location.hash = '#/run/small'")
     tab.page.get_by_text("open the address that assay view printed").wait_for()
+
+
+# Lists that are kept in the address of a rollout
+
+
+def places(tab: Tab) -> list[tuple[str, int, int]]:
+    """Source, step and index of the rows of the table."""
+    links = tab.page.locator("main tbody tr").evaluate_all("rows => rows.map(row => row.dataset.href)")
+    return [
+        (unquote(parts[3]), int(parts[4]), int(parts[5].partition("?")[0])) for parts in (x.split("/") for x in links)
+    ]
+
+
+@pytest.mark.parametrize(
+    "query", ["status=wrong&sort=length&order=desc", "search=1&min_length=2", "source=eval&sort=reward&order=desc", ""]
+)
+def test_next_and_previous_walk_through_the_list_from_which_a_rollout_was_opened(tab: Tab, query: str) -> None:
+    tab.open(f"#/run/small/rollouts?{query}")
+    listed = places(tab)
+    assert len(listed) > 3
+    page = tab.page
+    page.locator("main tbody tr .row-link").nth(1).click()
+    for number in (1, 2, 3):
+        source, step, index = listed[number]
+        tab.until(f"location.hash.split('?')[0] == '#/run/small/rollout/{source}/{step}/{index}'")
+        tab.until(f"document.querySelector('.head .push')?.textContent.startsWith('{number + 1} of ')")
+        assert page.url.partition("#")[2].partition("?")[2] == query
+        page.keyboard.press("j")
+    page.reload()  # the address is enough
+    tab.until("document.querySelector('.head .push')?.textContent.startsWith('5 of ')")
+    page.get_by_role("link", name="Previous").click()
+    source, step, index = listed[3]
+    tab.until(f"location.hash.split('?')[0] == '#/run/small/rollout/{source}/{step}/{index}'")
+    tab.until("history.state?.shown")
+    page.keyboard.press("Escape")  # back to the list
+    tab.until("document.querySelector('main tbody tr')")
+    assert places(tab) == listed
+
+
+def test_the_first_and_the_last_of_a_list_have_one_neighbor(tab: Tab) -> None:
+    page = tab.open("#/run/small/rollout/train/2/0?step=2&color=advantage")
+    assert page.locator(".button", has_text="Previous").get_attribute("aria-disabled") == "true"
+    page.keyboard.press("j")
+    tab.until("location.hash == '#/run/small/rollout/train/2/1?step=2&color=advantage'")  # the coloring is kept
+    tab.open("#/run/small/rollout/train/2/23?step=2")
+    assert page.locator(".button", has_text="Next").get_attribute("aria-disabled") == "true"
+    tab.open("#/run/small/rollout/train/2/23?step=3")
+    assert "not in the list" in tab.text(".head .push")
+
+
+def test_skipped_batches_are_shown_as_not_trained(tab: Tab, browser_runs: Path) -> None:
+    page = tab.open("#/run/skipped")
+    page.get_by_role("link", name="Show the skipped rollouts").click()
+    tab.until("document.querySelectorAll('main tbody tr').length == 24")
+    assert page.locator("main tbody .pill", has_text="not trained").count() == 24
+    assert "Step 3: an update was skipped, because the loss is not finite." in tab.text(".skipped-note")
+    page.locator("main tbody tr .row-link").first.click()
+    tab.until("location.hash.startsWith('#/run/skipped/rollout/skipped/3/0')")
+    tab.until("document.querySelector('.head .push')?.textContent.startsWith('1 of 24')")
+    assert "not trained" in tab.text("main .head:has(h2)") and "the loss is not finite" in tab.text(
+        "main .head:has(h2)"
+    )
+    page.get_by_role("link", name="Compare the group").click()
+    tab.until("document.querySelectorAll('.card').length == 4")
+    assert tab.open("#/run/small").get_by_text("not trained").count() == 0
+    assert "skipped" not in tab.open("#/run/small/rollouts").locator("select[name=source]").inner_text()
+
+
+def test_the_chart_of_results_has_three_to_five_ticks(tab: Tab) -> None:
+    tab.open("#/run/small")
+    charts = "import('/static/charts.js')"
+    bad = tab.page.evaluate(f"""async () => {{
+        const {{ intervalPlot }} = await {charts};
+        const bad = [];
+        for (let low = 0; low < 1; low += 0.037)
+          for (let high = low + 0.004; high <= 1; high += 0.029) {{
+            const plot = intervalPlot([{{ label: "a", value: (low + high) / 2, low, high }}]);
+            const ticks = [...plot.querySelectorAll(".tick")].map((tick) => tick.textContent);
+            const at = [...plot.querySelectorAll(".tick")].map((tick) => Number(tick.getAttribute("x")));
+            const bar = plot.querySelector(".interval-bar");
+            const [begin, end] = ["x1", "x2"].map((name) => Number(bar.getAttribute(name)));
+            const inside = at[0] <= begin + 0.01 && at.at(-1) >= end - 0.01;
+            const apart = at.slice(1).every((x, index) => x - at[index] > 34);
+            if (ticks.length < 3 || ticks.length > 5 || !inside || !apart) bad.push([low, high, ticks]);
+          }}
+        return bad;
+    }}""")
+    assert bad == []

@@ -147,6 +147,7 @@ function toggleTheme() {
 function up() {
   const { parts } = parseRoute(location.hash);
   if (parts[0] === "compare" || (parts[0] === "run" && parts.length === 2)) location.hash = "#/";
+  else if (current?.up) location.hash = current.up;
   else if (parts[2] === "rollout" || parts[2] === "group") location.hash = link([...parts.slice(0, 2), "rollouts"]);
   else if (parts.length > 2) location.hash = link(parts.slice(0, 2));
   else return false;

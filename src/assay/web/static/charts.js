@@ -43,14 +43,29 @@ export function smooth(values, weight) {
 export function niceTicks(low, high, count = 5) {
   if (!(high > low)) return [low];
   const rough = (high - low) / Math.max(count, 1);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const distance = (factor) => Math.abs(Math.log((factor * power) / rough));
-  const step = power * [1, 2, 5, 10].reduce((best, factor) => (distance(factor) < distance(best) ? factor : best));
-  const ticks = [];
-  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index++) {
-    ticks.push(Number((index * step).toPrecision(12)));
-  }
-  return ticks;
+  const distance = (step) => Math.abs(Math.log(step / rough));
+  const steps = roundSteps(rough).sort((a, b) => distance(a) - distance(b));
+  const found = steps.map((step) => multiples(step, Math.ceil(low / step - 1e-9), Math.floor(high / step + 1e-9)));
+  return found.find((ticks) => ticks.length >= Math.min(count, 3)) ?? found[0]; // two ticks hardly show a scale
+}
+
+// Ticks of a range that is extended to them: three to five.
+function coveringTicks(low, high) {
+  const found = roundSteps((high - low) / 4).map((step) =>
+    multiples(step, Math.floor(low / step + 1e-9), Math.ceil(high / step - 1e-9)),
+  );
+  return found.find((ticks) => ticks.length <= 5);
+}
+
+// 1, 2 and 5 times powers of ten, from about a tenth of `rough` to ten times as much.
+function roundSteps(rough) {
+  const power = Math.floor(Math.log10(rough));
+  return [power - 1, power, power + 1].flatMap((exponent) => [1, 2, 5].map((digit) => digit * 10 ** exponent));
+}
+
+function multiples(step, first, last) {
+  const length = Math.max(0, Math.round(last - first) + 1);
+  return Array.from({ length }, (_, index) => Number(((first + index) * step).toPrecision(12)));
 }
 
 function tickLabel(value, share) {
@@ -415,7 +430,8 @@ function heatColor(share) {
 
 export function intervalPlot(rows, { width = 360, share = true } = {}) {
   const [left, right, line] = [92, 118, 30];
-  const [low, high] = intervalDomain(rows, share);
+  const ticks = intervalTicks(rows, share);
+  const [low, high] = [ticks[0], ticks.at(-1)];
   const x = (value) => left + ((value - low) / (high - low || 1)) * (width - left - right);
   const height = rows.length * line + 20;
   const text = rows.map((one) => `${one.label} ${shownValue(one.value, share)}`).join(", ");
@@ -427,7 +443,7 @@ export function intervalPlot(rows, { width = 360, share = true } = {}) {
     role: "img",
     "aria-label": text,
   });
-  for (const tick of niceTicks(low, high, 4)) {
+  for (const tick of ticks) {
     root.append(
       svg("line", { class: "grid", x1: x(tick), x2: x(tick), y1: 4, y2: rows.length * line }),
       svg("text", { class: "tick", x: x(tick), y: height - 6, "text-anchor": "middle", text: tickLabel(tick, share) }),
@@ -437,10 +453,9 @@ export function intervalPlot(rows, { width = 360, share = true } = {}) {
   return root;
 }
 
-function intervalDomain(rows, share) {
+function intervalTicks(rows, share) {
   const [low, high] = extent(rows.flatMap((one) => [one.value, one.low ?? null, one.high ?? null]));
-  const room = 0.08 * (high - low);
-  return share ? [Math.max(0, low - room), Math.min(1, high + room)] : [low - room, high + room];
+  return share ? coveringTicks(Math.max(0, low), Math.min(1, high)) : coveringTicks(low, high);
 }
 
 function intervalRow(one, x, y, width, share) {

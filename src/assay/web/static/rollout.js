@@ -3,63 +3,93 @@
 import { get, runPath } from "./api.js";
 import { element, formatNumber, plural, visibleText } from "./dom.js";
 import { link, setParameters } from "./route.js";
-import { signed } from "./rollouts.js";
+import { listLink, listOf, signed } from "./rollouts.js";
 import { loadRun, runCrumbs, runHead } from "./run.js";
 import { tokenView } from "./tokens.js";
-import { changePill, empty, panel, statusPill, textBlock } from "./widgets.js";
+import { changePill, empty, isIndexing, panel, skippedPill, statusPill, textBlock } from "./widgets.js";
 
 export async function rollout({ parts: [, run, , source, step, index], parameters, signal }) {
   const load = () => get(runPath(run, "rollouts", source, step, index), {}, signal);
-  const [detail, answer] = await Promise.all([loadRun(run, signal), load()]);
+  const list = { source: source === "train" ? "" : source, ...listOf(parameters) };
+  const loadNeighbors = () => get(runPath(run, "neighbors", source, step, index), listOf(parameters), signal);
+  const [detail, answer, neighbors] = await Promise.all([loadRun(run, signal), load(), loadNeighbors().catch(() => null)]);
   const text = element("div", {}, textPanel(answer, parameters));
   if (answer.tokens_pending) showTokensLater(text, load, parameters, signal);
-  const at = (other) =>
-    other === null || other === undefined ? null : link(["run", run, "rollout", source, step, other], parameters);
-  const context = { run, source, step, parameters };
+  const context = { run, source, step, index, parameters };
+  const steps = element("div", { class: "push controls tight" });
   const split = element(
     "div",
     { class: "split" },
     element("div", { class: "stack" }, promptPanel(answer), text),
     sidePanel(answer, context),
   );
-  return {
+  const view = {
     title: `Rollout ${step}/${index} of ${detail.name}`,
-    crumbs: runCrumbs(
-      detail,
-      {
-        text: "Rollouts",
-        href: link(["run", run, "rollouts"], {
-          source: source === "train" ? "" : source,
-          step: source === "train" ? step : "",
-        }),
-      },
-      { text: `step ${Number(step)}, ${index}` },
-    ),
-    parts: [runHead(detail, "rollouts"), rolloutHead(answer, context, index, at), split],
-    previous: at(answer.previous),
-    next: at(answer.next),
+    parts: [runHead(detail, "rollouts"), rolloutHead(answer, context, steps), split],
   };
+  const showNeighbors = (found) => {
+    const at = (other) =>
+      other ? link(["run", run, "rollout", other.source, other.step, other.index], parameters) : null;
+    Object.assign(view, { previous: at(found?.previous), next: at(found?.next) });
+    view.up = listLink(run, list, found?.position ?? 0);
+    view.crumbs = runCrumbs(
+      detail,
+      { text: "Rollouts", href: view.up },
+      { text: `step ${Number(step)}, ${index}` },
+    );
+    steps.replaceChildren(
+      element("span", { class: "muted", text: positionText(found) }),
+      stepLink("\u2190 Previous", view.previous, "k"),
+      stepLink("Next \u2192", view.next, "j"),
+    );
+  };
+  showNeighbors(neighbors);
+  if (isPartial(neighbors, detail)) showNeighborsLater(showNeighbors, loadNeighbors, run, signal);
+  return view;
 }
 
-function rolloutHead(answer, { run, source, step }, index, at) {
-  const place = source === "train" ? `Step ${Number(step)}, rollout ${index}` : `${source}, answer ${index}`;
-  const group =
-    source === "train"
-      ? element("a", { href: link(["run", run, "group", step, answer.group]), text: "Compare the group" })
-      : null;
+function positionText(found) {
+  if (!found) return "";
+  const { position, total } = found;
+  return position === null ? "not in the list" : `${formatNumber(position + 1)} of ${formatNumber(total)}`;
+}
+
+// The server is still indexing, or searching for the text of the list.
+function isPartial(found, detail) {
+  return !found || isIndexing(detail) || (found.searched && found.searched.done < found.searched.total);
+}
+
+async function showNeighborsLater(show, load, run, signal) {
+  for (let detail = null; !signal.aborted;) {
+    await new Promise((resolve) => setTimeout(resolve, 300));
+    const found = await load().catch(() => null);
+    detail = await loadRun(run, signal).catch(() => detail);
+    if (!found || !detail || signal.aborted) return;
+    show(found);
+    if (!isPartial(found, detail)) return;
+  }
+}
+
+function rolloutHead(answer, { run, source, step, index }, steps) {
+  const named = { train: `Step ${Number(step)}, rollout ${index}`, skipped: `Step ${Number(step)}, skipped, rollout ${index}` };
+  const place = named[source] ?? `${source}, answer ${index}`;
+  const group = named[source]
+    ? element("a", {
+        href: link(["run", run, "group", step, answer.group], { source: source === "train" ? "" : source }),
+        text: "Compare the group",
+      })
+    : null;
+  const reason = answer.skipped ? element("span", { class: "muted", text: visibleText(answer.skipped) }) : null;
   return element(
     "div",
     { class: "head" },
     element("h2", { text: place }),
     statusPill(answer.status ?? answer.verdict?.status),
+    skippedPill({ source }),
     changePill(answer.changed),
+    reason,
     group,
-    element(
-      "div",
-      { class: "push controls tight" },
-      stepLink("\u2190 Previous", at(answer.previous), "k"),
-      stepLink("Next \u2192", at(answer.next), "j"),
-    ),
+    steps,
   );
 }
 
@@ -213,6 +243,7 @@ export async function group({ parts: [, run, , step, number], parameters, signal
     "div",
     { class: "head" },
     element("h2", { text: `Step ${Number(step)}, group ${number}` }),
+    skippedPill(parameters),
     element("span", { class: "muted", text: `${correct} of ${plural(rollouts.length, "answer")} correct` }),
     element("a", { href: link(["run", run, "rollouts"], { prompt: prompt.id }), text: visibleText(prompt.id ?? "") }),
     element(
@@ -225,7 +256,7 @@ export async function group({ parts: [, run, , step, number], parameters, signal
   const cards = element(
     "div",
     { class: "cards" },
-    rollouts.map((one) => card(one, link(["run", run, "rollout", one.source, step, one.index]))),
+    rollouts.map((one) => card(one, link(["run", run, "rollout", one.source, step, one.index], { step }))),
   );
   const question = element(
     "div",
@@ -244,7 +275,7 @@ export async function group({ parts: [, run, , step, number], parameters, signal
     title: `Group ${step}/${number} of ${detail.name}`,
     crumbs: runCrumbs(
       detail,
-      { text: "Rollouts", href: link(["run", run, "rollouts"], { step }) },
+      { text: "Rollouts", href: link(["run", run, "rollouts"], { step, source: parameters.source }) },
       { text: `step ${Number(step)}, group ${number}` },
     ),
     parts: [

@@ -14,11 +14,13 @@ import {
   rowLink,
   searchField,
   select,
+  skippedPill,
   statusPill,
   table,
 } from "./widgets.js";
 
 const LIMIT = 50;
+const REASONS = 5; // skipped batches whose reason is shown
 export const INDEXING_MS = 500; // between updates while the server reads the rollout files
 const SORTS = [
   ["", "step"],
@@ -108,7 +110,17 @@ function filters(view, draw) {
 }
 
 function isTraining({ source }) {
-  return !source || source === "train";
+  return !source || source === "train" || source === "skipped";
+}
+
+// What identifies the list: rollouts keep it in their address, so that "next" and "previous" walk through it.
+export function listOf({ offset: _offset, color: _color, ...parameters }) {
+  return parameters;
+}
+
+export function listLink(run, parameters, position = 0) {
+  const offset = LIMIT * Math.floor(position / LIMIT) || "";
+  return link(["run", run, "rollouts"], { ...parameters, offset });
 }
 
 function emptied(parameters) {
@@ -120,7 +132,8 @@ function sources({ detail }) {
     name,
     `${label} (${[split, `step ${step}`].filter(Boolean).join(", ")})`,
   ]);
-  return [["", "training"], ["eval", "all evaluations"], ...evals];
+  const skipped = detail.skipped.length ? [["skipped", "skipped batches (not trained)"]] : [];
+  return [["", "training"], ...skipped, ["eval", "all evaluations"], ...evals];
 }
 
 function numberField(title, name, view) {
@@ -218,7 +231,7 @@ async function loadRollouts(view, signal) {
   drawChips(view, answer.statuses);
   const focused = document.activeElement?.closest("tr")?.dataset.href;
   view.list.replaceChildren(
-    ...[indexNote(view.detail), searchNote(answer), ...rows(view, answer, offset)].filter(Boolean),
+    ...[indexNote(view.detail), skippedNote(view), searchNote(answer), ...rows(view, answer, offset)].filter(Boolean),
   );
   if (focused) view.list.querySelector(`tr[data-href="${CSS.escape(focused)}"] a`)?.focus();
 }
@@ -234,9 +247,22 @@ function searchNote(answer) {
   return element("p", { class: "muted", role: "status", text: `Searching: ${done} of ${total} files so far.` });
 }
 
+function skippedNote({ parameters, detail }) {
+  if (parameters.source !== "skipped") return null;
+  const reasons = detail.skipped.map(({ step, reason }) => `Step ${formatNumber(step)}: ${visibleText(reason)}.`);
+  return element(
+    "p",
+    { class: "muted skipped-note" },
+    "The policy was not trained on these batches. ",
+    reasons.slice(0, REASONS).join(" "),
+    reasons.length > REASONS ? ` And ${formatNumber(reasons.length - REASONS)} more.` : "",
+  );
+}
+
 function rows(view, answer, offset) {
   if (!answer.rows.length) return isIndexing(view.detail) ? [] : [nothing(view)];
-  const href = ({ source, step, index }) => link(["run", view.run, "rollout", source, step, index]);
+  const list = listOf(view.parameters);
+  const href = ({ source, step, index }) => link(["run", view.run, "rollout", source, step, index], list);
   const onOffset = (target) => change(view, { offset: target || "" }, true).then(() => scrollTo(0, 0));
   const page = pager({ total: answer.total, offset, limit: LIMIT, noun: "rollout", onOffset });
   return [table(columns(view), answer.rows, { href, caption: "Rollouts" }), page];
@@ -257,14 +283,14 @@ function columns(view) {
   const training = isTraining(view.parameters);
   const group = (row) =>
     element("a", {
-      href: link(["run", view.run, "group", row.step, row.group]),
+      href: link(["run", view.run, "group", row.step, row.group], { source: row.source === "train" ? "" : row.source }),
       title: "All answers to this prompt in this step",
       text: formatNumber(row.group),
     });
   return [
     { title: "Step", label: "Step", class: "number", cell: (row) => formatNumber(row.step) },
     training ? { title: "Group", label: "Group", class: "number", cell: group } : null,
-    { title: "Status", label: "Status", class: "nowrap", cell: (row) => statusPill(row.status) },
+    { title: "Status", label: "Status", class: "nowrap", cell: (row) => [statusPill(row.status), skippedPill(row)] },
     { title: "Answer", class: "preview", cell: (row, href) => rowLink(row.preview || "(empty)", href) },
     { title: "Reward", label: "Reward", class: "number", cell: (row) => formatNumber(row.reward, 3) },
     training ? { title: "Advantage", label: "Advantage", class: "number", cell: (row) => signed(row.advantage) } : null,

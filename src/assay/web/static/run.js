@@ -101,6 +101,7 @@ function drawTop(view) {
     failure(detail),
     problemList(detail.problems),
     findings(detail),
+    skippedBatches(detail),
     facts(detail),
     results(detail),
   ];
@@ -115,6 +116,17 @@ function failure({ error }) {
     { class: "finding error", role: "alert" },
     element("span", { class: "severity", text: "Failed" }),
     text,
+  );
+}
+
+function skippedBatches({ id, skipped }) {
+  if (!skipped.length) return null;
+  const steps = skipped.length > 1 ? `${formatNumber(skipped.length)} steps` : `step ${formatNumber(skipped[0].step)}`;
+  return element(
+    "p",
+    { class: "muted" },
+    `The batch of ${steps} was not trained: ${visibleText(skipped[0].reason)}. `,
+    element("a", { href: link(["run", id, "rollouts"], { source: "skipped" }), text: "Show the skipped rollouts" }),
   );
 }
 

@@ -37,6 +37,10 @@ export function changePill(changed) {
   return pill(changed === "gained" ? "\u2191 gained" : "\u2193 lost", changed === "gained" ? "good" : "bad");
 }
 
+export function skippedPill({ source }) {
+  return source === "skipped" ? pill("not trained", "bad") : null;
+}
+
 export function empty(title, ...explanation) {
   return element("div", { class: "panel empty" }, element("strong", { text: title }), ...explanation);
 }
