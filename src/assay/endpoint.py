@@ -77,10 +77,12 @@ class Usage:
 class Endpoint:
     """One endpoint. Requests are coroutines that run in an event loop of its own, in a thread (`loop`)."""
 
-    def __init__(self, settings: EndpointConfig, section: str) -> None:
-        """`section`: name of the section of `settings`, for messages."""
+    def __init__(self, settings: EndpointConfig, section: str, root: bool = False) -> None:
+        """`section`: name of the section of `settings`, for messages. `root`: paths do not begin with /v1."""
         self.section, self.extra, self.attempts = section, dict(settings.extra), settings.retries + 1
         self.url = base_url(settings.url, section)
+        if root:
+            self.url = self.url.removesuffix("/v1")
         self.timeout_s = settings.timeout_s
         self.usage = Usage()
         self._key = key_of(settings.api_key_env, section)

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.serve.protocol import RequestLimits, RequestParser
+from assay.serve.responses import TokenTexts
 
 PROMPT = "Ann has 7 coins."
 MESSAGES: Any = [{"role": "user", "content": "How many coins?"}]
@@ -93,6 +94,49 @@ def test_greedy_chat_is_that_of_transformers(client: openai.OpenAI, reference: A
     assert choice.logprobs is not None and choice.logprobs.content is not None
     assert [one.logprob for one in choice.logprobs.content] == pytest.approx(logprobs, abs=1e-4)
     assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
+
+
+def top_five(reference: Any, ids: Sequence[int], start: int, temperature: float) -> list[list[tuple[str, float]]]:
+    """The five most likely tokens by transformers at each position from `start` on."""
+    texts = TokenTexts(renderer())
+    with torch.no_grad():
+        rows = (reference(torch.tensor([list(ids)])).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
+    best = [row.topk(5) for row in rows]
+    return [[(texts.of(int(t)), float(v)) for t, v in zip(one.indices, one.values, strict=True)] for one in best]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_top_logprobs_of_a_chat_are_those_of_transformers(
+    client: openai.OpenAI, reference: Any, temperature: float
+) -> None:
+    answer = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, max_completion_tokens=9, temperature=temperature, seed=1, n=2, logprobs=True,
+        top_logprobs=5, extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    for choice in answer.choices:
+        ids, prompt = choice.token_ids, choice.prompt_token_ids  # type: ignore[attr-defined]
+        expected = top_five(reference, [*prompt, *ids], len(prompt), temperature or 1.0)
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert len(choice.logprobs.content) == len(ids) == len(expected)
+        for own, likely in zip(choice.logprobs.content, expected, strict=True):
+            given = [(one.token, one.logprob) for one in own.top_logprobs]
+            assert [text for text, _ in given] == [text for text, _ in likely]
+            assert [value for _, value in given] == pytest.approx([value for _, value in likely], abs=1e-4)
+            if not temperature:
+                assert given[0] == (own.token, own.logprob)
+
+
+def test_top_logprobs_of_completions_are_a_map_per_token(client: openai.OpenAI, reference: Any) -> None:
+    ids = byte_tokenizer().encode(PROMPT)
+    expected, _ = greedy(reference, ids, 6)
+    answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=5)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs is not None
+    # Bytes that are no characters have the same text; the most likely of them counts.
+    likely = [dict(reversed(own)) for own in top_five(reference, [*ids, *expected], len(ids), 1.0)]
+    assert [own.keys() for own in logprobs.top_logprobs] == [own.keys() for own in likely]
+    for own, wanted in zip(logprobs.top_logprobs, likely, strict=True):
+        assert own == pytest.approx(wanted, abs=1e-4)
 
 
 def test_lists_of_prompts_have_one_choice_per_prompt_and_sample(client: openai.OpenAI) -> None:

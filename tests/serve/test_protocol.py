@@ -66,7 +66,9 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "stop_token_ids": [10**9]}, "'stop_token_ids' must be"),
     ({"prompt": "a", "stream": "yes"}, "'stream' must be true or false"),
     ({"prompt": "a", "stream_options": []}, "'stream_options' must be an object"),
-    ({"prompt": "a", "logprobs": 5}, "'logprobs' must be an integer from 0 to 1"),
+    ({"prompt": "a", "logprobs": 21}, "'logprobs' must be an integer from 0 to 20"),
+    ({"prompt": "a", "logprobs": 2, "stream": True}, "('logprobs') are not supported in a stream"),
+    ({"prompt": "a", "top_logprobs": 2}, "'top_logprobs' is not supported"),
     ({"prompt": "a", "echo": True}, "'echo' is not supported"),
     ({"prompt": "a", "best_of": 4}, "'best_of' is not supported"),
     ({"prompt": "a", "logit_bias": {"5": 100}}, "'logit_bias' is not supported"),
@@ -81,6 +83,25 @@ def test_wrong_completions_are_rejected(tree: dict[str, Any], message: str) -> N
     with pytest.raises(ApiError) as raised:
         PARSER.completion(tree)
     assert message in raised.value.message and raised.value.status in (400, 404) and "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_logprobs": 2}, "'top_logprobs' needs 'logprobs': true"),
+        ({"top_logprobs": 21, "logprobs": True}, "'top_logprobs' must be an integer from 0 to 20"),
+        ({"top_logprobs": 2, "logprobs": True, "stream": True}, "('top_logprobs') are not supported in a stream"),
+    ],
+)
+def test_wrong_top_logprobs_are_rejected(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        PARSER.chat_completion({"messages": [{"role": "user", "content": "a"}], **fields})
+    assert message in raised.value.message and raised.value.status == 400
+
+
+@pytest.mark.parametrize(("logprobs", "count"), [(None, 0), (0, 0), (1, 0), (2, 2), (20, 20)])
+def test_completions_with_more_than_one_logprob_have_alternatives(logprobs: int | None, count: int) -> None:
+    assert PARSER.completion({"prompt": "a", "logprobs": logprobs}).top_logprobs == count
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from assay.rewards import (
     check_verdicts,
 )
 from assay.rewards.model_judge import ModelJudge
+from assay.rewards.reward_model import RewardModelJudge, make_model_judge
 from assay.runs.console import Console, aligned
 from assay.types import Status, UserError, Verdict, plural, unknown_name
 
@@ -133,7 +134,7 @@ def first_judge(args: argparse.Namespace, task: Task | None) -> Judge:
         if args.extract is not None or args.lenient:
             raise UserError("--extract and --lenient have no effect with --reward: leave them out")
         if args.reward == MODEL_JUDGE:
-            return ModelJudge(load_settings(ScoreConfig, None, parse_overrides(args.overrides)).judge)
+            return make_model_judge(load_settings(ScoreConfig, None, parse_overrides(args.overrides)).judge)
         return FunctionJudge(args.reward)
     assert task is not None
     return task.judge(args.extract, strict=not args.lenient)
@@ -216,7 +217,7 @@ def judge_all(judge: Judge, items: Sequence[Item], args: argparse.Namespace, wha
 
 def judging(judge: Judge, args: argparse.Namespace) -> Judging:
     model = judge.judge if isinstance(judge, RewardMix) else judge
-    if isinstance(model, ModelJudge):
+    if isinstance(model, ModelJudge | RewardModelJudge):
         return JudgePanel(model, mix=judge if isinstance(judge, RewardMix) else RewardMix(model))
     return JudgePool(judge, args.workers, args.timeout, sandbox=args.sandbox, pass_env=args.pass_env)
 

@@ -150,8 +150,10 @@ class EndpointConfig(Section):
 class JudgeConfig(EndpointConfig):
     """A model that judges answers, for 'judge' in reward.function or reward.functions."""
 
+    kind: Literal["llm", "reward_model"] = "llm"
+    """llm: a language model that is asked; reward_model: a sequence-classification model whose output is the score"""
     model: str = ""
-    """name of the model at the endpoint"""
+    """name of the model at the endpoint; reward_model without judge.url: folder or hub id of the model"""
     rubric: str = ""
     """what is judged, in words; the model gives a score from 1 to judge.scale"""
     rubric_file: str = ""
@@ -162,7 +164,7 @@ class JudgeConfig(EndpointConfig):
     """yes/no questions instead of a rubric; the reward is the mean probability of yes"""
     template_file: str = ""
     """file with the request to the judge, with {rubric} or {check}, {question}, {answer}, {gold}; empty: the default"""
-    threshold: Fraction = 0.5
+    threshold: Finite = 0.5
     """an answer with at least this reward is counted as correct"""
     probabilities: bool = True
     """compute rewards from token probabilities; false, or where the endpoint has none: from the text"""
@@ -172,6 +174,24 @@ class JudgeConfig(EndpointConfig):
     """sampling temperature of the judge"""
     cache: str = "~/.cache/assay/judge"
     """folder in which replies are stored, so that the same request is never paid for twice; empty: no cache"""
+    label: Count = 0
+    """reward_model: index of the model's output that is the score"""
+    label_values: list[float] = Field(default_factory=list)
+    """reward_model with several labels: value of each label; the score is the expected value"""
+    offset: Finite = 0.0
+    """reward_model: subtracted from the score"""
+    factor: Finite = 1.0
+    """reward_model: the score minus judge.offset is multiplied by this"""
+    sigmoid: bool = False
+    """reward_model: map the result to 0 to 1"""
+    api: Literal["classify", "pooling", "sglang"] = "classify"
+    """reward_model with judge.url: classify or pooling of vLLM, or /classify of SGLang"""
+    tokenizer: str = ""
+    """reward_model with judge.url: folder or hub id of its tokenizer, to send token ids; empty: send messages"""
+    device: str = "auto"
+    """reward_model without judge.url: device of its process: auto, cpu, cuda or cuda:N"""
+    batch_tokens: Positive = 16384
+    """reward_model without judge.url: maximum tokens of a batch, with padding"""
 
 
 class ReplayConfig(Section):

@@ -21,7 +21,7 @@ from assay.engine.base import ALL_CAPABILITIES, EngineInfo, EngineOptions, Weigh
 from assay.engine.local import LocalEngine
 from assay.engine.outputs import OutputProcessor
 from assay.engine.rows import Rows, StepOutput
-from assay.engine.sampler import target_logprobs
+from assay.engine.sampler import TopLogprobs, target_logprobs, top_logprobs
 from assay.engine.sequence import Column, Sample, assign_slot, close_gaps
 from assay.models.base import PolicyModel
 from assay.types import UserError
@@ -73,6 +73,16 @@ class HFEngine(LocalEngine):
             logits = self.hf(input_ids=ids, return_dict=True).logits[0, :-1]
             scores.append(target_logprobs(logits, ids[0, 1:], temperature).tolist())
         return scores
+
+    def _top_logprobs(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float
+    ) -> list[TopLogprobs]:
+        rows = []
+        for sequence, start in zip(sequences, starts, strict=True):
+            ids = torch.tensor([list(sequence)], device=self.device)
+            logits = self.hf(input_ids=ids, return_dict=True).logits[0, start - 1 : -1]
+            rows.append(top_logprobs(logits, count, temperature))
+        return rows
 
     def _abort(self, ids: Sequence[int | tuple[int, int]]) -> None:
         self._accept()

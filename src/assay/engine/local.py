@@ -16,6 +16,7 @@ from torch import Tensor
 
 from assay.engine.base import EngineInfo, EngineLoad, Event, Request, WeightSource
 from assay.engine.outputs import OutputProcessor, handles_of
+from assay.engine.sampler import TopLogprobs
 from assay.engine.sequence import Job, RowState, Sample, check_scored, job_for, unknown_handle
 from assay.models.base import digests, fingerprint
 from assay.types import UserError
@@ -132,6 +133,14 @@ class LocalEngine(ABC):
         check_scored(sequences, temperature, self.info.max_length, self.vocab_size)
         return self.boundary.call(lambda: self._score(sequences, temperature))
 
+    def top_logprobs(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float = 1.0
+    ) -> list[TopLogprobs]:
+        """For each token from position `starts[i]` (at least 1) of a sequence: the `count` most likely tokens there."""
+        check_scored(sequences, temperature, self.info.max_length, self.vocab_size)
+        count = min(count, self.vocab_size)
+        return self.boundary.call(lambda: self._top_logprobs(sequences, starts, count, temperature))
+
     def update_weights(self, source: WeightSource, version: int) -> None:
         self.boundary.call(lambda: self._update_weights(source, version))
 
@@ -196,6 +205,11 @@ class LocalEngine(ABC):
 
     @abstractmethod
     def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]: ...
+
+    @abstractmethod
+    def _top_logprobs(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float
+    ) -> list[TopLogprobs]: ...
 
     @abstractmethod
     def _close(self) -> None: ...

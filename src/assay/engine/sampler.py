@@ -94,6 +94,17 @@ def target_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tens
     return scaled.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
+TopLogprobs = list[list[tuple[int, float]]]  # per position: tokens with their log-probabilities, most likely first
+
+
+def top_logprobs(logits: Tensor, count: int, temperature: float) -> TopLogprobs:
+    """The most likely tokens of each row of logits [N, V], in float32 at least."""
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    values, tokens = scaled.log_softmax(-1).topk(count, dim=-1)
+    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+    return [list(zip(own_tokens, own_values, strict=True)) for own_tokens, own_values in pairs]
+
+
 def scores_of(
     logit: Tensor, prob: Tensor, mean: Tensor, total: Tensor, kept_total: Tensor, removed: Tensor | None
 ) -> list[Tensor]:

@@ -11,6 +11,7 @@ from assay.types import Prompt, Status, Verdict
 
 if TYPE_CHECKING:  # at run time, it imports the settings and asyncio, which most judges do not need
     from assay.rewards.model_judge import ModelJudge
+    from assay.rewards.reward_model import RewardModelJudge
 
 PART = "judge"  # name of the model's reward in `Verdict.parts`
 FAILURES = (Status.ERROR, Status.TIMEOUT)
@@ -42,7 +43,11 @@ class JudgePanel:
     """
 
     def __init__(
-        self, model: ModelJudge, weight: float = 1.0, verifiers: JudgePool | None = None, mix: RewardMix | None = None
+        self,
+        model: ModelJudge | RewardModelJudge,
+        weight: float = 1.0,
+        verifiers: JudgePool | None = None,
+        mix: RewardMix | None = None,
     ) -> None:
         assert verifiers is not None or mix is not None
         self.model, self.weight, self.verifiers, self.mix = model, weight, verifiers, mix

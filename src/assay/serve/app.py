@@ -125,9 +125,22 @@ class GenerationResponse(Response):
                 if isinstance(event, Finished):
                     completions[submission.indices[event.request_id] * samples + event.sample] = event.completion
         writer = AnswerWriter(self.generation, service.renderer, service.texts, service.model)
-        body = writer.body(completions)
+        body = writer.body(completions, await self._likely_tokens(completions))
         service.metrics.add(names.SAMPLED_TOKENS, writer.sampled_tokens)
         await Response(body, media_type=JSON)(scope, receive, send)
+
+    async def _likely_tokens(self, completions: dict[int, Completion]) -> dict[int, Any]:
+        """The alternatives to each token of the answers, by choice, from one more pass over prompts and answers."""
+        generation = self.generation
+        if not generation.top_logprobs:
+            return {}
+        prompts = [generation.prompts[index // generation.params.n] for index in completions]
+        pairs = zip(prompts, completions.values(), strict=True)
+        sequences = [[*prompt, *completion.token_ids] for prompt, completion in pairs]
+        temperature = generation.params.temperature or 1.0
+        call = self.service.bridge.port.call
+        found = await call("top_logprobs", sequences, [*map(len, prompts)], generation.top_logprobs, temperature)
+        return dict(zip(completions, found, strict=True))
 
     async def _stream(self, submission: Submission, scope: Any, receive: Any, send: Any) -> None:
         service, samples = self.service, self.generation.params.n

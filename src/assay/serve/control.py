@@ -121,6 +121,15 @@ class EngineControl:
     def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
         return self.engine.score(sequences, temperature)
 
+    def top_logprobs(
+        self, sequences: list[list[int]], starts: list[int], count: int, temperature: float
+    ) -> list[list[list[tuple[int, float]]]]:
+        """Of engines that have this optional method."""
+        method = getattr(self.engine, "top_logprobs", None)
+        if method is None:
+            raise UserError("this engine reports no probabilities of other tokens: leave out top_logprobs")
+        return method(sequences, starts, count, temperature)
+
     def update_weights(self, source: dict[str, Any], version: int) -> None:
         """`source`: a folder, or one chunk of weights in GPU memory; without either, the chunks are complete."""
         with self._updating:

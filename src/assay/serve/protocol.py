@@ -15,6 +15,7 @@ from assay.text import Renderer
 from assay.types import Message, Prompt, UserError, plural
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1_000
+MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 8  # in addition to the model's end tokens
 MIN_TEMPERATURE = 1e-3  # lower ones could overflow
 DEFAULT_TOKENS = 16  # of /v1/completions, as in the OpenAI API
@@ -166,6 +167,7 @@ class Generation:
     stream: bool = False
     include_usage: bool = False  # in a stream
     logprobs: bool = False
+    top_logprobs: int = 0  # number of alternatives that are reported for each token
     token_ids: bool = False  # also return the ids of prompts and answers
 
     @property
@@ -201,13 +203,15 @@ class RequestParser:
         fields.check_known(COMMON | {"prompt"})
         self._check_model(fields)
         prompts = self._prompts(tree.get("prompt"))
-        logprobs = fields.integer("logprobs", None, 0, 1)
+        logprobs = fields.integer("logprobs", None, 0, MAX_TOP_LOGPROBS)
         limit = fields.integer("max_tokens", DEFAULT_TOKENS, 1, 1 << 31)
-        return self._generation(fields, prompts, limit, "prompt", logprobs=logprobs is not None)
+        generation = self._generation(fields, prompts, limit, "prompt", logprobs=logprobs is not None)
+        # 1 is what clients send for the sampled tokens alone.
+        return with_alternatives(generation, logprobs if logprobs and logprobs > 1 else 0, "logprobs")
 
     def chat_completion(self, tree: Mapping[str, Any]) -> Generation:
         fields = Fields(tree)
-        fields.check_known(COMMON | {"messages", "max_completion_tokens"})
+        fields.check_known(COMMON | {"messages", "max_completion_tokens", "top_logprobs"})
         self._check_model(fields)
         if not self.has_chat:
             message = "the model has no chat template: use /v1/completions, or start the server with prompt.template"
@@ -219,7 +223,10 @@ class RequestParser:
         generation = self._generation(fields, [ids], limit, "messages", logprobs=logprobs, chat=True)
         stops = tuple(dict.fromkeys((*generation.params.stop, *self.renderer.stop)))
         generation.params = replace(generation.params, stop=stops)
-        return generation
+        count = fields.integer("top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
+        if count and not logprobs:
+            raise ApiError(400, "'top_logprobs' needs 'logprobs': true", "top_logprobs")
+        return with_alternatives(generation, count, "top_logprobs")
 
     def _check_model(self, fields: Fields) -> None:
         name = fields.get("model", str, self.name)
@@ -300,6 +307,14 @@ class RequestParser:
         if problem := params.problem():
             raise ApiError(400, problem)
         return params
+
+
+def with_alternatives(generation: Generation, count: int, param: str) -> Generation:
+    if count and generation.stream:
+        message = f"probabilities of other tokens ('{param}') are not supported in a stream: remove one of them"
+        raise ApiError(400, message, param, "unsupported_parameter")
+    generation.top_logprobs = count
+    return generation
 
 
 def parse_stops(value: Any) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
@@ -20,6 +20,7 @@ from assay.text.stream import REPLACEMENT, TextStream, text_before_stop
 from assay.types import Completion
 
 DONE = b"data: [DONE]\n\n"
+EMPTY: Mapping[int, Sequence[Sequence[tuple[int, float]]]] = {}
 TOKEN_TEXTS = 1 << 16  # cached texts of tokens
 
 
@@ -31,27 +32,38 @@ class TokenTexts:
         self.of = lru_cache(TOKEN_TEXTS)(lambda token: tokenizer.decode([token], skip_special=False))
 
 
-def completion_logprobs(texts: Sequence[str], logprobs: Sequence[float], offset: int = 0) -> dict[str, Any]:
+Alternatives = Sequence[Sequence[tuple[str, float]]]  # per token: the texts of likely tokens, and log-probabilities
+
+
+def completion_logprobs(
+    texts: Sequence[str], logprobs: Sequence[float], offset: int = 0, alternatives: Alternatives | None = None
+) -> dict[str, Any]:
     """In the format of /v1/completions. `offset`: length of the text before these tokens."""
     offsets = []
     for text in texts:
         offsets.append(offset)
         offset += len(text)
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+    tops = None
+    if alternatives is not None:  # the first of several tokens with the same text is the most likely one
+        tops = [dict(reversed(own)) for own in alternatives]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
-def chat_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    """In the format of /v1/chat/completions. Tokens with a part of a character have no bytes."""
+def chat_logprobs(
+    texts: Sequence[str], logprobs: Sequence[float], alternatives: Alternatives | None = None
+) -> dict[str, Any]:
+    """In the format of /v1/chat/completions."""
+    tops = alternatives if alternatives is not None else [()] * len(texts)
     content = [
-        {
-            "token": text,
-            "logprob": logprob,
-            "bytes": None if REPLACEMENT in text else list(text.encode()),
-            "top_logprobs": [],
-        }
-        for text, logprob in zip(texts, logprobs, strict=True)
+        token_entry(text, logprob) | {"top_logprobs": [token_entry(*one) for one in own]}
+        for text, logprob, own in zip(texts, logprobs, tops, strict=True)
     ]
     return {"content": content, "refusal": None}
+
+
+def token_entry(text: str, logprob: float) -> dict[str, Any]:
+    """Tokens with a part of a character have no bytes."""
+    return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
 
 class AnswerWriter:
@@ -72,13 +84,17 @@ class AnswerWriter:
         prompt, sampled = self.generation.prompt_tokens, self.sampled_tokens
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
-    def body(self, completions: dict[int, Completion]) -> bytes:
-        """The whole response. `completions`: by index of the choice."""
+    def body(
+        self, completions: dict[int, Completion], likely: Mapping[int, Sequence[Sequence[tuple[int, float]]]] = EMPTY
+    ) -> bytes:
+        """The whole response. `completions`, and likely tokens with their log-probabilities: by index of the choice."""
         self.sampled_tokens = sum(len(completion.token_ids) for completion in completions.values())
-        choices = [self._choice(index, completions[index]) for index in sorted(completions)]
+        choices = [self._choice(index, completions[index], likely.get(index)) for index in sorted(completions)]
         return json.dumps({**self.head, "choices": choices, "usage": self.usage}).encode()
 
-    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def _choice(
+        self, index: int, completion: Completion, likely: Sequence[Sequence[tuple[int, float]]] | None = None
+    ) -> dict[str, Any]:
         generation = self.generation
         text = text_before_stop(self.renderer.decode(completion.token_ids), generation.params.stop)
         choice: dict[str, Any] = {"index": index}
@@ -86,18 +102,35 @@ class AnswerWriter:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text
-        choice["logprobs"] = self.logprobs(completion.token_ids, completion.engine_logprobs)
+        choice["logprobs"] = self.logprobs(completion.token_ids, completion.engine_logprobs, likely=likely)
         choice["finish_reason"] = completion.finish.value
         if generation.token_ids:
             choice["prompt_token_ids"] = generation.prompts[index // generation.params.n]
             choice["token_ids"] = completion.token_ids
         return choice
 
-    def logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float], offset: int = 0) -> dict[str, Any] | None:
+    def logprobs(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        offset: int = 0,
+        likely: Sequence[Sequence[tuple[int, float]]] | None = None,
+    ) -> dict[str, Any] | None:
         if not self.generation.logprobs:
             return None
-        texts = [self.texts.of(token) for token in token_ids]
-        return chat_logprobs(texts, logprobs) if self.generation.chat else completion_logprobs(texts, logprobs, offset)
+        texts, alternatives = [self.texts.of(token) for token in token_ids], None
+        if likely is not None:
+            given = zip(token_ids, logprobs, likely, strict=True)
+            alternatives = [self._named(own, token, logprob) for token, logprob, own in given]
+        if self.generation.chat:
+            return chat_logprobs(texts, logprobs, alternatives)
+        return completion_logprobs(texts, logprobs, offset, alternatives)
+
+    def _named(self, likely: Sequence[tuple[int, float]], token: int, logprob: float) -> list[tuple[str, float]]:
+        """Likely tokens by their texts. The sampled one has its reported log-probability: another pass rounds it
+        differently.
+        """
+        return [(self.texts.of(one), logprob if one == token else value) for one, value in likely]
 
 
 class StreamWriter(AnswerWriter):

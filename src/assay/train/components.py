@@ -39,7 +39,7 @@ from assay.models.device import describe_threads, free_memory, set_threads, uses
 from assay.models.load import check_model_folder, empty_model, has_weights
 from assay.rewards import FunctionJudge, Judge, JudgePanel, JudgePool, Judging, RewardMix, RewardSum
 from assay.rewards.importing import load_object, normalized
-from assay.rewards.model_judge import ModelJudge
+from assay.rewards.reward_model import make_model_judge
 from assay.rollout import Collector, Limits
 from assay.runs.console import Console, count
 from assay.runs.resolve import load_resolved, resolve_model
@@ -166,7 +166,7 @@ def build_judge_pool(cfg: RewardConfig, task: Task, judge: JudgeConfig | None = 
         return pool(build_judge(cfg, task))
     place = paths.index(MODEL_JUDGE)
     part_names(paths)  # refuses repeated functions
-    model, weight = ModelJudge(judge or JudgeConfig()), weights[place]
+    model, weight = make_model_judge(judge or JudgeConfig()), weights[place]
     mix = None if place else shaping(cfg, model)
     if len(paths) == 1:
         return JudgePanel(model, weight, mix=mix)

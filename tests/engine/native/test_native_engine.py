@@ -427,3 +427,17 @@ def test_unknown_or_unsuitable_engines_are_errors() -> None:
         make_engine("hf", model, device="cpu", dtype=torch.float32)
     with pytest.raises(UserError, match="max_batch must be at least 1, not -1"):
         make_engine("native", model, device="cpu", dtype=torch.float32, max_batch=-1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_top_logprobs_are_the_most_likely_tokens_of_the_model(mode: str) -> None:
+    model = model_of("qwen3")
+    engine = engine_for(model, MODES[mode])
+    sequences, starts = [list(range(1, 20)), [5, 3, 8, 1]], [7, 1]
+    results = engine.top_logprobs(sequences, starts, 3, 0.5)
+    for sequence, start, rows in zip(sequences, starts, results, strict=True):
+        logits = model.unembed(model.hidden(torch.tensor(sequence), [len(sequence)]))[start - 1 : -1]
+        values, tokens = (logits / 0.5).log_softmax(-1).topk(3)
+        assert [[token for token, _ in row] for row in rows] == tokens.tolist()
+        flat = [value for row in rows for _, value in row]
+        assert flat == pytest.approx(values.flatten().tolist(), abs=1e-4)

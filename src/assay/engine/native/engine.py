@@ -27,6 +27,7 @@ from assay.engine.native.runner import GraphRunner, Runner
 from assay.engine.native.scheduler import Lockstep, Plan, Scheduler, min_over_ranks
 from assay.engine.outputs import OutputProcessor
 from assay.engine.rows import LOG_STEPS, Rows, StepOutput
+from assay.engine.sampler import TopLogprobs
 from assay.engine.sequence import BLOCK_SIZE, Kept, RowState, Sample, Stats
 from assay.models.decoder import rope_tables
 from assay.models.device import uses_triton
@@ -129,6 +130,12 @@ class NativeEngine(LocalEngine):
 
     def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         return self.runner.score(sequences, temperature, self.scheduler.prefill_tokens)
+
+    def _top_logprobs(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float
+    ) -> list[TopLogprobs]:
+        pairs = zip(sequences, starts, strict=True)
+        return [self.runner.top_logprobs(sequence, start, count, temperature) for sequence, start in pairs]
 
     def _update_weights(self, source: WeightSource, version: int) -> None:
         keep = self.kv_on_update == "keep"

@@ -25,7 +25,7 @@ from assay.engine.native.kv_cache import new_cache
 from assay.engine.native.network import FusedDecoder, TokenPositions
 from assay.engine.native.scheduler import Chunk
 from assay.engine.rows import Rows
-from assay.engine.sampler import target_logprobs
+from assay.engine.sampler import TopLogprobs, target_logprobs, top_logprobs
 from assay.engine.sequence import BLOCK_SIZE, Column, RowState, Sample
 from assay.models.attention import has_varlen
 
@@ -77,13 +77,7 @@ class Runner:
         return scores + self._score(batch, temperature) if batch else scores
 
     def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        """Uses a separate KV cache, so that running sequences are not affected."""
-        counts = [-(-len(sequence) // BLOCK_SIZE) for sequence in sequences]
-        ends = np.cumsum(counts).tolist()
-        pairs = zip(sequences, counts, ends, strict=True)
-        chunks = [Chunk(sequence, 0, len(sequence), range(end - count, end)) for sequence, count, end in pairs]
-        kv, _ = new_cache(self.network.spec, ends[-1] + 1, self.device, self.dtype)
-        hidden = self.network.forward(*self._inputs(chunks), kv, self._attention(chunks))
+        hidden = self._hidden(sequences)
         lengths = [len(sequence) for sequence in sequences]
         predicts = np.ones(sum(lengths), dtype=bool)
         predicts[np.cumsum(lengths) - 1] = False
@@ -98,6 +92,22 @@ class Runner:
         ]
         logprobs = torch.cat(parts) if parts else hidden.new_empty(0)
         return [part.tolist() for part in logprobs.cpu().split([length - 1 for length in lengths])]
+
+    def top_logprobs(self, sequence: Sequence[int], start: int, count: int, temperature: float) -> TopLogprobs:
+        """The most likely tokens at each position from `start` on."""
+        hidden = self._hidden([sequence])[start - 1 : -1]
+        size = max(SCORE_LOGITS // self.network.spec.vocab_size, 1)
+        parts = [top_logprobs(self.network.unembed(part), count, temperature) for part in hidden.split(size)]
+        return [row for part in parts for row in part]
+
+    def _hidden(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Hidden states of all tokens. Uses a separate KV cache, so that running sequences are not affected."""
+        counts = [-(-len(sequence) // BLOCK_SIZE) for sequence in sequences]
+        ends = np.cumsum(counts).tolist()
+        pairs = zip(sequences, counts, ends, strict=True)
+        chunks = [Chunk(sequence, 0, len(sequence), range(end - count, end)) for sequence, count, end in pairs]
+        kv, _ = new_cache(self.network.spec, ends[-1] + 1, self.device, self.dtype)
+        return self.network.forward(*self._inputs(chunks), kv, self._attention(chunks))
 
     def close(self) -> None:
         """Release the cache."""

@@ -35,6 +35,7 @@ from torch import Tensor
 from assay.engine.base import EngineInfo, Event, Request, SamplingParams, WeightSource
 from assay.engine.local import StepBoundary
 from assay.engine.native.engine import NativeEngine
+from assay.engine.sampler import TopLogprobs
 from assay.engine.sequence import Kept
 
 NO_TIMEOUT = timedelta(days=3650)  # followers wait for an idle leader; heartbeats detect a dead one
@@ -202,6 +203,12 @@ class TensorParallelLeader:
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         lists = [[index(token) for token in sequence] for sequence in sequences]
         return self._boundary.call(self._command("score", lists, temperature))
+
+    def top_logprobs(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float = 1.0
+    ) -> list[TopLogprobs]:
+        lists = [[index(token) for token in sequence] for sequence in sequences]
+        return self._boundary.call(self._command("top_logprobs", lists, list(starts), count, temperature))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """`source` is read on this rank alone; each weight is sent to the other ranks in its own dtype."""

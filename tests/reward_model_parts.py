@@ -1,0 +1,67 @@
+"""A tiny random classification model with a word tokenizer, and transformers' own logits of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SPECIAL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
+COMMON = ["two", "plus", "is", "four", "five", "nice", "rude", "very", "what", "the", "answer", "good", "bad"]
+WORDS = [*SPECIAL, *COMMON]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} <end> {% endfor %}"  # one token each
+)
+
+
+def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
+    if template is not None:
+        fast.chat_template = template
+    fast.save_pretrained(folder)
+
+
+def save_classifier(folder: Path, labels: int = 1, template: str | None = TEMPLATE, pad_id: int | None = 0) -> Path:
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "qwen2",
+        **sizes,
+        num_key_value_heads=2,
+        vocab_size=len(WORDS),
+        max_position_embeddings=32,
+        num_labels=labels,
+        pad_token_id=pad_id,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = AutoModelForSequenceClassification.from_config(config)
+    generator = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.6)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, template)
+    return folder
+
+
+def transformers_logits(folder: Path, conversations: Sequence[Sequence[dict[str, str]]]) -> list[list[float]]:
+    """One conversation at a time, with the template applied by hand."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    texts = [" ".join(f"<{one['role']}> {one['content']} <end>" for one in talk) for talk in conversations]
+    with torch.no_grad():
+        return [model(input_ids=torch.tensor([ids_of(text)])).logits[0].tolist() for text in texts]
+
+
+def ids_of(text: str) -> list[int]:
+    return [WORDS.index(word) for word in text.split()]
