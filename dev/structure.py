@@ -137,7 +137,7 @@ def draw(lines: dict[str, int], graph: Graph, file: Path) -> None:
     boxes = [name for name in size if size[name] > 5]
     direct = without_implied({name: uses[name] & set(boxes) for name in boxes})
     levels = level_of(boxes, uses)
-    figure, axes = plt.subplots(figsize=(11, 8))
+    figure, axes = plt.subplots(figsize=(11, 11))
     centres: dict[str, tuple[float, float]] = {}
     for level in sorted(set(levels.values())):
         row = sorted(name for name in boxes if levels[name] == level)
