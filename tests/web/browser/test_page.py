@@ -412,7 +412,7 @@ def test_runs_are_compared(tab: Tab, browser_runs: Path) -> None:
 def test_reload_restores_every_view(tab: Tab) -> None:
     for fragment in EVERY_VIEW:
         page = tab.open(fragment.format(run="small"))
-        tab.until("!document.querySelector('main [role=status]')")  # the doctor has examined the run
+        tab.until("!document.querySelector('main').innerText.includes('The doctor is examining')")
         before, url = tab.text("main"), page.url
         page.reload()
         tab.until(f"document.querySelector('main').innerText === {json.dumps(before)}")
