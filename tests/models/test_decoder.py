@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from assay.models import Decoder, load_model, spec_from_hf, spec_to_hf
+from assay.models.attention import PackedCausal
 from assay.models.load import build_preset, preset
 from assay.models.lora import Lora
 from assay.models.spec import ModelSpec
@@ -107,6 +108,32 @@ def test_identical_sequences_share_all_of_their_tokens(lengths, shared):
         found = model.hidden(torch.cat(sequences), lengths, shared)
         alone = torch.cat([model.hidden(ids, [len(ids)]) for ids in sequences])
     torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [1, 4, 7, 30])
+@pytest.mark.parametrize("shared", [None, [0, 6, 6, 0, 0, 5]])
+def test_attention_with_a_sliding_window_by_brute_force(window, shared):
+    """Windows within a suffix, across the end of the shared prefix, and longer than all sequences."""
+    lengths = [9, 8, 12, 20, 5, 7]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths), heads, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    leader = 0
+    for start, common in zip(starts, shared or [], strict=False):
+        leader = leader if common else start
+        for x in (q, k, v):
+            x[start : start + common] = x[leader : leader + common]
+    layout = PackedCausal(lengths, "cpu", shared)
+    if shared:
+        out = layout(*(x[layout.computed] for x in (q, k, v)), window, 0.3)[layout.restore]
+    else:
+        out = layout(q, k, v, window, 0.3)
+    for start, length in zip(starts, lengths, strict=True):
+        for token in range(start, start + length):
+            seen = slice(max(start, token + 1 - window), token + 1)
+            for head in range(4):
+                weights = (k[seen, head // 2] @ q[token, head] * 0.3).softmax(0)
+                torch.testing.assert_close(out[token, head], weights @ v[seen, head // 2], rtol=0, atol=1e-12)
 
 
 def test_casting_keeps_the_rotary_frequencies_exact():

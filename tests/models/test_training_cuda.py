@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,9 +43,13 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.cat(sequences), torch.cat(chosen)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 64), (4, 4, 128), (14, 2, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 64), (4, 4, 128), (14, 2, 64), (4, 1, 256)])
 @pytest.mark.parametrize("shared", [None, SHARED])
-def test_attention_and_its_gradients(heads: int, kv_heads: int, size: int, shared: list[int] | None) -> None:
+@pytest.mark.parametrize(("window", "scale"), [(0, None), (0, 0.2), (33, None), (75, 0.2), (500, None)])
+def test_attention_and_its_gradients(
+    heads: int, kv_heads: int, size: int, shared: list[int] | None, window: int, scale: float | None
+) -> None:
+    """Windows shorter than suffixes, of which some reach into the shared prefix, and longer than all sequences."""
     exact = PackedCausal(LENGTHS, "cpu", shared)
     quick = PackedCausal(LENGTHS, "cuda", shared)
     count = len(exact.positions)
@@ -56,7 +62,7 @@ def test_attention_and_its_gradients(heads: int, kv_heads: int, size: int, share
     ):
         q, k, v, up = (x.to(device, dtype) for x in inputs)
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = layout(*leaves)
+        out = layout(*leaves, window, scale)
         results += [out.detach(), *torch.autograd.grad(out, leaves, up)]
     for a, b in zip(found, wanted, strict=True):
         error = (a.double().cpu() - b).norm() / b.norm()
@@ -80,9 +86,29 @@ def gradients(model: Decoder, device: str, dtype: torch.dtype, shared: list[int]
     return logprobs.double().cpu(), torch.cat([p.grad.flatten() for p in model.parameters()]).double().cpu()
 
 
-@pytest.mark.parametrize("way", ["plain", "shared", "recomputed", "compiled"])
-def test_a_whole_pass(way: str) -> None:
-    model = Decoder(SPEC)
+FAMILIES = {
+    "qwen2": SPEC,
+    "gemma3": replace(
+        SPEC,
+        family="gemma3_text",
+        qkv_bias=False,
+        qk_norm=True,
+        windows=(30, 0, 75),
+        local_rope_theta=1e3,
+        query_scalar=50,
+    ),
+    "olmo2": replace(SPEC, family="olmo2", qkv_bias=False, qk_norm=True),
+    "phi3": replace(SPEC, family="phi3", qkv_bias=False, rotary=48, windows=(70, 70, 70)),
+    "glm4": replace(SPEC, family="glm4", rotary=32),
+    "smollm3": replace(SPEC, family="smollm3", qkv_bias=False, no_rope=(1,)),
+}
+WAYS = [*(("qwen2", way) for way in ("plain", "shared", "recomputed", "compiled"))]
+WAYS += [(family, way) for family in FAMILIES if family != "qwen2" for way in ("shared", "compiled")]
+
+
+@pytest.mark.parametrize(("family", "way"), WAYS)
+def test_a_whole_pass(family: str, way: str) -> None:
+    model = Decoder(FAMILIES[family])
     model.initialise(0)
     expected = gradients(model.double(), "cpu", torch.float64, None)
     model = model.float().cuda()
