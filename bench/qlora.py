@@ -28,7 +28,7 @@ from assay.bench.results import describe_machine, describe_versions, earlier_row
 from assay.bench.step import Sequences, StepOptions, make_config, make_learner, peak_memory
 from assay.bench.workload import SHAPES, random_model
 from assay.models import Decoder, Lora, ModelSpec
-from assay.models.decoder import rope_frequencies
+from assay.models.decoder import rope_tables
 from assay.models.device import pick_device
 from assay.models.lora import ALL, targeted
 from assay.models.quantize import NF4Linear, quantize
@@ -61,7 +61,7 @@ def quantized_model(spec: ModelSpec, device: torch.device, seed: int) -> Decoder
                 fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                 fresh = fresh.fill_(1.0) if "norm" in name else fresh.normal_(0.0, 0.02, generator=generator)
                 setattr(module, own_name, nn.Parameter(fresh, requires_grad=False))
-    model.inv_freq = rope_frequencies(spec).to(device)
+    model.inv_freq = rope_tables(spec).to(device)
     if spec.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model

@@ -57,6 +57,7 @@ def test_log_probabilities_at_temperature_0_7_are_those_of_transformers(
 
     engine.update_weights(policy, 2)
     hf = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    rounded = AutoModelForCausalLM.from_pretrained(model_folder, dtype=engine.info.dtype).eval()
     prompt = tokenizer.encode(TEXT)
     params = SamplingParams(n=4, temperature=0.7, max_new_tokens=24)
     for completion in generate(engine, [Request(prompt, params, seed=3)])[0]:
@@ -64,8 +65,12 @@ def test_log_probabilities_at_temperature_0_7_are_those_of_transformers(
         with torch.no_grad():
             rows = (hf(ids).logits[0, len(prompt) - 1 : -1].double() / 0.7).log_softmax(-1)
         expected = rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        with torch.no_grad():
+            coarse = (rounded(ids).logits[0, len(prompt) - 1 : -1].double() / 0.7).log_softmax(-1)
+        noise = (coarse.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0] - expected).abs()
         gap = (torch.tensor(completion.engine_logprobs) - expected).abs()
-        assert gap.mean() < MEAN_GAP and gap.max() < 10 * MEAN_GAP
+        limit = max(MEAN_GAP, 2 * float(noise.mean()))  # the rounding of transformers itself in the engine's dtype
+        assert gap.mean() < limit and gap.max() < 10 * limit
         with torch.no_grad():
             cold = hf(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
         assert (cold.gather(1, ids[0, len(prompt) :, None])[:, 0] - expected).abs().mean() > 2 * gap.mean()

@@ -235,8 +235,9 @@ class FakeSGLang:
                 self.awake.notify_all()
         if logprob_start_len == 0:
             rows = self.logits(input_ids).log_softmax(-1)
-            given = [[float(rows[i, t]), t, None] for i, t in enumerate(input_ids[1:])]
-            answer["meta_info"]["input_token_logprobs"] = [[None, input_ids[0], None], *given]
+            values = [None, *(float(rows[i, t]) for i, t in enumerate(input_ids[1:]))]
+            ids = [t if t < self.model.vocab_size - 1 else 0 for t in input_ids]  # as SGLang clips them
+            answer["meta_info"]["input_token_logprobs"] = [[v, t, None] for v, t in zip(values, ids, strict=True)]
         return 200, answer
 
     def sample(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:

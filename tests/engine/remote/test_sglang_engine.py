@@ -194,9 +194,10 @@ def test_scores_of_each_server_show_which_one_differs() -> None:
     with sglang(*fakes) as (engine, servers):
         with torch.no_grad():
             next(fakes[1].model.parameters()).mul_(1.1)
-        scores = engine.score_each([PROMPT])
+        ids = [*PROMPT, POLICY.vocab_size - 1, PROMPT[0]]  # SGLang reports the last token of the vocabulary as 0
+        scores = engine.score_each([ids])
         assert list(scores) == [server.url for server in servers]
-        expected = logits_after(POLICY, PROMPT)[:-1].log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+        expected = logits_after(POLICY, ids)[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         close = [torch.allclose(torch.tensor(scores[server.url][0]), expected, atol=1e-5) for server in servers]
         assert close == [True, False]
 

@@ -202,7 +202,8 @@ class SGLangEngine(PausableEngine):
             answer = await self.post(server, GENERATE, body)
             try:
                 rows = answer["meta_info"]["input_token_logprobs"]
-                if [row[1] for row in rows] != ids:
+                clipped = [0 if token == self.vocab_size - 1 else token for token in ids]  # by SGLang 0.5.17
+                if [row[1] for row in rows] not in (ids, clipped):
                     raise ValueError
                 return [float(row[0]) for row in rows[1:]]
             except (KeyError, IndexError, TypeError, ValueError):
