@@ -38,7 +38,7 @@ QUARTERS = 4  # restarted sequences are counted by their length, in quarters of 
 
 
 @dataclass
-class Usage:
+class Tally:
     """What producer and learner did since the last batch, for metrics."""
 
     began: float = field(default_factory=time.perf_counter)
@@ -87,7 +87,7 @@ class AsyncSource(OnPolicySource):
         self._finished: deque[tuple[Ticket, Group]] = deque()  # judged, not yet seen by the learner
         self._error: BaseException | None = None
         self._closed = False
-        self._activity = Usage()
+        self._activity = Tally()
         self._ready: list[tuple[Ticket, Group]] = []  # kept by the algorithm's filter, not yet trained
         self._unstarted: list[Ticket] = []  # of a resumed run
         self._next_number = 0
@@ -251,7 +251,7 @@ class AsyncSource(OnPolicySource):
         """Set the metrics of a batch."""
         done, now = self._activity, time.perf_counter()
         with self._arrived:
-            self._activity = Usage(now)
+            self._activity = Tally(now)
             running, waiting = len(self._running), len(self._ready) + len(self._finished)
             sampled.seconds, self.collector.seconds = dict(self.collector.seconds), {}
         ages = [step - version_of(group) for _, group in batch]
