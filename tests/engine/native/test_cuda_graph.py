@@ -150,23 +150,31 @@ def test_shared_prefixes_do_not_change_samples() -> None:
     assert (first[same, 0] - first[same, 1]).abs().max() < 0.1
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", UNUSUAL_SPECS)
 def test_bfloat16_serving_of_other_families_equals_the_trainer(name: str) -> None:
     """Prompts are computed by flash attention, with windows; rows share the prefixes of layers without one."""
     spec = replace(UNUSUAL_SPECS[name], head_dim=64, rotary=8 * UNUSUAL_SPECS[name].rotary, max_length=512)
     spec = replace(spec, windows=tuple(30 * window for window in spec.windows))
     model = small_decoder(spec, seed=5).to("cuda", torch.bfloat16)
+    exact = small_decoder(spec, seed=5).to("cuda", torch.bfloat16).to(torch.float32)
     prompts = [[(i + 3) * j % 61 for j in range(300 + 50 * i)] for i in range(2)]
     asked = [Request(p, SamplingParams(n=128, max_new_tokens=12), seed=i) for i, p in enumerate(prompts)]
     engine = native(model, "cuda", torch.bfloat16, max_batch=256)
     for request, group in zip(asked, generate(engine, asked), strict=True):
         for completion in group[:4]:
             ids = torch.tensor([*request.prompt_ids, *completion.token_ids], device="cuda")
-            with torch.no_grad():
-                logprobs = model.unembed(model.hidden(ids, [len(ids)])).float().log_softmax(-1)
             start = len(request.prompt_ids)
-            expected = logprobs[start - 1 : -1].gather(-1, ids[start:, None])[:, 0].cpu()
-            assert (expected - torch.tensor(completion.engine_logprobs)).abs().mean() < 0.1
+            expected, precise = (
+                one.unembed(one.hidden(ids, [len(ids)]))
+                .float()
+                .log_softmax(-1)[start - 1 : -1]
+                .gather(-1, ids[start:, None])
+                for one in (model, exact)
+            )
+            noise = float((expected - precise).abs().mean())  # of the trainer's own rounding
+            gap = expected[:, 0].cpu() - torch.tensor(completion.engine_logprobs)
+            assert gap.abs().mean() < max(0.05, 2 * noise)
 
 
 def test_continuations_streaming_and_errors_on_cuda() -> None:
