@@ -17,6 +17,30 @@ from assay.types import Prompt, Status
 pytestmark = pytest.mark.slow
 FILE = "smollm2-135m-instruct.q4_1.gguf"
 PROMPT = Prompt("p", ({"role": "user", "content": "What is the capital of France?"},), "Paris")
+# A model of this size replies to the default request with a sentence; it continues examples.
+SCORE = """{rubric} Rate each answer from 1 to 5. Reply with the number only.
+
+Question: What is 2 + 2?
+Answer: It is 4, with pleasure.
+Rating: 5
+
+Question: What color is the sky?
+Answer: Go away.
+Rating: 1
+
+Question: {question}
+Answer: {answer}
+Rating:"""
+CHECK = """Reply with yes or no only.
+
+Answer: Thank you for asking, it is 4.
+Is the answer polite? yes
+
+Answer: Go away.
+Is the answer about numbers? no
+
+Answer: {answer}
+{check}"""
 ANSWERS = ["The capital of France is Paris.", "I hate you, and this question is stupid.", "Bananas are yellow."]
 
 
@@ -35,7 +59,9 @@ def judge_of(url: str, **settings: object) -> ModelJudge:
 
 
 def test_scores_are_expected_values_and_are_cached(url: str, tmp_path: Path) -> None:
-    settings = {"rubric": "The answer is correct and polite.", "cache": str(tmp_path)}
+    (tmp_path / "template.txt").write_text(SCORE)
+    settings = {"rubric": "The answer is correct and polite.", "cache": str(tmp_path / "cache")}
+    settings["template_file"] = str(tmp_path / "template.txt")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the warning that the endpoint reports no probabilities
         with judge_of(url, **settings) as judge:
@@ -50,10 +76,11 @@ def test_scores_are_expected_values_and_are_cached(url: str, tmp_path: Path) -> 
         assert again.cached == len(ANSWERS) and not again.usage.requests
 
 
-def test_questions_give_probabilities_of_yes(url: str) -> None:
-    with judge_of(url, questions=["Is the answer about France?", "Is the answer polite?"], cache="") as judge:
-        verdicts = judge.judge([(answer, PROMPT.answer, judge.fields(PROMPT)) for answer in ANSWERS[:2]])
-    for one in verdicts:
-        assert one.status in (Status.OK, Status.WRONG), one
-        assert one.reward == pytest.approx((one.parts["yes_1"] + one.parts["yes_2"]) / 2)
-        assert all(0 < one.parts[name] < 1 for name in ("yes_1", "yes_2")), one
+def test_questions_give_probabilities_of_yes(url: str, tmp_path: Path) -> None:
+    (tmp_path / "template.txt").write_text(CHECK)
+    settings = {"questions": ["Is the answer about France?", "Is the answer polite?"], "cache": ""}
+    with judge_of(url, **settings, template_file=str(tmp_path / "template.txt")) as judge:
+        (verdict,) = judge.judge([(ANSWERS[0], PROMPT.answer, judge.fields(PROMPT))])
+    assert verdict.status in (Status.OK, Status.WRONG), verdict
+    assert verdict.reward == pytest.approx((verdict.parts["yes_1"] + verdict.parts["yes_2"]) / 2)
+    assert all(0 < verdict.parts[name] < 1 for name in ("yes_1", "yes_2")), verdict
