@@ -39,7 +39,9 @@ GENERATED = 500  # problems of an endless split, unless eval.final_examples is s
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder, hub id, GGUF file or run:NAME@STEP")
-    parser.add_argument("--data", metavar="FILE", help="JSONL file with the problems, e.g. from assay data prepare")
+    parser.add_argument(
+        "--data", metavar="FILE", help="file with the problems (JSONL, Parquet), e.g. of assay data prepare"
+    )
     parser.add_argument(
         "--split", choices=("train", "validation", "test", "all"), help="split of the task [test; with --data: all]"
     )
@@ -102,7 +104,7 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
     overrides = parse_overrides(args.overrides)
     if args.data:
         if not Path(args.data).is_file():
-            raise UserError(f"no file at {args.data}: --data takes a JSONL file with one problem per line")
+            raise UserError(f"no file at {args.data}: --data takes a JSONL or Parquet file with one problem per row")
         overrides["task.path"] = args.data
         overrides.setdefault("task.name", overrides.pop("task", "jsonl"))
         overrides.setdefault("eval.final_split", "all")

@@ -60,7 +60,7 @@ SHOWN_DISAGREEMENTS = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     forms = "|".join(EXTRACTORS)
-    parser.add_argument("file", metavar="FILE.jsonl", help="the completions, one JSON object per line")
+    parser.add_argument("file", metavar="FILE", help="the completions: JSONL, or Parquet")
     parser.add_argument("--task", metavar="NAME", help="gsm8k, math, countdown, abacus, code, or my_file.py:MyTask")
     parser.add_argument("--extract", metavar=forms, help="required answer format (default: the task's)")
     parser.add_argument("--lenient", action="store_true", help="accept other answer formats, or the last number")
@@ -95,7 +95,7 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from assay.tasks import make_task
-    from assay.tasks.sources import read_jsonl
+    from assay.tasks.sources import read_rows
 
     started = time.perf_counter()
     source, out = Path(args.file), Path(args.out)
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     judge = shaped(first_judge(args, task), args)
     other = second_judge(args, task)
     try:
-        rows = read_jsonl(source)
+        rows = read_rows(source)
     except UserError:
         raise
     except ValueError as error:  # e.g. an integer with more digits than Python will read

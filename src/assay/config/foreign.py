@@ -21,6 +21,7 @@ def no_key(remark: str) -> Equivalent:
     return Equivalent("", remark)
 
 
+COLUMNS = "question_column, answer_column and solution_column name columns"
 PROMPTS = "counts prompts over all devices; a step has train.prompts x train.samples answers"
 PASSES = "passes over each batch of rollouts"
 TOKENS = "in tokens, not sequences; it does not change the result"
@@ -34,7 +35,6 @@ RESUME = "not a setting: assay train --resume RUN"
 LAUNCHER = "not a setting: start the processes with torchrun or assay slurm"
 OWN_ENGINE = 'not needed: assay has its own engine; engine.name = "vllm" selects vLLM'
 PACKED = "not needed: sequences are always packed without padding"
-MAPPED = "columns are mapped by task.args.map"
 NO_REWARD_MODEL = "not supported: a reward is a function, reward.function"
 SPLITS = "a folder with one file per split, or one file that is split"
 
@@ -138,7 +138,7 @@ VERL = {
     "data.max_response_length": Equivalent("sampling.max_new_tokens"),
     "data.train_files": Equivalent("task.path", SPLITS),
     "data.val_files": Equivalent("task.path", SPLITS),
-    "data.prompt_key": Equivalent("task.args", MAPPED),
+    "data.prompt_key": Equivalent("task.args", COLUMNS),
     "data.shuffle": no_key("not needed: prompts are shuffled with the seed"),
     f"{MODEL}.path": Equivalent("model.source"),
     f"{MODEL}.enable_gradient_checkpointing": Equivalent("train.recompute"),
@@ -225,8 +225,8 @@ OPENRLHF = {
     "pretrain": Equivalent("model.source"),
     "prompt_data": Equivalent("task.path", SPLITS),
     "eval_dataset": Equivalent("task.path", SPLITS),
-    "input_key": Equivalent("task.args", MAPPED),
-    "label_key": Equivalent("task.args", MAPPED),
+    "input_key": Equivalent("task.args", COLUMNS),
+    "label_key": Equivalent("task.args", COLUMNS),
     "apply_chat_template": Equivalent("prompt.style", 'style = "chat"'),
     "remote_rm_url": Equivalent("reward.function", "file.py:function; rewards are not served over HTTP"),
     "reward_pretrain": no_key(NO_REWARD_MODEL),

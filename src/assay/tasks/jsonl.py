@@ -1,4 +1,4 @@
-"""Users' data as a task: a JSONL file, a folder of them, or rows from a function."""
+"""Users' data as a task: a JSONL or Parquet file, a folder of them, or rows from a function."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from assay.tasks.sources import (
     DataRow,
     RowTask,
     Source,
+    column_of,
     list_source,
     manifest_of,
     open_source,
@@ -20,16 +21,17 @@ from assay.tasks.sources import (
 from assay.types import Prompt, UserError, Verdict
 
 QUESTION_COLUMNS = ("messages", "question", "prompt", "problem")
-ANSWER_COLUMNS = ("answer", "gold", "target")
+ANSWER_COLUMNS = ("answer", "gold", "target", "reward_model.ground_truth")  # the last one is verl's
 RowMap = Callable[[Mapping[str, Any]], "Mapping[str, Any] | Prompt"]
 
 
 class Jsonl(RowTask):
-    """Rows of a user's data. `path`: one JSONL file, or a folder with train.jsonl, test.jsonl and optionally
-    validation.jsonl.
+    """Rows of a user's data. `path`: one JSONL or Parquet file, or a folder with train.jsonl, test.jsonl and optionally
+    validation.jsonl (or .parquet).
 
-    `map` converts a raw row to {question or messages, answer, optional solution, any other fields}. `judge` is "math",
-    "countdown", "code" or the path of a function such as "my_file.py:reward" (see FunctionJudge).
+    `question_column`, `answer_column` and `solution_column` name columns ("a.b": a field of an object). `map` converts
+    a raw row to {question or messages, answer, optional solution, any other fields}. `judge` is "math", "countdown",
+    "code" or the path of a function such as "my_file.py:reward" (see FunctionJudge).
     """
 
     name = "jsonl"
@@ -43,12 +45,18 @@ class Jsonl(RowTask):
         instruction: str = "",
         val_size: int | None = None,
         seed: int = 0,
+        question_column: str = "",
+        answer_column: str = "",
+        solution_column: str = "solution",
     ) -> None:
         manifest = manifest_of(path)  # of prepared files, which says how they are judged
         if ":" in str(manifest.get("judge", "")):
             raise UserError(f"the manifest of {path} names code as judge: to use it, set task.args.judge")
         super().__init__(self._open(path), val_size, seed)
         self.instruction = instruction
+        self.question_columns = (question_column,) if question_column else QUESTION_COLUMNS
+        self.answer_columns = (answer_column,) if answer_column else ANSWER_COLUMNS
+        self.solution_column = solution_column
         self.map_name = map if isinstance(map, str) else getattr(map, "__name__", "map")
         self.map: Any = load_object(map) if isinstance(map, str) else map
         judge = judge or manifest.get("judge")
@@ -73,23 +81,31 @@ class Jsonl(RowTask):
         if isinstance(mapped, Prompt):
             return mapped
         row = DataRow(mapped, row.where, row.key)
-        question = row.column(*QUESTION_COLUMNS)
+        question = row.column(*self.question_columns)
         is_text = isinstance(question, str)
         messages = user_message(question, self.instruction) if is_text else read_messages(question, row.where)
-        used = {"id", "solution", *(name for name in (*QUESTION_COLUMNS, "answer", "gold") if name in mapped)}
-        has_answer = self.user_judge is None or any(name in mapped for name in ANSWER_COLUMNS)
-        solution = mapped.get("solution")
+        solution = self._solution(row)
+        used = {"id", self.solution_column, *self.question_columns, *self.answer_columns} - {"target"}
         return Prompt(
             id=str(mapped.get("id", f"{self.name}/{split}/{row.key}")),
             messages=messages,
-            answer=self._answer(row) if has_answer else "",  # a user's judge may need none
+            answer=self._answer(row),
             solution=None if solution is None else str(solution),
             fields={name: value for name, value in mapped.items() if name not in used},
         )
 
+    def _solution(self, row: DataRow) -> Any:
+        if self.solution_column != "solution":
+            return row.column(self.solution_column)  # raises if a column was named that does not exist
+        return row.values.get("solution")
+
     def _answer(self, row: DataRow) -> str:
-        """Return the gold answer as text; it may be a list or an object only for a user's judge."""
-        return row.text(*ANSWER_COLUMNS) if self.user_judge is None else str(row.column(*ANSWER_COLUMNS))
+        """Return the gold answer as text. Only for a user's judge, it may be a list or an object, or missing."""
+        if self.user_judge is None:
+            return row.text(*self.answer_columns)
+        named = self.answer_columns is not ANSWER_COLUMNS
+        known = named or any(column_of(row.values, name) is not None for name in self.answer_columns)
+        return str(row.column(*self.answer_columns)) if known else ""
 
     def _mapped(self, row: DataRow) -> Mapping[str, Any] | Prompt:
         if self.map is None:

@@ -1,5 +1,7 @@
-"""Rows as the source of a task: JSONL files, folders, datasets of the Hugging Face hub, lists in memory; and RowTask,
-which makes one prompt per row and holds out splits by a seeded shuffle where the source has none."""
+"""Rows as the source of a task: JSONL and Parquet files, folders, datasets of the Hugging Face hub, lists in memory.
+
+RowTask makes one prompt per row, and holds out splits by a seeded shuffle where the source has none.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.tasks.base import ALL, NoSuchSplit, Task, carve_validation, check_split
+from assay.tasks.parquet import is_parquet, read_parquet, shards_of
 from assay.types import Message, Prompt, UserError, missing_extra, plural
 
 
@@ -24,11 +27,12 @@ class DataRow:
     key: str  # stable within its source, e.g. "16"
 
     def column(self, *names: str) -> Any:
-        """Return the first of these columns that the row has."""
+        """Return the first of these columns that the row has; "a.b" is the field b of the object in column a."""
         for name in names:
-            if self.values.get(name) is not None:
-                return self.values[name]
-        raise UserError(f"{self.where} has no column {listed(names, ' or ')}; it has {listed(self.values)}")
+            value = column_of(self.values, name)
+            if value is not None:
+                return value
+        raise UserError(f"{self.where} has no column {listed(names, ' or ')}; it has {listed(dotted(self.values))}")
 
     def text(self, *names: str) -> str:
         """Return a column as text; a list or an object is a UserError."""
@@ -37,6 +41,25 @@ class DataRow:
             columns = listed(names, " or ")
             raise UserError(f"{self.where}: the column {columns} must be text or a number, not {type(value).__name__}")
         return str(value)
+
+
+def column_of(values: Mapping[str, Any], name: str) -> Any:
+    """Return a value by its column name or its dotted name; None if there is none."""
+    value: Any = values.get(name)
+    if value is None and "." in name:
+        value = values
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the names of all columns; those of an object's fields are dotted."""
+    names = []
+    for name, value in values.items():
+        inner = dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) and not prefix else []
+        names += inner or [f"{prefix}{name}"]
+    return names
 
 
 def listed(names: Iterable[str], separator: str = ", ") -> str:
@@ -81,6 +104,19 @@ def read_jsonl(path: str | Path) -> list[DataRow]:
     return rows
 
 
+def read_rows(path: str | Path) -> list[DataRow]:
+    """Read the rows of a Parquet file if its name ends in .parquet, else of a JSONL file."""
+    return parquet_rows([Path(path)]) if is_parquet(path) else read_jsonl(path)
+
+
+def parquet_rows(files: Sequence[Path]) -> list[DataRow]:
+    """Read the rows of all files of a split."""
+    located = [(row, f"{file}, row {index}") for file in files for index, row in enumerate(read_parquet(file))]
+    if not located:
+        raise UserError(f"{files[0]} has no rows")
+    return [DataRow(row, where, str(index)) for index, (row, where) in enumerate(located)]
+
+
 def jsonl_text(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)  # ASCII escapes preserve lone surrogates
 
@@ -123,13 +159,17 @@ def as_data_rows(rows: Iterable[Any], name: str) -> list[DataRow]:
 
 
 def read_folder(folder: Path, split: str) -> list[DataRow] | None:
-    """Read train.jsonl, validation.jsonl, test.jsonl (or the only test*.jsonl), or one .json file per problem in
-    train/."""
-    for stem in SPLIT_STEMS[split]:
-        if (folder / f"{stem}.jsonl").is_file():
-            return read_jsonl(folder / f"{stem}.jsonl")
-        if (folder / stem).is_dir():
-            return _read_tree(folder / stem)
+    """Read train.jsonl, validation.jsonl, test.jsonl (or the only test*.jsonl), the Parquet files of a split, or one
+    .json file per problem in train/."""
+    stems = SPLIT_STEMS[split]
+    shards = shards_of(folder, stems)
+    text = next((file for stem in stems if (file := folder / f"{stem}.jsonl").is_file()), None)
+    if text is not None and shards:
+        raise UserError(f"{folder} has both {text.name} and {shards[0].name}: set the path to one of them")
+    if text is not None or shards:
+        return read_jsonl(text) if text is not None else parquet_rows(shards)
+    if tree := next((inner for stem in stems if (inner := folder / stem).is_dir()), None):
+        return _read_tree(tree)
     numbered = sorted(folder.glob("test*.jsonl")) if split == "test" else []
     if len(numbered) > 1:
         names = listed(file.name for file in numbered)
@@ -178,11 +218,11 @@ def open_source(path: str | None, hub: Source | None = None, hub_names: Sequence
     if path is not None and Path(path).is_dir():
         return Source(str(Path(path)), partial(read_folder, Path(path)))
     if path is not None and Path(path).is_file():
-        return Source(str(Path(path)), lambda split: read_jsonl(path), whole=True)
+        return Source(str(Path(path)), lambda split: read_rows(path), whole=True)
     if hub is not None and (path is None or path in hub_names):
         return hub
     problem = "this task needs a path" if path is None else f"there is no file or folder {path}"
-    raise UserError(f"{problem}: give a JSONL file, or a folder with train.jsonl and test.jsonl")
+    raise UserError(f"{problem}: give a JSONL or Parquet file, or a folder with train.jsonl and test.jsonl")
 
 
 def manifest_of(path: str | None) -> dict[str, Any]:

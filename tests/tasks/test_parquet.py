@@ -1,0 +1,155 @@
+import datetime
+import json
+import sys
+from decimal import Decimal
+
+import pytest
+
+from assay.tasks import make_task
+from assay.tasks.parquet import read_parquet
+from assay.tasks.sources import read_jsonl, read_rows
+from assay.types import UserError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+VERL = {
+    "data_source": "my/numbers",
+    "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "5"},
+    "extra_info": {"split": "train", "index": 0},
+}
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def problems(first, count):
+    return [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(first, first + count)]
+
+
+def questions(task, split):
+    return [prompt.question for prompt in task.prompts(split)]
+
+
+def test_a_parquet_file_gives_the_same_problems_and_splits_as_the_jsonl_file(tmp_path):
+    rows = problems(0, 60)
+    parquet = make_task("jsonl", write(tmp_path / "p.parquet", rows))
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl = make_task("jsonl", tmp_path / "p.jsonl")
+    for split in ("train", "validation", "test", "all"):
+        assert parquet.prompts(split) == jsonl.prompts(split)
+
+
+@pytest.mark.parametrize("inside", [".", "data"])
+def test_shards_of_datasets_are_read_in_order_by_split(tmp_path, inside):
+    folder = tmp_path / inside
+    for number in (10, 2, 0, *(n for n in range(11) if n not in (0, 2, 10))):
+        write(folder / f"train-{number:05d}-of-00011.parquet", problems(10 * number, 10))
+    write(folder / "validation-00000-of-00001.parquet", problems(500, 3))
+    write(folder / "test-00000-of-00001.parquet", problems(600, 2))
+    task = make_task("jsonl", tmp_path)
+    assert questions(task, "train") == [f"{n} + 1?" for n in range(110)]
+    assert questions(task, "validation") == [f"{n} + 1?" for n in (500, 501, 502)]
+    assert [prompt.id for prompt in task.prompts("test")] == ["jsonl/test/0", "jsonl/test/1"]
+
+
+def test_folders_named_after_splits_and_plain_names(tmp_path):
+    write(tmp_path / "train" / "0000.parquet", problems(0, 20))
+    write(tmp_path / "train" / "0001.parquet", problems(20, 20))
+    write(tmp_path / "test.parquet", problems(50, 4))
+    task = make_task("jsonl", tmp_path, val_size=0)
+    assert len(task.prompts("train")) == 40
+    assert questions(task, "test")[0] == "50 + 1?"
+
+
+def test_a_missing_shard_and_two_formats_of_a_split_are_errors(tmp_path):
+    write(tmp_path / "a" / "train-00000-of-00002.parquet", problems(0, 5))
+    with pytest.raises(UserError, match="only 1 shard of 2 of train: number 1 is missing"):
+        make_task("jsonl", tmp_path / "a").prompts("train")
+    write(tmp_path / "b" / "train.parquet", problems(0, 5))
+    (tmp_path / "b" / "train.jsonl").write_text(json.dumps(problems(0, 1)[0]))
+    with pytest.raises(UserError, match=r"both train\.jsonl and train\.parquet"):
+        make_task("jsonl", tmp_path / "b").prompts("train")
+
+
+def test_verl_files_need_no_settings(tmp_path):
+    (prompt,) = make_task("jsonl", write(tmp_path / "train.parquet", [VERL])).prompts("all")
+    assert [message["role"] for message in prompt.messages] == ["system", "user"]
+    assert prompt.answer == "5"
+    assert prompt.fields["data_source"] == "my/numbers" and prompt.fields["extra_info"]["index"] == 0
+
+
+def test_columns_by_dotted_names(tmp_path):
+    row = {"task": {"text": "How many?", "gold": {"value": 7}}, "worked": "so \\boxed{7}"}
+    columns = {"question_column": "task.text", "answer_column": "task.gold.value", "solution_column": "worked"}
+    (prompt,) = make_task("jsonl", write(tmp_path / "p.parquet", [row]), **columns).prompts("all")
+    assert (prompt.question, prompt.answer, prompt.solution) == ("How many?", "7", "so \\boxed{7}")
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    (same,) = make_task("jsonl", tmp_path / "p.jsonl", **columns).prompts("all")
+    assert same == prompt
+
+
+def test_a_missing_column_lists_the_columns(tmp_path):
+    path = write(tmp_path / "p.parquet", [VERL])
+    with pytest.raises(UserError, match=r'row 0 has no column "query"; it has .*"reward_model.ground_truth"'):
+        make_task("jsonl", path, question_column="query").prompts("all")
+
+
+def test_gsm8k_and_code_rows_from_parquet(tmp_path):
+    row = {"question": "What is 2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}
+    (prompt,) = make_task("gsm8k", write(tmp_path / "gsm8k.parquet", [row])).prompts("all")
+    assert prompt.answer == "5"
+    mbpp = {
+        "task_id": 1,
+        "text": "Double it.",
+        "code": "def f(x):\n    return 2 * x",
+        "test_list": ["assert f(1) == 2"],
+    }
+    (prompt,) = make_task("code", write(tmp_path / "mbpp.parquet", [mbpp])).prompts("all")
+    assert prompt.fields["tests"] == ["assert f(1) == 2"]
+
+
+def test_dates_decimals_and_binary_values(tmp_path):
+    row = {"day": datetime.date(2025, 1, 2), "price": Decimal("1.50"), "image": b"\xff\x00", "note": b"text", "n": None}
+    (values,) = read_parquet(write(tmp_path / "p.parquet", [{**row, "inner": {"image": b"\xff", "x": [1, 2]}}]))
+    assert values == {"day": "2025-01-02", "price": "1.50", "note": "text", "n": None, "inner": {"x": [1, 2]}}
+    json.dumps(values)
+
+
+def test_damaged_empty_and_missing_files(tmp_path):
+    whole = write(tmp_path / "p.parquet", problems(0, 50)).read_bytes()
+    for name, content in (("cut", whole[:-20]), ("text", b"question,answer\n"), ("nothing", b"")):
+        (tmp_path / f"{name}.parquet").write_bytes(content)
+        with pytest.raises(UserError, match=rf"{name}.parquet is not a readable Parquet file: .+") as raised:
+            read_rows(tmp_path / f"{name}.parquet")
+        assert "\n" not in str(raised.value)
+    spoilt = bytearray(whole)
+    spoilt[20:60] = bytes(40)
+    (tmp_path / "spoilt.parquet").write_bytes(spoilt)
+    with pytest.raises(UserError, match="not a readable Parquet file"):
+        read_rows(tmp_path / "spoilt.parquet")
+    with pytest.raises(UserError, match="has no rows"):
+        read_rows(write(tmp_path / "empty.parquet", pa.Table.from_pylist([], pa.schema({"a": pa.int64()})).to_pylist()))
+    with pytest.raises(UserError, match="there is no file"):
+        read_rows(tmp_path / "none.parquet")
+
+
+def test_without_pyarrow_the_error_names_the_extra(tmp_path, monkeypatch):
+    path = write(tmp_path / "p.parquet", problems(0, 1))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"\[parquet\]"):
+        read_rows(path)
+
+
+def test_score_reads_parquet(tmp_path, capsys):
+    from assay.cli.main import main
+
+    rows = [{"completion": "\\boxed{5}", "gold": "5"}, {"completion": "\\boxed{6}", "gold": "5"}]
+    path = write(tmp_path / "answers.parquet", rows)
+    assert main(["score", str(path), "--task", "gsm8k", "--out", str(tmp_path / "out.jsonl"), "--workers", "0"]) == 0
+    assert [row.values["verdict"]["status"] for row in read_jsonl(tmp_path / "out.jsonl")] == ["ok", "wrong"]
