@@ -215,7 +215,7 @@ class Rollout:
     advantage: float = 0.0
     token_advantages: list[float] | None = None  # per trained token, if credit differs between steps or tokens
     inputs: dict[str, list[float]] = field(default_factory=dict)  # of loss terms, per trained token
-    masked: bool = False  # excluded from the loss by a filter (e.g. truncated answers)
+    masked: bool = False  # excluded from the loss (truncated answers, by a filter; answers that were not judged)
     cut_off: bool = False  # ended by a limit of the environment (steps, tokens, time, context)
     bootstrap_ids: list[int] | None = field(default=None, compare=False)  # state after truncation; not saved
     # Values per trained token, as a list or array, if they were computed: log-probabilities and entropies (in nats) by
@@ -256,6 +256,11 @@ class Rollout:
         return sum(turn.trained for turn in self.turns)
 
     @property
+    def failed(self) -> bool:
+        """Whether its reward is unknown, because the judge or the environment failed: it is not trained on."""
+        return self.verdict is not None and self.verdict.status is Status.ERROR
+
+    @property
     def truncated(self) -> bool:
         return self.cut_off or self.turns[-1].completion.finish is Finish.LENGTH
 
@@ -272,6 +277,11 @@ class Group:
     prompt: Prompt
     rollouts: list[Rollout]
     baseline: float | None = None  # reward of a greedy answer, subtracted from the rewards
+
+    @property
+    def judged(self) -> list[Rollout]:
+        """The rollouts whose reward is known; only these are compared."""
+        return [rollout for rollout in self.rollouts if not rollout.failed]
 
     @property
     def rewards(self) -> list[float]:

@@ -378,3 +378,54 @@ def test_entropy_bonus_is_weighted_like_the_policy_loss_in_every_aggregation(agg
     out = algo.loss(LossBatch(logprobs, logprobs.detach(), torch.full_like(weights, 2.0), weights, entropy=entropy))
     of_policy, of_entropy = torch.autograd.grad(out.total, (logprobs, entropy))
     torch.testing.assert_close(of_entropy / of_policy, torch.full_like(weights, 0.01 / 2.0))
+
+
+def with_failures(group: Group, *samples: int) -> Group:
+    """The judge failed on these samples."""
+    for sample in samples:
+        group.rollouts[sample].verdict = Verdict(0.0, Status.ERROR, detail="boom")
+    return group
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_answers_that_were_not_judged_do_not_change_the_advantages_of_the_others(recipe: str) -> None:
+    samples = [[(1.0, 2), (0.5, 3), (0.0, 1)], [(0.25, 2), (1.0, 2), (0.0, 4)]]
+    algorithm = make_algorithm(recipe, max_new_tokens=100, drop_zero_variance=False, resample=0)
+    if algorithm.settings.critic or algorithm.needs.ref_logprobs_in_credit:
+        pytest.skip("needs scorers")
+    expected = [make_group(str(index), own) for index, own in enumerate(samples)]
+    more = [[own[0], (0.0, 3), *own[1:], (0.0, 2)] for own in samples]
+    groups = [with_failures(make_group(str(index), own), 1, 4) for index, own in enumerate(more)]
+    for batch in (expected, groups):
+        if algorithm.needs.greedy_rollouts:
+            algorithm.set_baselines(batch, [make_group("greedy", [(0.5, 1)]) for _ in batch])
+        algorithm.keep(batch)
+        algorithm.credit(batch)
+    judged = [rollout for group in groups for rollout in group.judged]
+    assert [rollout.advantage for rollout in judged] == [rollout.advantage for rollout in all_rollouts(expected)]
+    assert any(rollout.advantage for rollout in judged)
+    failed = [group.rollouts[index] for group in groups for index in (1, 4)]
+    assert all(rollout.masked and not rollout.learns for rollout in failed)
+    assert not any(rollout.masked for rollout in judged)
+
+
+def test_groups_with_less_than_two_judged_answers_have_no_advantages() -> None:
+    one = with_failures(make_group("one", [(1.0, 2), (0.0, 2)]), 1)
+    none = with_failures(make_group("none", [(0.0, 2), (0.0, 2)]), 0, 1)
+    whole = make_group("whole", [(1.0, 2), (0.0, 2)])
+    make_algorithm("dr_grpo").credit(groups := [one, none, whole])
+    assert [[rollout.advantage for rollout in group.rollouts] for group in groups] == [[0, 0], [0, 0], [0.5, -0.5]]
+    kept, dropped = make_algorithm("dapo", max_new_tokens=100).keep(groups)
+    assert (kept, dropped) == ([whole], [one, none])
+    make_algorithm("reinforce").credit([one, none])  # compares the batch, in which only one answer was judged
+    assert [rollout.advantage for rollout in all_rollouts([one, none])] == [0, 0, 0, 0]
+
+
+def test_a_group_without_greedy_baseline_is_not_trained_on() -> None:
+    groups = [make_group(name, [(1.0, 2), (0.0, 2)]) for name in ("known", "unknown")]
+    greedy = [make_group("known", [(0.25, 2)]), with_failures(make_group("unknown", [(0.0, 2)]), 0)]
+    algorithm = make_algorithm("remax")
+    algorithm.set_baselines(groups, greedy)
+    algorithm.credit(groups)
+    assert [rollout.masked for rollout in all_rollouts(groups)] == [False, False, True, True]
+    assert [rollout.advantage for rollout in groups[0].rollouts] == [0.75, -0.25]

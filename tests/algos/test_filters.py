@@ -116,3 +116,14 @@ def test_new_prompts_medium_pass_rates_and_due_retries_are_accepted(prompt: str,
     prompts = PassRateFilter(PassRateConfig(pass_rate_low=0.1, pass_rate_high=0.9, pass_rate_retry=retry))
     prompts.load_state_dict({"rates": rates})
     assert prompts.accepts(prompt, step=8) is accepted
+
+
+def test_pass_rates_ignore_answers_that_were_not_judged() -> None:
+    filter = PassRateFilter(PassRateConfig(pass_rate_low=0.1))
+    group = make_group("a", [(1.0, 2, False), (0.0, 2, False)])
+    for rollout, status in zip(group.rollouts, (Status.OK, Status.ERROR), strict=True):
+        rollout.verdict = Verdict(0.0, status)
+    unknown = make_group("b", [(0.0, 2, False)])
+    unknown.rollouts[0].verdict = Verdict(0.0, Status.ERROR)
+    filter.end_step(1, [group, unknown], {})
+    assert filter.rates == {"a": [1.0, 1.0]}

@@ -157,7 +157,7 @@ def test_a_warning_names_what_failed_environment_or_judge(tmp_path: Path, capsys
     few = ("--train.steps", 1, "--train.prompts", 8)
     assert small.train("--env.name", tmp_path / "shaky.py:Shaky", *few) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "warning: the environment failed on some steps (status/error), which count as 0: OSError" in said
+    assert "warning: the environment failed on some steps (status/error), which are not trained on: OSError" in said
     (tmp_path / "reward.py").write_text(
         "def reward(completion, answer):\n    return 1 / ((1 + sum(map(ord, completion))) % 3)\n"
     )
@@ -167,7 +167,7 @@ def test_a_warning_names_what_failed_environment_or_judge(tmp_path: Path, capsys
     assert "warning: the environment, or its judge, failed on" in " ".join(capsys.readouterr().out.split())
     assert small.train("--env.name", "", *words[2:], *own, *few, "--name", "plain") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "warning: the judge failed on some answers" in said and "which count as 0: ZeroDivisionError" in said
+    assert "warning: the judge failed on some answers" in said and "which are not trained on: ZeroDivisionError" in said
 
 
 @pytest.mark.slow

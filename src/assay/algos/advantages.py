@@ -208,16 +208,16 @@ def credited_returns(group: Group, discount: float = 1.0, by_step: bool = False)
     """The returns of a group that an advantage function compares.
 
     One return per episode, or, with `by_step`, one per step: then a step is compared with all steps of all samples of
-    its group, as in Kevin (arXiv 2507.11948). Masked steps are excluded.
+    its group, as in Kevin (arXiv 2507.11948). Masked steps and rollouts that were not judged are excluded.
     """
-    return [value for r in group.rollouts for value in compared_returns(r, r.reward, discount, by_step)]
+    return [value for r in group.judged for value in compared_returns(r, r.reward, discount, by_step)]
 
 
 def credited_tokens(group: Group, by_step: bool = False) -> list[int]:
     """Number of trained tokens for each of the `credited_returns`."""
     if not by_step:
-        return [rollout.trained for rollout in group.rollouts]
-    return [turn.trained for rollout in group.rollouts for turn in rollout.turns if not turn.masked]
+        return [rollout.trained for rollout in group.judged]
+    return [turn.trained for rollout in group.judged for turn in rollout.turns if not turn.masked]
 
 
 def compared_returns(rollout: Rollout, whole: float, discount: float, by_step: bool) -> list[float]:
@@ -230,14 +230,22 @@ def compared_returns(rollout: Rollout, whole: float, discount: float, by_step: b
     return [value for value, turn in zip(values, rollout.turns, strict=True) if not turn.masked]
 
 
-def any_masked(group: Group) -> bool:
-    return any(turn.masked for rollout in group.rollouts for turn in rollout.turns)
+def any_excluded(group: Group, by_step: bool) -> bool:
+    """Whether the group has rollouts or, with `by_step`, steps that are not compared."""
+    masked = by_step and any(turn.masked for rollout in group.rollouts for turn in rollout.turns)
+    return masked or any(rollout.failed for rollout in group.rollouts)
 
 
 def set_advantages(group: Group, advantages: Sequence[float], by_step: bool = False) -> None:
-    """Set advantages in the order of `credited_returns`. A rollout's own advantage is that of its first step."""
+    """Set advantages in the order of `credited_returns`. A rollout's own advantage is that of its first step.
+
+    The advantage of a rollout that was not judged is 0.
+    """
     remaining: Iterator[float] = iter(advantages)
     for rollout in group.rollouts:
+        if rollout.failed:
+            rollout.advantage, rollout.token_advantages = 0.0, [0.0] * rollout.trained if by_step else None
+            continue
         turns = [turn for turn in rollout.turns if not turn.masked]
         steps = [next(remaining) for _ in (turns if by_step else range(1))]
         rollout.advantage, rollout.token_advantages = (steps or [0.0])[0], None

@@ -148,10 +148,17 @@ class Algorithm:
         return self.zero_variance.split(groups)
 
     def set_baselines(self, groups: Sequence[Group], greedy: list[Group]) -> None:
-        """Set the baseline of each group to the reward of the greedy answer in the corresponding group of `greedy`."""
+        """Set the baseline of each group to the reward of the greedy answer in the corresponding group of `greedy`.
+
+        A group whose greedy answer was not judged is not trained on: its baseline is unknown.
+        """
         self._shape_rewards(greedy)
         for group, greedy_group in zip(groups, greedy, strict=True):
-            group.baseline = greedy_group.rewards[0]
+            if greedy_group.judged:
+                group.baseline = greedy_group.rewards[0]
+                continue
+            for rollout in group.rollouts:
+                rollout.masked = True
 
     def credit(self, groups: list[Group], scorers: Scorers | None = None) -> dict[str, float]:
         """Set the shaped reward and the advantage of every rollout; returns metrics.
@@ -164,9 +171,11 @@ class Algorithm:
         return metrics | self.credit_rule.assign(groups, penalties, scorers)
 
     def _shape_rewards(self, groups: list[Group]) -> None:
+        """Set the reward of each rollout; mask those that the judge or the environment failed to judge."""
         for rollout in (rollout for group in groups for rollout in group.rollouts):
             assert rollout.verdict is not None, f"rollout {rollout.sample} of {rollout.prompt.id} was not judged"
             rollout.reward = rollout.verdict.reward
+            rollout.masked = rollout.masked or rollout.failed
             if not math.isfinite(rollout.reward):
                 raise UserError(
                     f"the reward of {rollout.prompt.id} (sample {rollout.sample}) is {rollout.reward}: "

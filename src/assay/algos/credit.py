@@ -14,7 +14,7 @@ from torch import Tensor
 from assay.algos.advantages import (
     ADVANTAGES,
     TRAITS,
-    any_masked,
+    any_excluded,
     centred,
     credited_returns,
     credited_tokens,
@@ -165,7 +165,7 @@ class AdvantageCredit(CreditRule):
             return {}
         self._credit_answers(groups)
         if penalties is not None:
-            for rollout, log_ratios in penalties.of(groups):
+            for rollout, log_ratios in (one for one in penalties.of(groups) if not one[0].failed):
                 rollout.token_advantages = kl_reward_to_go(rollout.advantage, log_ratios, penalties.coef)
         return {}
 
@@ -185,13 +185,13 @@ class AdvantageCredit(CreditRule):
             set_advantages(group, advantages_G.tolist(), by_step)
 
     def _advantages(self, groups: list[Group], rewards: list[Tensor]) -> list[Tensor]:
-        """Advantages of each group; 0 if masked steps leave nothing to compare with."""
+        """Advantages of each group; 0 if excluded steps or rollouts leave nothing to compare with."""
         by_step = self.settings.step_credit
         least = 2 if "compares_group" in self.traits else 1
-        comparable = [
-            len(values) >= least or not (by_step and any_masked(group))
-            for values, group in zip(rewards, groups, strict=True)
-        ]
+        excluded = [any_excluded(group, by_step) for group in groups]
+        if "compares_batch" in self.traits and any(excluded) and sum(map(len, rewards)) < 2:
+            return [values * 0 for values in rewards]
+        comparable = [len(values) >= least or not some for values, some in zip(rewards, excluded, strict=True)]
         given = list(compress(rewards, comparable))
         args = [given]
         if "token_counts" in self.traits:
@@ -205,12 +205,15 @@ class AdvantageCredit(CreditRule):
     def _credit_tokens(self, groups: list[Group], penalties: KLPenalties) -> None:
         """Compare the returns of all tokens: the reward minus the penalties from the token onwards."""
         baselines = [group.baseline or 0.0 for group in groups for _ in group.rollouts]
-        rollouts = penalties.of(groups)
+        rollouts = list(zip(penalties.of(groups), baselines, strict=True))
+        judged = [one for one in rollouts if not one[0][0].failed]
         returns = [
             torch.tensor(kl_reward_to_go(rollout.reward - baseline, log_ratios, penalties.coef), dtype=torch.float64)
-            for (rollout, log_ratios), baseline in zip(rollouts, baselines, strict=True)
+            for (rollout, log_ratios), baseline in judged
         ]
-        for (rollout, _), advantages_T in zip(rollouts, self.function(returns), strict=True):
+        for (rollout, _), _ in rollouts:
+            rollout.advantage, rollout.token_advantages = 0.0, [0.0] * rollout.trained
+        for ((rollout, _), _), advantages_T in zip(judged, self.function(returns), strict=True):
             rollout.token_advantages = advantages_T.tolist()
             rollout.advantage = (rollout.token_advantages or [0.0])[0]
 

@@ -65,9 +65,9 @@ class ZeroVarianceFilter(Component[AlgoConfig]):
         """Whether all rewards of a group are equal, before shaping.
 
         As in DAPO, length penalties alone do not keep a group in which all answers are correct. With a discount or
-        credit per step, the compared returns must be equal.
+        credit per step, the compared returns must be equal. Answers that were not judged are not compared.
         """
-        judged = [(one, one.reward if one.verdict is None else one.verdict.reward) for one in group.rollouts]
+        judged = [(one, one.reward if one.verdict is None else one.verdict.reward) for one in group.judged]
         how = self.settings.discount, self.settings.step_credit
         values = [value for one, whole in judged for value in compared_returns(one, whole, *how)]
         return not values or max(values) == min(values)
@@ -116,12 +116,14 @@ class PassRateFilter(Component[PassRateConfig]):
             return {}
         self.rates = dict(self.rates)  # a saved state may still hold the previous one
         for group in groups:
-            solved = sum(rollout.verdict is not None and rollout.verdict.correct for rollout in group.rollouts)
-            new = solved / len(group.rollouts)
+            if not group.judged:
+                continue
+            solved = sum(rollout.verdict is not None and rollout.verdict.correct for rollout in group.judged)
+            new = solved / len(group.judged)
             before = self.rates[group.prompt.id][0] if group.prompt.id in self.rates else new
             self.rates[group.prompt.id] = [before + PASS_RATE_MOMENTUM * (new - before), float(step)]
         accepted = sum(self.in_range(rate) for rate, _ in self.rates.values())
-        return {"prompts/known": float(len(self.rates)), "prompts/within_reach": accepted / len(self.rates)}
+        return {"prompts/known": float(len(self.rates)), "prompts/within_reach": accepted / max(len(self.rates), 1)}
 
     def state_dict(self) -> dict[str, Any]:
         return {"rates": self.rates} if self.active else {}

@@ -37,9 +37,9 @@ class JudgePanel:
     """reward = reward of the verifiers + weight x reward of the model.
 
     The verifiers' weights are part of their reward. With `mix`, the model decides status and parsed answer, and `mix`
-    computes its reward; without, the verifiers decide them. If the model fails, so does the verdict, with the model's
-    status; its reward is the mean of the other answers to the prompt. The model is never asked in a worker process:
-    workers have no network, and must not see the API key.
+    computes its reward; without, the verifiers decide them. If the model fails or does not answer in time, the status
+    is error: such an answer is not trained on. The model is never asked in a worker process: workers have no network,
+    and must not see the API key.
     """
 
     def __init__(
@@ -81,13 +81,12 @@ class JudgePanel:
         for index, (texts, *_) in enumerate(groups):
             own = verified[index] if verified is not None else [None] * len(texts)
             combined.append([self._sum(*one) for one in zip(own, judged[index], texts, strict=True)])
-            even_out_failures(combined[-1], judged[index])
         return combined
 
     def _sum(self, verified: Verdict | None, judged: Verdict, completion: str) -> Verdict:
         if judged.status in FAILURES:
             parsed, parts = (verified.parsed, verified.parts) if verified is not None else (None, {})
-            return Verdict(0.0, judged.status, parsed, dict(parts), f"{PART}: {judged.detail}")
+            return Verdict(0.0, Status.ERROR, parsed, dict(parts), f"{PART}: {judged.detail}")
         shaped = self.mix.shape(judged, completion) if self.mix is not None else judged
         parts = {**(verified.parts if verified is not None else {}), **shaped.parts, PART: shaped.reward}
         if verified is None:
@@ -97,14 +96,3 @@ class JudgePanel:
         first = shaped if self.mix is not None else verified
         reward = verified.reward + self.weight * shaped.reward
         return Verdict(reward, first.status, first.parsed, parts, first.detail)
-
-
-def even_out_failures(verdicts: Sequence[Verdict], judged: Sequence[Verdict]) -> None:
-    """Give answers to a prompt on which the model failed the mean reward of the others.
-
-    Compared with the others they are then neither better nor worse: an endpoint's failure teaches nothing.
-    """
-    known = [verdict.reward for verdict in verdicts if verdict.status not in FAILURES]
-    for verdict, own in zip(verdicts, judged, strict=True):
-        if own.status in FAILURES and known:
-            verdict.reward = sum(known) / len(known)

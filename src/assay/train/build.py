@@ -276,7 +276,7 @@ def judge_warnings(cfg: RewardConfig, collector: Collector) -> dict[str, Callabl
 
     def failed() -> str:
         first = f": {detail}" if (detail := collector.first_failure) else ""
-        return f"{collector.reward_source} failed on some {judged} (status/error), which count as 0{first}"
+        return f"{collector.reward_source} failed on some {judged} (status/error), which are not trained on{first}"
 
     def timed_out() -> str:
         return (

@@ -146,18 +146,19 @@ def rollout_metrics(sampled: SampledGroups, algo: Algorithm, engine: Capabilitie
     answers = [rollout for group in groups for rollout in group.rollouts]
     count = len(answers)
     statuses = Counter(str(r.verdict.status) for r in answers if r.verdict)
-    mean = sum(r.reward for r in answers) / count
+    known = [r.reward for r in answers if not r.failed] or [0.0]  # rewards of answers that were judged
+    mean = sum(known) / len(known)
     completions = [turn.completion for r in answers for turn in r.turns]
     lengths = [r.length for r in answers]
     masked = sum(turn.masked for r in answers for turn in r.turns)
     kept_mass = sum(c.kept_mass or 0.0 for c in completions) / len(completions)
     truncation_kl = sum(sum(c.sampling_logprobs) - sum(c.engine_logprobs) for c in completions) / sum(lengths)
     entropy = sum((c.entropy or 0.0) * len(c.token_ids) for c in completions) / sum(lengths)
-    judged = [r.verdict.reward for r in answers if r.verdict] or [0.0]
+    judged = [r.verdict.reward for r in answers if r.verdict and not r.failed] or [0.0]
     greedy = [group.baseline for group in sampled.groups if group.baseline is not None]
     return {
         "reward/mean": mean,
-        "reward/std": (sum((r.reward - mean) ** 2 for r in answers) / count) ** 0.5,
+        "reward/std": (sum((reward - mean) ** 2 for reward in known) / len(known)) ** 0.5,
         "reward/range": max(judged) - min(judged),
         "reward/correct": statuses["ok"] / count,
         "advantage/zero": sum(not r.learns for r in answers) / count,
