@@ -18,7 +18,7 @@ import pytest
 from process_tree import descendants, ended, gone
 
 from assay.process.messages import BadMessage
-from assay.rewards import FunctionJudge, JudgePool, MathJudge
+from assay.rewards import CodeJudge, FunctionJudge, JudgePool, MathJudge, RewardMix, RewardSum
 from assay.rewards.pool import Item, parse_verdict
 from assay.types import Status, UserError, Verdict
 
@@ -309,3 +309,13 @@ def test_invalid_verdict_messages_are_rejected(change: dict[str, Any] | None) ->
 def test_verdicts_can_be_pickled() -> None:
     verdict = MathJudge()(r"\boxed{5}", "5", {})
     assert pickle.loads(pickle.dumps(verdict)) == verdict
+
+
+def test_the_time_limit_of_programs_must_fit_into_that_of_judging():
+    code = CodeJudge(timeout_s=4.0)
+    for judge in (code, RewardMix(code), RewardSum((MathJudge(), code), (1.0, 1.0), ("a", "b"))):
+        with pytest.raises(UserError, match=r"at least 6 s, not 5: raise reward\.timeout_s") as raised:
+            JudgePool(judge, workers=1, timeout_s=5.0)
+        assert "\n" not in str(raised.value)
+        JudgePool(judge, workers=1, timeout_s=6.0).close()
+        JudgePool(judge, workers=0, timeout_s=5.0).close()  # has no time limit

@@ -80,6 +80,14 @@ def test_splits_of_generated_problems_are_disjoint() -> None:
     assert not seen["validation"] & seen["test"]
 
 
+def test_examples_in_prompts_are_short() -> None:
+    """A list of 300 multiples is a hidden test, not an example."""
+    prompts = make_task("code", steps=[1, 1]).prompts("train")[:300]
+    assert max(len(prompt.question) for prompt in prompts) < 900
+    longest = max(len(repr(test["expected"])) for prompt in prompts for test in prompt.fields["tests"])
+    assert longest > 300
+
+
 def test_number_of_steps() -> None:
     prompts = make_task("code", steps=[4, 4], tests=3).prompts("train")[:5]
     assert all("\n4. " in prompt.question and "\n5. " not in prompt.question for prompt in prompts)
@@ -95,6 +103,51 @@ def test_layouts_of_rows(row: dict[str, Any], tmp_path: Path) -> None:
     assert wrong.status is Status.WRONG
     answered = stored(tmp_path, row, form="answer-tag", timeout_s=60.0)
     assert check_gold(answered, "all") == [] and "<answer>" in answered.prompts("all")[0].question
+
+
+ORIGINAL_FORMATS = [  # rows of our own with all columns of the published files
+    {
+        "text": "Write a function to find the largest of two numbers.",
+        "code": "def max_of(a,b):\r\n  return a if a>b else b",
+        "task_id": 999,
+        "test_setup_code": "",
+        "test_list": ["assert max_of(1,2)==2", "assert max_of(-1,-2)==-1", "assert max_of(3,3)==3"],
+        "challenge_test_list": ["assert max_of(10**9,1)==10**9"],
+    },
+    {
+        "source_file": "Own Questions.ipynb",
+        "task_id": 998,
+        "prompt": "Write a function to find the square root of a number.",
+        "code": "import math\ndef root(x):\n  return math.sqrt(x)",
+        "test_imports": ["import math"],
+        "test_list": ["assert math.isclose(root(2), 1.41421, rel_tol=0.001)", "assert root(9) == 3"],
+    },
+    {
+        "task_id": "Own/163",
+        "prompt": 'import math\n\n\ndef encode(s: str):\n    """\n    returns the reverse of s.\n    """\n'
+        '    return s[::-1]\n\n\ndef decode(s: str):\n    """\n    decodes what encode returned.\n    """\n',
+        "entry_point": "decode",
+        "canonical_solution": "    return s[::-1]\n",
+        "test": "\n\nMETADATA = {\n    'author': 'own',\n    'dataset': 'test'\n}\n\n\ndef check(candidate):\n"
+        "    from random import randint, choice\n    import copy\n    import string\n\n"
+        "    letters = string.ascii_lowercase\n    for _ in range(20):\n"
+        "        text = ''.join(choice(letters) for i in range(randint(5, 9)))\n"
+        "        encoded = encode(text)\n        assert candidate(copy.deepcopy(encoded)) == text\n\n"
+        '    # Check some simple cases\n    assert True, "This prints if this assert fails 1"\n'
+        "    assert candidate('') == '', \"empty\"\n    assert abs(len(candidate('ab')) - 2.0) < 1e-6\n\n",
+    },
+]
+
+
+@pytest.mark.parametrize("row", ORIGINAL_FORMATS, ids=["MBPP", "sanitized MBPP", "HumanEval"])
+def test_rows_in_the_formats_of_the_published_files(row: dict[str, Any], tmp_path: Path) -> None:
+    task = stored(tmp_path, row, timeout_s=60.0)
+    assert check_gold(task, "all") == []
+    (prompt,) = task.prompts("all")
+    assert len(prompt.fields["tests"]) == len(row.get("test_list", "abc"))
+    (name,) = prompt.fields["entry_points"]
+    wrong = task.judge()(f"```python\ndef {name}(*args):\n    return 7\n```", "", prompt.fields)
+    assert wrong.status is Status.WRONG and wrong.detail
 
 
 def test_mbpp_shows_the_requested_tests(tmp_path: Path) -> None:

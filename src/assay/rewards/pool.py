@@ -13,6 +13,7 @@ from typing import Any, Literal
 from assay.process.messages import BadMessage
 from assay.process.pool import ItemFailure, StartFailed, WorkerPool
 from assay.process.sandbox import Level, WorkerSettings, environment
+from assay.rewards.code import CodeJudge
 from assay.rewards.functions import FunctionJudge
 from assay.rewards.judge import (
     Judge,
@@ -29,6 +30,7 @@ GroupItem = tuple[Sequence[str], str, Mapping[str, Any]]  # all completions of a
 JudgeReport = Callable[[int, int], None]  # receives the number of judged items and that of all items
 Sandbox = Literal["auto", "strict", "off"]  # the setting reward.sandbox
 
+MARGIN_S = 2.0  # by which judging may take longer than the program that it runs
 _STATUSES = [str(status.value) for status in Status]
 _VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b[A-Z]{5,}\b")
 _REFUSED = re.compile(r"PermissionError|Errno 1[,\]]|Errno 13\b|Permission denied|not permitted")
@@ -60,6 +62,11 @@ class JudgePool:
             raise UserError(f"the time limit of judging must be above 0 seconds, not {timeout_s}")
         if workers == 0 and sandbox == "strict":
             raise UserError("the strict sandbox needs worker processes: set reward.workers to at least 1")
+        if workers and (least := least_timeout_s(judge)) > timeout_s:
+            raise UserError(
+                f"programs may run for {least - MARGIN_S:g} s (task.args.timeout_s), so judging needs a limit of "
+                f"at least {least:g} s, not {timeout_s:g}: raise reward.timeout_s (assay score: --timeout)"
+            )
         self._judge = judge
         self._closed = False
         self._pool: WorkerPool[list[Verdict]] | None = None
@@ -210,10 +217,22 @@ def level_for(judge: Any, sandbox: Sandbox) -> Level:
     return automatic if sandbox == "auto" else sandbox
 
 
+def least_timeout_s(judge: Any) -> float:
+    """Return the shortest sensible time limit of judging: that of programs, and the time to start and stop them.
+
+    With a shorter one, a program that never ends would cost its worker process instead of ending by itself.
+    """
+    own = judge.timeout_s + MARGIN_S if isinstance(judge, CodeJudge) else 0.0
+    return max([own, *map(least_timeout_s, _inner_judges(judge))])
+
+
+def _inner_judges(judge: Any) -> Sequence[Any]:
+    return [judge.judge] if hasattr(judge, "judge") else getattr(judge, "judges", ())
+
+
 def is_user_code(judge: Any) -> bool:
     """Return whether judging runs code that is not part of this package."""
     module = judge.__module__ if hasattr(judge, "__qualname__") else type(judge).__module__
     if isinstance(judge, FunctionJudge) or module.partition(".")[0] != "assay":
         return True
-    inner = [judge.judge] if hasattr(judge, "judge") else getattr(judge, "judges", ())
-    return any(map(is_user_code, inner))
+    return any(map(is_user_code, _inner_judges(judge)))

@@ -22,6 +22,7 @@ INSTRUCTIONS = {
 }
 SOLUTIONS = {"code-block": "```python\n%s\n```", "answer-tag": "<answer>\n%s\n</answer>", "continuation": "%s"}
 N_EXAMPLES = 2
+MAX_EXAMPLE = 150  # characters; longer calls and results are hidden tests, if there are enough shorter ones
 MAX_DRAWS = 20_000  # after which a split counts as empty
 LAYOUTS = (
     '"prompt" and "tests", or the columns of MBPP ("text" or "prompt", "code", "test_list") or HumanEval ("prompt", '
@@ -85,6 +86,7 @@ class Code(GeneratedTask):
                 break
         else:
             raise UserError(f"code: these settings allow no problem in the {split} split: allow more steps")
+        calls.sort(key=lambda one: len(f"{one[0]}{one[1]!r}") > MAX_EXAMPLE)  # stable: otherwise in the order drawn
         examples = "\n".join(f"{call} returns {result!r}" for call, result in calls[:N_EXAMPLES])
         question = f"{problem.description}\nExamples:\n{examples}"
         return Prompt(
