@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "text": {"types", "config", "process"},
     "rewards": {"types", "config", "process", "endpoint"},
     "tasks": {"types", "config", "rewards"},
-    "envs": {"types", "config", "process", "text", "rewards", "tasks"},
+    "envs": {"types", "config", "process", "endpoint", "text", "rewards", "tasks"},
     "models": {"types", "config", "mesh"},
     "algos": {"types", "config", "mesh"},
     "engine": {"types", "config", "process", "mesh", "endpoint", "models"},

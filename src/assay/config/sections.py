@@ -61,7 +61,7 @@ class EnvConfig(Section):
     short_form: ClassVar = "name"
 
     name: str = ""
-    """name of the environment, or your own as file.py:Name; all but guess and countdown_tries run on top of a task"""
+    """name of the environment, verifiers:ENV_ID, or your own as file.py:Name; guess and countdown_tries need no task"""
     path: str = ""
     """folder or file that the environment reads; empty: the environment's default"""
     args: dict[str, Any] = Field(default_factory=dict)

@@ -13,6 +13,8 @@ from typing import Any
 
 from assay.envs.base import Env, Info, Observation, Step, TaskEnv, as_messages, check_attributes
 from assay.envs.builtin import Calculator, CountdownTries, GuessNumber, PythonTool, Stepwise
+from assay.envs.verifiers_env import PREFIX as VERIFIERS
+from assay.envs.verifiers_env import VerifiersEnv, is_verifiers_env, kept_signal_handlers, load_verifiers_env
 from assay.rewards import load_object
 from assay.tasks import Task, make_task
 from assay.tasks.datasets import PREFIX
@@ -30,19 +32,23 @@ def make_env(name: str, path: str | None = None, task: Task | None = None, **arg
     """Create the environment of this name or path.
 
     A path such as "my_file.py:MyEnv" names an Env class, a function that returns an Env, or anything with Gymnasium's
-    `reset` and `step`. Environments such as stepwise run on `task`. A reasoning-gym dataset is a single-step
-    environment.
+    `reset` and `step`, or an environment of the package verifiers. Environments such as stepwise run on `task`.
+    A reasoning-gym dataset is a single-step environment. "verifiers:ENV_ID" is an installed environment of verifiers.
     """
     if path is not None:
         args["path"] = str(path)
     if name.startswith(PREFIX) and task is None:
         return TaskEnv(make_task(name, **args))
-    if name.startswith(PREFIX):
-        raise UserError(f"the environment {name} has its own problems: remove task.name, or set task.name to it")
+    if name.startswith(VERIFIERS) and task is None:
+        return check_attributes(load_verifiers_env(name, args))
+    if name.startswith((PREFIX, VERIFIERS)):
+        other = ", or set task.name to it" if name.startswith(PREFIX) else ""
+        raise UserError(f"the environment {name} has its own problems: remove task.name{other}")
     if name.endswith(".py"):
         raise UserError(f"{name} is a file: add the name of the class, as in {name}:MyEnv")
     if name not in ENVS and ":" not in name:
-        raise unknown_name("environment", name, ENVS, listed=[*ENVS, f"{PREFIX}NAME", "my_file.py:MyEnv"])
+        forms = f"{PREFIX}NAME", f"{VERIFIERS}ENV_ID", "my_file.py:MyEnv"
+        raise unknown_name("environment", name, ENVS, listed=[*ENVS, *forms])
     factory: Any = ENVS[name] if name in ENVS else load_object(name)
     if isinstance(factory, Env):
         return check_attributes(factory)
@@ -58,9 +64,12 @@ def make_env(name: str, path: str | None = None, task: Task | None = None, **arg
         fixed["task"] = task or make_task(default)
     elif task is not None:
         raise UserError(f"the environment {name} has its own problems: remove task.name")
-    env = call(factory, name, args, **fixed) if name in ENVS else call_user(factory, name, args, **fixed)
+    with kept_signal_handlers():
+        env = call(factory, name, args, **fixed) if name in ENVS else call_user(factory, name, args, **fixed)
     if isinstance(env, Env):
         return check_attributes(env)
+    if is_verifiers_env(env):
+        return check_attributes(VerifiersEnv(env, name))
     if not (hasattr(env, "reset") and hasattr(env, "step")):
         raise UserError(f"{name} is not an environment: it must define reset and step, see docs/environments.md")
     make = partial(call_user, factory, name, args, **fixed)

@@ -73,6 +73,8 @@ def make_task(name: str, path: str | None = None, **args: Any) -> Task:
         return call(TASKS[name], name, args)
     if name.startswith(PREFIX):
         return call(ReasoningGym, name, args, dataset_name=name.removeprefix(PREFIX))
+    if name.startswith("verifiers:"):
+        raise UserError(f"{name} is an environment: set env.name to it, and remove task.name")
     if ":" not in name:
         raise unknown_name("task", name, TASKS, listed=[*TASKS, f"{PREFIX}NAME", "my_file.py:MyTask"])
     return _from_object(load_object(name), name, args)
