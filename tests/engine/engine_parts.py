@@ -50,7 +50,7 @@ UNUSUAL_SPECS = {
         tied=False,
     ),
     "smollm3": small_spec("smollm3", no_rope=(1,)),
-    "olmo2": small_spec("olmo2", layers=2, qk_norm=True, tied=False),
+    "olmo2": small_spec("olmo2", layers=2, kv_heads=4, qk_norm=True, tied=False),
     "phi3": small_spec("phi3", layers=2, windows=(11, 11), rotary=6, tied=False),
     "glm4": small_spec("glm4", layers=2, rotary=4, qkv_bias=True, tied=False),
 }
