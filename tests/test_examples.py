@@ -69,3 +69,16 @@ def test_plain_transformers_writes_what_our_engine_writes(plain: ModuleType, tmp
     theirs = plain.answers(str(folder), [row["question"] for row in rows], 20, 2, "cpu")
     assert theirs == ours and all(len(text) > 0 for text in ours)
     assert plain.main([str(folder), str(data / "test.jsonl"), "--new-tokens", "4", "--device", "cpu"]) == 0.0
+
+
+def test_the_tokenizer_of_the_code_task_keeps_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from code_tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(problems=50, size=400)
+    prompt = make_task("code", steps=[1, 2]).prompts("test")[0]
+    assert prompt.solution is not None
+    assert tokenizer.decode(tokenizer(prompt.solution).input_ids) == prompt.solution
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    shown = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert shown == "<|user|>a<|assistant|>b<|end|>"
