@@ -449,6 +449,21 @@ def check_equal_rewards(recipe: str, reward: float, optimizer: Any) -> None:
         assert str(moments) == str(trained.optimizer.state_dict())
 
 
+@pytest.mark.parametrize("token_budget", [4096, 1])
+def test_advantages_that_cancel_make_no_step(token_budget: int) -> None:
+    """Equal answers whose advantages add up to 0: only rounding errors remain, which depend on the micro-batches."""
+    algo = make_algorithm("reinforce", max_new_tokens=LIMIT)
+    policy = tiny_decoder().double()
+    trained = Updater(policy, make_adamw(policy, 1e-2), token_budget=token_budget, dtype=torch.float64)
+    (group, *_) = credited(algo)
+    shares = (0.7, -0.6, -0.1)
+    rollouts = [replace(group.rollouts[0], sample=index, advantage=share) for index, share in enumerate(shares)]
+    before = weights_of(policy)
+    found = trained.update([replace(group, rollouts=rollouts)], algo, 1e-2)
+    assert found["optim/skipped"] == 1 and found["optim/grad_norm"] < 1e-12
+    assert torch.equal(before, weights_of(policy)) and not trained.optimizer.state
+
+
 def with_room(room: int, error: type[RuntimeError], token_budget: int) -> Updater:
     policy = cramped(room, error)
     return Updater(policy, make_adamw(policy, 1e-2), token_budget=token_budget)

@@ -39,6 +39,7 @@ from assay.train.learner.parallel import sum_gradients
 from assay.types import Group, Progress
 
 Scorer = Literal["trainer", "reference"]
+ROUNDING = 1e-12  # gradient norms up to this are rounding errors of a gradient that is 0
 
 
 def mini_batches(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
@@ -164,7 +165,10 @@ class Updater:
         norm = float(clip_gradients(self.policy.parameters(), self.max_grad_norm))
         loss = float(sums.losses["loss/total"])
         finite = math.isfinite(norm) and math.isfinite(loss)
-        if finite and norm:  # with a gradient of 0, momentum and weight decay must not change the weights
+        useful = (
+            finite and norm > ROUNDING
+        )  # with a gradient of 0, momentum and weight decay must not change the weights
+        if useful:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
         elif not finite:
@@ -173,7 +177,7 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
         if self.critic:
             self.critic.step(finite)
-        return sums, norm, not (finite and norm)
+        return sums, norm, not useful
 
     def _accumulate(self, rows: Sequence[Row], algo: Algorithm, record: ScoreRecord | None = None) -> Sums:
         self._zero_grad()
