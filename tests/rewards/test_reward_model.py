@@ -151,7 +151,7 @@ def test_an_answer_that_is_too_long_is_a_failure_not_a_zero(folder: Path) -> Non
         ((right, wrong, failed),) = panel.judge_groups([(texts, "4", judge.fields(PROMPT))])
         assert (right.status, wrong.status, failed.status) == (Status.OK, Status.WRONG, Status.ERROR)
         assert right.reward == pytest.approx(1.0 + 2.0 * right.parts["judge"])
-        assert failed.reward == pytest.approx((right.reward + wrong.reward) / 2) and "49 tokens" in failed.detail
+        assert failed.reward == 0.0 and "49 tokens" in failed.detail  # training masks it: see its status
 
 
 def test_the_reward_model_alone_is_shaped_by_the_reward_mix(folder: Path, logits: list[float]) -> None:

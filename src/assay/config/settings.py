@@ -216,7 +216,8 @@ def unknown_key(key: str, value: Any, kind: type[BaseModel], where: str) -> str:
     valid.sort(key=lambda name: name.partition(".")[0] not in PRIMARY)
     if closest(key, valid) is None and (near := nearest_foreign(key)) and (meaning := explain_foreign(near, valid)):
         return f"unknown key '{key}' {where}: {meaning}"
-    if isinstance(value, Mapping) and closest(key, valid) is None:  # a section that does not exist
+    sections = [name for name in valid if "." not in name]
+    if isinstance(value, Mapping) and closest(key, sections) is None:  # a section that does not exist
         for name in leaves(key, value):
             same = [other for other in valid if other.rpartition(".")[2] == name.rpartition(".")[2]]
             if 0 < len(same) <= 3:
