@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from broken_sync import KINDS, break_sync
+from hf_scores import hf_scores
 from small_run import SmallRuns
 from sync_parts import LR, Learning
 
@@ -53,27 +54,17 @@ def test_the_engine_satisfies_the_interface(engine: VLLMEngine, policy: Decoder,
 def test_log_probabilities_at_temperature_0_7_are_those_of_transformers(
     engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer, model_folder: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     engine.update_weights(policy, 2)
-    hf = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-    rounded = AutoModelForCausalLM.from_pretrained(model_folder, dtype=engine.info.dtype).eval()
+    exact, rounded = (hf_scores(model_folder, dtype) for dtype in (torch.float32, engine.info.dtype))
     prompt = tokenizer.encode(TEXT)
     params = SamplingParams(n=4, temperature=0.7, max_new_tokens=24)
     for completion in generate(engine, [Request(prompt, params, seed=3)])[0]:
-        ids = torch.tensor([[*prompt, *completion.token_ids]])
-        with torch.no_grad():
-            rows = (hf(ids).logits[0, len(prompt) - 1 : -1].double() / 0.7).log_softmax(-1)
-        expected = rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        with torch.no_grad():
-            coarse = (rounded(ids).logits[0, len(prompt) - 1 : -1].double() / 0.7).log_softmax(-1)
-        noise = (coarse.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0] - expected).abs()
+        ids = [*prompt, *completion.token_ids]
+        expected, noisy, cold = (f(ids, t)[len(prompt) - 1 :] for f, t in ((exact, 0.7), (rounded, 0.7), (exact, 1.0)))
         gap = (torch.tensor(completion.engine_logprobs) - expected).abs()
-        limit = max(MEAN_GAP, 2 * float(noise.mean()))  # the rounding of transformers itself in the engine's dtype
+        limit = max(MEAN_GAP, 2 * float((noisy - expected).abs().mean()))  # what transformers itself has in this dtype
         assert gap.mean() < limit and gap.max() < 10 * limit
-        with torch.no_grad():
-            cold = hf(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
-        assert (cold.gather(1, ids[0, len(prompt) :, None])[:, 0] - expected).abs().mean() > 2 * gap.mean()
+        assert (cold - expected).abs().mean() > 2 * gap.mean()  # at temperature 1: must fit worse
 
 
 def test_every_weight_is_replaced_by_an_update(engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer) -> None:

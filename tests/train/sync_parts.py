@@ -33,14 +33,15 @@ class Learning:
         mesh: Mesh | None = None,
         length: int = 16,
         engine: Engine | None = None,
+        trainer_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`engine`: serves the policy's weights as version 0."""
+        """`engine`: serves the policy's weights as version 0. `trainer_dtype`: in which the trainer computes."""
         self.mesh, self.lr, self.step = mesh or Mesh(), lr, 0
         self.policy, self.algo = policy, make_algorithm("grpo")
         group = self.mesh.tp_group
         self.engine = engine or make_engine("auto", policy, device="cpu", dtype=dtype, max_batch=8, group=group)
         sequences = [ids[:length] for ids in probe_sequences([], 23, 33, seed=0)]
-        self.updater = Updater(policy, make_adamw(policy, lr), mesh=self.mesh)
+        self.updater = Updater(policy, make_adamw(policy, lr), mesh=self.mesh, dtype=trainer_dtype)
         self.weight_sync = WeightSync(self.updater, self.engine, method, sequences=sequences)
         self.weight_sync.verify(0)
 

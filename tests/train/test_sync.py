@@ -200,6 +200,21 @@ def test_hundreds_of_healthy_steps_give_no_false_alarm(rounded: bool) -> None:
     assert max(gaps) < 0.9 and np.mean(gaps[-50:]) < 1.5 * np.mean(gaps[:50])  # far from the limit, without a trend
 
 
+def test_the_effect_of_rounding_is_known_in_every_precision_of_the_trainer() -> None:
+    """It is measured by changing weights, and a change must survive the trainer's own rounding."""
+    policy = tiny_decoder(0, torch.float32)
+    effects = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        learning = Learning(policy, dtype=torch.bfloat16, trainer_dtype=dtype)
+        assert learning.weight_sync.start is not None
+        effects[dtype] = learning.weight_sync.start.rounding
+    with as_served(policy, torch.bfloat16):
+        rounded = trainer_scores(learning.updater, learning.weight_sync.sequences)
+    exact = trainer_scores(learning.updater, learning.weight_sync.sequences)
+    assert 0.5 < effects[torch.bfloat16] / effects[torch.float32] < 2
+    assert 0.3 < effects[torch.float32] / np.sqrt(np.mean((rounded - exact) ** 2)) < 3
+
+
 @pytest.mark.parametrize("kind", ["plain", "adapters", "quantized"])
 def test_the_probe_leaves_the_weights_of_the_trainer_as_they_are(kind: str) -> None:
     policy = tiny_decoder(0, torch.float32)

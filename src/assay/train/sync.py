@@ -375,7 +375,8 @@ class WeightSync:
     def _trainer_scores(self) -> tuple[np.ndarray, float]:
         """Scores with the weights that the engine must have, and the effect of rounding them once more."""
         rounding = torch.finfo(self._precision).eps / 4  # about the root mean square of rounding errors
-        applied = max(rounding, PERTURBATION)
+        # A trainer that computes in bfloat16 rounds smaller changes away.
+        applied = max(rounding, PERTURBATION, torch.finfo(self.updater.dtype).eps)
         with as_served(self.updater.policy, self.engine.info.dtype) as weights:
             exact = trainer_scores(self.updater, self.sequences)
             reshard(self.updater.policy)
