@@ -200,6 +200,18 @@ def test_hundreds_of_healthy_steps_give_no_false_alarm(rounded: bool) -> None:
     assert max(gaps) < 0.9 and np.mean(gaps[-50:]) < 1.5 * np.mean(gaps[:50])  # far from the limit, without a trend
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_trainer_in_bfloat16_gives_no_false_alarm_while_little_changes(
+    monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    """The noise of its own scores would look like changes that the engine misses. FSDP cannot score in float32."""
+    if sharded:
+        monkeypatch.setattr(sync, "is_fsdp", lambda weight: True)
+    learning = Learning(tiny_decoder(3, torch.float32), dtype=torch.bfloat16, trainer_dtype=torch.bfloat16, lr=LR / 100)
+    rows = [learning.update() for _ in range(20)]
+    assert rows[-1]["sync/probe_change"] < 2 * rows[-1]["sync/probe_gap"]  # or the test shows nothing
+
+
 def test_the_effect_of_rounding_is_known_in_every_precision_of_the_trainer() -> None:
     """It is measured by changing weights, and a change must survive the trainer's own rounding."""
     policy = tiny_decoder(0, torch.float32)

@@ -27,6 +27,7 @@ from assay.models.base import digests, fingerprint
 from assay.models.lora import merged_weights
 from assay.models.quantize import NF4Linear, quantized_layers
 from assay.train.learner.pack import Row
+from assay.train.learner.parallel import is_fsdp
 from assay.train.learner.update import Updater
 from assay.types import UserError, plural
 
@@ -110,6 +111,7 @@ TOKEN_LIMIT = 4.0  # largest gap of a single token, in units of the largest befo
 STALE_SHARE = 0.5  # share of the trainer's change that the engine may miss, if the share is known with
 CERTAINTY = 8.0  # so many standard errors, so that thousands of checks give no false alarm
 PERTURBATION = 2.0**-17  # smallest relative change that stands for rounding: it must exceed the precision of weights
+NOISY = 5.0  # changes of scores in bfloat16 below so many effects of rounding may be noise of the trainer
 KEPT = 0.98  # weight of earlier versions in the sums over versions: about the last 50 count
 
 NEUTRAL = Algorithm(AlgoConfig(advantage="none", policy_loss="reinforce"))  # scores do not depend on an algorithm
@@ -179,6 +181,15 @@ def perturb(weights: Sequence[Tensor], relative: float) -> None:
         weight.mul_(signs.mul_(relative).add_(1.0))
 
 
+def scoring_dtype(updater: Updater) -> torch.dtype:
+    """The dtype of the trainer's scores: at least float32, since an engine cannot follow the noise of bfloat16.
+
+    FSDP computes in the dtype that it was made for.
+    """
+    sharded = any(map(is_fsdp, updater.policy.parameters()))
+    return updater.dtype if sharded or updater.dtype.itemsize >= 4 else torch.float32
+
+
 def trainer_scores(updater: Updater, sequences: Sequence[Sequence[int]]) -> np.ndarray:
     """The trainer's log-probabilities of every token but the first of each sequence, on every rank.
 
@@ -188,7 +199,7 @@ def trainer_scores(updater: Updater, sequences: Sequence[Sequence[int]]) -> np.n
         updater.policy,
         updater.optimizer,
         token_budget=updater.token_budget,
-        dtype=updater.dtype,
+        dtype=scoring_dtype(updater),
         mesh=updater.mesh,
     )
     rows = [Row(list(ids), [0] + [1] * (len(ids) - 1), [0.0] * len(ids), 0.0, 0.0) for ids in sequences]
@@ -375,8 +386,7 @@ class WeightSync:
     def _trainer_scores(self) -> tuple[np.ndarray, float]:
         """Scores with the weights that the engine must have, and the effect of rounding them once more."""
         rounding = torch.finfo(self._precision).eps / 4  # about the root mean square of rounding errors
-        # A trainer that computes in bfloat16 rounds smaller changes away.
-        applied = max(rounding, PERTURBATION, torch.finfo(self.updater.dtype).eps)
+        applied = max(rounding, PERTURBATION, torch.finfo(scoring_dtype(self.updater)).eps)  # less is rounded away
         with as_served(self.updater.policy, self.engine.info.dtype) as weights:
             exact = trainer_scores(self.updater, self.sequences)
             reshard(self.updater.policy)
@@ -398,12 +408,13 @@ class WeightSync:
         """What shows that a server has other weights. Adds its drift to the sums over versions."""
         assert self.start is not None
         text = compared.problem()
-        if not text and rms(compared.drift) > self._floor:
+        least = NOISY * compared.now.rounding if scoring_dtype(self.updater).itemsize < 4 else 0.0
+        if not text and rms(compared.drift) > self._floor and rms(compared.change) > least:
             missed = MissedChange.of(compared.change, compared.drift, self._clusters)
             if missed.certain:
                 text = f"the engine misses {missed.share:.0%} of the change of log-probabilities since the start"
         change = compared.now.trainer - (compared.now.trainer if self.last is None else self.last)
-        if not text and change.any():
+        if not text and rms(change) > least:
             latest = MissedChange.of(change, compared.drift, self._clusters)
             self.lag[server] = self.lag[server] * KEPT + latest if server in self.lag else latest
             if self.lag[server].certain and rms(compared.drift) > self._floor:
