@@ -507,6 +507,8 @@ class VLLMConfig(Section):
     """environment variable with the API key of the servers in urls"""
     timeout_s: NonNegative = 0.0
     """fail if a server does not answer a request within this many seconds; 0: wait without a limit"""
+    health_timeout_s: NonNegative = 60.0
+    """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
     seeds: bool = True
     """send a seed with every sample; false: faster on GPUs, where vLLM draws the noise of seeded samples one by one"""
     transport: Literal["auto", "folder", "ipc", "nccl"] = "auto"
@@ -542,6 +544,8 @@ class SGLangConfig(Section):
     """environment variable with the API key of the servers in urls (their --admin-api-key, if they have one)"""
     timeout_s: NonNegative = 0.0
     """fail if a server does not answer a request within this many seconds; 0: wait without a limit"""
+    health_timeout_s: NonNegative = 60.0
+    """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
     deterministic: bool = False
     """start servers with deterministic inference, in which seeds have an effect; slower"""
     transport: Literal["auto", "folder", "ipc", "nccl"] = "auto"
@@ -571,6 +575,8 @@ class ServerConfig(Section):
     """environment variable with the API key of the servers in urls"""
     timeout_s: NonNegative = 0.0
     """fail if a server sends nothing for this many seconds; 0: wait without a limit"""
+    health_timeout_s: NonNegative = 60.0
+    """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
     transport: Literal["auto", "folder", "ipc"] = "auto"
     """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
     folder: str = ""

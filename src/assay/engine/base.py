@@ -163,6 +163,7 @@ class EngineOptions:
     # The KV cache of running sequences after a weight update. "recompute": it is computed again with the new weights;
     # "keep": it is kept, and only new tokens use the new weights.
     kv_on_update: KvOnUpdate = "recompute"
+    notify: Callable[[str], None] | None = None  # gets lines for the user, e.g. about failed servers, from any thread
 
     def __post_init__(self) -> None:
         self.max_batch = self.max_batch or MAX_BATCH.get(torch.device(self.device).type, MAX_BATCH["cpu"])

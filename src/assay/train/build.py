@@ -202,7 +202,7 @@ def assemble(
     trial.check_texts(console, splits, demonstrations, renderer, policy.max_length, checked_texts)
     checks.check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
-    engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype)
+    engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype, console)
     verify = verify_method(cfg.engine, engine)
     checks.check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
     components.prepare_policy(policy, cfg.train, mesh.world)
@@ -335,11 +335,18 @@ def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torc
 
 
 def shard_and_build_engine(
-    cfg: TrainConfig, policy: PolicyModel, renderer: Renderer, mesh: Mesh, dtype: torch.dtype
+    cfg: TrainConfig, policy: PolicyModel, renderer: Renderer, mesh: Mesh, dtype: torch.dtype, console: Console
 ) -> Engine:
     """Shard the policy over the ranks, and build the engine that serves it, or this rank's part of the engine."""
     build = partial(
-        components.build_engine, cfg, policy, renderer, cfg.model.max_length, mesh.tp_group, device=mesh.device
+        components.build_engine,
+        cfg,
+        policy,
+        renderer,
+        cfg.model.max_length,
+        mesh.tp_group,
+        device=mesh.device,
+        notify=console.warn,
     )
     copies_model = components.is_custom_backend(cfg.engine) or not isinstance(policy, Decoder)
     engine = build() if copies_model else None  # copies the model before it is sharded

@@ -364,8 +364,12 @@ def build_engine(
     max_length: int,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Engine:
-    """`group`: ranks that serve the policy together, `mesh.tp_group`. `device`: that of the policy unless given."""
+    """`group`: ranks that serve the policy together, `mesh.tp_group`. `device`: that of the policy unless given.
+
+    `notify`: see `EngineOptions`.
+    """
     from assay.engine import make_engine
 
     device, engine = device or policy.device, cfg.engine
@@ -380,6 +384,7 @@ def build_engine(
         max_length=min(max_length or policy.max_length, policy.max_length),
         decode=renderer.decode,
         group=group,
+        notify=notify,
     )
 
 

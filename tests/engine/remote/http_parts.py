@@ -41,7 +41,11 @@ class Handler(BaseHTTPRequestHandler):
     server: SmallServer
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        size = int(self.headers.get("content-length", 0))
+        body = self.rfile.read(size)
+        if len(body) < size:  # the client has aborted the request before all of it was sent
+            self.close_connection = True
+            return
         content = json.loads(body) if body else None
         self.server.requests.append((self.path, content))
         self.server.headers.append({name.lower(): value for name, value in self.headers.items()})

@@ -15,6 +15,8 @@ from assay.engine.remote.http import (
     HttpServers,
     ServerBusy,
     ServerError,
+    ServerFailed,
+    ServerGarbage,
     ServerUnreachable,
     api_key,
     check_url,
@@ -53,14 +55,14 @@ def test_answers_are_json_or_nothing() -> None:
 def test_refusals_are_reported_with_the_message_of_the_server() -> None:
     assert error_of(400, {"error": {"message": "bad\nfield"}}).endswith("/path answered 400: bad field")
     assert error_of(422, {"detail": "no"}).endswith("answered 422: no")
-    assert error_of(500, b"<html>down</html>").endswith("answered 500: <html>down</html>")
+    assert error_of(500, b"<html>down</html>", ServerFailed).endswith("answered 500: <html>down</html>")
     assert "refused access (401): set server.api_key_env" in error_of(401, {})
     assert "is overloaded: full" in error_of(429, {"error": "full"}, ServerBusy)
     assert len(error_of(400, {"message": "x" * 5000})) < 400
 
 
 def test_garbage_is_reported_with_its_beginning() -> None:
-    text = error_of(200, b"<html> hello " + b"x" * 500)
+    text = error_of(200, b"<html> hello " + b"x" * 500, ServerGarbage)
     assert "returned something that is not JSON ('<html> hello xxx" in text and "another program" in text
 
 

@@ -2,7 +2,8 @@
 
 An event loop in its own thread sends the requests: each to the server with the fewest unfinished samples, and as one
 HTTP request per sample, so that a sample can be aborted by closing its connection. Sampling changes nothing on the
-server: a request whose connection is lost is sent again, to another server if there is one.
+server: a request whose connection is lost is sent again, to another server if there is one. `supervise` describes what
+happens to a server that fails.
 
 A backend derives from `RemoteEngine` and implements `_check_servers`, `_payload`, `_parse` and `_publish`; the other
 methods whose names begin with an underscore have defaults.
@@ -43,9 +44,18 @@ from assay.engine.base import (
     TokenChunk,
     WeightSource,
 )
-from assay.engine.remote.http import HttpServers, Server, ServerBusy, ServerUnreachable, allowed_connections
+from assay.engine.remote.http import (
+    Server,
+    ServerBusy,
+    ServerError,
+    ServerFailed,
+    ServerState,
+    ServerUnreachable,
+    allowed_connections,
+)
 from assay.engine.remote.launch import LaunchedServers
 from assay.engine.remote.ranks import Ranks
+from assay.engine.remote.supervise import SupervisedServers
 from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport
 from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
 from assay.models.base import PolicyModel
@@ -149,7 +159,7 @@ class RequestQueue:
         cancel_unneeded(running)
 
 
-class RemoteEngine(RequestQueue, HttpServers, ABC):
+class RemoteEngine(RequestQueue, SupervisedServers, ABC):
     """Implements `Engine` for servers. See the description of this module."""
 
     splits_samples: ClassVar[bool] = True  # one HTTP request per sample; False: one for all samples of a request
@@ -162,15 +172,16 @@ class RemoteEngine(RequestQueue, HttpServers, ABC):
         capabilities: Capabilities,
         *,
         timeout_s: float = 0.0,
+        health_timeout_s: float = 0.0,
         api_key: str = "",
         ranks: Ranks | None = None,
         launched: LaunchedServers | None = None,
     ) -> None:
-        """`timeout_s`, `api_key`, `launched`: see `HttpServers`. `ranks`: those of the group, if they exist already.
+        """`ranks`: those of the group, if they exist already. Other arguments: see `SupervisedServers`.
 
         The served weights have version -1 until the first `update_weights`.
         """
-        super().__init__(urls, timeout_s, api_key, launched)
+        super().__init__(urls, timeout_s, api_key, launched, health_timeout_s, options.notify)
         self.vocab_size, self.options = model.vocab_size, options
         self.ranks = ranks or Ranks(options.group)
         self.size = model.parameter_count * options.dtype.itemsize
@@ -179,22 +190,28 @@ class RemoteEngine(RequestQueue, HttpServers, ABC):
         self.info = EngineInfo(-1, max_length, options.max_batch, options.dtype, capabilities)
         self._open_queue()
         self.asleep = False
-        connections = min(options.max_batch * len(self.servers), allowed_connections())
+        connections = min(options.max_batch * len(self.all_servers), allowed_connections())
         self.slots = self.loop.call(semaphore(connections))
         if launched is not None:
             weakref.finalize(self, launched.close)  # at the latest when the process ends
         try:
             self.ranks.on_leaders(self._check_servers)
             self.ranks.on_main(self._prepare)
+            self._watch()
         except BaseException:
             self._close()
             raise
 
+    @property
+    def has_weights(self) -> bool:
+        return self.info.version >= 0
+
     # -- implemented by each backend; these run on the leaders, `_publish` and the later ones on the main rank
 
-    @abstractmethod
     def _check_servers(self) -> None:
         """Raise a `UserError` unless all servers are reachable and serve this model, vocabulary and length."""
+        for server in self.servers:
+            self._check_server(server)
 
     def _prepare(self) -> None:
         """Called on the main rank after `_check_servers`: choose the transport of weights, for example."""
@@ -222,9 +239,6 @@ class RemoteEngine(RequestQueue, HttpServers, ABC):
 
     def _end_update(self) -> None:
         pass
-
-    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        raise UserError(f"{self.kind} servers do not report log-probabilities of given tokens (capability score)")
 
     def _fingerprint(self) -> str | None:
         return None
@@ -293,31 +307,36 @@ class RemoteEngine(RequestQueue, HttpServers, ABC):
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         check_scored(sequences, temperature, self.info.max_length, self.vocab_size)
-        return self.ranks.from_leader(lambda: self._score(self._least_busy(), sequences, temperature))
+        return self.ranks.from_leader(lambda: self._score_anywhere(sequences, temperature))
 
     def score_each(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
         """`score` of each server, by URL."""
         check_scored(sequences, 1.0, self.info.max_length, self.vocab_size)
-        return self.ranks.from_leader(
-            lambda: {server.url: self._score(server, sequences, 1.0) for server in self.servers}
-        )
+        return self.ranks.from_leader(lambda: self._score_everywhere(sequences))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def update_weights(self, source: WeightSource, version: int) -> None:
         self.ranks.on_leaders(self._check_idle_for_update)
         weights = iter(source.weights())
+        retired = [server.url for server in self.all_servers if server.state is ServerState.RETIRED]
+        unusable = self.ranks.union_of_leaders(retired)
 
-        def publish() -> None:
+        def publish() -> list[str]:
             try:
+                self.adopt(server.url for server in self.serving() if server.url not in unusable)
+                if not isinstance(self.transport, NcclTransport):  # its group of processes cannot change
+                    self.invite()
                 self._publish(weights, version)
+                self.admit(version)
+                return [server.url for server in self.serving()]
             finally:
                 drain(weights)  # the other ranks gather all weights, also if this one failed
 
         try:
             self._begin_update()
             self.ranks.barrier()
-            self.ranks.on_main(publish, meanwhile=lambda: drain(weights))
+            self.adopt(self.ranks.on_main(publish, meanwhile=lambda: drain(weights)))
             self.asleep = False
             self.info = replace(self.info, version=version)
         finally:
@@ -357,7 +376,7 @@ class RemoteEngine(RequestQueue, HttpServers, ABC):
 
     def _start(self, running: RunningRequest) -> None:
         """Assign a request to the server with the fewest unfinished samples, and start its tasks."""
-        server = self._least_busy()
+        server = self.least_busy()
         samples = sorted(running.samples)
         for group in [[one] for one in samples] if self.splits_samples else [samples]:
             part = SampleBatch(running.job, group, server)
@@ -384,23 +403,47 @@ class RemoteEngine(RequestQueue, HttpServers, ABC):
         lost, wait_s, started = 0, 0.1, time.monotonic()
         while True:
             try:
-                return await self._generate(part.server, part.job, part.samples)
-            except ServerUnreachable:
-                lost += 1
-                if lost == ATTEMPTS:
-                    raise
-                others = [one for one in self.servers if one is not part.server]
-                part.assign(min(others or [part.server], key=lambda one: one.running))
+                return await self.guarded(part.server, self._generate(part.server, part.job, part.samples))
             except ServerBusy:
                 if self.timeout_s and time.monotonic() - started > self.timeout_s:
                     raise
+            except ServerError as error:
+                retired = await self.retire_if_failed(part.server, error)
+                other = self.least_busy(avoided=part.server)
+                if not retired:
+                    lost += 1
+                    may_retry = isinstance(error, ServerUnreachable) or (
+                        isinstance(error, ServerFailed) and other is not part.server
+                    )
+                    if not may_retry or lost == ATTEMPTS:
+                        raise
+                self.retries += 1
+                part.assign(other)
+                if retired:
+                    continue
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, MAX_WAIT_S)
 
     # -- the rest
 
-    def _least_busy(self) -> Server:
-        return min(self.servers, key=lambda one: one.running)
+    def _score_anywhere(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        while True:
+            server = self.least_busy()
+            try:
+                return self._score(server, sequences, temperature)
+            except ServerError as error:
+                if not self.retire(server, str(error)):
+                    raise
+
+    def _score_everywhere(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+        scores: dict[str, list[list[float]]] = {}
+        for server in self.serving():
+            try:
+                scores[server.url] = self._score(server, sequences, 1.0)
+            except ServerError as error:
+                if not self.retire(server, str(error)):
+                    raise
+        return scores
 
     def _step(self, wait: bool) -> list[Event]:
         if self.asleep and self.running:

@@ -6,9 +6,10 @@ import asyncio
 import json
 import os
 import resource
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
 from assay.config import ServerConfig, SGLangConfig, VLLMConfig
@@ -34,11 +35,36 @@ class ServerBusy(ServerError):
     """The server refused the request because it has too many."""
 
 
+class ServerSilent(ServerError):
+    """The server did not answer within the time limit."""
+
+
+class ServerFailed(ServerError):
+    """The server answered with an error of its own (HTTP status 5xx)."""
+
+
+class ServerGarbage(ServerError):
+    """The answer of the server has not the expected form."""
+
+
+class ServerStale(ServerError):
+    """The server has sampled with weights of an earlier version."""
+
+
+class ServerState(Enum):
+    SERVING = "serving"
+    JOINING = "joining"  # receives weights, but no other requests yet
+    RETIRED = "retired"  # has failed, and is not used
+
+
 @dataclass(eq=False)
 class Server:
     url: str
     client: Any  # httpx.AsyncClient
     running: int = 0  # unfinished samples that this process has sent to it
+    state: ServerState = ServerState.SERVING
+    reason: str = ""  # why it was retired
+    tasks: set[asyncio.Task] = field(default_factory=set)  # its requests; cancelled when it is retired
 
 
 class HttpServers:
@@ -56,8 +82,13 @@ class HttpServers:
         `launched`: the servers, if this process has started them.
         """
         self.timeout_s, self.launched = timeout_s, launched
-        self.servers = [Server(url, self._new_client(url, api_key)) for url in map(check_url, urls)]
+        self.all_servers = [Server(url, self._new_client(url, api_key)) for url in map(check_url, urls)]
         self.loop = LoopThread()
+
+    @property
+    def servers(self) -> list[Server]:
+        """Those that are not retired."""
+        return [server for server in self.all_servers if server.state is not ServerState.RETIRED]
 
     async def request(
         self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0, is_json: bool = True
@@ -76,22 +107,49 @@ class HttpServers:
 
     def call(self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0) -> Any:
         """`request`, from another thread than that of the event loop."""
-        return self.loop.call(self.request(server, method, path, payload, timeout_s))
+        return self.loop.call(self.guarded(server, self.request(server, method, path, payload, timeout_s)))
 
     def call_all(
         self, method: str, path: str, payload: Any = None, timeout_s: float = 0, is_json: bool = True
     ) -> list[Any]:
-        """Send the same request to all servers at once. Waits for all answers, then raises the first error."""
+        """Send a request to all servers at once, and wait for all answers. `payload`: may be a function of the server.
+
+        Servers that fail are retired, if that is possible and others do not fail, and have no answer in the result.
+        Otherwise, the first error is raised.
+        """
+        body: Callable[[Server], Any] = payload if callable(payload) else lambda _: payload
+        servers = self.servers
 
         async def together() -> list[Any]:
-            calls = (self.request(server, method, path, payload, timeout_s, is_json) for server in self.servers)
-            return await asyncio.gather(*calls, return_exceptions=True)
+            calls = (self.request(one, method, path, body(one), timeout_s, is_json) for one in servers)
+            guarded = (self.guarded(one, call) for one, call in zip(servers, calls, strict=True))
+            return await asyncio.gather(*guarded, return_exceptions=True)
 
-        answers = self.loop.call(together())
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+        answers = dict(zip(servers, self.loop.call(together()), strict=True))
+        failed = {server: answer for server, answer in answers.items() if isinstance(answer, BaseException)}
+        for server, error in failed.items():
+            can_retire = isinstance(error, ServerError) and len(failed) < len(servers)
+            if not can_retire or not self.retire(server, str(error)):
+                raise error
+        return [answer for server, answer in answers.items() if server not in failed]
+
+    async def guarded(self, server: Server, work: Coroutine[Any, Any, T]) -> T:
+        """The result of requests to a server, which end with an error when it is retired."""
+        task = asyncio.ensure_future(work)
+        server.tasks.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if server.state is not ServerState.RETIRED or (current is not None and current.cancelling()):
+                raise
+            raise ServerUnreachable(server.reason) from None
+        finally:
+            server.tasks.discard(task)
+
+    def retire(self, server: Server, reason: str) -> bool:
+        """Stop to use a server that has failed. False if that is not possible."""
+        return False
 
     def field(self, answer: Any, name: str, kind: type[T]) -> T:
         """A field of an answer, which must have this type."""
@@ -99,9 +157,9 @@ class HttpServers:
             raise self.garbage(f"{shortened(str(answer), 80)!r}, which has no valid '{name}'")
         return answer[name]
 
-    def garbage(self, what: str) -> ServerError:
+    def garbage(self, what: str) -> ServerGarbage:
         """The error for an answer that has not the expected form."""
-        return ServerError(f"a {self.kind} server returned {what}: is another program or version running there?")
+        return ServerGarbage(f"a {self.kind} server returned {what}: is another program or version running there?")
 
     async def post_for_lines(self, server: Server, path: str, payload: Any) -> AsyncIterator[Any]:
         """Send a request; the lines of the answer as they arrive, as JSON."""
@@ -125,7 +183,7 @@ class HttpServers:
             raise self._unreachable(server, "no answer to connecting") from None
         except httpx.TimeoutException:
             advice = f"look at its log, or raise {self.section}.timeout_s"
-            raise ServerError(f"{server.url}{path} sent nothing for {limit:g} s: {advice}") from None
+            raise ServerSilent(f"{server.url}{path} sent nothing for {limit:g} s: {advice}") from None
         except httpx.TransportError as error:
             raise self._unreachable(server, describe_error(error)) from None
 
@@ -153,7 +211,8 @@ class HttpServers:
         if response.status_code >= 400:
             failed = response.status_code >= 500
             hint = self.launched.hint(server.url) if failed and self.launched is not None else ""
-            raise ServerError(f"{server.url}{path} answered {response.status_code}: {message_of(response)}{hint}")
+            kind = ServerFailed if failed else ServerError
+            raise kind(f"{server.url}{path} answered {response.status_code}: {message_of(response)}{hint}")
         if not response.content:
             return None
         return self._json(response.text) if is_json else response.text
@@ -168,7 +227,7 @@ class HttpServers:
         """Close all connections and end the thread."""
 
         async def close_clients() -> None:
-            for server in self.servers:
+            for server in self.all_servers:
                 await server.client.aclose()
 
         with suppress(Exception):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,6 +26,7 @@ from assay.models.export import save_config
 from assay.process.program import SupervisedProgram, free_port
 from assay.types import UserError
 
+MAX_RESTARTS = 20  # of a server that fails again and again
 POLL_S = 0.1  # between two questions whether a server has started
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -42,6 +46,8 @@ class LaunchedServers(ABC):
         self.folder = Path(tempfile.mkdtemp(prefix="assay-servers-"))
         self.model_folder = self.folder / "model"
         self.programs: dict[str, SupervisedProgram] = {}  # by URL
+        self.starts: dict[str, Callable[[], SupervisedProgram]] = {}  # by URL
+        self.restarts: dict[str, int] = {}  # by URL
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, True)
 
     @abstractmethod
@@ -69,7 +75,9 @@ class LaunchedServers(ABC):
             for index in range(self.count):
                 port = self.port + index if self.port else free_port()
                 command, log = self._command(index, port, max_length), self.folder / f"server-{index}.log"
-                self.programs[f"http://127.0.0.1:{port}"] = SupervisedProgram(command, log, self._environment(index))
+                url = f"http://127.0.0.1:{port}"
+                self.starts[url] = partial(SupervisedProgram, command, log, self._environment(index))
+                self.programs[url] = self.starts[url]()
             for url in self.programs:
                 self._wait(url)
         except BaseException:
@@ -97,6 +105,15 @@ class LaunchedServers(ABC):
                         f"{self._kept_log(url)}: {self.programs[url].tail()}): raise {self.section}.start_timeout_s"
                     )
                 time.sleep(POLL_S)
+
+    def restart(self, url: str) -> None:
+        """Start a failed server again, without waiting until it is ready. After `MAX_RESTARTS` it stays away."""
+        self.restarts[url] = self.restarts.get(url, 0) + 1
+        if self.restarts[url] <= MAX_RESTARTS:
+            with suppress(ProcessLookupError):
+                os.kill(self.programs[url].pid, signal.SIGKILL)  # it may not answer to other signals
+            self.programs[url].close()
+            self.programs[url] = self.starts[url]()
 
     def death(self, url: str) -> str:
         """How a server ended, with the last error in its log; empty while it runs."""

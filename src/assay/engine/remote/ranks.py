@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -33,6 +33,16 @@ class Ranks:
         if not self.is_main:
             meanwhile()
         return self._shared(work, self.is_main, self.world)
+
+    def union_of_leaders(self, values: Iterable[str]) -> set[str]:
+        """The values of the first ranks of all groups, on all ranks."""
+        own = set(values) if self.leads else set()
+        if self.world is None:
+            return own
+        sets: list[Any] = [None] * self.world.size()
+        with waiting():
+            dist.all_gather_object(sets, own, group=self.world)
+        return set().union(*sets)
 
     def barrier(self) -> None:
         if self.world is not None:

@@ -18,7 +18,15 @@ from assay.engine.base import ALL_CAPABILITIES, Capabilities, EngineOptions, Eve
 from assay.engine.remote.assay.servers import LaunchedAssay
 from assay.engine.remote.assay.wire import FLOATS, IDS, WireError, event_from_json, pack, request_to_json, unpack
 from assay.engine.remote.base import RemoteEngine, RunningRequest
-from assay.engine.remote.http import Server, ServerBusy, ServerError, ServerUnreachable, allowed_connections, api_key
+from assay.engine.remote.http import (
+    Server,
+    ServerBusy,
+    ServerError,
+    ServerStale,
+    ServerUnreachable,
+    allowed_connections,
+    api_key,
+)
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.transport import FolderTransport, IpcTransport, ipc_handle
@@ -57,21 +65,32 @@ class AssayEngine(RemoteEngine):
         self.batches: dict[int, list[Any]] = {}
         self.steps = 0  # running calls of `step`
         self.largest_batch = min(opts.max_batch, allowed_connections() // len(urls))  # each has its own connection
-        limit = self.settings.timeout_s
-        super().__init__(model, urls, opts, CAPABILITIES, timeout_s=limit, api_key=key, ranks=ranks, launched=launched)
+        limits = {"timeout_s": self.settings.timeout_s, "health_timeout_s": self.settings.health_timeout_s}
+        super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
 
     # -- start
 
     def _check_servers(self) -> None:
         capabilities = self.info.capabilities
         for server in self.servers:
-            served = self._info(server)
-            self._check_served(server, served)
-            has = served.get("capabilities")
+            self._check_server(server)
+            has = self._info(server).get("capabilities")
             known = {field.name: bool(isinstance(has, dict) and has.get(field.name)) for field in fields(Capabilities)}
             both = {name: value and getattr(capabilities, name) for name, value in known.items()}
             capabilities = Capabilities(**both)
         self.info = replace(self.info, capabilities=capabilities)
+
+    def _check_server(self, server: Server) -> None:
+        self._check_served(server, self._info(server))
+
+    def _join(self, server: Server) -> None:
+        if self.asleep:
+            self.call(server, "POST", "/engine/sleep")
+
+    def _prove(self, server: Server, other: Server) -> None:
+        texts = [self._fingerprint_of(self.call(one, "GET", "/engine/fingerprint")) for one in (server, other)]
+        if texts[0] != texts[1]:
+            raise ServerStale(f"{server.url} and {other.url} have different weights ({texts[0][:12]}, {texts[1][:12]})")
 
     def _info(self, server: Server) -> dict[str, Any]:
         try:
@@ -140,7 +159,7 @@ class AssayEngine(RemoteEngine):
         queued, self.queued = [running for running in self.queued if running.samples], []
         ids: dict[str, list[int]] = {}  # of requests by server
         for running in queued:
-            server = self._least_busy()
+            server = self.least_busy()
             ids.setdefault(server.url, []).append(running.job.id)
             super()._start(running)
         for batch in ids.values():
@@ -182,7 +201,7 @@ class AssayEngine(RemoteEngine):
 
     def _checked(self, server: Server, job: Job, completion: Completion, version: int) -> Completion:
         if completion.oldest_version < version:
-            raise ServerError(
+            raise ServerStale(
                 f"{server.url} has sampled with weights of version {completion.oldest_version}, not {version}: it was "
                 "restarted, or another run uses it; resume this run from its last checkpoint"
             )
@@ -235,13 +254,24 @@ class AssayEngine(RemoteEngine):
         return scores
 
     def _fingerprint(self) -> str | None:
-        answers = self.call_all("GET", "/engine/fingerprint")
-        digests = [self.field(answer, "fingerprint", str) for answer in answers]
-        texts = {server.url: text for server, text in zip(self.servers, digests, strict=True)}
+        texts = self._fingerprints()
+        if len(set(texts.values())) > 1:
+            for server in self.servers:  # one that was restarted has the weights of its start
+                if self._info(server)["version"] != self.info.version:
+                    self.retire(server, f"{server.url} has weights of another version: it was restarted")
+            texts = self._fingerprints()
         if len(set(texts.values())) > 1:
             listed = ", ".join(f"{text[:12]} at {url}" for url, text in texts.items())
             raise UserError(f"the servers have different weights ({listed}): start them again, and resume the run")
         return next(iter(texts.values()))
+
+    def _fingerprints(self) -> dict[str, str]:
+        """By URL."""
+        answers = self.call_all("GET", "/engine/fingerprint")
+        return {server.url: self._fingerprint_of(one) for server, one in zip(self.servers, answers, strict=True)}
+
+    def _fingerprint_of(self, answer: Any) -> str:
+        return self.field(answer, "fingerprint", str)
 
     def digests(self) -> dict[str, str]:
         """Digests of the weights of the first server, by name."""

@@ -45,6 +45,7 @@ CAPABILITIES = Capabilities(temperature_logprobs=True, truncated_logprobs=False,
 
 
 class SGLangEngine(PausableEngine):
+    health_path = "/model_info"  # /health samples a token, which a server that is paused or sleeps cannot
     kind, section, path = "SGLang", "sglang", GENERATE
     start_advice = "start an SGLang server there"
 
@@ -72,20 +73,26 @@ class SGLangEngine(PausableEngine):
         self.weights_dropped = False  # by a sleep
         self.released: set[str] = set()  # memory that this process has released on the servers
         self.aborting: set[asyncio.Task] = set()
-        limit = self.settings.timeout_s
-        super().__init__(model, urls, opts, CAPABILITIES, timeout_s=limit, api_key=key, ranks=ranks, launched=launched)
+        limits = {"timeout_s": self.settings.timeout_s, "health_timeout_s": self.settings.health_timeout_s}
+        super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
 
     # -- start
 
-    def _check_servers(self) -> None:
+    def _check_server(self, server: Server) -> None:
         """Without requests for samples: a server that an earlier run has left paused would not answer them."""
-        for server in self.servers:
-            info, model = (self.call(server, "GET", path, timeout_s=60) for path in ("/server_info", "/model_info"))
-            self.field(info, "max_req_input_len", int)
-            if not isinstance(model, dict):
-                raise self.garbage("no description of its model")
-            served = self.served[server.url] = SGLangServer(info, model)
-            check_served(served, server.url, self.info.max_length, self.options.dtype, self.architecture)
+        info, model = (self.call(server, "GET", path, timeout_s=60) for path in ("/server_info", "/model_info"))
+        self.field(info, "max_req_input_len", int)
+        if not isinstance(model, dict):
+            raise self.garbage("no description of its model")
+        served = self.served[server.url] = SGLangServer(info, model)
+        check_served(served, server.url, self.info.max_length, self.options.dtype, self.architecture)
+
+    def _join(self, server: Server) -> None:
+        self.call(server, "POST", "/continue_generation", {})
+        self._check_vocabulary(server)
+        if self.released:
+            self.call(server, "POST", "/pause_generation", {"mode": "abort"})
+            self.call(server, "POST", "/release_memory_occupation", {"tags": sorted(self.released)})
 
     def _prepare(self) -> None:
         """Choose the transport, and continue servers that an earlier run has left paused."""

@@ -7,6 +7,7 @@ import io
 import pickle
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -76,8 +77,7 @@ class SGLangSender:
             case FolderTransport():
                 with transport.written(weights, version) as folder:
                     body = {"model_path": str(folder), "load_format": "auto", "flush_cache": False}
-                    for server in self.http.servers:
-                        self._update(server, "/update_weights_from_disk", {**body, "weight_version": str(version)})
+                    self._update_all("/update_weights_from_disk", {**body, "weight_version": str(version)})
             case IpcTransport():
                 for buffer, layout in transport.chunks(weights):
                     for server in self.http.servers:
@@ -91,15 +91,15 @@ class SGLangSender:
                 self._broadcast(transport, weights, version)
 
     def _update(self, server: Server, path: str, body: dict[str, Any]) -> None:
-        try:
-            answer = self.http.call(server, "POST", path, body)
-        except ServerUnreachable:
-            raise
-        except ServerError as error:
-            raise UserError(
-                f"the SGLang server {server.url} cannot load the weights ({error}): it must serve the same model, and "
-                "for the transport folder see the same folder (sglang.folder); its log has the cause"
-            ) from None
+        with explained():
+            self._check(self.http.call(server, "POST", path, body))
+
+    def _update_all(self, path: str, body: dict[str, Any]) -> None:
+        with explained():
+            for answer in self.http.call_all("POST", path, body):
+                self._check(answer)
+
+    def _check(self, answer: Any) -> None:
         if not self.http.field(answer, "success", bool):
             raise self.http.garbage("an update without success")
 
@@ -189,6 +189,20 @@ class GroupTransport(NcclTransport):
             dist.broadcast(tensor, group=self.communicator, group_src=0)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Errors of an update say what may be wrong."""
+    try:
+        yield
+    except ServerUnreachable:
+        raise
+    except ServerError as error:
+        raise UserError(
+            f"an SGLang server cannot load the weights ({error}): it must serve the same model, and for the transport "
+            "folder see the same folder (sglang.folder); its log has the cause"
+        ) from None
 
 
 def weight_group(host: str, port: int, rank: int, world_size: int, backend: str) -> dist.ProcessGroup:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from assay.config import VLLMConfig
 from assay.engine.base import Capabilities, EngineOptions, WeightSource
-from assay.engine.remote.http import Server, ServerError, ServerUnreachable, api_key, shortened
+from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable, api_key, shortened
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.ranks import Ranks
@@ -78,17 +78,29 @@ class VLLMEngine(PausableEngine):
         self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
         self.updated = False  # whether there was an update
         self.weights_dropped = False  # by a sleep of level 2
-        limit = self.settings.timeout_s
-        super().__init__(model, urls, opts, CAPABILITIES, timeout_s=limit, api_key=key, ranks=ranks, launched=launched)
+        limits = {"timeout_s": self.settings.timeout_s, "health_timeout_s": self.settings.health_timeout_s}
+        super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
 
     # -- start
 
-    def _check_servers(self) -> None:
-        for server in self.servers:
-            self.call(server, "GET", "/health", timeout_s=30)
-            served = self.models[server.url] = self._served_model(server)
-            check_served(served, server.url, self.info.max_length, self.options.dtype, self.tied)
-            self._check_vocabulary(server)
+    def _check_server(self, server: Server) -> None:
+        self.call(server, "GET", "/health", timeout_s=30)
+        served = self.models[server.url] = self._served_model(server)
+        check_served(served, server.url, self.info.max_length, self.options.dtype, self.tied)
+        self._check_vocabulary(server)
+
+    def _join(self, server: Server) -> None:
+        self.call(server, "POST", "/resume")
+        if self.asleep:
+            self.call(server, "POST", f"/sleep?level={self.settings.sleep_level}")
+
+    def _prove(self, server: Server, other: Server) -> None:
+        if not all(self.models[one.url].has_extension for one in (server, other)):
+            return super()._prove(server, other)
+        body = {"method": "assay_digests"}
+        ours, theirs = (self.call(one, "POST", "/collective_rpc", body) for one in (server, other))
+        if self.field(ours, "results", list) != self.field(theirs, "results", list):
+            raise ServerStale(f"{server.url} and {other.url} have different weights")
 
     def _served_model(self, server: Server) -> ServedModel:
         listed = self.call(server, "GET", "/v1/models", timeout_s=30)

@@ -76,18 +76,20 @@ class WeightSender:
                 self._broadcast(transport, weights)
 
     def _load_folder(self, folder: str) -> None:
-        for server in self.http.servers:
+        def body(server: Server) -> dict[str, Any]:
             extended = self.models[server.url].has_extension
             method, name = ("assay_load_folder", "folder") if extended else ("reload_weights", "weights_path")
-            try:
-                self.http.call(server, "POST", "/collective_rpc", {"method": method, "kwargs": {name: folder}})
-            except ServerUnreachable:
-                raise
-            except ServerError as error:
-                raise UserError(
-                    f"the vLLM server {server.url} cannot load the weights in {folder} ({error}): it must serve the "
-                    "same model and see the same folder (vllm.folder); its log has the cause"
-                ) from None
+            return {"method": method, "kwargs": {name: folder}}
+
+        try:
+            self.http.call_all("POST", "/collective_rpc", body)
+        except ServerUnreachable:
+            raise
+        except ServerError as error:
+            raise UserError(
+                f"a vLLM server cannot load the weights in {folder} ({error}): it must serve the same model and see "
+                "the same folder (vllm.folder); its log has the cause"
+            ) from None
 
     def _send_shared(self, transport: IpcTransport, weights: Iterator[tuple[str, Tensor]]) -> None:
         first = True

@@ -1,0 +1,200 @@
+"""Several servers of which some may fail: they are retired, and serve again after they have proved their weights.
+
+A server is retired when it cannot be reached, does not answer questions about its health in time, returns garbage, or
+samples with earlier weights because it was restarted. Its requests are sent to other servers, with the same seeds. The
+next weight update includes every retired server that is healthy again. Such a server gets requests only after it has
+shown that its weights are those of the other servers. The last server is never retired: its errors end the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import ClassVar
+
+import numpy as np
+
+from assay.engine.remote.http import (
+    HttpServers,
+    Server,
+    ServerBusy,
+    ServerError,
+    ServerFailed,
+    ServerGarbage,
+    ServerSilent,
+    ServerStale,
+    ServerState,
+    ServerUnreachable,
+)
+from assay.engine.remote.launch import LaunchedServers
+from assay.types import UserError, plural
+
+CHECKS = 4  # questions about a server's health within the time limit of an answer
+LONGEST_PAUSE_S = 5.0  # between two of these questions
+UNHEALTHY = 2  # answers with an error, one after the other, after which a server is retired
+JOIN_S = 2.0  # time limit of a retired server's answer, so that servers that stay away do not delay updates
+PROVED = range(2, 34)  # tokens whose log-probabilities are compared
+PROOF_LIMIT = 0.1  # largest root mean square difference in nats; other weights cause far more
+
+
+class SupervisedServers(HttpServers):
+    health_path: ClassVar[str] = "/health"
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        timeout_s: float = 0.0,
+        api_key: str = "",
+        launched: LaunchedServers | None = None,
+        health_timeout_s: float = 0.0,
+        notify: Callable[[str], None] | None = None,
+    ) -> None:
+        """`health_timeout_s`: time limit of an answer to a question about health; 0: there are no questions.
+
+        `notify`: gets a line when a server is retired and when it serves again, from any thread.
+        """
+        super().__init__(urls, timeout_s, api_key, launched)
+        self.health_timeout_s, self.notify = health_timeout_s, notify or (lambda line: None)
+        self.failures = self.retries = 0  # retired servers, and requests that were sent again
+        self._restarted: set[Server] = set()  # retired servers whose process was started again
+        self._states = threading.Lock()
+        self._watcher: asyncio.Task | None = None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there was a weight update. Before it, a failure is an error, since settings may be wrong."""
+        raise NotImplementedError
+
+    def _check_server(self, server: Server) -> None:
+        """Raise a `UserError` unless the server serves this model, vocabulary and length."""
+
+    def _join(self, server: Server) -> None:
+        """Bring a server that was retired into the state of the others, which may sleep."""
+
+    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        raise UserError(f"{self.kind} servers do not report log-probabilities of given tokens (capability score)")
+
+    def _prove(self, server: Server, other: Server) -> None:
+        """Raise a `UserError` unless the server has the weights of the other one."""
+        tokens = [list(PROVED)]
+        ours, theirs = (np.array(self._score(one, tokens, 1.0)[0]) for one in (server, other))
+        gap = float(np.sqrt(np.mean((ours - theirs) ** 2)))
+        if not gap < PROOF_LIMIT:
+            raise ServerStale(f"{server.url} has other weights than {other.url}: log-probabilities differ by {gap:.3g}")
+
+    def server_metrics(self) -> dict[str, float]:
+        """Empty for a single server."""
+        if len(self.all_servers) == 1:
+            return {}
+        counts = {"serving": len(self.serving()), "failures": self.failures, "retries": self.retries}
+        return {f"servers/{name}": float(count) for name, count in counts.items()}
+
+    def serving(self) -> list[Server]:
+        return [server for server in self.all_servers if server.state is ServerState.SERVING]
+
+    def least_busy(self, avoided: Server | None = None) -> Server:
+        """The server with the fewest unfinished samples; not `avoided`, if there is another one."""
+        serving = self.serving()
+        others = [server for server in serving if server is not avoided]
+        return min(others or serving, key=lambda one: one.running)
+
+    def retire(self, server: Server, reason: str) -> bool:
+        with self._states:
+            if server.state is ServerState.RETIRED:
+                return True
+            others = [one for one in self.serving() if one is not server]
+            if not others or not self.has_weights:
+                return False
+            was_serving = server.state is ServerState.SERVING
+            server.state, server.reason = ServerState.RETIRED, reason
+            self.failures += was_serving
+        what = "has failed and gets no more requests" if was_serving else "cannot serve again yet"
+        self.notify(f"a server {what} ({plural(len(others), 'other')} left): {reason}")
+        self.loop.post(lambda: [task.cancel() for task in list(server.tasks)])
+        return True
+
+    async def retire_if_failed(self, server: Server, error: ServerError) -> bool:
+        """Retire a server after this error of a request, if the server is the cause."""
+        if isinstance(error, ServerUnreachable) and server.state is not ServerState.RETIRED:
+            with suppress(ServerError):  # a single connection may be lost
+                await self.request(server, "GET", self.health_path, timeout_s=JOIN_S, is_json=False)
+                return False
+        at_fault = isinstance(error, ServerUnreachable | ServerSilent | ServerGarbage | ServerStale)
+        return at_fault and self.retire(server, str(error))
+
+    # -- questions about health, in the thread of the event loop
+
+    def _watch(self) -> None:
+        """Begin to ask all servers about their health."""
+        if self.health_timeout_s and len(self.all_servers) > 1:
+
+            async def start() -> asyncio.Task:
+                return asyncio.ensure_future(self._ask_forever())
+
+            self._watcher = self.loop.call(start())
+
+    async def _ask_forever(self) -> None:
+        unhealthy: dict[Server, int] = {}
+
+        async def ask(server: Server) -> None:
+            try:
+                await self.request(server, "GET", self.health_path, timeout_s=self.health_timeout_s, is_json=False)
+                unhealthy[server] = 0
+            except (ServerUnreachable, ServerSilent) as error:
+                self.retire(server, str(error))
+            except (ServerFailed, ServerBusy) as error:
+                unhealthy[server] = unhealthy.get(server, 0) + 1
+                if unhealthy[server] >= UNHEALTHY:
+                    self.retire(server, str(error))
+
+        while True:
+            await asyncio.sleep(min(self.health_timeout_s / CHECKS, LONGEST_PAUSE_S))
+            await asyncio.gather(*map(ask, self.serving()))
+
+    def _disconnect(self) -> None:
+        if (watcher := self._watcher) is not None:
+            self.loop.post(watcher.cancel)
+        super()._disconnect()
+
+    # -- the way back, on the main rank
+
+    def invite(self) -> None:
+        """Let retired servers that are healthy take part in the weight update that follows."""
+        for server in self.all_servers:
+            if server.state is not ServerState.RETIRED:
+                continue
+            if self.launched is not None and (server not in self._restarted or self.launched.death(server.url)):
+                self.launched.restart(server.url)
+                self._restarted.add(server)
+            try:
+                self.loop.call(self.request(server, "GET", self.health_path, timeout_s=JOIN_S, is_json=False))
+                self._check_server(server)
+                server.state = ServerState.JOINING
+                self._join(server)
+            except UserError as error:
+                server.state, server.reason = ServerState.RETIRED, str(error)
+
+    def admit(self, version: int) -> None:
+        """Let the servers serve that have received the weights of this version and prove them."""
+        for server in self.servers:
+            if server.state is not ServerState.JOINING:
+                continue
+            try:
+                self._prove(server, self.serving()[0])
+            except UserError as error:
+                self.retire(server, str(error))
+                continue
+            server.state = ServerState.SERVING
+            self._restarted.discard(server)
+            self.notify(f"the {self.kind} server {server.url} serves again, with the weights of version {version}")
+
+    def adopt(self, urls: Iterable[str]) -> None:
+        """Use the servers that the main rank uses."""
+        serving = set(urls)
+        for server in self.all_servers:
+            if server.url in serving:
+                server.state = ServerState.SERVING
+            elif server.state is not ServerState.RETIRED and not self.retire(server, "another process cannot use it"):
+                server.state = ServerState.RETIRED

@@ -1,0 +1,105 @@
+"""An engine whose servers return tokens that depend on the request alone, for tests without a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from engine_parts import small_decoder, small_spec
+from http_parts import Answer, SmallServer, small_server
+from torch import Tensor
+
+from assay.engine.base import Capabilities, EngineOptions, Request, SamplingParams
+from assay.engine.remote.base import RemoteEngine
+from assay.engine.sequence import Job
+from assay.models.base import PolicyModel
+from assay.types import Completion, Finish
+
+POLICY = small_decoder(small_spec(max_length=32))
+PARAMS = SamplingParams(n=3, max_new_tokens=4)
+
+
+class EchoEngine(RemoteEngine):
+    """A backend whose servers return tokens that depend on the prompt, the seed and the sample."""
+
+    kind, section = "echo", "vllm"
+
+    def _check_servers(self) -> None:
+        self.call_all("GET", "/health")
+
+    def _payload(self, job: Job, samples: Sequence[int]) -> tuple[str, dict[str, Any]]:
+        return "/generate", {"prompt": list(job.tokens), "seed": job.request.seed, "samples": list(samples)}
+
+    def _parse(self, response: Any, job: Job, samples: Sequence[int], version: int) -> list[Completion]:
+        try:
+            groups = [(one["ids"], one["logprobs"]) for one in response["completions"]]
+        except (KeyError, TypeError):
+            raise self.garbage("no completions") from None
+        return [self._completion(job, ids, logprobs, logprobs, Finish.STOP, version) for ids, logprobs in groups]
+
+    def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        names = [name for name, _ in weights]
+        self.call_all("POST", "/weights", {"names": names, "version": version})
+
+    def _sleep(self) -> None:
+        self.call_all("POST", "/sleep")
+
+    def _wake(self) -> None:
+        self.call_all("POST", "/wake")
+
+
+class WholeRequests(EchoEngine):
+    splits_samples = False
+
+
+def expected(prompt: Sequence[int], seed: int, sample: int) -> list[int]:
+    return [(prompt[0] + seed) % 61, sample]
+
+
+def echo(path: str, body: Any) -> Answer:
+    if path != "/generate":
+        return 200, {}
+    parts = [expected(body["prompt"], body["seed"], sample) for sample in body["samples"]]
+    return 200, {"completions": [{"ids": ids, "logprobs": [-0.5] * len(ids)} for ids in parts]}
+
+
+def options(**changes: Any) -> EngineOptions:
+    values = {"device": "cpu", "dtype": torch.float32, "decode": lambda ids: "".join(map(chr, ids))}
+    return EngineOptions(**(values | changes))
+
+
+@contextmanager
+def engine_on(
+    *answers: Callable[[str, Any], Answer], kind: type[EchoEngine] = EchoEngine, **settings: Any
+) -> Iterator[tuple[EchoEngine, list[SmallServer]]]:
+    model: PolicyModel = settings.pop("model", POLICY)
+    opts = settings.pop("options", options())
+    with ExitStack() as stack:
+        servers = [stack.enter_context(small_server(answer)) for answer in answers or (echo,)]
+        engine = kind(model, [server.url for server in servers], opts, Capabilities(), **settings)
+        stack.callback(engine.close)
+        yield engine, servers
+
+
+def requests(count: int, **changes: Any) -> list[Request]:
+    return [Request([one + 1, 2], replace(PARAMS, **changes), seed=7 * one) for one in range(count)]
+
+
+def tokens(groups: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def steps(engine: RemoteEngine) -> Iterator[Any]:
+    while events := engine.step():
+        yield from events

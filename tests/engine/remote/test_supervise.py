@@ -1,0 +1,258 @@
+"""Servers that fail: they are retired, their requests are served by others, and they come back with proved weights."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from echo_parts import POLICY, EchoEngine, echo, engine_on, expected, options, requests, tokens, until
+from http_parts import Answer, SmallServer
+
+from assay.engine.base import Request, generate
+from assay.engine.remote.http import Server, ServerStale, ServerState
+from assay.engine.sequence import Job
+from assay.types import Completion, UserError
+
+
+class VersionedEngine(EchoEngine):
+    """Its servers report the version of the weights that they have."""
+
+    def _parse(self, response: Any, job: Job, samples: Sequence[int], version: int) -> list[Completion]:
+        completions = super()._parse(response, job, samples, version)
+        if response["version"] < version:
+            raise ServerStale(f"a server has sampled with version {response['version']}, not {version}")
+        return completions
+
+    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        answer = self.call(server, "POST", "/score")
+        return [[float(answer["version"])] * (len(one) - 1) for one in sequences]
+
+
+@dataclass
+class FakeServer:
+    """Answers as a server does, or fails in some way until `fault` is empty again."""
+
+    fault: str = ""
+    version: int = -1
+    keeps_weights: bool = False  # ignores updates
+    released: threading.Event = field(default_factory=threading.Event)
+    http: SmallServer | None = None
+
+    def __call__(self, path: str, body: Any) -> Answer:
+        if self.fault == "hangs":
+            self.released.wait(30)
+        if self.fault == "restarted":
+            self.version, self.fault = -1, ""
+        if self.fault == "garbage" and path != "/health":
+            return 200, b"<html>who are you?</html>"
+        if self.fault == "fails" and path == "/generate":
+            return 500, {"detail": "out of memory"}
+        if self.fault == "unhealthy":
+            return 503, {"detail": "the engine has died"}
+        if path == "/weights" and not self.keeps_weights:
+            self.version = body["version"]
+        if path == "/score":
+            return 200, {"version": self.version}
+        status, answer = echo(path, body)
+        return status, {**answer, "version": self.version}
+
+    def set(self, fault: str) -> None:
+        self.fault = fault
+        assert self.http is not None
+        self.http.drop = fault == "drops connections"
+        if not fault:
+            self.released.set()
+
+
+@contextmanager
+def fleet(count: int = 3, first: int | None = 0, **settings: Any) -> Iterator[tuple[Any, list[FakeServer], list[str]]]:
+    """An engine, its servers, and the lines that it has written. `first`: version of the first update; None: none."""
+    fakes, lines = [FakeServer() for _ in range(count)], list[str]()
+    values = {"kind": VersionedEngine, "options": options(notify=lines.append), "health_timeout_s": 0.4} | settings
+    with engine_on(*fakes, **values) as (engine, servers):
+        for fake, server in zip(fakes, servers, strict=True):
+            fake.http = server
+        try:
+            if first is not None:
+                engine.update_weights(POLICY, first)
+            yield engine, fakes, lines
+        finally:
+            for fake in fakes:
+                fake.released.set()
+
+
+def states(engine: Any) -> list[str]:
+    return [server.state.value for server in engine.all_servers]
+
+
+def tokens_of(wanted: Sequence[Request]) -> list[list[list[int]]]:
+    return [[expected(one.prompt_ids, one.seed, sample) for sample in range(3)] for one in wanted]
+
+
+@pytest.mark.parametrize("fault", ["drops connections", "hangs", "garbage", "restarted"])
+def test_a_server_that_fails_is_retired_and_its_requests_are_served_by_others(fault: str) -> None:
+    with fleet() as (engine, fakes, lines):
+        fakes[1].set(fault)
+        wanted = requests(12)
+        assert tokens(generate(engine, wanted)) == tokens_of(wanted)  # the same seeds
+        until(lambda: states(engine) == ["serving", "retired", "serving"])
+        assert len(lines) == 1 and "gets no more requests (2 others left)" in lines[0]
+        assert engine.server_metrics()["servers/serving"] == 2 and engine.server_metrics()["servers/failures"] == 1
+        assert engine.server_metrics()["servers/retries"] > 0
+        until(lambda: all(server.running == 0 for server in engine.all_servers))
+        before = len(fakes[1].http.paths())  # type: ignore[union-attr]
+        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        assert len(fakes[1].http.paths()) == before  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("fault", ["drops connections", "hangs", "garbage", "restarted"])
+def test_a_healthy_server_serves_again_after_the_next_update_and_its_proof(fault: str) -> None:
+    with fleet() as (engine, fakes, lines):
+        fakes[2].set(fault)
+        generate(engine, requests(12))
+        until(lambda: states(engine)[2] == "retired")
+        if fault != "restarted":
+            engine.update_weights(POLICY, 1)  # without it
+            assert states(engine)[2] == "retired" and [fake.version for fake in fakes[:2]] == [1, 1]
+        fakes[2].set("")
+        engine.update_weights(POLICY, 2)
+        assert states(engine) == ["serving"] * 3 and [fake.version for fake in fakes] == [2, 2, 2]
+        assert "serves again, with the weights of version 2" in lines[-1]
+        wanted = requests(12)
+        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        assert fakes[2].http.requests[-1][0] in ("/generate", "/health")  # type: ignore[union-attr]
+
+
+def test_a_server_that_cannot_prove_its_weights_stays_retired() -> None:
+    with fleet() as (engine, fakes, lines):
+        fakes[0].set("restarted")
+        generate(engine, requests(12))
+        fakes[0].keeps_weights = True
+        engine.update_weights(POLICY, 1)
+        assert states(engine) == ["retired", "serving", "serving"]
+        assert "has other weights than" in lines[-1]
+        fakes[0].keeps_weights = False
+        engine.update_weights(POLICY, 2)
+        assert states(engine) == ["serving"] * 3
+
+
+def test_a_server_that_hangs_does_not_hold_up_an_update_or_an_idle_engine() -> None:
+    with fleet() as (engine, fakes, _):
+        fakes[1].set("hangs")
+        started = time.monotonic()
+        engine.update_weights(POLICY, 1)
+        assert states(engine) == ["serving", "retired", "serving"] and time.monotonic() - started < 10
+        assert engine.info.version == 1 and [fakes[0].version, fakes[2].version] == [1, 1]
+    with fleet() as (engine, fakes, _):
+        fakes[0].set("unhealthy")
+        until(lambda: states(engine)[0] == "retired")  # by the questions about its health alone
+
+
+def test_the_last_server_is_never_retired_and_its_error_is_reported() -> None:
+    with fleet(2) as (engine, fakes, lines):
+        for fake in fakes:
+            fake.set("garbage")
+        with pytest.raises(UserError, match="something that is not JSON"):
+            generate(engine, requests(4))
+        assert sorted(states(engine)) == ["retired", "serving"] and len(lines) == 1
+
+
+def test_before_the_first_update_a_failure_is_an_error() -> None:
+    with fleet(2, first=None) as (engine, fakes, _):
+        fakes[1].set("garbage")
+        with pytest.raises(UserError, match="not JSON"):
+            engine.update_weights(POLICY, 0)
+        assert states(engine) == ["serving"] * 2 and engine.info.version == -1
+
+
+def test_a_request_on_which_a_server_fails_is_tried_elsewhere_and_the_server_is_kept() -> None:
+    with fleet() as (engine, fakes, lines):
+        fakes[0].set("fails")
+        wanted = requests(12)
+        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        assert states(engine) == ["serving"] * 3 and lines == []
+        for fake in fakes:
+            fake.set("fails")
+        with pytest.raises(UserError, match="answered 500: out of memory"):
+            generate(engine, wanted)
+
+
+def test_a_single_lost_connection_is_no_reason_to_retire_a_server() -> None:
+    with fleet() as (engine, fakes, lines):
+        http, answer, lost = fakes[0].http, fakes[0].__call__, [2]
+
+        def sometimes(path: str, body: Any) -> Answer:
+            if path == "/generate" and lost[0]:
+                lost[0] -= 1
+                raise ConnectionResetError
+            return answer(path, body)
+
+        http.answer = sometimes  # type: ignore[union-attr]
+        wanted = requests(12)
+        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        assert lost == [0] and states(engine) == ["serving"] * 3 and lines == []
+
+
+def test_aborted_requests_of_a_retired_server_are_not_sent_again() -> None:
+    with fleet(2, health_timeout_s=0) as (engine, fakes, _):
+        for fake in fakes:
+            fake.set("hangs")
+        ids = [engine.add(one) for one in requests(4)]
+        until(lambda: sum(fake.http.paths().count("/generate") for fake in fakes) == 12)  # type: ignore[union-attr]
+        engine.abort(ids)
+        assert engine.retire(engine.all_servers[0], "test")
+        assert engine.step() == []
+        until(lambda: not engine.all_servers[0].tasks)
+        assert sum(fake.http.paths().count("/generate") for fake in fakes) == 12  # type: ignore[union-attr]
+
+
+def test_random_faults_lose_and_double_nothing(until_s: float = 4.0) -> None:
+    """Faults of all kinds at random times, on two of three servers; requests and updates all the while."""
+    kinds = ["drops connections", "hangs", "garbage", "restarted", "fails", "unhealthy"]
+    draw, stop, injected = random.Random(0), threading.Event(), [0]
+
+    def inject(fakes: Sequence[FakeServer]) -> None:
+        while not stop.is_set():
+            fake = draw.choice(fakes)
+            fake.released.clear()
+            fake.set(draw.choice(kinds))
+            injected[0] += 1
+            stop.wait(draw.uniform(0.01, 0.1))
+            fake.set("")
+
+    with fleet(3, health_timeout_s=0.2) as (engine, fakes, lines):
+        thread = threading.Thread(target=inject, args=(fakes[1:],))
+        thread.start()
+        try:
+            deadline, version = time.monotonic() + until_s, 0
+            while time.monotonic() < deadline:
+                wanted = requests(20)
+                assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+                version += 1
+                engine.update_weights(POLICY, version)
+        finally:
+            stop.set()
+            thread.join()
+        for fake in fakes:
+            fake.set("")
+        until(lambda: not any(fake.fault for fake in fakes))
+        engine.update_weights(POLICY, version + 1)
+        assert injected[0] > 20 and engine.failures > 3
+        assert states(engine) == ["serving"] * 3
+        assert sum("serves again" in line for line in lines) == sum("has failed" in line for line in lines)
+
+
+def test_states_of_the_main_rank_are_adopted() -> None:
+    with fleet() as (engine, _, _lines):
+        urls = [server.url for server in engine.all_servers]
+        engine.adopt(urls[:2])
+        assert states(engine) == ["serving", "serving", "retired"]
+        engine.adopt(urls[1:])
+        assert states(engine) == ["retired", "serving", "serving"]
+        assert engine.least_busy() in engine.serving() and engine.all_servers[0].state is ServerState.RETIRED
