@@ -89,8 +89,11 @@ class ScriptedStream:
 class Parts:
     """A source with a scripted stream."""
 
-    def __init__(self, max_staleness: int, steps: int = 1000, algo: str = "grpo", budget: int = 0) -> None:
-        settings = {"source": {"name": "async", "max_staleness": max_staleness}, "device": "cpu"}
+    def __init__(
+        self, max_staleness: int, steps: int = 1000, algo: str = "grpo", budget: int = 0, cancel_stale: bool = False
+    ) -> None:
+        source = {"name": "async", "max_staleness": max_staleness, "cancel_stale": cancel_stale}
+        settings = {"source": source, "device": "cpu"}
         self.cfg = TrainConfig(**settings, train={"prompts": PROMPTS, "samples": 2, "steps": steps, "budget": budget})
         tokenizer = word_tokenizer(TASK.words())
         policy, renderer = build_preset("nano", tokenizer.vocab_size, 64, seed=3), Renderer(tokenizer)
@@ -141,6 +144,20 @@ def test_the_groups_that_finish_first_are_trained_first(make_parts: Any) -> None
     wanted = [ticket.prompt.id for ticket in parts.stream.started if ticket.number in (1, 4, 7)]
     assert [group.prompt.id for group in sampled.groups] == wanted
     assert sampled.metrics["async/staleness"] == 0
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_group_that_becomes_too_stale_is_restarted_or_cancelled(make_parts: Any, cancels: bool) -> None:
+    parts = make_parts(max_staleness=1, cancel_stale=cancels)
+    parts.next(1, 2, 3)
+    parts.next(4, 5, 6)  # 0 was started with version 0
+    started = len(parts.stream.started)
+    sampled = parts.next(*range(7, 20))
+    again = [ticket for ticket in parts.stream.started[started:] if ticket.number == 0]
+    assert len(again) == (0 if cancels else 1)
+    kind = "async/cancelled" if cancels else "async/restarted"
+    assert sampled.metrics[kind] == 2 and sampled.metrics[f"{kind}_q1"] == 2  # two sequences of five tokens
+    assert sampled.metrics["async/restarted"] == (0 if cancels else 2) and len(sampled.groups) == PROMPTS
 
 
 def test_without_staleness_a_batch_is_sampled_by_one_version(make_parts: Any) -> None:

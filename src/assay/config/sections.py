@@ -218,6 +218,8 @@ class SourceConfig(Section):
     """on_policy: sample, then train; async: sample the groups of later steps while training"""
     max_staleness: Count = 1
     """async: largest age of a group in steps when it is trained; 0: as on_policy. Needs a loss with a ratio"""
+    cancel_stale: bool = False
+    """async: drop groups that take too long, instead of sampling them again; faster, but long answers become rarer"""
 
 
 class CriticConfig(Section):

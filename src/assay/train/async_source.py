@@ -8,7 +8,8 @@ version that sampled its oldest token. It never exceeds `source.max_staleness` =
   the batches of versions v to v + k.
 - A batch consists of the groups that are finished first, and of the oldest of these if there are more.
 - A group that would become too old is sampled again from its start, with the same seed. After `MAX_RESTARTS` of these,
-  the learner waits for the group instead, so that long answers cannot be restarted forever.
+  the learner waits for the group instead, so that long answers cannot be restarted forever. With
+  `source.cancel_stale`, a group that is not finished by then is dropped, and another prompt takes its place.
 
 With k = 0 a batch is sampled completely, in the same way and with the same seeds, by one version: such a run equals one
 with `source = "on_policy"`, bit by bit, if the engine has exact seeds.
@@ -46,6 +47,7 @@ class Tally:
     idle_s: float = 0.0  # nothing was being sampled
     sampled_tokens: int = 0  # of finished groups
     restarted: list[int] = field(default_factory=list)  # lengths of sequences that were sampled again
+    cancelled: list[int] = field(default_factory=list)  # lengths of sequences of groups that were dropped
     expired: int = 0  # finished groups that were sampled again
 
 
@@ -79,7 +81,7 @@ class AsyncSource(OnPolicySource):
     ) -> None:
         """`dispatcher`: of the engine; `collector.engine` is one of its clients."""
         super().__init__(cfg, algo, collector, prompts, schedule, stopping)
-        self.max_staleness = cfg.source.max_staleness
+        self.max_staleness, self.cancels = cfg.source.max_staleness, cfg.source.cancel_stale
         self.dispatcher = dispatcher
         self.stream = open_stream(collector, dispatcher.connect())
         self._arrived = threading.Condition()  # guards the next five
@@ -181,7 +183,7 @@ class AsyncSource(OnPolicySource):
         return sorted(batch, key=lambda pair: pair[0].number)
 
     def _restart_stale(self, step: int) -> None:
-        """Sample groups again that would be staler than allowed in the next batch."""
+        """Sample groups again, or drop them, that would be staler than allowed in the next batch."""
 
         def is_stale(ticket: Ticket) -> bool:
             return step - ticket.version > self.max_staleness
@@ -193,9 +195,11 @@ class AsyncSource(OnPolicySource):
             expired = [ticket for ticket, _ in (*self._ready, *self._finished) if is_stale(ticket)]
             self._ready = [pair for pair in self._ready if not is_stale(pair[0])]
             self._finished = deque(pair for pair in self._finished if not is_stale(pair[0]))
-        self._activity.restarted += self.stream.drop(stale)
+        lengths = self._activity.cancelled if self.cancels else self._activity.restarted
+        lengths += self.stream.drop(stale)
         self._activity.expired += len(expired)
-        self._start([replace(one, version=step, restarts=one.restarts + 1) for one in (*stale, *expired)])
+        again = expired if self.cancels else [*stale, *expired]
+        self._start([replace(one, version=step, restarts=one.restarts + 1) for one in again])
 
     def _start_groups(self, state: RunState, ahead: int = 0) -> None:
         """Start as many groups as may be sampled now. `ahead`: batches that were just taken."""
@@ -256,8 +260,6 @@ class AsyncSource(OnPolicySource):
             sampled.seconds, self.collector.seconds = dict(self.collector.seconds), {}
         ages = [step - version_of(group) for _, group in batch]
         elapsed = max(now - done.began, 1e-9)
-        limit = self.params.max_new_tokens
-        quarters = Counter(min(QUARTERS * length // limit, QUARTERS - 1) for length in done.restarted)
         sampled.seconds["wait"] = done.waited_s
         sampled.metrics = {
             "async/staleness": sum(ages) / max(len(ages), 1),
@@ -268,10 +270,17 @@ class AsyncSource(OnPolicySource):
             "async/engine_idle": min(done.idle_s / elapsed, 1.0),
             "async/learner_idle": min(done.waited_s / elapsed, 1.0),
             "async/tokens_per_s": done.sampled_tokens / elapsed,
-            "async/restarted": float(len(done.restarted)),
             "async/expired": float(done.expired),
-            **{f"async/restarted_q{quarter + 1}": float(count) for quarter, count in sorted(quarters.items())},
+            **self._by_length("async/restarted", done.restarted),
+            **(self._by_length("async/cancelled", done.cancelled) if self.cancels else {}),
         }
+
+    def _by_length(self, name: str, lengths: Sequence[int]) -> dict[str, float]:
+        """The number of sequences, and of those in each quarter of the longest possible length."""
+        limit = self.params.max_new_tokens
+        quarters = Counter(min(QUARTERS * length // limit, QUARTERS - 1) for length in lengths)
+        counts = {f"{name}_q{quarter + 1}": float(count) for quarter, count in sorted(quarters.items())}
+        return {name: float(len(lengths))} | counts
 
     # -- the producer's thread
 

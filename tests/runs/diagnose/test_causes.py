@@ -91,6 +91,7 @@ def test_the_documented_thresholds_are_those_of_the_program() -> None:
         ("few_useful_groups", stability.USELESS),
         ("entropy_collapse", learning.LOW_ENTROPY),
         ("memory_full", results.FULL),
+        ("starving", results.STARVING, history.LONG),
         ("not_significant", results.SIGNIFICANT),
         ("no_change", results.MIN_PROBLEMS),
         ("kl_blow_up", stability.SHORT),

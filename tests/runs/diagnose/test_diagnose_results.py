@@ -58,3 +58,23 @@ def test_generation_that_becomes_much_slower_is_reported() -> None:
     twice = steps(LONG, {**slow, "time/tokens_per_s": 260.0}, first=FIRST + 1)
     assert not diagnose([*steps(FIRST, fast), *twice], CONFIG)
     assert names(steps(9, {}), CONFIG) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "engine", "key"),
+    [
+        ("async/engine_idle", "native", "source.max_staleness"),
+        ("async/engine_idle", "vllm", "source.max_staleness"),
+        ("async/learner_idle", "vllm", "start more servers"),
+        ("async/learner_idle", "native", ""),  # both halves share the hardware: somebody has to wait
+    ],
+)
+def test_an_asynchronous_run_in_which_one_half_waits_for_the_other_is_reported(
+    metric: str, engine: str, key: str
+) -> None:
+    config = {**CONFIG, "engine": {"name": engine}, "source": {"name": "async", "max_staleness": 1}}
+    rows = steps(LONG, {metric: 0.6})
+    found = diagnose(rows, config)
+    assert [cause.name for cause in found] == (["starving"] if key else [])
+    assert all("60 % of the time" in cause.evidence and key in cause.remedy for cause in found)
+    assert not diagnose(rows[1:], config) and not diagnose(steps(LONG, {metric: 0.4}), config)

@@ -38,6 +38,7 @@ CAUSES: dict[str, tuple[Severity, ...]] = {
     "too_easy": ("warning",),
     "memory_full": ("warning",),
     "slow": ("warning",),
+    "starving": ("warning",),
     "no_change": ("warning",),
     "not_significant": ("note",),
     "risky_setting": ("note",),

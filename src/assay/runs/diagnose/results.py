@@ -15,6 +15,7 @@ SIGNIFICANT = 0.05
 POWER = (1.96, 0.84)  # normal quantiles of a two-sided test at 5 %, and of a power of 80 %
 FULL = 0.95  # of the memory: the next longer batch may not fit
 SLOW = 0.25  # of the best throughput; other processes on the same cores explain a factor of 2
+STARVING = 0.5  # share of the time in which one half of an asynchronous run waits for the other
 SPEED = "time/tokens_per_s"
 WARM_UP = 2  # steps that compile and allocate
 MIN_GENERATE_S = 1.0  # seconds of generation per step: of shorter ones, the overhead is measured
@@ -133,3 +134,19 @@ def explain_slow(speed: float, best: str, config: Mapping[str, Any]) -> Diagnosi
         f"{now(config, 'device')}, {now(config, 'engine.name')} and {now(config, 'engine.max_batch')}",
         "warning",
     )
+
+
+def starving(run: RunHistory) -> Diagnosis | None:
+    """In an asynchronous run, one of sampling and learning waits for the other most of the time."""
+    servers = setting(run.config, "engine.name") in ("assay", "vllm", "sglang")  # else both share the same hardware
+    more_servers = f"start more servers, lower {now(run.config, 'sampling.max_new_tokens')}, or train on fewer devices"
+    more_groups = f"raise {now(run.config, 'source.max_staleness')}, or use fewer servers or more devices for training"
+    for name, what, remedy in (
+        ("async/learner_idle", "the learner waited for groups", more_servers if servers else ""),
+        ("async/engine_idle", "the engine had nothing to sample", more_groups),
+    ):
+        window = Window(trailing(run.steps, run.at_least(name, STARVING)), run.first, run.config)
+        if remedy and len(window.rows) >= LONG:
+            share = percent(window.mean(name))
+            return Diagnosis("starving", f"{what} {share} of the time {window.span} ({name})", remedy, "warning")
+    return None

@@ -24,7 +24,7 @@ LEARNING: tuple[Rule, ...] = (
     stability.truncated,
     stability.few_useful_groups,
 )
-MACHINE: tuple[Rule, ...] = (results.memory_full, results.slower_than_before)
+MACHINE: tuple[Rule, ...] = (results.memory_full, results.slower_than_before, results.starving)
 
 
 def diagnose(
