@@ -18,6 +18,7 @@ from small_run import SmallRuns, gpt2_folder
 
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
+from assay.train.sources import version_of
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 STEPS = 5
@@ -117,6 +118,31 @@ def test_two_by_two_processes_with_servers_equal_one_process_with_its_own_engine
         sampled = [metric_of(url, "assay_generated_tokens_total") for url in (first, second)]
     same_truth(small, "small", "running")
     assert min(sampled) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["2 ddp", "2 fsdp"])
+def test_several_processes_train_asynchronously(tmp_path: Path, layout: str) -> None:
+    """Without staleness as one process; with staleness, every prompt of the epoch is trained once, also if killed."""
+    small = SmallRuns(tmp_path)
+    count, spread = LAYOUTS[layout]
+    assert small.train(*WORDS) == 0
+    words = (*spread, "--engine.name", "assay", "--source", "async", "--source.max_staleness")
+    ended(small.launch(count, "train", small.config, *WORDS, *words, 0, "--name", "zero"))
+    for step in range(1, STEPS + 1):
+        assert tokens(small.runs / "small", step) == tokens(small.runs / "zero", step)
+    first, second = (load_file(small.checkpoint(STEPS, name) / "model/model.safetensors") for name in ("small", "zero"))
+    assert all((first[key] - second[key]).abs().max() < 1e-9 for key in first)
+    more = ("--train.steps", 8, "--save.every", 1, "--save.keep", 9, "--name", "two")
+    process = small.launch(count, "train", small.config, *WORDS, *more, *words, 2)
+    wait_for_step(small, "two", 3, process)
+    os.kill(ranks(process.pid)[1], signal.SIGKILL)
+    assert process.wait(120) != 0
+    ended(small.launch(count, "train", "--resume", "two", *spread))
+    found = {step: read_rollouts(small.runs / "two", step) for step in range(1, 9)}
+    ids = [group.prompt.id for groups in found.values() for group in groups]
+    assert len(ids) == len(set(ids)) == 24
+    assert all(0 <= step - 1 - version_of(group) <= 2 for step, groups in found.items() for group in groups)
 
 
 SMALL_MEMORY = """

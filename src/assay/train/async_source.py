@@ -11,6 +11,8 @@ version that sampled its oldest token. It never exceeds `source.max_staleness` =
   the learner waits for the group instead, so that long answers cannot be restarted forever. With
   `source.cancel_stale`, a group that is not finished by then is dropped, and another prompt takes its place.
 
+With several training processes, the main rank samples all groups, which needs engine servers, and shares each batch.
+
 With k = 0 a batch is sampled completely, in the same way and with the same seeds, by one version: such a run equals one
 with `source = "on_policy"`, bit by bit, if the engine has exact seeds.
 """
@@ -106,9 +108,24 @@ class AsyncSource(OnPolicySource):
         """Wait for the groups of a batch, and start those of later batches."""
         if self.stopping:
             self.stopping.check()
-        self._before = self._state()
         if not self.max_staleness:
             self.collector.engine.reset_prefix_cache()  # as in a resumed run, which has no cached prompts
+        outcome = self.collector.mesh.on_main(lambda: self._next(state))
+        if outcome is None:
+            assert self.stopping is not None
+            self.stopping.check()
+            raise RuntimeError("sampling was interrupted without a stop request")
+        sampled, state.answers, state.tokens, self.prompts.cursor = outcome
+        if not self.max_staleness:
+            self.dispatcher.sleep()
+        return sampled
+
+    def _next(self, state: RunState) -> tuple[SampledGroups, int, int, int] | None:
+        """On the main rank: the batch, numbers of answers and tokens of the run, and the position of the next prompt.
+
+        None if a stop request has interrupted it.
+        """
+        self._before = self._state()
         self._start_thread()
         self._restart_stale(state.step)
         sampled, baselines, rejected = SampledGroups([]), list[Group](), self.prompts.rejected
@@ -116,6 +133,8 @@ class AsyncSource(OnPolicySource):
         while self._needs_more(state.step) and rounds < self.algo.sampling_rounds:
             self._start_groups(state)
             arrived = self._wait()
+            if arrived is None:
+                return None
             if not arrived:
                 break  # the run needs no more groups
             groups = [group for _, group in arrived]
@@ -138,12 +157,10 @@ class AsyncSource(OnPolicySource):
         state.tokens += sum(rollout.length for rollout in used)
         if self.max_staleness:
             self._start_groups(state, ahead=1)  # the engine goes on while the learner updates
-        else:
-            self.dispatcher.sleep()
         sampled.long_prompts = self.prompts.rejected - rejected
         self._measure(sampled, batch, state.step)
         self._before = None
-        return sampled
+        return sampled, state.answers, state.tokens, self.prompts.cursor
 
     def _needs_more(self, step: int) -> bool:
         """Whether the batch is incomplete, or a group must be waited for because it cannot be restarted again."""
@@ -153,18 +170,16 @@ class AsyncSource(OnPolicySource):
             tickets = [*self._running.values(), *(ticket for ticket, _ in self._finished)]
         return any(t.restarts >= MAX_RESTARTS and step - t.version >= self.max_staleness for t in tickets)
 
-    def _wait(self) -> list[tuple[Ticket, Group]]:
-        """Groups that have finished, in order; at staleness 0 all that were started. Empty if none is being sampled."""
+    def _wait(self) -> list[tuple[Ticket, Group]] | None:
+        """Groups that have finished, in order; at staleness 0 all that were started. None if it is interrupted.
+
+        Empty if none is being sampled.
+        """
         started = time.perf_counter()
-        if self.stopping:
-            arrived = self.stopping.interruptible(self._take_finished)
-            if arrived is None:
-                self.stopping.check()
-                raise RuntimeError("sampling was interrupted without a stop request")
-        else:
-            arrived = self._take_finished()
+        take = self._take_finished
+        arrived = self.stopping.interruptible(take) if self.stopping else take()
         self._activity.waited_s += time.perf_counter() - started
-        return sorted(arrived, key=lambda pair: pair[0].number)
+        return None if arrived is None else sorted(arrived, key=lambda pair: pair[0].number)
 
     def _take_finished(self) -> list[tuple[Ticket, Group]]:
         with self._arrived:

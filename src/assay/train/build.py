@@ -246,10 +246,7 @@ def build_source(
     """The source of groups. An asynchronous one shares the engine with evaluations, through a dispatcher."""
     if cfg.source.name == "on_policy":
         return OnPolicySource(cfg, algo, collector, prompts, schedule, stopping)
-    if collector.mesh.world > 1:
-        raise UserError(
-            f"source = 'async' needs one training process, not {collector.mesh.world}: set source = 'on_policy'"
-        )
+    checks.check_async_ranks(cfg, collector.mesh, algo)
     dispatcher = Dispatcher(collector.engine)
     collector.engine = dispatcher.connect()
     return AsyncSource(cfg, algo, collector, prompts, schedule, dispatcher, stopping)

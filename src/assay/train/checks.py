@@ -84,6 +84,23 @@ def _unused_with_problems(cfg: TrainConfig, task: Task | None) -> Iterator[tuple
         )
 
 
+def check_async_ranks(cfg: TrainConfig, mesh: Mesh, algo: Algorithm) -> None:
+    """Raise a `UserError` unless the main rank can sample for all others, as asynchronous training does."""
+    if mesh.world == 1:
+        return
+    if cfg.engine.name not in ("assay", "vllm", "sglang"):
+        raise UserError(
+            f"asynchronous training with {mesh.world} processes needs engine servers: set engine.name to assay, vllm "
+            "or sglang"
+        )
+    if mesh.tp_size > 1:
+        raise UserError("asynchronous training has no tensor parallelism: set parallel.tp to 1, e.g. with mode 'fsdp'")
+    if algo.needs.greedy_rollouts:
+        raise UserError(
+            f"asynchronous training with {mesh.world} processes has no greedy baselines: use another algo.recipe"
+        )
+
+
 def check_capabilities(cfg: TrainConfig, engine: Engine, trains: bool, verify: Method, console: Console) -> None:
     """Refuse an engine that cannot serve this run, and warn of everything that degrades.
 
