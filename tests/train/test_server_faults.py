@@ -240,6 +240,4 @@ def test_a_run_survives_many_faults_and_trains_every_group_once(tmp_path: Path) 
     assert all(0 <= step - 1 - version_of(group) <= STALENESS for step, some in groups.items() for group in some)
     assert done.total() >= 50 and said.count("has failed and gets no more requests") >= 20
     assert said.count("serves again, with the weights of version") >= 20 and "Traceback" not in said
-    failures = runs.metrics()[-2].get("servers/failures", 0)
     print(json.dumps({"faults": done, "failed": said.count("has failed"), "again": said.count("serves again")}))
-    assert failures >= 0
