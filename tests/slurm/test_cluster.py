@@ -129,7 +129,7 @@ def test_an_interrupted_job_ends_with_the_weights_of_one_left_alone(
         INTERRUPTIONS[how](slurm, job)
         wait_until(lambda: slurm.job(job)["Restarts"] == "1", 90, f"{run} is in the queue again")
     if how != "requeue":  # where it may be killed before it has saved
-        assert "resume with: assay train --resume" in log(work, run)
+        assert "to resume from there: assay train --resume" in log(work, run)
     assert weights(slurm, work, run, job) == untouched
     assert slurm.job(job)["Restarts"] == "1"
     starts = json.loads((work / "runs" / run / "environment.json").read_text())

@@ -308,7 +308,7 @@ def test_what_one_rank_is_asked_all_do(tmp_path: Path, signum: signal.Signals, c
     wait_for_step(small, "small", 3, process)
     os.kill(ranks(process.pid)[1], signum)
     said = ended(process, code=1)
-    assert f"resume with: assay train --resume {small.runs / 'small'}" in said
+    assert f"to resume from there: assay train --resume {small.runs / 'small'}" in said
     assert f"exitcode  : {code}" in said and "Signal" not in said and "assay: stopped" in said
     saved, complaints = checkpoints.last_intact(small.runs / "small")
     assert saved == small.metrics()[-1]["step"] and not complaints  # the step that was under way was finished
@@ -321,7 +321,7 @@ def test_a_launcher_that_is_stopped_lets_the_ranks_save(tmp_path: Path) -> None:
     wait_for_step(small, "small", 3, process)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=100)[0]
-    assert f"resume with: assay train --resume {small.runs / 'small'}" in said
+    assert f"to resume from there: assay train --resume {small.runs / 'small'}" in said
     assert checkpoints.last_intact(small.runs / "small") == (small.metrics()[-1]["step"], [])
 
 
@@ -433,5 +433,5 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> Non
         time.sleep(0.1)
     said = process.communicate()[0]
     assert "assay: the launcher of rank 0 has ended" in said
-    assert f"resume with: assay train --resume {small.runs / 'small'}" in said
+    assert f"to resume from there: assay train --resume {small.runs / 'small'}" in said
     assert checkpoints.last_intact(small.runs / "small") == (small.metrics()[-1]["step"], [])

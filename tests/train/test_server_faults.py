@@ -26,8 +26,17 @@ from assay.runs.rollouts import read_rollouts
 from assay.train.sources import version_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_curves", "one_thread")]
-PROMPTS, STEPS, STALENESS, SERVERS = 3, 240, 2, 3
+PROMPTS, STEPS, STALENESS, SERVERS = 3, 600, 2, 3
 EVERY = 4  # steps between two faults
+# Slow until all faults were injected.
+REWARD = """
+import os, time
+
+def reward(completion, answer):
+    if os.path.exists(os.path.join(os.path.dirname(__file__), "hold")):
+        time.sleep(0.03)
+    return {"reward": sum(map(ord, completion)) % 4 / 3, "parsed": completion}
+"""
 GARBAGE = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nnonsense!"
 
 
@@ -205,9 +214,12 @@ class Learner:
             time.sleep(0.02)
 
     def end(self, signum: int) -> None:
+        """End the process, and wait until it has been resumed: it does not start without all of its servers."""
         self.process.send_signal(signum)
         self.process.wait(120)
+        ended_at = self.steps
         self.process = self._start("train", "--resume", "small")
+        self.reach(ended_at + 1)
 
 
 def test_a_run_survives_many_faults_and_trains_every_group_once(tmp_path: Path) -> None:
@@ -215,6 +227,9 @@ def test_a_run_survives_many_faults_and_trains_every_group_once(tmp_path: Path) 
     sizes = f"args = {{train_size = {STEPS * PROMPTS}, eval_size = 10}}"
     runs.config.write_text(runs.config.read_text().replace("args = {train_size = 24, eval_size = 10}", sizes))
     assert runs.train("--train.steps", 1, "--name", "first") == 0  # its model is served at first
+    (tmp_path / "reward.py").write_text(REWARD)
+    hold = tmp_path / "hold"
+    hold.touch()
     faults = random.Random(1)
     plan = [*SERVER_FAULTS * 7, *LEARNER_FAULTS, *LEARNER_FAULTS, "the learner is killed"]
     faults.shuffle(plan)
@@ -226,12 +241,13 @@ def test_a_run_survives_many_faults_and_trains_every_group_once(tmp_path: Path) 
         learner = Learner(runs, words)
         for index, fault in enumerate(plan):
             learner.reach(EVERY * (index + 1))
-            assert learner.process.poll() is None, learner.output.read_text()[-3000:]
+            assert learner.process.poll() is None, f"ended after {done}: {learner.output.read_text()[-3000:]}"
             if fault in LEARNER_FAULTS:
                 learner.end(LEARNER_FAULTS[fault])
             else:
                 faults.choice(servers).inject(fault)
             done[fault] += 1
+        hold.unlink()
         assert learner.process.wait(300) == 0, learner.output.read_text()[-3000:]
     said = learner.output.read_text()
     groups = {step: read_rollouts(runs.runs / "small", step) for step in range(1, STEPS + 1)}
