@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from assay.rewards import FunctionJudge, JudgePool
 from assay.rewards.functions import NOT_APPLICABLE
-from assay.types import Prompt, Status, UserError
+from assay.types import Prompt, Status, UserError, Verdict
 
 Write = Callable[[str], str]
 
@@ -97,6 +98,27 @@ def test_async_functions_local_imports_and_prints_in_workers(write: Write, tmp_p
     """)
     with JudgePool(FunctionJudge(path), workers=2) as pool:
         assert [v.reward for v in pool.judge([("x" * n, "", {}) for n in range(5)])] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_async_functions_inside_a_running_event_loop(write: Write) -> None:
+    judge = FunctionJudge(
+        write("""
+        import asyncio
+
+        async def reward(completion, answer):
+            await asyncio.sleep(0.001)
+            return 1 / len(completion)
+    """)
+    )
+
+    async def cell() -> list[Verdict]:  # of a notebook
+        with JudgePool(judge, workers=0) as pool:
+            return pool.judge([("c", "a", {}), ("cc", "a", {}), ("", "a", {})])
+
+    verdicts = asyncio.run(cell())
+    assert [verdict.reward for verdict in verdicts] == [1.0, 0.5, 0.0]
+    assert verdicts[2].status == Status.ERROR and "ZeroDivisionError" in verdicts[2].detail
+    assert "mine.py:6" in verdicts[2].detail
 
 
 def test_failure_names_the_line_of_the_users_file(write: Write) -> None:

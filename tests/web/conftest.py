@@ -1,10 +1,12 @@
-"""Makes `web_parts` and `small_run` importable; indexes are written to a folder of the tests."""
+"""Makes `web_parts` and `small_run` importable; indexes are written to a folder of the tests; a real browser."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,9 @@ from assay.train import run as train_run
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "train"))
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +32,16 @@ def no_curves() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_run, "draw_curves", lambda path: None)
         yield
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A browser. Until Playwright is stopped, its event loop counts as running in this thread: asyncio.run and a second
+    Playwright fail. It must therefore not outlive the tests of a file."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM:
+        pytest.skip("no browser: install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()

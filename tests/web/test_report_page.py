@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +13,10 @@ from assay.types import Group, Status
 from assay.web.report import write_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = (
     "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\u2028\u202e\x00"
     "<svg onload='window.hacked = 3'>"
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -45,8 +31,8 @@ def report(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
-def test_a_report_opens_without_a_server(browser: Any, report: Path, theme: str, width: int) -> None:
-    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=theme, offline=True)
+def test_a_report_opens_without_a_server(chromium: Any, report: Path, theme: str, width: int) -> None:
+    page = chromium.new_page(viewport={"width": width, "height": 800}, color_scheme=theme, offline=True)
     said: list[str] = []
     requests: list[str] = []
     page.on("console", lambda message: said.append(message.text))
@@ -71,8 +57,8 @@ def test_a_report_opens_without_a_server(browser: Any, report: Path, theme: str,
     page.close()
 
 
-def test_without_scripts_everything_but_curves_is_readable(browser: Any, report: Path) -> None:
-    context = browser.new_context(java_script_enabled=False)
+def test_without_scripts_everything_but_curves_is_readable(chromium: Any, report: Path) -> None:
+    context = chromium.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(report.as_uri())
     text = page.locator("main").inner_text()

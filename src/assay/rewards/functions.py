@@ -246,4 +246,11 @@ def _await(awaitable: Any) -> Any:
     async def wait() -> Any:
         return await awaitable
 
-    return asyncio.run(wait())
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(wait())
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as executor:  # in a notebook, this thread already runs an event loop
+        return executor.submit(asyncio.run, wait()).result()

@@ -68,9 +68,6 @@ HOSTILE = (
     "<svg onload='window.hacked = 3'><a href='javascript:window.hacked = 4'>click</a>"
     "javascript:window.hacked=5 \u202etxt.exe\u202c \u0000\u0007\u001b[31m\u200b\u2066x\u2069 &lt;b&gt; ]]> --> \"'"
 )
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
-)
 LONG = 100_000  # tokens
 
 
@@ -176,17 +173,6 @@ def view(browser_runs: Path) -> Iterator[View]:
     server = View(browser_runs)
     yield server
     server.stop()
-
-
-@pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not CHROMIUM:
-        pytest.skip("no browser: install chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 class Tab:
