@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -332,7 +333,13 @@ def test_gym_reinforce_steps_replays_and_refreshes_its_reference(chat: Path) -> 
         return {float(value) for name, value in moments.items() if name.endswith("|step")}
 
     # Mini-batches of 6 episodes: the first batch has 12, later ones 18 with those replayed.
-    assert [optimizer_steps(step) for step in range(1, 5)] == [{2}, {5}, {8}, {11}]
+    updates, skipped = seed.metrics("optim/updates"), seed.metrics("optim/skipped")
+    assert updates == [2, 3, 3, 3] and seed.metrics("optim/non_finite") == [0] * 4
+    # The gradient is 0, and the update is skipped, if no episode is solved while the policy equals the reference: at
+    # the beginning of steps 1 and 3.
+    assert skipped[0] == (not any(rollout.reward for rollout in seed.rollouts(1)[:6])) and skipped[1] == skipped[3] == 0
+    totals = accumulate(made - left_out for made, left_out in zip(updates, skipped, strict=True))
+    assert [optimizer_steps(step) for step in range(1, 5)] == [{total} for total in totals]
 
     def weights(step: int, part: str) -> dict[str, torch.Tensor]:
         return load_file(seed.path / "checkpoints" / f"step-{step:06d}" / part / "model.safetensors")
