@@ -199,15 +199,20 @@ class Learner:
             return subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     @property
-    def steps(self) -> int:
+    def last(self) -> dict[str, Any]:
+        """Metrics of the last step."""
         with suppress(OSError, IndexError, ValueError):
-            rows = (self.runs.runs / "small" / "metrics.jsonl").read_text().splitlines()
-            return int(json.loads(rows[-1])["step"])
-        return 0
+            return json.loads((self.runs.runs / "small" / "metrics.jsonl").read_text().splitlines()[-1])
+        return {}
+
+    @property
+    def steps(self) -> int:
+        return int(self.last.get("step", 0))
 
     def reach(self, step: int) -> None:
+        """Wait until this step, and until two servers serve: the last one is needed."""
         deadline = time.monotonic() + 120
-        while self.steps < step and self.process.poll() is None:
+        while (self.steps < step or self.last.get("servers/serving", 0) < 2) and self.process.poll() is None:
             assert time.monotonic() < deadline, (
                 f"no progress after step {self.steps}: {self.output.read_text()[-3000:]}"
             )

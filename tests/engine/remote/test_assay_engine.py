@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -181,23 +182,35 @@ def test_stale_weights_of_a_restarted_server_are_noticed(url: str) -> None:
 
 
 @pytest.mark.slow
-def test_started_servers_end_with_the_engine() -> None:
-    engine = make_engine(
-        "assay", tiny_model(), {"settings": ServerConfig(servers=2), "save_tokenizer": byte_tokenizer().save}, **OPTIONS
-    )
+def test_started_servers_are_started_again_and_end_with_the_engine() -> None:
+    lines: list[str] = []
+    settings = {"settings": ServerConfig(servers=2), "save_tokenizer": byte_tokenizer().save}
+    engine = make_engine("assay", tiny_model(), settings, **OPTIONS, notify=lines.append)
     assert isinstance(engine, AssayEngine) and engine.launched is not None
     programs, folder = list(engine.launched.programs.values()), engine.launched.folder
     assert len(programs) == 2 and engine.fingerprint() == fingerprint(tiny_model().weights(), torch.float32)
     assert generate(engine, REQUESTS) == generate(make_engine("native", tiny_model(), **OPTIONS), REQUESTS)
     os.kill(programs[0].pid, signal.SIGKILL)
     generate(engine, REQUESTS)  # the other server serves all requests
-    with pytest.raises(UserError, match=r"it ended \(killed by SIGKILL\)"):
-        engine.update_weights(tiny_model(), version=1)
+    assert len(lines) == 1 and "it ended (killed by SIGKILL)" in lines[0]
+    deadline, version = time.monotonic() + 120, 0
+    while len(lines) == 1:  # the server is started again, and joins as soon as it is ready
+        assert time.monotonic() < deadline
+        version += 1
+        engine.update_weights(tiny_model(seed=1), version)
+        time.sleep(0.2)
+    assert f"serves again, with the weights of version {version}" in lines[1]
+    assert engine.fingerprint() == fingerprint(tiny_model(seed=1).weights(), torch.float32)
+    native = generate(make_engine("native", tiny_model(seed=1), **OPTIONS), REQUESTS)
+    for ours, expected in zip(generate(engine, REQUESTS), native, strict=True):
+        assert [one.token_ids for one in ours] == [one.token_ids for one in expected]
+    programs = [*programs, *engine.launched.programs.values()]
     engine.close()
     assert all(program.ended for program in programs)
     assert folder.exists()  # the log of the server that was killed is kept
-    with pytest.raises(ProcessLookupError):
-        os.kill(programs[1].pid, 0)
+    for program in programs:
+        with pytest.raises(ProcessLookupError):
+            os.kill(program.pid, 0)
 
 
 @pytest.mark.slow

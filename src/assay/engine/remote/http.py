@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import resource
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from assay.types import UserError, describe_error, missing_extra
 
 T = TypeVar("T")
 CONNECT_S = 10.0  # time limit of opening a connection
+PAUSES_S = (0.2, 0.5, 1.0)  # before a request of all servers is sent again to those whose connection was lost
 KEEP_ALIVE_S = 2.0  # idle connections are closed after this; servers close theirs after 5 s or more
 SPARE_FILES = 256  # file descriptors that are left for everything but connections
 
@@ -112,26 +114,38 @@ class HttpServers:
     def call_all(
         self, method: str, path: str, payload: Any = None, timeout_s: float = 0, is_json: bool = True
     ) -> list[Any]:
+        """The answers of `call_each`."""
+        return list(self.call_each(method, path, payload, timeout_s, is_json).values())
+
+    def call_each(
+        self, method: str, path: str, payload: Any = None, timeout_s: float = 0, is_json: bool = True
+    ) -> dict[Server, Any]:
         """Send a request to all servers at once, and wait for all answers. `payload`: may be a function of the server.
 
-        Servers that fail are retired, if that is possible and others do not fail, and have no answer in the result.
-        Otherwise, the first error is raised.
+        Servers that fail are retired, if that is possible, and have no answer in the result. Otherwise, a request whose
+        connection is lost is sent again some times, and any other error is raised.
         """
         body: Callable[[Server], Any] = payload if callable(payload) else lambda _: payload
-        servers = self.servers
+        answers: dict[Server, Any] = {}
 
-        async def together() -> list[Any]:
+        async def together(servers: Sequence[Server]) -> list[Any]:
             calls = (self.request(one, method, path, body(one), timeout_s, is_json) for one in servers)
             guarded = (self.guarded(one, call) for one, call in zip(servers, calls, strict=True))
             return await asyncio.gather(*guarded, return_exceptions=True)
 
-        answers = dict(zip(servers, self.loop.call(together()), strict=True))
-        failed = {server: answer for server, answer in answers.items() if isinstance(answer, BaseException)}
-        for server, error in failed.items():
-            can_retire = isinstance(error, ServerError) and len(failed) < len(servers)
-            if not can_retire or not self.retire(server, str(error)):
-                raise error
-        return [answer for server, answer in answers.items() if server not in failed]
+        asked = self.servers
+        for pause in (*PAUSES_S, 0.0):
+            answers |= zip(asked, self.loop.call(together(asked)), strict=True)
+            failed = {one: answers.pop(one) for one in asked if isinstance(answers[one], BaseException)}
+            if not answers and (other := next((e for e in failed.values() if not is_lost(e)), None)):
+                raise other  # all servers fail: the request may be at fault
+            asked = [one for one, e in failed.items() if not isinstance(e, ServerError) or not self.retire(one, str(e))]
+            if not asked:
+                break
+            if not pause or not is_lost(failed[asked[0]]):
+                raise failed[asked[0]]
+            time.sleep(pause)
+        return {server: answers[server] for server in self.all_servers if server in answers}
 
     async def guarded(self, server: Server, work: Coroutine[Any, Any, T]) -> T:
         """The result of requests to a server, which end with an error when it is retired."""
@@ -141,9 +155,9 @@ class HttpServers:
             return await task
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            if server.state is not ServerState.RETIRED or (current is not None and current.cancelling()):
+            if current is not None and current.cancelling():
                 raise
-            raise ServerUnreachable(server.reason) from None
+            raise ServerUnreachable(server.reason) from None  # `retire` has cancelled the task
         finally:
             server.tasks.discard(task)
 
@@ -233,6 +247,10 @@ class HttpServers:
         with suppress(Exception):
             self.loop.call(close_clients())
         self.loop.stop()
+
+
+def is_lost(error: BaseException) -> bool:
+    return isinstance(error, ServerUnreachable)
 
 
 def api_key(settings: ServerConfig | VLLMConfig | SGLangConfig, section: str) -> str:

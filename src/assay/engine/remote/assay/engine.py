@@ -256,8 +256,8 @@ class AssayEngine(RemoteEngine):
     def _fingerprint(self) -> str | None:
         texts = self._fingerprints()
         if len(set(texts.values())) > 1:
-            for server in self.servers:  # one that was restarted has the weights of its start
-                if self._info(server)["version"] != self.info.version:
+            for server, info in self.call_each("GET", "/engine/info").items():
+                if info["version"] != self.info.version:
                     self.retire(server, f"{server.url} has weights of another version: it was restarted")
             texts = self._fingerprints()
         if len(set(texts.values())) > 1:
@@ -267,8 +267,8 @@ class AssayEngine(RemoteEngine):
 
     def _fingerprints(self) -> dict[str, str]:
         """By URL."""
-        answers = self.call_all("GET", "/engine/fingerprint")
-        return {server.url: self._fingerprint_of(one) for server, one in zip(self.servers, answers, strict=True)}
+        answers = self.call_each("GET", "/engine/fingerprint")
+        return {server.url: self._fingerprint_of(answer) for server, answer in answers.items()}
 
     def _fingerprint_of(self, answer: Any) -> str:
         return self.field(answer, "fingerprint", str)
