@@ -27,14 +27,14 @@ from assay.train.sources import version_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_curves", "one_thread")]
 PROMPTS, STEPS, STALENESS, SERVERS = 3, 600, 2, 3
-EVERY = 4  # steps between two faults
+EVERY = 2  # steps between two faults, at least
 # Slow until all faults were injected.
 REWARD = """
 import os, time
 
 def reward(completion, answer):
     if os.path.exists(os.path.join(os.path.dirname(__file__), "hold")):
-        time.sleep(0.03)
+        time.sleep(0.06)
     return {"reward": sum(map(ord, completion)) % 4 / 3, "parsed": completion}
 """
 GARBAGE = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nnonsense!"
