@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from assay.tasks.base import LazyPrompts
 from assay.text import Renderer, char_tokenizer
 from assay.train import checkpoint
 from assay.train.checks import (
+    check_async_ranks,
     check_inputs,
     check_weights,
     code_versions,
@@ -117,6 +119,27 @@ def test_warnings_of_updates_without_a_ratio_and_of_truncated_sampling(changes: 
     cfg = settings(**changes)
     found = list(risky_settings(cfg, build_algorithm(cfg)))
     assert len(found) == bool(warned) and all(warned in line and "\n" not in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({"engine": {"name": "native"}}, 1, "needs engine servers: set engine.name to assay, vllm or sglang"),
+        ({"engine": {"name": "assay"}}, 2, "set parallel.tp to 1"),
+        ({"engine": {"name": "assay"}, "algo": {"recipe": "remax"}}, 1, "no greedy baselines"),
+        ({"engine": {"name": "assay"}}, 1, ""),
+    ],
+)
+def test_which_layouts_of_processes_can_train_asynchronously(changes: Any, tp: int, message: str) -> None:
+    ranks: Any = SimpleNamespace(world=2, tp_size=tp)
+    cfg = TrainConfig(source={"name": "async", "max_staleness": 0}, **changes)
+    algo = build_algorithm(cfg)
+    check_async_ranks(cfg, Mesh(), algo)  # one process can
+    if message:
+        with pytest.raises(UserError, match=message):
+            check_async_ranks(cfg, ranks, algo)
+    else:
+        check_async_ranks(cfg, ranks, algo)
 
 
 def test_the_rank_that_differs_is_reported_with_both_values() -> None:

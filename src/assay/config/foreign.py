@@ -274,7 +274,7 @@ OPENRLHF = {
     "vllm_is_truncated_threshold": Equivalent("algo.correction_high"),
     "vllm_num_engines": no_key(OWN_ENGINE),
     "vllm_enable_sleep": Equivalent("engine.sleep_while_training"),
-    "async_train": no_key("not supported: sampling and training alternate"),
+    "async_train": Equivalent("source.name", 'source = "async"'),
     "ref_reward_offload": Equivalent("train.offload_reference"),
     "packing_samples": no_key(PACKED),
     "zero_stage": Equivalent("parallel.mode", 'sharding of weights, gradients and moments is "fsdp"'),

@@ -35,7 +35,7 @@ CHECKS = 4  # questions about a server's health within the time limit of an answ
 LONGEST_PAUSE_S = 5.0  # between two of these questions
 UNHEALTHY = 2  # answers with an error, one after the other, after which a server is retired
 JOIN_S = 2.0  # time limit of a retired server's answer, so that servers that stay away do not delay updates
-PROVED = range(2, 34)  # tokens whose log-probabilities are compared
+PROVED = range(2, 18)  # tokens whose log-probabilities are compared
 PROOF_LIMIT = 0.1  # largest root mean square difference in nats; other weights cause far more
 
 
