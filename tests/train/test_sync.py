@@ -166,12 +166,12 @@ def test_the_probe_names_the_one_server_with_stale_weights(served: AssayEngine) 
     policy = tiny_decoder(0, torch.float32)
     served.update_weights(policy, 0)
     learning = Learning(policy, engine=served)
-    both = served.servers
-    served.servers = both[:1]
+    both = served.all_servers
+    served.all_servers = both[:1]
     try:
         learning.update()  # of the first server alone
     finally:
-        served.servers = both
+        served.all_servers = both
     with pytest.raises(SyncError, match=f"trainer: {served.servers[1].url}: "):
         learning.weight_sync.verify(learning.step)
 
