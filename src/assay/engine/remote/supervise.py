@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import ClassVar
@@ -63,9 +64,9 @@ class SupervisedServers(HttpServers):
         self._watcher: asyncio.Task | None = None
 
     @property
+    @abstractmethod
     def has_weights(self) -> bool:
         """Whether there was a weight update. Before it, a failure is an error, since settings may be wrong."""
-        raise NotImplementedError
 
     def _check_server(self, server: Server) -> None:
         """Raise a `UserError` unless the server serves this model, vocabulary and length."""
