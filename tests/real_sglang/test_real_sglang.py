@@ -228,7 +228,7 @@ def test_training_starts_and_stops_its_own_server(
     """With updates through GPU memory, and sleeping during updates."""
     small = SmallRuns(tmp_path)
     words = ["--model", model_folder, "--model.max_length", 256, "--sft.steps", 0, "--optim.lr", 1e-4]
-    words += ["--sglang.python", sglang_python, "--sglang.gpu_memory", 0.1, "--engine.sleep_while_training", "true"]
+    words += ["--sglang.python", sglang_python, "--sglang.gpu_memory", 0.3, "--engine.sleep_while_training", "true"]
     words += [f"--sglang.args={sglang_args}".replace("'", '"'), "--sglang.transport", "ipc"]
     run = small.process("train", ROOT / "configs/demo.toml", *FEW, *words)
     output = run.communicate(timeout=1500)[0]

@@ -352,18 +352,31 @@ def test_a_stale_run_trains_every_prompt_once_per_epoch(tmp_path: Path, config: 
             assert 0 <= step - 1 - version_of(group) <= 2
 
 
-def test_a_killed_run_resumes_with_its_queue(tmp_path: Path) -> None:
+ON_A_GPU = ["--device", "cuda", "--engine.memory", 1]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param([], id="cpu"),
+        pytest.param(ON_A_GPU, id="gpu", marks=pytest.mark.gpu),
+        pytest.param([*ON_A_GPU, "--engine.name", "assay"], id="gpu of two processes", marks=pytest.mark.gpu),
+    ],
+)
+def test_a_killed_run_resumes_with_its_queue(tmp_path: Path, where: list[object]) -> None:
     runs = SmallRuns(tmp_path)
     words = ["--train.steps", 8, "--source", "async", "--source.max_staleness", 2, "--save.every", 1, "--save.keep", 9]
-    process = runs.process("train", runs.config, *words)
+    process = runs.process("train", runs.config, *words, *where)
     while not runs.checkpoint(3).exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert runs.resume("small") == 0
-    ids = [g.prompt.id for step in range(1, 9) for g in read_rollouts(runs.runs / "small", step)]
+    found = {step: read_rollouts(runs.runs / "small", step) for step in range(1, 9)}
+    ids = [group.prompt.id for groups in found.values() for group in groups]
     assert len(ids) == len(set(ids)) == 24  # one epoch: none is lost, none is trained twice
+    assert all(0 <= step - 1 - version_of(group) <= 2 for step, groups in found.items() for group in groups)
 
 
 @pytest.mark.parametrize(
