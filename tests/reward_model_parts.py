@@ -26,38 +26,41 @@ def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     fast.save_pretrained(folder)
 
 
-def save_classifier(folder: Path, labels: int = 1, template: str | None = TEMPLATE, pad_id: int | None = 0) -> Path:
+def save_classifier(
+    folder: Path,
+    labels: int = 1,
+    template: str | None = TEMPLATE,
+    pad_id: int | None = 0,
+    family: str = "qwen2",
+    scale: float = 0.6,
+    **options: Any,
+) -> Path:
+    """`scale`: standard deviation of the weights. `options`: more fields of the config."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = AutoConfig.for_model(
-        "qwen2",
-        **sizes,
-        num_key_value_heads=2,
-        vocab_size=len(WORDS),
-        max_position_embeddings=32,
-        num_labels=labels,
-        pad_token_id=pad_id,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    ids = {"pad_token_id": pad_id, "bos_token_id": None, "eos_token_id": None}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": len(WORDS), "max_position_embeddings": 32, "num_labels": labels}
+    config = AutoConfig.for_model(family, **sizes | ids | options)
     model = AutoModelForSequenceClassification.from_config(config)
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():
         if weight.dim() > 1:
-            weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.6)
+            weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale)
     model.save_pretrained(folder)
     save_tokenizer(folder, template)
     return folder
 
 
-def transformers_logits(folder: Path, conversations: Sequence[Sequence[dict[str, str]]]) -> list[list[float]]:
+def transformers_logits(
+    folder: Path, conversations: Sequence[Sequence[dict[str, str]]], dtype: str = "float32"
+) -> list[list[float]]:
     """One conversation at a time, with the template applied by hand."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).eval()
     texts = [" ".join(f"<{one['role']}> {one['content']} <end>" for one in talk) for talk in conversations]
     with torch.no_grad():
         return [model(input_ids=torch.tensor([ids_of(text)])).logits[0].tolist() for text in texts]

@@ -24,6 +24,7 @@ from assay.types import Prompt, Status, UserError
 
 PROMPT = Prompt("p", ({"role": "user", "content": "what is two plus two"},), "4")
 ANSWERS = ["four", "five", "very very nice four"]
+USAGE = {"prompt_tokens": 9, "completion_tokens": 0}
 
 
 def settings(**values: Any) -> JudgeConfig:
@@ -87,7 +88,7 @@ def serving(answer: Callable[[str, dict[str, Any]], Any]) -> Iterator[Server]:
 
 def classify_reply(outputs: list[float]) -> dict[str, Any]:
     data = [{"index": 0, "label": "LABEL_0", "probs": outputs, "num_classes": len(outputs)}]
-    return {"id": "classify-1", "object": "list", "data": data, "usage": {"prompt_tokens": 9, "completion_tokens": 0}}
+    return {"id": "classify-1", "object": "list", "data": data, "usage": USAGE}
 
 
 def test_the_reward_is_the_score_of_the_model_in_its_own_process(
@@ -189,8 +190,9 @@ def test_vllm_gets_the_messages_and_its_outputs_are_the_scores(tmp_path: Path, w
     ("api", "reply"),
     [
         ("classify", classify_reply([0.25])),
-        ("pooling", {"data": [{"index": 0, "object": "pooling", "data": [[9.0], [0.25]]}]}),
+        ("pooling", {"data": [{"index": 0, "object": "pooling", "data": [[9.0], [0.25]]}], "usage": USAGE}),
         ("sglang", {"embedding": [0.25], "meta_info": {"prompt_tokens": 9}}),
+        ("sglang", {"embedding": 0.25, "meta_info": {"prompt_tokens": 9}}),
     ],
 )
 def test_token_ids_are_sent_if_the_tokenizer_is_known(tmp_path: Path, api: str, reply: dict[str, Any]) -> None:
@@ -199,6 +201,7 @@ def test_token_ids_are_sent_if_the_tokenizer_is_known(tmp_path: Path, api: str, 
     with serving(lambda *_: reply) as server:
         with RewardModelJudge(settings(model="rm", url=server.url, api=api, tokenizer=str(tmp_path))) as judge:
             assert judge.judge(items(judge, ["four"]))[0].reward == 0.25
+            assert judge.usage.prompt_tokens == 9
         ((path, body),) = server.requests
         assert path == {"pooling": "/pooling"}.get(api, "/classify")
         assert body["input_ids" if api == "sglang" else "input"] == ids and "messages" not in body

@@ -193,7 +193,7 @@ class RewardModelJudge:
                 raise self.endpoint.garbage(path, answer, "outputs of a classification model")
         except EndpointError as error:
             return Verdict(0.0, Status.TIMEOUT if error.timed_out else Status.ERROR, detail=str(error))
-        self.usage.add(answer)
+        self.usage.add(with_usage(answer))
         return outputs
 
 
@@ -239,7 +239,17 @@ def outputs_in(answer: Mapping[str, Any]) -> list[float] | None:
     values = next((entry[name] for name in ("probs", "data", "embedding") if name in entry), None)
     if isinstance(values, list) and values and isinstance(values[-1], list):  # one list per token: the last one
         values = values[-1]
+    if type(values) in (int, float):  # SGLang: an encoder with one label
+        values = [values]
     return [float(one) for one in values] if is_outputs(values) else None  # type: ignore[union-attr]
+
+
+def with_usage(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The answer with the number of tokens as in vLLM; SGLang reports it in `meta_info`."""
+    reported = answer.get("meta_info")
+    if answer.get("usage") or not isinstance(reported, Mapping):
+        return answer
+    return {"usage": {"prompt_tokens": reported.get("prompt_tokens"), "completion_tokens": 0}}
 
 
 def is_outputs(value: Any) -> bool:
