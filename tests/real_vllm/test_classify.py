@@ -26,10 +26,10 @@ class Served(NamedTuple):
 def served(
     request: pytest.FixtureRequest, vllm_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """`vllm serve MODEL --runner pooling`, one model after the other."""
+    """`vllm serve MODEL --runner pooling`, one model after the other. The command is missing in builds for CPUs."""
     labels = request.param
     folder = save_served_classifier(tmp_path_factory.mktemp("classifier"), labels)
-    command = [vllm_python, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--runner", "pooling"]
+    command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--runner", "pooling"]
     command += ["--served-model-name", NAME, "--dtype", DTYPE, "--max-num-seqs", "16", "--enforce-eager"]
     command += ["--gpu-memory-utilization", "0.1"] if CUDA else []
     environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
