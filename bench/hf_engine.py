@@ -154,23 +154,22 @@ def main() -> None:
     parser.add_argument("--skip", nargs="*", default=[], help="ways that are not measured")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device, rows = torch.device(args.device), []
+    device = torch.device(args.device)
+    content = {
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "command": shlex.join(["python", "bench/hf_engine.py", *sys.argv[1:]]),
+        "settings": {key: value for key, value in vars(args).items() if key != "json"},
+        "rows": [],
+    }
     for family in args.families:
         hf = random_model(family, args.shape, device, getattr(torch, args.dtype))
         for sequences in args.sequences:
             row = {"family": family, "sequences": sequences, **measure(hf, sequences, args, device)}
             print(family, sequences, row["tokens_per_s"], row["errors"], flush=True)
-            rows.append(row)
-    if args.json:
-        settings = {key: value for key, value in vars(args).items() if key != "json"}
-        command = shlex.join(["python", "bench/hf_engine.py", *sys.argv[1:]])
-        content = {
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "command": command,
-            "settings": settings,
-        }
-        args.json.write_text(json.dumps(content | {"rows": rows}, indent=2) + "\n", encoding="utf-8")
+            content["rows"].append(row)
+            if args.json:  # after each row: slow ways may be stopped
+                args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -109,18 +109,23 @@ class Parts:
     def next(self, *numbers: int, but: int | None = None) -> SampledGroups:
         """The batch of a step during which these groups finish (none: all, or all but one), and its training step."""
 
+        ended = threading.Event()
+
         def finish() -> None:
             time.sleep(0.02)  # until stale groups are restarted
-            deadline = time.monotonic() + 60
             while not set(self.stream.numbers) - {but} or not set(numbers) <= set(self.stream.numbers):
-                assert time.monotonic() < deadline, f"{numbers} were not started, but {self.stream.numbers}"
-                time.sleep(0.001)
+                if ended.wait(0.001):
+                    return  # the batch was ready, and no group was started
             self.stream.finish(*(numbers or [one for one in self.stream.numbers if one != but]))
 
         thread = threading.Thread(target=finish)
         thread.start()
-        sampled = self.source.next(self.state)
-        thread.join()
+        try:
+            sampled = self.source.next(self.state)
+        finally:
+            ended.set()
+            thread.join()
+        assert not set(numbers) & set(self.stream.numbers), f"{self.stream.numbers} are not finished"
         self.state.step += 1
         return sampled
 
@@ -188,6 +193,50 @@ def test_a_budget_of_answers_is_not_sampled_past(make_parts: Any) -> None:
     while not parts.source.schedule.done(parts.state):
         parts.next()
     assert len(parts.stream.started) == 4 * PROMPTS and parts.state.answers == 4 * PROMPTS * 2
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+def test_a_step_uses_as_many_groups_as_a_synchronous_one_also_if_some_are_dropped(
+    make_parts: Any, max_staleness: int
+) -> None:
+    """Without resampling, a step samples `train.prompts` groups; those that are dropped are not replaced."""
+    parts = make_parts(max_staleness=max_staleness, steps=5)
+    parts.source.algo.keep = lambda groups: (groups[1:], groups[:1])
+    while not parts.source.schedule.done(parts.state):
+        sampled = parts.next()
+        assert (len(sampled.groups), len(sampled.dropped)) == (PROMPTS - 1, 1)
+    assert len(parts.stream.started) == 5 * PROMPTS and parts.state.answers == 5 * PROMPTS * 2
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_dropped_groups_are_replaced_if_the_algorithm_resamples(make_parts: Any, max_staleness: int) -> None:
+    parts = make_parts(max_staleness=max_staleness, steps=3, algo="dapo")
+    assert parts.source.algo.sampling_rounds > 1
+    drops: list[Group] = []
+
+    def keep(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+        dropped = list(groups[:1]) if len(groups) == PROMPTS else []  # one of the first round
+        drops.extend(dropped)
+        return [group for group in groups if group not in dropped], dropped
+
+    parts.source.algo.keep = keep
+    ended = threading.Event()
+    thread = threading.Thread(target=finish_all, args=(parts.stream, ended))
+    thread.start()
+    try:
+        while not parts.source.schedule.done(parts.state):
+            assert len(parts.source.next(parts.state).groups) == PROMPTS
+            parts.state.step += 1
+    finally:
+        ended.set()
+        thread.join()
+    assert len(drops) == 3 and parts.state.answers == 3 * (PROMPTS + 1) * 2
+
+
+def finish_all(stream: ScriptedStream, ended: threading.Event) -> None:
+    while not ended.wait(0.001):
+        if stream.numbers:
+            stream.finish()
 
 
 def test_a_slow_group_is_restarted_with_its_seed_and_then_waited_for(make_parts: Any) -> None:

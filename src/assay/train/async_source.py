@@ -34,7 +34,7 @@ from assay.rollout import Collector
 from assay.rollout.stream import Ticket, open_stream
 from assay.train.progress import RunState, Schedule, Stopping
 from assay.train.sources import OnPolicySource, PromptStream, SampledGroups, version_of
-from assay.types import Group, Prompt, UserError
+from assay.types import Group, Prompt, Rollout, UserError
 
 MAX_RESTARTS = 2  # of a group, before the learner waits for it
 QUARTERS = 4  # restarted sequences are counted by their length, in quarters of the limit
@@ -92,7 +92,7 @@ class AsyncSource(OnPolicySource):
         self._error: BaseException | None = None
         self._closed = False
         self._activity = Tally()
-        self._ready: list[tuple[Ticket, Group]] = []  # kept by the algorithm's filter, not yet trained
+        self._ready: list[tuple[Ticket, Group]] = []  # finished, not yet taken into a batch
         self._unstarted: list[Ticket] = []  # of a resumed run
         self._next_number = 0
         self._seen: Counter[str] = Counter()  # prompts started with the weights of version `_seen_version`
@@ -129,42 +129,56 @@ class AsyncSource(OnPolicySource):
         self._start_thread()
         self._restart_stale(state.step)
         sampled, baselines, rejected = SampledGroups([]), list[Group](), self.prompts.rejected
-        answers, rounds = 0, 0.0
-        while self._needs_more(state.step) and rounds < self.algo.sampling_rounds:
-            self._start_groups(state)
-            arrived = self._wait()
-            if arrived is None:
+        batch: list[tuple[Ticket, Group]] = []
+        used: list[Rollout] = []
+        for _ in range(self.algo.sampling_rounds):
+            wanted = self.prompts_per_step - len(batch)
+            taken = self._take(wanted, state, len(used))
+            if taken is None:
                 return None
-            if not arrived:
-                break  # the run needs no more groups
-            groups = [group for _, group in arrived]
+            groups = [group for _, group in taken]
             self.collector.check_verdicts(groups)
             kept, dropped = self.algo.keep(groups)
             if self.algo.needs.greedy_rollouts and kept:
                 baselines += self._sample_greedy_baselines(kept, state.step)
             is_kept = set(map(id, kept))
-            self._ready += [(ticket, group) for ticket, group in arrived if id(group) in is_kept]
+            batch += [pair for pair in taken if id(pair[1]) in is_kept]
             sampled.dropped += dropped
-            rounds += 1 if not self.max_staleness else len(arrived) / self.prompts_per_step
-            waiting = [*(group for _, group in self._ready), *sampled.dropped, *baselines]
-            answers = sum(len(group.rollouts) for group in waiting)
-            if self.schedule.done(state, answers):
+            batch.sort(key=lambda pair: pair[0].number)
+            sampled.groups = [group for _, group in batch]
+            used = [rollout for group in (*sampled.all_groups, *baselines) for rollout in group.rollouts]
+            complete = len(batch) == self.prompts_per_step or len(taken) < wanted
+            if complete or self.schedule.done(state, len(used)):
                 break
-        batch = self._take_batch()
-        sampled.groups = [group for _, group in batch]
-        used = [rollout for group in (*sampled.all_groups, *baselines) for rollout in group.rollouts]
         state.answers += len(used)
         state.tokens += sum(rollout.length for rollout in used)
         if self.max_staleness:
-            self._start_groups(state, ahead=1)  # the engine goes on while the learner updates
+            self._start_groups(state)  # the engine goes on while the learner updates
         sampled.long_prompts = self.prompts.rejected - rejected
         self._measure(sampled, batch, state.step)
         self._before = None
         return sampled, state.answers, state.tokens, self.prompts.cursor
 
-    def _needs_more(self, step: int) -> bool:
-        """Whether the batch is incomplete, or a group must be waited for because it cannot be restarted again."""
-        if len(self._ready) < self.prompts_per_step:
+    def _take(self, count: int, state: RunState, answers: int) -> list[tuple[Ticket, Group]] | None:
+        """Wait for `count` groups and take the oldest; fewer if the run needs no more. None if it is interrupted.
+
+        `answers`: those of the step so far.
+        """
+        while self._needs_more(count, state.step):
+            self._start_groups(state, count, answers)
+            arrived = self._wait()
+            if arrived is None:
+                return None
+            if not arrived:
+                break
+            self._ready += arrived
+        self._ready.sort(key=lambda pair: (pair[0].version, pair[0].number))
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        return sorted(taken, key=lambda pair: pair[0].number)
+
+    def _needs_more(self, count: int, step: int) -> bool:
+        """Whether groups are missing, or a group must be waited for because it cannot be restarted again."""
+        if len(self._ready) < count:
             return True
         with self._arrived:
             tickets = [*self._running.values(), *(ticket for ticket, _ in self._finished)]
@@ -191,12 +205,6 @@ class AsyncSource(OnPolicySource):
             arrived, self._finished = list(self._finished), deque()
             return arrived
 
-    def _take_batch(self) -> list[tuple[Ticket, Group]]:
-        """The oldest groups that are ready, in the order in which they were started."""
-        self._ready.sort(key=lambda pair: (pair[0].version, pair[0].number))
-        batch, self._ready = self._ready[: self.prompts_per_step], self._ready[self.prompts_per_step :]
-        return sorted(batch, key=lambda pair: pair[0].number)
-
     def _restart_stale(self, step: int) -> None:
         """Sample groups again, or drop them, that would be staler than allowed in the next batch."""
 
@@ -216,26 +224,24 @@ class AsyncSource(OnPolicySource):
         again = expired if self.cancels else [*stale, *expired]
         self._start([replace(one, version=step, restarts=one.restarts + 1) for one in again])
 
-    def _start_groups(self, state: RunState, ahead: int = 0) -> None:
-        """Start as many groups as may be sampled now. `ahead`: batches that were just taken."""
+    def _start_groups(self, state: RunState, wanted: int = 0, answers: int = 0) -> None:
+        """Start as many groups as may be sampled now: the `wanted` ones of the step, and those of later steps."""
         if self._unstarted:
             self._start([replace(one, version=state.step) for one in self._unstarted])
             self._unstarted = []
         with self._arrived:
-            running, waiting = len(self._running), len(self._ready) + len(self._finished)
+            present = len(self._running) + len(self._ready) + len(self._finished)
+        allowed = self.prompts_per_step * self.max_staleness + wanted
         if self.max_staleness:
-            allowed = self.prompts_per_step * (self.max_staleness + 1 - ahead) - running - waiting
-            allowed = min(allowed, self._groups_left(state, ahead) - running - waiting)
-        else:
-            allowed = 0 if running else self.prompts_per_step - waiting
-        if allowed > 0:
-            self._start(self._new_tickets(allowed, state.step))
+            allowed = min(allowed, self._groups_left(state, wanted, answers))
+        if allowed > present:
+            self._start(self._new_tickets(allowed - present, state.step))
 
-    def _groups_left(self, state: RunState, ahead: int) -> int:
+    def _groups_left(self, state: RunState, wanted: int, answers: int) -> int:
         """Number of groups that the rest of the run needs, at least."""
         if self.schedule.budget:
-            return -(-(self.schedule.budget - state.answers) // self.params.n)
-        return (self.schedule.total_steps - state.step - ahead) * self.prompts_per_step
+            return -(-(self.schedule.budget - state.answers - answers) // self.params.n)
+        return (self.schedule.total_steps - state.step - 1) * self.prompts_per_step + wanted
 
     def _new_tickets(self, count: int, step: int) -> list[Ticket]:
         if self._seen_version != step:
