@@ -104,7 +104,7 @@ def test_the_reward_is_the_score_of_the_model_in_its_own_process(
         assert reported == [0, 4]
     with RewardModelJudge(cfg) as again:
         assert again.judge(items(again)) == verdicts[:3]
-        assert again._worker is None and again.cached == 3  # no process was started
+        assert again.process.worker is None and again.cached == 3  # no process was started
         assert "3 from the cache" in again.describe_usage()
     with RewardModelJudge(cfg) as other:
         os.utime(folder / "model.safetensors")  # another model in the same folder
@@ -136,8 +136,8 @@ def test_one_of_several_labels_or_their_expected_value_is_the_score() -> None:
 def test_a_process_that_dies_fails_the_answers_and_is_started_again(folder: Path, logits: list[float]) -> None:
     with RewardModelJudge(settings(model=str(folder))) as judge:
         judge.judge(items(judge)[:1])
-        assert judge._worker is not None
-        os.kill(judge._worker.process.pid, signal.SIGKILL)
+        assert judge.process.worker is not None
+        os.kill(judge.process.worker.process.pid, signal.SIGKILL)
         failed = judge.judge(items(judge))
         assert {one.status for one in failed} == {Status.ERROR} and "process of the reward model ended" in failed[
             0

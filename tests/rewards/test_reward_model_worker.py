@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_model_parts import WORDS, ids_of, save_classifier, save_tokenizer, transformers_logits
+import torch
+from reward_model_parts import TEMPLATE, WORDS, ids_of, save_classifier, save_tokenizer, transformers_logits
 
-from assay.rewards.reward_model_worker import RewardModelWorker, padded
+from assay.rewards.reward_model_worker import RewardModelProcess, RewardModelWorker, padded
 from assay.types import UserError
 
 ANSWERS = ["four", "five", "very very nice four", "bad", "the answer is very very very very good"]
@@ -61,7 +62,7 @@ def test_a_model_without_a_padding_token_computes_one_sequence_at_a_time(tmp_pat
 def test_a_conversation_that_is_too_long_fails_alone(tmp_path: Path) -> None:
     worker = loaded(save_classifier(tmp_path))
     outputs = worker.outputs([talk("very " * 40), talk("four")], 10_000)
-    assert outputs[0] == "question and answer have 49 tokens, and the model reads 1 to 32"
+    assert outputs[0] == "the input has 49 tokens; the maximum is 32"
     assert isinstance(outputs[1], list)
 
 
@@ -81,7 +82,7 @@ def test_the_template_adds_no_further_special_tokens(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_classification_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"judge.model: '.*' cannot be loaded as a classification model"):
+    with pytest.raises(UserError, match=r"'.*' cannot be loaded as a classification model"):
         loaded(tmp_path / "missing")
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -96,3 +97,58 @@ def test_a_folder_without_a_classification_model_is_refused(tmp_path: Path) -> N
 def test_sequences_are_filled_up_on_the_right() -> None:
     ids, mask = padded([[5, 6], [7]], 0)
     assert ids.tolist() == [[5, 6], [7, 0]] and mask.tolist() == [[1, 1], [1, 0]]
+
+
+def test_texts_and_token_ids_are_classified_like_conversations(tmp_path: Path) -> None:
+    worker = loaded(save_classifier(tmp_path))
+    ids = ids_of("<user> what is two plus two <end> <assistant> four <end>")
+    text = "<user> what is two plus two <end> <assistant> four <end>"
+    results = worker.classify([talk("four"), text, ids, [*ids, 18], [*ids, -1], ""], 10_000)
+    (first, tokens), *others = results
+    assert tokens == len(ids) and [count for _, count in others] == [len(ids), len(ids), len(ids) + 1, len(ids) + 1, 0]
+    assert others[0][0] == others[1][0] == pytest.approx(first)
+    assert [one for one, _ in others[2:]] == [
+        *["a token id is outside the vocabulary of 18"] * 2,
+        "the input has no tokens",
+    ]
+    assert worker.classify([ids], 10_000, max_tokens=5) == [("the input has 10 tokens; the maximum is 5", 10)]
+
+
+def test_messages_that_the_template_rejects_fail_alone(tmp_path: Path) -> None:
+    rejects = "{% if messages|length > 2 %}{{ raise_exception('too many turns') }}{% endif %}"
+    worker = loaded(save_classifier(tmp_path, template=rejects + TEMPLATE))
+    long = [*talk("four"), *talk("five")]
+    problem = "the chat template rejects the messages (too many turns)"
+    assert worker.render([long, talk("four")]) == [problem, *worker.render([talk("four")])]
+    failed, good = worker.outputs([long, talk("four")], 10_000)
+    assert failed == problem and isinstance(good, list)
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = loaded(save_classifier(tmp_path))
+    expected = worker.outputs([talk(answer) for answer in ANSWERS], 10_000)
+    forward = worker.model.forward
+
+    def limited(input_ids: Any, **rest: Any) -> Any:
+        if input_ids.numel() > 16:
+            raise torch.OutOfMemoryError
+        return forward(input_ids=input_ids, **rest)
+
+    monkeypatch.setattr(worker.model, "forward", limited)
+    outputs = worker.outputs([talk(answer) for answer in ANSWERS], 10_000)
+    assert outputs[4] == "there is not enough memory for 17 tokens"
+    assert outputs[:4] == [pytest.approx(one, abs=1e-5) for one in expected[:4]]
+
+
+def test_the_model_is_described(tmp_path: Path) -> None:
+    info = loaded(save_classifier(tmp_path, labels=3)).info()
+    assert info["labels"] == ["LABEL_0", "LABEL_1", "LABEL_2"] and info["activation"] == "softmax"
+    assert info["max_length"] == 32 and info["where"] == "float32 on cpu"
+
+
+def test_the_process_loads_with_the_first_call_and_in_the_given_dtype(tmp_path: Path) -> None:
+    process = RewardModelProcess(str(save_classifier(tmp_path)), "cpu", dtype="bfloat16", threads=1)
+    assert process.worker is None
+    assert process.call("info")["where"] == "bfloat16 on cpu" and process.worker is not None
+    process.close()
+    assert process.worker is None

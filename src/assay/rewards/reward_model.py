@@ -13,14 +13,14 @@ from typing import Any, Self
 
 from assay.config import JudgeConfig
 from assay.endpoint import Endpoint, EndpointError, Usage
-from assay.process.spawn import RemoteWorker, WorkerDied, exit_reason
+from assay.process.spawn import WorkerDied, exit_reason
 from assay.rewards.cache import ReplyCache
 from assay.rewards.judge import judged_fields
 from assay.rewards.model_judge import ModelJudge, question_of
 from assay.rewards.pool import GroupItem, Item, JudgeReport
+from assay.rewards.reward_model_worker import RewardModelProcess
 from assay.types import Prompt, Status, UserError, Verdict
 
-WORKER = "assay.rewards.reward_model_worker"
 AT_ONCE = 256  # conversations per call of the process, between which progress is reported
 PATHS = {"classify": "/classify", "pooling": "/pooling", "sglang": "/classify"}
 Conversation = list[dict[str, str]]
@@ -46,7 +46,8 @@ class RewardModelJudge:
         self.endpoint = Endpoint(cfg, "judge", root=True) if cfg.url else None
         self.cached = 0  # outputs that were read from the cache
         self.judged = 0  # conversations that the local model has judged
-        self._worker: RemoteWorker | None = None
+        local = self.endpoint is None
+        self.process = RewardModelProcess(cfg.model if local else cfg.tokenizer, cfg.device, with_model=local)
         self._identity = {"url": self.endpoint.url, "api": cfg.api} if self.endpoint else local_identity(cfg.model)
 
     def __enter__(self) -> Self:
@@ -60,7 +61,7 @@ class RewardModelJudge:
             if self.endpoint is not None:
                 self.endpoint.close()
         finally:
-            self._end_worker()
+            self.process.close()
 
     @property
     def usage(self) -> Usage:
@@ -140,8 +141,7 @@ class RewardModelJudge:
             if self.endpoint is not None:
                 return self._from_endpoint(conversations)
             results = self._call("outputs", conversations, self.cfg.batch_tokens)
-        except WorkerDied as death:
-            self._end_worker()  # the next call starts another
+        except WorkerDied as death:  # the next call starts another
             why = f"the process of the reward model ended ({exit_reason(death.exit_code)}): is there enough memory?"
             return [failure(why) for _ in conversations]
         except RuntimeError as error:
@@ -150,29 +150,19 @@ class RewardModelJudge:
         return [one if isinstance(one, list) else failure(one) for one in results]
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        if self._worker is None:
-            worker = RemoteWorker(WORKER)
-            try:
-                local = self.endpoint is None
-                worker.call("load", self.cfg.model if local else self.cfg.tokenizer, self.cfg.device, local)
-            except BaseException:
-                worker.close()
-                raise
-            self._worker = worker
-        return self._worker.call(method, *arguments)
-
-    def _end_worker(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        try:
+            return self.process.call(method, *arguments)
+        except UserError as error:
+            setting = "judge.model" if self.endpoint is None else "judge.tokenizer"
+            advice = "give a folder or a hub id, or set judge.url to the server of the model"
+            raise UserError(f"{setting}: {error}: {advice}") from None
 
     def _from_endpoint(self, conversations: Sequence[Conversation]) -> list[Outputs]:
         assert self.endpoint is not None
         tokens = self._call("render", conversations) if self.cfg.tokenizer else [None] * len(conversations)
-        bodies = [self._body(one, ids) for one, ids in zip(conversations, tokens, strict=True)]
 
         async def send_all() -> list[Outputs]:
-            return list(await asyncio.gather(*map(self._send, bodies)))
+            return list(await asyncio.gather(*map(self._send, conversations, tokens)))
 
         return self.endpoint.loop.call(send_all())
 
@@ -183,11 +173,14 @@ class RewardModelJudge:
         content = {"messages": conversation} if ids is None else {"input": ids}
         return body | content | {"use_activation": False}  # the outputs themselves, not probabilities
 
-    async def _send(self, body: Mapping[str, Any]) -> Outputs:
+    async def _send(self, conversation: Conversation, ids: list[int] | str | None) -> Outputs:
+        """`ids`: token ids, or why there are none; None: send the messages."""
         assert self.endpoint is not None
+        if isinstance(ids, str):
+            return failure(ids)
         path = PATHS[self.cfg.api]
         try:
-            answer = await self.endpoint.post(path, body)
+            answer = await self.endpoint.post(path, self._body(conversation, ids))
             outputs = outputs_in(answer)
             if outputs is None:
                 raise self.endpoint.garbage(path, answer, "outputs of a classification model")
