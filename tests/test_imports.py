@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
         *("rollout", "evals", "runs"),
     },
 }
-ALLOWED["serve"] = {"types", "config", "process", "listen", "text", "engine", "runs"}
+ALLOWED["serve"] = {"types", "config", "process", "listen", "text", "rewards", "engine", "runs"}
 ALLOWED["web"] = {"types", "listen", "text", "evals", "runs"}
 ALLOWED["api"] = ALLOWED["bench"] = ALLOWED["train"] | {"train"}
 NO_TORCH = ("types", "config", "process", "endpoint", "listen", "rewards", "tasks", "envs", "text", "runs", "web")

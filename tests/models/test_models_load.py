@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from assay.models import PRESETS, Decoder, HFModel, fingerprint, load_model, preset, save_model
-from assay.models.load import build_preset, weight_files
+from assay.models.load import build_preset, is_classifier, weight_files
 from assay.types import UserError
 
 
@@ -217,3 +217,29 @@ def test_an_unknown_preset_names_the_nearest():
         preset("mediun", vocab_size=10, max_length=10)
     with pytest.raises(UserError, match="vocabulary"):
         preset("tiny", vocab_size=0, max_length=10)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "expected"),
+    [
+        (["Qwen2ForSequenceClassification"], True),
+        (["BertForSequenceClassification"], True),
+        (["Qwen2ForCausalLM"], False),
+        ("ForSequenceClassification", False),
+        (None, False),
+    ],
+)
+def test_classification_models_are_recognized_by_their_config(tmp_path, monkeypatch, architectures, expected):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
+    assert is_classifier(str(tmp_path)) is expected
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file: str(tmp_path / file))
+    assert is_classifier("org/name") is expected
+
+
+def test_sources_without_a_config_are_no_classification_models(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("offline")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    for source in ("org/name", "run:demo@last", str(tmp_path), str(tmp_path / "missing"), "model.gguf"):
+        assert not is_classifier(source)

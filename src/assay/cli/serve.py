@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from assay.cli.eval import add_trust, inherited_settings
 from assay.config import ServeConfig
 from assay.config.settings import load_settings, parse_overrides
-from assay.runs.console import Console
-from assay.types import UserError, missing_extra
+from assay.runs.console import Console, count
+from assay.types import UserError, missing_extra, plural
 
 HELP = """Serve a model over HTTP, with the interface of the OpenAI API.
 
 For a checkpoint of a run, the run's prompt and length settings are used.
+A classification model (a reward model) is served at /classify, as by vLLM.
   assay serve Qwen/Qwen2.5-0.5B-Instruct
   assay serve run:demo@last --port 8001
   ASSAY_KEY=... assay serve model.gguf --host 0.0.0.0 --api-key-env ASSAY_KEY
 Ctrl-C or SIGTERM finishes the running requests first; a second one stops immediately."""
 SETTINGS = ServeConfig
 MAX_FRONTENDS = 4
+OF_CLASSIFIERS = ("http.", "runs_dir", "device", "threads", "engine.dtype")  # settings that apply to them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,37 +44,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         from assay.listen import bind
-        from assay.serve.frontend import serve
-        from assay.serve.server import Serving, access_of, address_of
+        from assay.serve.server import access_of
     except ImportError:
         raise missing_extra("assay serve", "serve") from None
-    from assay.train import components
+    from assay.models.load import is_classifier
 
     cfg = settings_of(args)
     access_of(cfg.http, max_batch=1)  # before the model is loaded
     listener = bind(cfg.http.host, cfg.http.port)
-    name = cfg.http.name or args.model
     try:
-        with Console(sys.stderr) as console:
-            renderer, engine = components.build_server(args.model, cfg, None, console, any_style=True)
-            has_chat = renderer.style == "chat" or bool(cfg.prompt.template) or cfg.prompt.style == "raw"
-            if not has_chat:
-                console.note("the model has no chat template: /v1/chat/completions is not available")
-        if cfg.http.frontends < 0:
-            cfg.http.frontends = default_frontends(str(getattr(engine, "device", "")))
-        url = address_of(listener)
-        serving = Serving(
-            renderer,
-            cfg.http,
-            name,
-            has_chat,
-            on_ready=lambda: say(f"serving {name} at {url}/v1 (Ctrl-C stops)"),
-            on_stop=lambda: say("stopping: finishing the running requests"),
-        )
-        serve(engine, serving, listener)
+        if is_classifier(args.model):
+            check_classifier_settings(cfg, parse_overrides(args.overrides))
+            run_classifier(args.model, cfg, listener)
+        else:
+            run_language_model(args.model, cfg, listener)
     finally:
         listener.close()
     return 0
+
+
+def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) -> None:
+    from assay.serve.frontend import serve
+    from assay.serve.server import Serving
+    from assay.train import components
+
+    with Console(sys.stderr) as console:
+        renderer, engine = components.build_server(model, cfg, None, console, any_style=True)
+        has_chat = renderer.style == "chat" or bool(cfg.prompt.template) or cfg.prompt.style == "raw"
+        if not has_chat:
+            console.note("the model has no chat template: /v1/chat/completions is not available")
+    if cfg.http.frontends < 0:
+        cfg.http.frontends = default_frontends(str(getattr(engine, "device", "")))
+    name = cfg.http.name or model
+    serve(engine, Serving(renderer, cfg.http, name, has_chat, ready_note(name, listener), stop_note), listener)
+
+
+def run_classifier(model: str, cfg: ServeConfig, listener: socket.socket) -> None:
+    from assay.rewards.reward_model_worker import RewardModelProcess
+    from assay.serve.classify import serve_classifier
+
+    process, name = RewardModelProcess(model, cfg.device, True, cfg.engine.dtype, cfg.threads), cfg.http.name or model
+    with Console(sys.stderr) as console:
+        console.announce(f"loading {model}")
+        info = process.call("info")
+        console.end_operation()
+        size, labels = count(info["parameters"]), plural(len(info["labels"]), "label")
+        console.note(f"{model}: a classification model with {labels}, {size} parameters, {info['where']}")
+    serve_classifier(process, cfg.http, name, listener, ready_note(name, listener), stop_note)
+
+
+def check_classifier_settings(cfg: ServeConfig, given: Mapping[str, Any]) -> None:
+    """Refuse settings that would have no effect."""
+    unused = [f"--{name}" for name in given if not name.startswith(OF_CLASSIFIERS)]
+    unused += ["--http.frontends"] if cfg.http.frontends > 0 else []
+    unused += ["--allow-updates"] if cfg.http.allow_updates else []
+    if unused:
+        raise UserError(f"{', '.join(unused)} cannot be used with a classification model: remove it")
+
+
+def ready_note(name: str, listener: socket.socket) -> Callable[[], None]:
+    from assay.serve.server import address_of
+
+    url = address_of(listener)
+    return lambda: say(f"serving {name} at {url}/v1 (Ctrl-C stops)")
+
+
+def stop_note() -> None:
+    say("stopping: finishing the running requests")
 
 
 def default_frontends(device: str) -> int:

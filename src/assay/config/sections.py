@@ -185,7 +185,7 @@ class JudgeConfig(EndpointConfig):
     sigmoid: bool = False
     """reward_model: map the result to 0 to 1"""
     api: Literal["classify", "pooling", "sglang"] = "classify"
-    """reward_model with judge.url: classify or pooling of vLLM, or /classify of SGLang"""
+    """reward_model with judge.url: classify of vLLM or assay serve, pooling of vLLM, or sglang: /classify of SGLang"""
     tokenizer: str = ""
     """reward_model with judge.url: folder or hub id of its tokenizer, to send token ids; empty: send messages"""
     device: str = "auto"

@@ -114,6 +114,20 @@ def empty_model(folder: Path, device: str | torch.device, dtype: torch.dtype) ->
     return model
 
 
+def is_classifier(source: str) -> bool:
+    """Whether config.json names a sequence-classification model. Of a model of the hub, only that file is fetched."""
+    file = Path(source).expanduser() / "config.json"
+    if HUB_ID.fullmatch(source) and not file.parent.exists():
+        from huggingface_hub import hf_hub_download
+
+        try:
+            file = Path(hf_hub_download(source, "config.json"))
+        except (OSError, ValueError):  # reported when the model is loaded
+            return False
+    names = read_json(file, "").get("architectures") if file.is_file() else None
+    return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
 def check_model_folder(source: str) -> None:
     """Refuse a folder that has files, but no model; other sources are checked when they are loaded."""
     folder = Path(source).expanduser()

@@ -1,17 +1,21 @@
-"""The routes of the server: the OpenAI API, health and metrics. See `trainer_api` for those of our trainer."""
+"""The routes of the server: the OpenAI API, health and metrics.
+
+See `trainer_api` for those of our trainer, and `classify` for those of a classification model.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from assay.engine.base import Failed, Finished
 from assay.serve import metrics as names
@@ -19,7 +23,7 @@ from assay.serve.bridge import Disconnected, Submission
 from assay.serve.metrics import CLOSED
 from assay.serve.protocol import ApiError, Generation, error_body
 from assay.serve.responses import AnswerWriter, StreamWriter, error_event
-from assay.serve.service import JSON, Service, error_response, json_response, watch_connection
+from assay.serve.service import JSON, HttpService, Service, error_response, json_response, watch_connection
 from assay.serve.trainer_api import trainer_routes
 from assay.types import Completion
 
@@ -29,7 +33,7 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 class Gate:
     """Checks keys and host names, and counts responses; wraps the application."""
 
-    def __init__(self, app: Any, service: Service) -> None:
+    def __init__(self, app: Any, service: HttpService) -> None:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -73,7 +77,7 @@ class Gate:
 
 
 def endpoint_of(path: str) -> str:
-    known = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
+    known = {"/v1/completions": "completions", "/v1/chat/completions": "chat", "/classify": "classify"}
     if path in known:
         return known[path]
     return next((name for name in ("models", "engine") if path.startswith((f"/v1/{name}", f"/{name}/"))), "other")
@@ -176,7 +180,7 @@ class GenerationResponse(Response):
 
 
 def make_app(service: Service) -> Any:
-    """The ASGI application."""
+    """The ASGI application of a language model."""
     parser = service.parser
 
     async def completions(request: HttpRequest) -> Response:
@@ -184,6 +188,19 @@ def make_app(service: Service) -> Any:
 
     async def chat_completions(request: HttpRequest) -> Response:
         return GenerationResponse(service, await service.parse(request, parser.chat_completion))
+
+    no_classifier = f"'{service.model}' is a language model: /classify needs a classification model"
+    routes = [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        unsupported("/classify", no_classifier),
+        *trainer_routes(service),
+    ]
+    return with_common_routes(routes, service)
+
+
+def with_common_routes(routes: Sequence[BaseRoute], service: HttpService) -> Any:
+    """The ASGI application with these routes, and those that do not depend on the kind of model."""
 
     async def models(request: HttpRequest) -> Response:
         return json_response({"object": "list", "data": [model_entry(service)]})
@@ -198,29 +215,33 @@ def make_app(service: Service) -> Any:
         return json_response({"status": "ok"})
 
     async def prometheus(request: HttpRequest) -> Response:
-        load, version = [await service.bridge.port.call(name) for name in ("load", "version")]
-        text = service.metrics.render(load, version)
+        text = service.metrics.render(*await service.state())
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    routes = [
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    common = [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", one_model),
         Route("/health", health),
         Route("/metrics", prometheus),
-        *trainer_routes(service),
     ]
     handlers: Any = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_other_error}
-    return Gate(Starlette(routes=routes, exception_handlers=handlers), service)
+    return Gate(Starlette(routes=[*routes, *common], exception_handlers=handlers), service)
 
 
-def model_entry(service: Service) -> dict[str, Any]:
-    limit = service.parser.limits.max_length
+def unsupported(path: str, message: str) -> Route:
+    """A route of another kind of model: its requests are answered with 404 and this message."""
+
+    async def refuse(request: HttpRequest) -> Response:
+        raise ApiError(404, message)
+
+    return Route(path, refuse, methods=["POST"])
+
+
+def model_entry(service: HttpService) -> dict[str, Any]:
     return {
         "id": service.model,
         "object": "model",
         "created": service.created,
         "owned_by": "assay",
-        "max_model_len": limit,
+        "max_model_len": service.max_length,
     }

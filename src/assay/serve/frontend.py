@@ -25,6 +25,7 @@ from assay.engine.base import Engine, Event, Failed, Finished, Request, TokenChu
 from assay.engine.dispatch import Dispatcher
 from assay.process.messages import receive, send
 from assay.process.spawn import ChildProcess, ignore_stop_signals, take_pipes
+from assay.serve.app import make_app
 from assay.serve.bridge import EngineBridge
 from assay.serve.control import EngineControl
 from assay.serve.metrics import SIZE, Metrics
@@ -314,7 +315,7 @@ async def run_frontend(setup: FrontendSetup, incoming: int, outgoing: int) -> No
     metrics = Metrics(shared_counters(setup.metrics, setup.parts), setup.part)
     service = build_service(setup.serving, setup.info, metrics)
     port = RemotePort(service.bridge, asyncio.get_running_loop(), incoming, outgoing)
-    server = make_http_server(service, setup.serving.cfg, on_ready=port.start)
+    server = make_http_server(make_app(service), setup.serving.cfg, on_ready=port.start)
     port.on_stop = server.stop
     await server.serve([socket.socket(fileno=setup.listener)])
 

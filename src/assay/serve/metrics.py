@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from assay.engine.base import EngineLoad
 
-ENDPOINTS = ("completions", "chat", "models", "engine", "other")
+ENDPOINTS = ("completions", "chat", "classify", "models", "engine", "other")
 CLOSED = 499  # the client has disconnected
 STATUSES = (200, 400, 401, 403, 404, 405, 408, 411, 413, 415, 429, CLOSED, 500, 503)
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds

@@ -201,7 +201,7 @@ class RequestParser:
     def completion(self, tree: Mapping[str, Any]) -> Generation:
         fields = Fields(tree)
         fields.check_known(COMMON | {"prompt"})
-        self._check_model(fields)
+        check_model(fields, self.name)
         prompts = self._prompts(tree.get("prompt"))
         logprobs = fields.integer("logprobs", None, 0, MAX_TOP_LOGPROBS)
         limit = fields.integer("max_tokens", DEFAULT_TOKENS, 1, 1 << 31)
@@ -212,7 +212,7 @@ class RequestParser:
     def chat_completion(self, tree: Mapping[str, Any]) -> Generation:
         fields = Fields(tree)
         fields.check_known(COMMON | {"messages", "max_completion_tokens", "top_logprobs"})
-        self._check_model(fields)
+        check_model(fields, self.name)
         if not self.has_chat:
             message = "the model has no chat template: use /v1/completions, or start the server with prompt.template"
             raise ApiError(400, message, "messages")
@@ -227,12 +227,6 @@ class RequestParser:
         if count and not logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true", "top_logprobs")
         return with_alternatives(generation, count, "top_logprobs")
-
-    def _check_model(self, fields: Fields) -> None:
-        name = fields.get("model", str, self.name)
-        if name != self.name:
-            message = f"the model '{name[:100]}' does not exist: this server has '{self.name}'"
-            raise ApiError(404, message, "model", "model_not_found")
 
     def _prompts(self, value: Any) -> list[list[int]]:
         prompts = value if isinstance(value, list) and not is_token_list(value) else [value]
@@ -307,6 +301,13 @@ class RequestParser:
         if problem := params.problem():
             raise ApiError(400, problem)
         return params
+
+
+def check_model(fields: Fields, served: str) -> None:
+    name = fields.get("model", str, served)
+    if name != served:
+        message = f"the model '{name[:100]}' does not exist: this server has '{served}'"
+        raise ApiError(404, message, "model", "model_not_found")
 
 
 def with_alternatives(generation: Generation, count: int, param: str) -> Generation:

@@ -107,12 +107,13 @@ def build_service(serving: Serving, info: dict[str, Any], metrics: Metrics | Non
     limits = RequestLimits(info["max_length"], info["vocab_size"], cfg.max_prompt_tokens, cfg.max_samples)
     parser = RequestParser(serving.renderer, limits, serving.name, serving.has_chat)
     access = access_of(cfg, info["max_batch"])
-    return Service(serving.name, serving.renderer, parser, EngineBridge(), access, metrics or Metrics())
+    counters, renderer = metrics or Metrics(), serving.renderer
+    return Service(serving.name, access, counters, renderer=renderer, parser=parser, bridge=EngineBridge())
 
 
-def make_http_server(service: Service, cfg: HttpConfig, on_ready: Callable[[], None] = nothing) -> HttpServer:
+def make_http_server(app: Any, cfg: HttpConfig, on_ready: Callable[[], None] = nothing) -> HttpServer:
     config = uvicorn.Config(
-        make_app(service),
+        app,
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -131,18 +132,23 @@ async def run_server(dispatcher: Dispatcher, serving: Serving, listener: socket.
     """Serve in this process until Ctrl-C or SIGTERM."""
     control = EngineControl(dispatcher)
     service = build_service(serving, control.info())
+    port = LocalPort(control, service.bridge, asyncio.get_running_loop())
+    server = make_http_server(make_app(service), serving.cfg, serving.on_ready)
+    try:
+        await serve_until_stopped(server, listener, serving.on_stop)
+    finally:
+        port.close()
+
+
+async def serve_until_stopped(server: HttpServer, listener: socket.socket, on_stop: Callable[[], None]) -> None:
+    """`on_stop`: called when the server only finishes the running requests."""
     loop = asyncio.get_running_loop()
-    port = LocalPort(control, service.bridge, loop)
-    server = make_http_server(service, serving.cfg, serving.on_ready)
 
     def stop() -> None:
         server.stop()
-        serving.on_stop()
+        on_stop()
 
     for number in STOP_SIGNALS:
         with suppress(ValueError, RuntimeError, NotImplementedError):  # not in the main thread
             loop.add_signal_handler(number, stop)
-    try:
-        await server.serve([listener])
-    finally:
-        port.close()
+    await server.serve([listener])

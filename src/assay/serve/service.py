@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from assay.engine.base import EngineLoad
 from assay.serve import metrics as names
 from assay.serve.bridge import EngineBridge, RequestBatches, Submission
 from assay.serve.metrics import CLOSED, Metrics
@@ -38,26 +40,28 @@ class AccessRules:
 
 
 @dataclass
-class Service:
-    """What the routes need."""
+class HttpService(ABC):
+    """What the routes of every kind of model need."""
 
     model: str  # its name in requests
-    renderer: Renderer
-    parser: RequestParser
-    bridge: EngineBridge
     access: AccessRules
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def __post_init__(self) -> None:
-        self.texts = TokenTexts(self.renderer)
-        self.batches = RequestBatches(self.bridge)
+    @property
+    @abstractmethod
+    def max_length(self) -> int:
+        """Maximum number of tokens that the model reads."""
+
+    @abstractmethod
+    async def state(self) -> tuple[EngineLoad, int]:
+        """What the model is working on, and the version of its weights."""
 
     @contextmanager
     def admitted(self, samples: int) -> Iterator[None]:
         """Count samples while they are served; an overloaded server rejects them."""
         if self.metrics.active + samples > self.access.capacity:
-            message = f"the server is overloaded: {self.metrics.active} answers are being generated or wait; try again"
+            message = f"the server is overloaded: {self.metrics.active} answers are being computed or wait; try again"
             raise ApiError(429, message, code="overloaded", retry_after=1)
         self.metrics.add(names.ACTIVE, samples)
         try:
@@ -97,6 +101,26 @@ class Service:
         if len(body) > LONG_BODY:
             return await asyncio.to_thread(lambda: parse(parse_object(body)))
         return parse(parse_object(body))
+
+
+@dataclass(kw_only=True)
+class Service(HttpService):
+    """What the routes of a language model need."""
+
+    renderer: Renderer
+    parser: RequestParser
+    bridge: EngineBridge
+
+    def __post_init__(self) -> None:
+        self.texts = TokenTexts(self.renderer)
+        self.batches = RequestBatches(self.bridge)
+
+    @property
+    def max_length(self) -> int:
+        return self.parser.limits.max_length
+
+    async def state(self) -> tuple[EngineLoad, int]:
+        return await self.bridge.port.call("load"), await self.bridge.port.call("version")
 
 
 def json_response(tree: Any) -> Response:
