@@ -86,6 +86,28 @@ def test_close_ends_a_program_politely(tmp_path: Path) -> None:
     assert program.tail() == "term" and not alive(program.pid)
 
 
+def test_blocked_sigterm_does_not_reach_a_program_or_its_children(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program = SupervisedProgram([sys.executable, "-c", PROGRAM], log, os.environ, block_sigterm=True)
+    until(lambda: program.tail().isdigit())
+    child = int(program.tail())
+    for pid in (program.pid, child):
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.2)
+    assert program.ended is None and alive(child)
+    program.close()
+    assert "KeyboardInterrupt" in log.read_text() and not alive(program.pid) and not alive(child)
+
+
+def test_a_program_can_be_restarted(tmp_path: Path) -> None:
+    program = run("import time; print('ready', flush=True); time.sleep(600)", tmp_path / "log")
+    first = program.pid
+    program.restart()
+    until(lambda: program.tail() == "ready")
+    assert program.ended is None and alive(program.pid) and program.pid != first and not alive(first)
+    program.close()
+
+
 def test_no_process_is_left_if_the_parent_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(log), PROGRAM], stdout=subprocess.PIPE, text=True)

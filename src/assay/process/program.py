@@ -26,12 +26,18 @@ STOP_S = 10.0  # seconds that a program gets after SIGTERM
 class SupervisedProgram:
     """A running program. Its output is appended to `log`."""
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        self.log = log
+    def __init__(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str], block_sigterm: bool = False
+    ) -> None:
+        """`block_sigterm`: the program never receives SIGTERM, which schedulers send to all processes of a job."""
+        self.log, self._environment, self._block_sigterm = log, environment, block_sigterm
+        self._settings = json.dumps({"command": list(command), "log": str(log), "block_sigterm": block_sigterm})
+        self._start()
+
+    def _start(self) -> None:
         self._ended: str | None = None
         # The environment may hold secrets: unlike arguments, other users cannot see it.
-        settings = json.dumps({"command": list(command), "log": str(log)})
-        self._child = ChildProcess(__name__, settings, supervised=True, environment=environment)
+        self._child = ChildProcess(__name__, self._settings, supervised=True, environment=self._environment)
         self.pid: int = self._child.receive()
 
     @property
@@ -47,25 +53,40 @@ class SupervisedProgram:
             self._ended = exit_reason(self._child.process.returncode)
         return self._ended
 
-    def tail(self, limit: int = 300) -> str:
-        """The last error in the log that names a cause, or else its last line."""
-        with suppress(OSError):
-            lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()[-400:] if line.strip()]
-            errors = [line for line in lines if re.search(r"\w(Error|Exception): |\berror: ", line)]
-            causes = [line for line in errors if "stack trace" not in line]
-            line = (causes or errors or lines or [""])[-1]
-            return line if len(line) <= limit else "..." + line[-limit:]
-        return ""
+    def tail(self) -> str:
+        return last_error(self.log)
+
+    def kill(self) -> None:
+        """Kill the program without waiting. Its supervisor kills what it has started."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def restart(self) -> None:
+        """Kill the program, which may not answer to other signals, and start it again."""
+        self.kill()
+        self.close()
+        self._start()
 
     def close(self) -> None:
         """Ask the program to end, and kill it with everything it has started if it does not."""
         if self.ended is None and self.pid:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
+                os.kill(self.pid, signal.SIGINT if self._block_sigterm else signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self._child.process.wait(timeout=STOP_S)
         reason = self._child.close()
         self._ended = self._ended or reason
+
+
+def last_error(log: Path, limit: int = 300) -> str:
+    """The last error in a log file that names a cause, or else its last line."""
+    with suppress(OSError):
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-400:] if line.strip()]
+        errors = [line for line in lines if re.search(r"\w(Error|Exception): |\berror: ", line)]
+        causes = [line for line in errors if "stack trace" not in line]
+        line = (causes or errors or lines or [""])[-1]
+        return line if len(line) <= limit else "..." + line[-limit:]
+    return ""
 
 
 def is_dead(pid: int) -> bool:
@@ -94,7 +115,8 @@ def main() -> None:
         os.dup2(target, number)
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    blocked = {signal.SIGTERM} if settings["block_sigterm"] else set()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(STOP_SIGNALS) - blocked)
     command = settings["command"]
     try:
         os.execvp(command[0], command)
