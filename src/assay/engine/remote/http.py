@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from assay.config import ServerConfig, SGLangConfig, VLLMConfig
 from assay.endpoint import LoopThread, check_url, is_loopback, message_of, shortened
 from assay.engine.remote.launch import LaunchedServers
+from assay.engine.remote.nodes import nodes_folder
 from assay.types import UserError, describe_error, missing_extra
 
 T = TypeVar("T")
@@ -213,8 +214,8 @@ class HttpServers:
             raise missing_extra(f"engine {self.section}", self.section) from None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S)
-        # A proxy that the environment names is for other hosts.
-        return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, trust_env=not is_loopback(url))
+        proxies = not is_loopback(url) and nodes_folder() is None  # those of the environment are for other hosts
+        return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, trust_env=proxies)
 
     def _content(self, server: Server, path: str, response: Any, is_json: bool = True) -> Any:
         if response.status_code in (429, 503):

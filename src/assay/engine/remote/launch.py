@@ -1,19 +1,16 @@
-"""Servers that an engine starts on this host, supervises and stops."""
+"""Servers that an engine starts, supervises and stops: on this host, or on engine nodes (see `nodes`)."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,6 +18,7 @@ import torch
 
 from assay.config import ServerConfig, SGLangConfig, VLLMConfig
 from assay.engine.base import EngineOptions
+from assay.engine.remote.nodes import EngineNodes, NodeServer, nodes_folder
 from assay.models.base import PolicyModel
 from assay.models.export import save_config
 from assay.process.program import SupervisedProgram, free_port
@@ -43,12 +41,15 @@ class LaunchedServers(ABC):
     def __init__(self, settings: ServerConfig | VLLMConfig | SGLangConfig, options: EngineOptions) -> None:
         self.options, self.count, self.port = options, settings.servers, settings.port
         self.start_timeout_s = settings.start_timeout_s
-        self.folder = Path(tempfile.mkdtemp(prefix="assay-servers-"))
+        folder = nodes_folder()
+        self.nodes = EngineNodes(folder) if folder else None
+        self.host = "0.0.0.0" if self.nodes else "127.0.0.1"  # address on which servers listen
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="assay-servers-"))
         self.model_folder = self.folder / "model"
-        self.programs: dict[str, SupervisedProgram] = {}  # by URL
-        self.starts: dict[str, Callable[[], SupervisedProgram]] = {}  # by URL
+        self.programs: dict[str, SupervisedProgram | NodeServer] = {}  # by URL
         self.restarts: dict[str, int] = {}  # by URL
-        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, True)
+        remove = (lambda: None,) if self.nodes else (shutil.rmtree, self.folder, True)
+        self._remove = weakref.finalize(self, *remove)
 
     @abstractmethod
     def _command(self, index: int, port: int, max_length: int) -> list[str]:
@@ -72,18 +73,28 @@ class LaunchedServers(ABC):
             save_config(model, self.model_folder, self.options.dtype)
             save_tokenizer(self.model_folder)
             max_length = min(model.max_length, self.options.max_length or model.max_length)
-            for index in range(self.count):
-                port = self.port + index if self.port else free_port()
-                command, log = self._command(index, port, max_length), self.folder / f"server-{index}.log"
-                url = f"http://127.0.0.1:{port}"
-                self.starts[url] = partial(SupervisedProgram, command, log, self._environment(index))
-                self.programs[url] = self.starts[url]()
+            if self.nodes is not None:
+                self._start_on_nodes(self.nodes, max_length)
+            else:
+                self._start_here(max_length)
             for url in self.programs:
                 self._wait(url)
         except BaseException:
             self.close()
             raise
         return list(self.programs)
+
+    def _start_here(self, max_length: int) -> None:
+        for index in range(self.count):
+            port = self.port + index if self.port else free_port()
+            command, log = self._command(index, port, max_length), self.folder / f"server-{index}.log"
+            self.programs[f"http://127.0.0.1:{port}"] = SupervisedProgram(command, log, self._environment(index))
+
+    def _start_on_nodes(self, nodes: EngineNodes, max_length: int) -> None:
+        servers = nodes.wait(self.start_timeout_s, self.section)
+        self.programs |= {server.url: server for server in servers}
+        commands = [self._command(index, server.port, max_length) for index, server in enumerate(servers)]
+        nodes.start(servers, commands, [self._environment(index) for index in range(len(servers))])
 
     def _wait(self, url: str) -> None:
         """Wait until a server is ready."""
@@ -107,13 +118,13 @@ class LaunchedServers(ABC):
                 time.sleep(POLL_S)
 
     def restart(self, url: str) -> None:
-        """Start a failed server again, without waiting until it is ready. After `MAX_RESTARTS` it stays away."""
+        """Start a failed server again, without waiting until it is ready. After `MAX_RESTARTS` it stays away.
+
+        Engine nodes have a limit of their own.
+        """
         self.restarts[url] = self.restarts.get(url, 0) + 1
-        if self.restarts[url] <= MAX_RESTARTS:
-            with suppress(ProcessLookupError):
-                os.kill(self.programs[url].pid, signal.SIGKILL)  # it may not answer to other signals
-            self.programs[url].close()
-            self.programs[url] = self.starts[url]()
+        if self.nodes is not None or self.restarts[url] <= MAX_RESTARTS:
+            self.programs[url].restart()
 
     def death(self, url: str) -> str:
         """How a server ended, with the last error in its log; empty while it runs."""

@@ -31,7 +31,9 @@ class LaunchedAssay(LaunchedServers):
 
     def _command(self, index: int, port: int, max_length: int) -> list[str]:
         options, devices = self.options, self.settings.devices
+        device = torch.device(options.device).type if self.nodes else str(options.device)  # a node has its own GPUs
         values = {
+            "http.host": self.host,
             "http.port": port,
             "http.name": "policy",
             "http.api_key_env": KEY,
@@ -40,7 +42,7 @@ class LaunchedAssay(LaunchedServers):
             "http.frontends": 0,
             "http.queue": 1_000_000,  # the run adds only what it needs
             "prompt.style": "raw",
-            "device": devices[index % len(devices)] if devices else str(options.device),
+            "device": devices[index % len(devices)] if devices else device,
             "threads": torch.get_num_threads(),
             "model.max_length": max_length,
             "engine.dtype": str(options.dtype).removeprefix("torch."),

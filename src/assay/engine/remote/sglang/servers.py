@@ -30,7 +30,7 @@ class LaunchedSGLang(LaunchedServers):
         arguments = {
             "model-path": str(self.model_folder),
             "served-model-name": "policy",
-            "host": "127.0.0.1",
+            "host": self.host,
             "port": str(port),
             "dtype": str(options.dtype).removeprefix("torch."),
             "load-format": "dummy",

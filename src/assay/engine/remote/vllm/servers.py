@@ -33,7 +33,7 @@ class LaunchedVLLM(LaunchedServers):
         arguments = {
             "model": str(self.model_folder),
             "served-model-name": "policy",
-            "host": "127.0.0.1",
+            "host": self.host,
             "port": str(port),
             "dtype": str(options.dtype).removeprefix("torch."),
             "load-format": "dummy",
@@ -70,7 +70,8 @@ class LaunchedVLLM(LaunchedServers):
         }
         environment |= visible_devices(self.settings, device, index)
         if device.type == "cpu" and not self.settings.devices:
-            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
+            if self.nodes is None:  # engine nodes may have other cores
+                cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+                environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(options.memory))))
         return environment
