@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from one_machine import Slurm, slurm_on_one_machine, wait_until
+
+from assay.runs.rollouts import read_rollouts
 
 pytestmark = pytest.mark.slurm
 
@@ -165,7 +168,8 @@ def test_an_error_does_not_go_round_in_circles(slurm: Slurm, work: Path) -> None
     job = submit(slurm, work, "wrong", "--model", "no/such/model")
     wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", 120, "the job fails")
     assert (slurm.job(job)["Restarts"], slurm.job(job)["ExitCode"]) == ("0", "200:0")
-    assert log(work, f"wrong-{job}").count("no/such/model") == 1  # one rank says it
+    errors = [line for line in log(work, f"wrong-{job}").splitlines() if line.startswith("assay: ")]
+    assert len(errors) == 1 and "no/such/model" in errors[0]  # one rank says it
 
 
 def test_a_cancelled_job_stays_cancelled(slurm: Slurm, work: Path) -> None:
@@ -173,3 +177,122 @@ def test_a_cancelled_job_stays_cancelled(slurm: Slurm, work: Path) -> None:
         slurm("scancel", job)
         wait_until(lambda: str(job) not in slurm("squeue", "--noheader", "--format=%i").split(), 60, "the job is gone")
     assert (slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == ("CANCELLED", "0")
+
+
+# Jobs with an engine node. Prompts are not repeated: each has to be trained once.
+ENGINE_STEPS, PROMPTS = 24, 4
+ENGINES = f"--engines 1 --engine assay --train.steps {ENGINE_STEPS} --task.args.train_size {ENGINE_STEPS * PROMPTS}"
+ASYNC = "--source async --source.max_staleness 2"
+
+
+def submit_with_engines(
+    slurm: Slurm, work: Path, name: str, *words: object, servers: int = 2, source: str = ASYNC
+) -> int:
+    own = [*ENGINES.split(), "--servers-per-node", servers, *source.split(), "--procs-per-node", 1, *words]
+    return submit(slurm, work, name, *own)
+
+
+def end_of(slurm: Slurm, job: int) -> dict[str, str]:
+    """The job after its end, when none of its processes is left."""
+    wait_until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), 300, f"{job} ends")
+    wait_until(lambda: not processes(job), 30, f"no process of {job} is left")
+    return slurm.job(job)
+
+
+def processes(job: int, *words: str) -> list[int]:
+    """Processes of a job that run Python with these words."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            command = (path.parent / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            of_job = f"SLURM_JOB_ID={job}".encode() in path.read_bytes().split(b"\0")
+            if of_job and command[1 : 1 + len(words)] == list(words):
+                found.append(int(path.parent.name))
+    return found
+
+
+def logs_of(work: Path, run: str) -> str:
+    return "\n".join(f"== {path}\n{path.read_text()}" for path in sorted((work / "runs" / "slurm").glob(f"{run}*.log")))
+
+
+def assert_trained_once(work: Path, run: str) -> None:
+    """All groups of all steps, of an asynchronous run or not."""
+    path = work / "runs" / run
+    trained = Counter(group.prompt.id for step in range(1, ENGINE_STEPS + 1) for group in read_rollouts(path, step))
+    assert len(trained) == trained.total() == ENGINE_STEPS * PROMPTS
+    assert (path / "summary.json").exists() and saved(work, run) == ENGINE_STEPS
+
+
+@contextmanager
+def held_with_engines(slurm: Slurm, work: Path, name: str, **options: object) -> Iterator[tuple[int, str]]:
+    hold = work / f"hold-{name}"
+    hold.touch()
+    job = submit_with_engines(slurm, work, name, **options)  # type: ignore[arg-type]
+    wait_until(lambda: saved(work, f"{name}-{job}") >= 2, 120, f"{name} is on its way")
+    yield job, f"{name}-{job}"
+    assert not (work / "runs" / f"{name}-{job}" / "summary.json").exists(), "the run ended before it was interrupted"
+    hold.unlink()
+
+
+@pytest.mark.parametrize("source", ["async", "on_policy"])
+def test_a_job_with_an_engine_node_trains_to_its_end(slurm: Slurm, work: Path, source: str) -> None:
+    name = f"engines-{source}"
+    job = submit_with_engines(slurm, work, name, source=ASYNC if source == "async" else "--source on_policy")
+    ended, run = end_of(slurm, job), f"{name}-{job}"
+    assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == ("COMPLETED", "0", "2"), logs_of(work, run)
+    assert_trained_once(work, run)
+    names = sorted(path.name.removeprefix(run) for path in (work / "runs" / "slurm").glob(f"{run}*"))
+    assert names == ["-engine0-server0.log", "-engine0-server1.log", "-engine0.log", "-node0.log", ".log"]
+    assert "the servers have ended" in (work / "runs" / "slurm" / f"{run}-engine0.log").read_text()
+
+
+def test_a_killed_server_of_an_engine_node_serves_again(slurm: Slurm, work: Path) -> None:
+    with held_with_engines(slurm, work, "server-killed") as (job, run):
+        os.kill(processes(job, "-m", "assay", "serve")[0], signal.SIGKILL)
+        wait_until(
+            lambda: "serves again, with the weights of version" in log(work, run), 120, "the server serves again"
+        )
+    assert end_of(slurm, job)["JobState"] == "COMPLETED", logs_of(work, run)
+    assert_trained_once(work, run)
+    assert "ended (killed by SIGKILL)" in (work / "runs" / "slurm" / f"{run}-engine0.log").read_text()
+    assert "has failed and gets no more requests" in log(work, run)
+
+
+@pytest.mark.parametrize("how", INTERRUPTIONS)
+def test_an_interrupted_job_with_an_engine_node_trains_every_group_once(slurm: Slurm, work: Path, how: str) -> None:
+    name = f"engines-{how}"
+    with held_with_engines(slurm, work, name) as (job, run):
+        INTERRUPTIONS[how](slurm, job)
+        wait_until(lambda: slurm.job(job)["Restarts"] == "1", 90, f"{run} is in the queue again")
+    if how != "requeue":  # where it may be killed before it has saved
+        assert "to resume from there: assay train --resume" in log(work, run), logs_of(work, run)
+    ended = end_of(slurm, job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), logs_of(work, run)
+    assert_trained_once(work, run)
+
+
+def test_the_failure_of_all_engine_nodes_ends_the_job_and_the_run_can_go_on(slurm: Slurm, work: Path) -> None:
+    with held_with_engines(slurm, work, "no-servers") as (job, run):
+        (node,) = processes(job, "-m", "assay.cli.slurm.engine_node")
+        os.kill(node, signal.SIGKILL)
+        ended = end_of(slurm, job)
+    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "0", "200:0"), logs_of(work, run)
+    assert "is not reachable" in log(work, run)
+    assert "all engine nodes have ended: see " in (work / "runs" / "slurm" / f"{run}.log").read_text()
+    again = int(slurm("sbatch", "--parsable", work / "no-servers.sbatch", run))
+    assert end_of(slurm, again)["JobState"] == "COMPLETED"
+    assert_trained_once(work, run)
+
+
+def test_an_engine_that_cannot_start_fails_the_job_with_one_line(slurm: Slurm, work: Path) -> None:
+    job = submit_with_engines(slurm, work, "no-engine", "--engine.memory", 1e9)
+    ended, run = end_of(slurm, job), f"no-engine-{job}"
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "200:0"), logs_of(work, run)
+    assert log(work, run).count(" did not start: it ended (exit code ") == 1
+
+
+def test_a_cancelled_job_with_an_engine_node_leaves_no_process(slurm: Slurm, work: Path) -> None:
+    with held_with_engines(slurm, work, "engines-cancelled") as (job, _):
+        slurm("scancel", job)
+        ended = end_of(slurm, job)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")

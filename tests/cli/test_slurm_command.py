@@ -1,6 +1,6 @@
 """`assay slurm`: the script that it writes, run by a real shell with substitutes for Slurm's commands.
 
-On a real Slurm: tests/slurm. Exit codes of torchrun on one node are tested with real processes.
+On a real Slurm: tests/slurm.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from assay.cli.main import main
-from assay.cli.slurm import seconds
+from assay.cli.slurm.command import seconds
 
 ODD = 'it\'s 100% "odd" $HOME `ls` #1'
 CONFIG = 'model = "preset:nano"\n[task]\nname = "abacus"\n'
@@ -98,6 +99,45 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a name that is a path": (["--name", "../up"], "cannot name a run"),
     "nowhere to write": (["--output", "no/where.sbatch"], "cannot write no/where.sbatch"),
     "no Slurm": (["--submit"], "sbatch is not installed"),
+    "no engine nodes": (["--engines", "0", "--engine", "assay"], "--engines 0"),
+    "engine nodes for an engine in the process": (["--engines", "1"], "engine auto has no servers"),
+    "engine nodes for the native engine": (["--engines", "1", "--engine", "native"], "engine native has no servers"),
+    "engine nodes for a user's engine": (["--engines", "1", "--engine", "my.py:make"], "engine my.py:make has no"),
+    "engine nodes for an endpoint": (["--engines", "1", "--engine", "openai"], "engine.name"),
+    "engine nodes and running servers": (
+        ["--engines", "1", "--engine", "assay", "--server.urls", '["http://n1:8000"]'],
+        "server.urls names running ones",
+    ),
+    "engine nodes and servers of the run": (
+        ["--engines", "1", "--engine", "vllm", "--vllm.servers", "2"],
+        "vllm.servers is for servers on the trainer's node",
+    ),
+    "engine nodes and devices of the trainer's node": (
+        ["--engines", "1", "--engine", "assay", "--server.devices", '["cuda:1"]'],
+        "server.devices is for",
+    ),
+    "engine nodes and GPU memory": (
+        ["--engines", "1", "--engine", "vllm", "--vllm.transport", "ipc"],
+        "vllm.transport",
+    ),
+    "engine nodes that sleep": (
+        ["--engines", "1", "--engine", "sglang", "--engine.sleep_while_training"],
+        "sleep_while_training has no use",
+    ),
+    "no servers": (["--engines", "1", "--engine", "assay", "--servers-per-node", "0"], "--servers-per-node 0"),
+    "servers without engine nodes": (["--servers-per-node", "2"], "give their number with --engines"),
+    "GPUs that cannot be divided": (
+        ["--engines", "1", "--engine", "vllm", "--gpus-per-node", "8", "--servers-per-node", "3"],
+        "8 GPUs of a node cannot be divided",
+    ),
+    "more servers than GPUs": (
+        ["--engines", "1", "--engine", "vllm", "--gpus-per-node", "2", "--servers-per-node", "4"],
+        "2 GPUs of a node cannot be divided",
+    ),
+    "several GPUs for a server that uses one": (
+        ["--engines", "1", "--engine", "assay", "--gpus-per-node", "8", "--servers-per-node", "4"],
+        "one GPU per server",
+    ),
 }
 
 
@@ -134,10 +174,11 @@ def test_no_config_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str])
 
 # From here on the script is run. srun runs what it is given in a session of its own, as Slurm does with a step.
 STAND_INS = {
-    "srun": """while [[ $1 == --* ]]; do echo "$1" >>srun.txt; shift; done
-        SLURM_NODEID=0 setsid "$@" & echo $! >session; wait $!""",
+    "srun": """step=train; [[ "$*" == *assay.cli.slurm.engine_node* ]] && step=engine
+        while [[ $1 == --* ]]; do echo "$1" >>srun-$step.txt; shift; done
+        SLURM_NODEID=0 setsid "$@" <&0 & echo $! >session-$step; wait $!""",
     "scancel": """until [ -e ready ]; do /bin/sleep 0.05; done
-        echo "$@" >>scancel.txt; kill -TERM -- "-$(cat session)\"""",
+        echo "$@" >>scancel.txt; for file in session-*; do kill -TERM -- "-$(cat "$file")"; done""",
     "sleep": "exec /bin/sleep 0.05",
     "squeue": "echo ${STATE:-RUNNING}",
     "scontrol": """case "$1 $2" in
@@ -145,15 +186,29 @@ STAND_INS = {
         'show node') echo "NodeName=$3"; echo "   NodeAddr=$3.cluster NodeHostName=$3";;
         *) echo "$@" >>scontrol.txt;; esac""",
 }
-# Stands for `assay.cli.slurm` and the training below it: one that catches SIGTERM, and one that does not.
+# Stands for an engine node, or for torchrun and the training below it: one that catches SIGTERM, and one that does not.
 PYTHON = """#!{python} -S
 import json, os, signal, sys, time
+if "assay.cli.slurm.engine_node" in sys.argv:
+    folder = os.environ["ASSAY_ENGINE_NODES"]
+    ends = os.environ.get("ENGINES_END", "with their input") == "with their input" and sys.stdin.read()
+    seen = {{"command": sys.argv[1:], "folder": folder, "mode": os.stat(folder).st_mode & 0o777}}
+    seen["training stopped first"] = os.path.exists("stopped")
+    open("engine.json", "w").write(json.dumps(seen))
+    sys.exit(0)
 open("command.json", "w").write(json.dumps(sys.argv[1:]))
+def stop(*_):
+    open("stopped", "w").close()
+    sys.exit(143)
 if os.environ["ENDS"] == "when told":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, stop)
 if os.environ["ENDS"] in ("when told", "never"):
     open("ready", "w").close()
     time.sleep(60)
+while os.environ["ENDS"] == "after the engine nodes" :
+    time.sleep(0.05)
+    if "engine nodes have ended" in open("log").read():
+        sys.exit(200)
 sys.exit(int(os.environ["ENDS"]))
 """
 
@@ -198,12 +253,14 @@ def test_arguments_of_torchrun(cluster: Path) -> None:
     assert write("--nodes", 2, "--procs-per-node", 3, "--train.steps", 7, "--prompt.system", ODD) == 0
     assert run_script(cluster, "0") == 0
     assert command(cluster) == [
-        *shlex.split("-m assay.cli.slurm --nnodes 2 --nproc-per-node 3 --master-addr n7.cluster --master-port 20003"),
+        *shlex.split(
+            "-m assay.cli.slurm.train_node --nnodes 2 --nproc-per-node 3 --master-addr n7.cluster --master-port 20003"
+        ),
         *shlex.split("-m assay train tiny.toml --name tiny-12003 --train.steps=7"),
         f"--prompt.system={ODD}",
     ]
-    given = (cluster / "srun.txt").read_text().splitlines()
-    assert {"--ntasks-per-node=1", "--kill-on-bad-exit=1", "--export=ALL"} <= set(given)
+    given = (cluster / "srun-train.txt").read_text().splitlines()
+    assert {"--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--export=ALL"} <= set(given)
     assert "--output=runs/slurm/tiny-12003-node%n.log" in given
 
 
@@ -260,13 +317,82 @@ def test_a_run_that_does_not_save_in_time_is_requeued(cluster: Path) -> None:
     assert run_script(cluster, "never", warn=True) == 143
     assert "not saved in time" in (cluster / "log").read_text()  # SIGTERM ended nothing that does not catch it
     assert (cluster / "scontrol.txt").read_text() == "requeue 12003\n"
-    os.killpg(int((cluster / "session").read_text()), signal.SIGKILL)  # Slurm's own work
+    os.killpg(int((cluster / "session-train").read_text()), signal.SIGKILL)  # Slurm's own work
 
 
 def test_a_cancelled_job_is_not_requeued(cluster: Path) -> None:
     assert write() == 0
     assert run_script(cluster, "when told", warn=True, state="CANCELLED") == 143
     assert not (cluster / "scontrol.txt").exists()
+
+
+ENGINES = ["--engines", 1, "--engine", "assay"]
+
+
+def engine_node(folder: Path) -> dict[str, Any]:
+    """What the stand-in for an engine node has seen; it writes this when it ends."""
+    wait_for(folder / "engine.json")
+    return json.loads((folder / "engine.json").read_text())
+
+
+def test_engine_nodes_follow_the_nodes_that_train(cluster: Path) -> None:
+    assert write(*ENGINES, "--servers-per-node", 2, "--runs_dir", ODD) == 0
+    assert sbatch_options(cluster / "tiny.sbatch")["nodes"] == "2"
+    assert run_script(cluster, "0") == 0
+    words = shlex.split("-m assay.cli.slurm.engine_node --servers 2 --gpus 0 --logs")
+    seen = engine_node(cluster)
+    assert seen["command"] == [*words, f"{ODD}/slurm/tiny-12003", "n8.cluster"]
+    assert seen["folder"] == f"{ODD}/slurm/tiny-12003-servers" and seen["mode"] == 0o700
+    assert not (cluster / seen["folder"]).exists()
+    assert command(cluster)[1:6] == shlex.split("assay.cli.slurm.train_node --nnodes 1 --nproc-per-node 1")
+    given = {step: set((cluster / f"srun-{step}.txt").read_text().splitlines()) for step in ("train", "engine")}
+    assert {"--relative=0", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=1"} <= given["train"]
+    assert {"--relative=1", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0"} <= given["engine"]
+    assert f"--output={ODD.replace('%', '%%')}/slurm/tiny-12003-engine%n.log" in given["engine"]
+
+
+def test_number_of_servers_and_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nodes", 2, "--engines", 3, "--engine", "vllm", "--output"]
+    assert write(*words, "gpus.sbatch", gpus=8) == 0
+    assert write(*words, "pairs.sbatch", "--servers-per-node", 4, gpus=8) == 0
+    assert "note" not in capsys.readouterr().out
+    assert write(*ENGINES, "--output", "one.sbatch") == 0
+    assert "there is one engine server, and its failure can end the job" in capsys.readouterr().out
+    texts = [(folder / f"{name}.sbatch").read_text() for name in ("gpus", "pairs", "one")]
+    assert ["servers=8\ngpus=8\n" in texts[0], "servers=4\ngpus=8\n" in texts[1]] == [True, True]
+    assert "servers=1\ngpus=0\n" in texts[2] and sbatch_options(folder / "gpus.sbatch")["nodes"] == "5"
+
+
+def test_servers_run_until_training_has_saved(cluster: Path) -> None:
+    assert write(*ENGINES) == 0
+    assert run_script(cluster, "when told", warn=True) == 143
+    assert engine_node(cluster)["training stopped first"]
+    assert (cluster / "scontrol.txt").read_text() == "requeue 12003\n"
+
+
+@pytest.mark.parametrize("code", ["1", "200"])
+def test_engine_nodes_end_with_a_failed_training(cluster: Path, code: str) -> None:
+    assert write(*ENGINES) == 0
+    assert run_script(cluster, code) == int(code)
+    assert engine_node(cluster)["command"] and not (cluster / "scontrol.txt").exists()
+
+
+def test_engine_nodes_that_end_are_reported(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINES_END", "at once")
+    assert write(*ENGINES) == 0
+    assert run_script(cluster, "after the engine nodes") == 200
+    assert "all engine nodes have ended: see runs/slurm/tiny-12003-engine*.log" in (cluster / "log").read_text()
+
+
+def test_a_job_without_engine_nodes_ignores_those_of_another_job(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = cluster / "other"
+    other.mkdir()
+    monkeypatch.setenv("ASSAY_ENGINE_NODES", str(other))
+    assert write() == 0
+    assert run_script(cluster, "0") == 0
+    assert other.exists() and not (cluster / "session-engine").exists()
 
 
 def test_the_output_of_sbatch_is_printed(
@@ -280,30 +406,3 @@ def test_the_output_of_sbatch_is_printed(
     sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2; exit 1\n")
     assert write("--submit") == 2
     assert "sbatch rejected tiny.sbatch: invalid partition" in capsys.readouterr().err
-
-
-# The launcher sends SIGTERM to the other rank as soon as one has ended; `assay` ignores it once it is about to exit.
-STOP = "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.exit(143)"
-ENDS = {  # code of ranks 0 and 1, and the resulting exit code
-    "well": (["pass", "pass"], 0),
-    "stopped": ([STOP, STOP], 143),
-    "stopped but for one": ([STOP, "sys.exit(2)"], 200),
-    "killed": (["time.sleep(60)", "os.kill(os.getpid(), 9)"], 200),
-}
-
-
-def launch(folder: Path, name: str) -> subprocess.Popen[str]:
-    script = folder / f"{name}.py"
-    script.write_text("import os, signal, sys, time\n" + f"exec({ENDS[name][0]}[int(os.environ['RANK'])])\n")
-    command = [sys.executable, "-m", "assay.cli.slurm", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "SLURM_NODEID": "0", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-def test_exit_code_distinguishes_stopped_from_failed(tmp_path: Path) -> None:
-    started = {name: launch(tmp_path, name) for name in ENDS}
-    output = {name: process.communicate(timeout=100)[1] for name, process in started.items()}
-    assert {name: process.returncode for name, process in started.items()} == {n: code for n, (_, code) in ENDS.items()}
-    assert "Signal 9 (SIGKILL)" in output["killed"] and "rank      : 1" in output["killed"]
-    assert "Traceback" not in output["killed"]

@@ -1,21 +1,16 @@
-"""`assay slurm`: a training run as a batch job that saves before its time limit and resumes by itself.
+"""The command `assay slurm`: its options, their checks, and the batch script.
 
-The batch script runs `python -m assay.cli.slurm` on each node: torchrun, with an exit code that distinguishes a
-requested stop from an error.
+The script runs `train_node` on nodes that train, and `engine_node` on nodes that only generate.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import shutil
 import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from shlex import join, quote
@@ -32,15 +27,18 @@ TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", re.IGNORECASE)
 MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
 MAX_GRACE = 65535  # seconds: Slurm's limit
 WARNING_TOLERANCE = 60  # seconds by which Slurm may send its signal too early
+SERVER_SECTIONS = {"assay": "server", "vllm": "vllm", "sglang": "sglang"}  # of the settings, by engine
 REQUEUE_MARGIN = 30  # seconds before the limit at which a run that has not saved yet is requeued anyway
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", help="TOML file, e.g. configs/demo.toml")
-    add("--nodes", type=int, default=1, help="nodes [1]")
+    add("--nodes", type=int, default=1, help="nodes that train [1]")
     add("--gpus-per-node", type=int, required=True, metavar="N", help="GPUs per node, with one process each; 0: none")
     add("--procs-per-node", type=int, metavar="N", help="processes per node without GPUs [1]")
+    add("--engines", type=int, metavar="N", help="N more nodes that only generate, with engine servers [0]")
+    add("--servers-per-node", type=int, metavar="N", help="servers per engine node [one per GPU; 1 without GPUs]")
     add("--cpus-per-task", type=int, metavar="N", help="cores per node, for all its processes [the cluster's default]")
     add("--mem", help="memory per node, e.g. 200G; 0: all [the cluster's default]")
     add("--time", help="time limit, e.g. 4:00:00 or 2-12 (days-hours) [the partition's]")
@@ -68,12 +66,15 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     overrides = parse_overrides(args.overrides)
     cfg = load_settings(TrainConfig, args.config, overrides)
+    check_engines(args, cfg)
     name = cfg.name or as_name(Path(args.config).stem)
     check_name(name)
     text = script(args, cfg, name)
     path = args.output or Path(f"{name}.sbatch")
     write(path, text, Path(cfg.runs_dir) / "slurm")
     print(f"wrote {path}; the logs will be in {Path(cfg.runs_dir) / 'slurm'}")
+    if args.engines and args.engines * servers_per_node(args) == 1:
+        print("note: there is one engine server, and its failure can end the job; several servers replace each other")
     if args.submit:
         print(submit(path))
     else:
@@ -89,7 +90,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--gpus-per-node {args.gpus_per_node}: give the GPUs of a node, or 0 to train on CPUs")
     if args.gpus_per_node and args.procs_per_node not in (None, args.gpus_per_node):
         raise UserError("--procs-per-node is for nodes without GPUs: there is one process per GPU")
-    for option in ("procs_per_node", "cpus_per_task"):
+    for option in ("procs_per_node", "cpus_per_task", "engines", "servers_per_node"):
         if (value := getattr(args, option)) is not None and value < 1:
             raise UserError(f"--{option.replace('_', '-')} {value}: give at least 1")
     if args.grace < 60:
@@ -112,6 +113,45 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("sbatch is not installed: leave out --submit, or run this where Slurm is installed")
 
 
+def check_engines(args: argparse.Namespace, cfg: TrainConfig) -> None:
+    """Report options and settings that do not fit nodes that only generate."""
+    if args.engines is None:
+        if args.servers_per_node is not None:
+            raise UserError("--servers-per-node is for nodes that only generate: give their number with --engines")
+        return
+    if cfg.engine.name not in SERVER_SECTIONS:
+        raise UserError(
+            f"--engines {args.engines}: engine {cfg.engine.name} has no servers: set engine.name to assay, vllm or "
+            "sglang, or leave out --engines"
+        )
+    if cfg.engine.sleep_while_training:
+        raise UserError("engine.sleep_while_training has no use with --engines, where servers have GPUs of their own")
+    check_server_settings(cfg)
+    gpus, servers = args.gpus_per_node, servers_per_node(args)
+    if gpus and gpus % servers:
+        raise UserError(f"--servers-per-node {servers}: the {gpus} GPUs of a node cannot be divided equally")
+    if gpus and cfg.engine.name == "assay" and servers != gpus:
+        raise UserError("engine assay uses one GPU per server: leave out --servers-per-node")
+
+
+def check_server_settings(cfg: TrainConfig) -> None:
+    section = SERVER_SECTIONS[cfg.engine.name]
+    settings = getattr(cfg, section)
+    if settings.urls:
+        raise UserError(f"--engines starts servers, and {section}.urls names running ones: leave out one of them")
+    for key, default in {"servers": 1, "devices": [], "port": 0}.items():
+        if getattr(settings, key) != default:
+            raise UserError(
+                f"{section}.{key} is for servers on the trainer's node: leave it out (see --servers-per-node)"
+            )
+    if settings.transport not in ("auto", "folder"):
+        raise UserError(f"weights reach engine nodes through a folder: set {section}.transport to auto or folder")
+
+
+def servers_per_node(args: argparse.Namespace) -> int:
+    return args.servers_per_node or args.gpus_per_node or 1
+
+
 def seconds(limit: str) -> float:
     """Parse minutes[:seconds], hours:minutes:seconds, or days-hours[:minutes[:seconds]]; 0: no limit."""
     if limit.upper() == "UNLIMITED":
@@ -123,12 +163,12 @@ def seconds(limit: str) -> float:
 
 
 def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
-    """Options of sbatch, the user's commands, the values of this run, and the common part (slurm.sh)."""
+    """Options of sbatch, the user's commands, the values of this run, and the common part (job.sh)."""
     logs = f"{cfg.runs_dir}/slurm/".replace("%", "%%")  # Slurm replaces %x and others by names
     settings = [word for word in args.overrides if word.partition("=")[0] != "--name"]
     options = {
         "job-name": name,
-        "nodes": args.nodes,
+        "nodes": args.nodes + (args.engines or 0),
         "ntasks-per-node": 1,
         **({"gpus-per-node": args.gpus_per_node} if args.gpus_per_node else {}),
         **{key.replace("_", "-"): value for key in SBATCH_OPTIONS if (value := getattr(args, key)) is not None},
@@ -144,9 +184,13 @@ def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
         "python": quote(sys.executable),
         "processes": args.gpus_per_node or args.procs_per_node or 1,
         "node_log": f'{quote(logs)}"$SLURM_JOB_NAME-$SLURM_JOB_ID-node%n.log"',
+        "engines": args.engines or 0,
         "patience": args.grace - REQUEUE_MARGIN,
         "settings": f"({join(settings)})",
     }
+    if args.engines:
+        values["engine_log"] = f'{quote(logs)}"$SLURM_JOB_NAME-$SLURM_JOB_ID-engine%n.log"'
+        values |= {"servers": servers_per_node(args), "gpus": args.gpus_per_node}
     return "\n".join(
         [
             "#!/bin/bash",
@@ -159,7 +203,7 @@ def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
             "trap : TERM",
             *args.before,
             *(f"{key}={value}" for key, value in values.items()),
-            files("assay.cli").joinpath("slurm.sh").read_text(encoding="utf-8"),
+            files("assay.cli.slurm").joinpath("job.sh").read_text(encoding="utf-8"),
         ]
     )
 
@@ -180,40 +224,3 @@ def submit(path: Path) -> str:
     if done.returncode:
         raise UserError(f"sbatch rejected {path}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()
-
-
-# torchrun on one node of the job
-
-STOPPED = 143  # exit code of a process that saved and stopped after SIGTERM
-FAILED = 200  # above all others: srun returns the highest exit code of all nodes
-PAUSE_S = 3.0  # srun kills the other nodes as soon as one ends: time for them to end or to print their errors
-
-
-def launch(words: Sequence[str]) -> int:
-    code = run_torchrun(words)
-    if code and os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
-        time.sleep(PAUSE_S)
-    return code
-
-
-def run_torchrun(words: Sequence[str]) -> int:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    # Not SIGTERM: torchrun would stop the processes and allow them only 30 seconds.
-    handled = "SIGINT,SIGHUP,SIGQUIT"
-    try:
-        torchrun(["--node-rank", os.environ["SLURM_NODEID"], "--signals-to-handle", handled, *words])
-    except ChildFailedError as error:
-        if all(failure.exitcode == STOPPED for failure in error.failures.values()):
-            return STOPPED
-        print(error, file=sys.stderr, flush=True)
-        return FAILED
-    except Exception:
-        traceback.print_exc()
-        return FAILED
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(launch(sys.argv[1:]))
