@@ -20,6 +20,7 @@ from pathlib import Path
 from assay.process.messages import send
 from assay.process.spawn import KILL_LIMIT_S, STOP_SIGNALS, ChildProcess, exit_reason, fork_under_supervisor
 
+PF_EXITING = 0x4  # flag of Linux in /proc/PID/stat: set before the files of the process are closed
 STOP_S = 10.0  # seconds that a program gets after SIGTERM
 
 
@@ -90,11 +91,15 @@ def last_error(log: Path, limit: int = 300) -> str:
 
 
 def is_dead(pid: int) -> bool:
-    """Whether a process has ended, also if its parent has not noticed yet (Linux)."""
+    """Whether a process has ended or is about to (its connections are closed by then), on Linux.
+
+    Also if its parent has not noticed yet.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "Z"
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return Path("/proc/self/stat").exists()
+    return fields[0] == "Z" or bool(int(fields[6]) & PF_EXITING)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
