@@ -129,10 +129,11 @@ def test_unknown_hub_id_offline_fails_quickly(monkeypatch) -> None:
         load_tokenizer("nobody/no-such-model")
 
 
-def write_gguf(path: Path, pre: str, **flags: bool) -> None:
-    """A Llama file without tensors, whose vocabulary is the bytes, a few merges, and three special tokens."""
+def write_gguf(path: Path, pre: str, text_end: str = "", **flags: bool) -> None:
+    """A Llama file without tensors, whose vocabulary is the bytes, a few merges, and three or four special tokens."""
     gguf = pytest.importorskip("gguf")
     tokens = ["<s>", "</s>", "<|eot_id|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "abc"]
+    tokens += [text_end] if text_end else []
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(64)
@@ -143,7 +144,7 @@ def write_gguf(path: Path, pre: str, **flags: bool) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 4) + [3 if text_end else 1])
     writer.add_token_merges(["Ċ Ċ"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
@@ -173,6 +174,13 @@ def test_a_gguf_file_gives_specials_template_digits_and_bos(tmp_path) -> None:
     assert reloaded.encode("\n\n12 <|eot_id|>") == tokenizer.encode("\n\n12 <|eot_id|>")
 
 
+@pytest.mark.parametrize("text_end", ["<|endoftext|>", "<|end_of_text|>"])
+def test_the_token_that_ends_a_text_ends_answers_of_a_gguf_model(tmp_path: Path, text_end: str) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "smollm", text_end)
+    tokenizer = load_tokenizer(str(tmp_path / "tiny.gguf"))
+    assert tokenizer.eos_ids == (1, 2, *tokenizer.encode(text_end)) and len(tokenizer.eos_ids) == 3
+
+
 def test_llama3_gguf_prefers_whole_words_and_respects_add_bos_token(tmp_path) -> None:
     write_gguf(tmp_path / "a.gguf", "llama-bpe")
     write_gguf(tmp_path / "b.gguf", "llama-bpe", add_bos_token=False)
@@ -185,7 +193,8 @@ def test_llama3_gguf_prefers_whole_words_and_respects_add_bos_token(tmp_path) ->
 def test_smollm2_specials_and_template(smollm2: Tokenizer, tmp_path) -> None:
     assert smollm2.vocab_size == 49152
     assert smollm2.encode("<|im_start|><|im_end|>") == [1, 2]
-    assert smollm2.eos_ids == (2,) and smollm2.bos_id == 1 and not smollm2.expects_bos
+    assert smollm2.eos_ids == (2, 0) and smollm2.bos_id == 1 and not smollm2.expects_bos
+    assert smollm2.decode([0], skip_special=False) == "<|endoftext|>"
     assert smollm2.has_chat_template
     text = "Ann has 1234 coins.\n\n12 + 7 = 19, so it's   €5 — naïve 😀"
     assert smollm2.decode(smollm2.encode(text)) == text

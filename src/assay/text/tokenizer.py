@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Tokens that end an assistant's turn in common chat formats. Not <|end|>, which ends a section in some formats.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>")
+# Tokens that end a text. Chat models also end their answers with them, above all to prompts without a chat template.
+TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
 # Loading options that transformers would save with the tokenizer's settings.
 LOADING_OPTIONS = ("is_local", "local_files_only")
 
@@ -306,7 +308,11 @@ SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", BOOL: 
 
 
 def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
-    """The tokenizer of a GGUF file as a transformers tokenizer, and the end tokens that the file names."""
+    """The tokenizer of a GGUF file as a transformers tokenizer, and its end tokens.
+
+    The end tokens are those that the file names, which for chat models are often only those that end a turn, and
+    `TEXT_ENDS`, which generation_config.json lists for the same models.
+    """
     metadata = read_metadata(path)
     if "tokenizer.ggml.model" not in metadata:
         raise UserError(f'"{path}" contains no tokenizer: set model.tokenizer to a Hugging Face folder')
@@ -326,8 +332,10 @@ def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
     template = metadata.get("tokenizer.chat_template")
     if not hf.chat_template and isinstance(template, str):
         hf.chat_template = template
-    ends = _as_ids([metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")])
-    return hf, [index for index in ends if index < len(hf)]
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = _as_ids([*named, *map(hf.get_vocab().get, TEXT_ENDS)])
+    size = metadata.get("tokenizer.ggml.tokens")  # transformers adds <|endoftext|> to files that do not have it
+    return hf, [index for index in ends if index < (size if isinstance(size, int) else len(hf))]
 
 
 def _complete(hf: Any, metadata: dict[str, Any]) -> None:
